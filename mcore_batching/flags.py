@@ -68,7 +68,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "max_tokens_per_gpu": {
         "type": int,
-        "default": None,
         "metavar": "TOKENS",
         "help": "most padded tokens a micro-batch may put on one GPU; "
         "a micro-batch holds up to this times the context-parallel size",
@@ -86,7 +85,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "how long to search for a plan: simulated passes of a micro-batch per sample",
     },
     "cost_model": {
-        "default": None,
         "metavar": "auto|fixed|FILE",
         "help": "what samples and micro-batches cost on these devices. auto, the default: learnt "
         "from the times of training's own passes; fixed, the default under --deterministic-mode: "
@@ -176,7 +174,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "forward_only_max_tokens_per_gpu": {
         "type": int,
-        "default": None,
         "metavar": "TOKENS",
         "help": "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
         "pass: it then has a plan of its own, which --dynamic-batch-max-inflight-tokens does not "
@@ -196,7 +193,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "those that it holds without; the default, 1.0, is no more",
     },
     "record": {
-        "default": None,
         "metavar": "DIR",
         "help": "write every training step's lengths, plan and time into this folder, for "
         "`mcore-batching replay DIR`, and what costs are known into its cost_model.json, for "
@@ -234,7 +230,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "data": {
         "nargs": "+",
-        "default": None,
         "metavar": "FILE",
         "help": "JSON-lines files to train on, instead of the script's own data: each line "
         '{"messages": [...]}, {"prompt": ..., "completion": ...} or '
@@ -278,18 +273,34 @@ def add_flags(parser: argparse.ArgumentParser, themes: Iterable[str]) -> argpars
     """Add the flags of some of the `THEMES`, each theme a group of the parser's help.
 
     Flags that the parser has already (frameworks define the first two themselves) are left alone.
-    Choices and defaults of the planner's options are those of `PlannerConfig`.
     """
     for theme in themes:
         group = parser.add_argument_group(f"mcore_batching: {theme}")
         for name in THEMES[theme]:
-            of_planner: dict[str, Any] = {}
-            if name in PLANNER_DEFAULTS:
-                of_planner["default"] = PLANNER_DEFAULTS[name]
-            if name in CHOICES:
-                of_planner["choices"] = CHOICES[name]
             # argparse has no public way to ask whether a flag is there.
             if FLAGS[name] not in parser._option_string_actions:
-                spellings = (FLAGS[name], *_FORMER.get(name, ()))
-                group.add_argument(*spellings, **OPTIONS[name], **of_planner)
+                group.add_argument(FLAGS[name], *_FORMER.get(name, ()), **settings_of(name))
     return parser
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings in argparse of the flag that sets an argument of the library.
+
+    Choices and defaults of the planner's options are those of `PlannerConfig`.
+    """
+    settings = dict(OPTIONS[name])
+    if name in PLANNER_DEFAULTS:
+        settings["default"] = PLANNER_DEFAULTS[name]
+    if name in CHOICES:
+        settings["choices"] = CHOICES[name]
+    return settings
+
+
+class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Help whose flags end in their defaults, where they have one and do not tell it themselves."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # argparse's own adds every default, `False` and `None` included.
+        if action.default in (None, False) or "default" in str(action.help):
+            return action.help
+        return super()._get_help_string(action)

@@ -11,7 +11,7 @@ from metrics import IterationMetrics
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 
 COLUMNS = (
     "iteration",
@@ -78,7 +78,7 @@ class Reporter:
         assert self._progress is not None
         self._progress.stop()
         if self._speaks:
-            print_table(self._table(run), sys.stdout)
+            print(self._table(run))
             sys.stdout.flush()
 
 

@@ -1,13 +1,13 @@
 """A recorded job again: predicted against measured time, and what other plans would have taken.
 
 Alternatives are planned for the very samples of each step, and weighed by the cost model that
-predicts the recorded plan.
+predicts the recorded plan. All times are in units of cost, which `seconds_per_unit` makes seconds.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -19,6 +19,7 @@ from mcore_batching.planning import (
     PlanningError,
     StepStatistics,
     plan_step,
+    predicted_step_time,
     step_statistics,
 )
 from mcore_batching.planning.costs.cost import in_units_of
@@ -36,8 +37,6 @@ STEP_COLUMNS = (
     "time/floor",
 )
 
-Setting = tuple[ParallelDims, PlannerConfig, CostModel]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedStep:
@@ -46,17 +45,27 @@ class ReplayedStep:
     record: StepRecord
     """The recorded step."""
     statistics: StepStatistics
-    """Of the recorded plan; its time and floor are in units of cost."""
+    """Of the recorded plan."""
 
     @property
     def predicted(self) -> float:
-        """Predicted time of the recorded plan, in units of cost."""
+        """Predicted time of the recorded plan."""
         return self.statistics.step_time
 
     @property
-    def floor(self) -> float:
-        """Lower bound on the time of any plan, in units of cost."""
-        return self.statistics.floor_time
+    def setting(self) -> tuple[ParallelDims, PlannerConfig, CostModel]:
+        """What the recorded plan was made with."""
+        plan = self.record.plan
+        return plan.dims, plan.config, plan.cost_model
+
+    def error(self, factor: float | None) -> float | None:
+        """Predicted over measured seconds, less 1; None where nothing was measured.
+
+        Args:
+            factor: seconds per unit of cost.
+        """
+        measured = self.record.measured_seconds
+        return factor * self.predicted / measured - 1.0 if factor and measured else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +75,9 @@ class Alternative:
     changes: Changes
     """Options that differ; empty for today's plan with the recorded dims and cap."""
     time: float
-    """Predicted time of all its steps together, in units of cost."""
+    """Predicted time of all its steps together."""
     recorded_time: float
     """The same for the recorded plans of these steps."""
-    steps: int
-    """Steps that were planned so."""
 
     @property
     def gain(self) -> float:
@@ -90,34 +97,21 @@ def replay(
     Raises:
         ConfigError: learnt costs whose units are too far apart.
     """
-    replayed = []
     # Learnt costs changed from step to step, and so did the seconds of their unit: all steps are
     # put into the last one's, so that one factor makes seconds of them.
     unit = next((r.seconds_per_unit for r in reversed(records) if r.seconds_per_unit), None)
+    replayed = []
     for record in records:
-        plan, seconds = record.plan, record.seconds_per_unit
+        model, seconds = cost_model or record.plan.cost_model, record.seconds_per_unit
         if cost_model is not None:
-            plan, seconds = replace(plan, cost_model=cost_model), None
+            seconds = None
         elif unit is not None and seconds is not None:
-            model = in_units_of(plan.cost_model, unit / seconds)
-            plan, seconds = replace(plan, cost_model=model), unit
-        replayed.append(
-            ReplayedStep(
-                record=replace(record, plan=plan, seconds_per_unit=seconds),
-                statistics=step_statistics(plan, record.lengths),
-            )
-        )
+            model, seconds = in_units_of(model, unit / seconds), unit
+        plan = replace(record.plan, cost_model=model)
+        found = step_statistics(plan, record.lengths)
+        record = replace(record, plan=plan, seconds_per_unit=seconds)
+        replayed.append(ReplayedStep(record=record, statistics=found))
     return replayed
-
-
-def total_statistics(steps: Sequence[ReplayedStep]) -> StepStatistics:
-    """Of all steps together.
-
-    Args:
-        steps: one or more.
-    """
-    first, *others = (step.statistics for step in steps)
-    return sum(others, first)
 
 
 def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
@@ -127,7 +121,7 @@ def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
     """
 
     def setting(step: ReplayedStep) -> tuple[Any, ...]:
-        dims, config, cost_model = _setting(step)
+        dims, config, cost_model = step.setting
         is_learnt = step.record.seconds_per_unit is not None
         return dims, config, None if is_learnt else cost_model
 
@@ -136,7 +130,10 @@ def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
 
 def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]:
     """Options of the second step's plan that differ from the first one's, with their values."""
-    old, new = _options(before), _options(after)
+    old, new = (
+        {name: value for part in step.setting for name, value in asdict(part).items()}
+        for step in (before, after)
+    )
     return {name: value for name, value in new.items() if value != old[name]}
 
 
@@ -154,20 +151,6 @@ def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
     return statistics.median(ratios) if ratios else steps[0].record.seconds_per_unit
 
 
-def relative_errors(steps: Sequence[ReplayedStep], factor: float) -> list[float]:
-    """Predicted over measured seconds, less 1, of the steps that were measured.
-
-    Args:
-        steps: steps of a job.
-        factor: seconds per unit of cost.
-    """
-    return [
-        factor * step.predicted / step.record.measured_seconds - 1.0
-        for step in steps
-        if step.record.measured_seconds
-    ]
-
-
 def spread_out(steps: Sequence[ReplayedStep], count: int) -> list[ReplayedStep]:
     """At most `count` of the steps, evenly spread from the first to the last."""
     if len(steps) <= count:
@@ -176,14 +159,12 @@ def spread_out(steps: Sequence[ReplayedStep], count: int) -> list[ReplayedStep]:
     return [steps[(2 * i + 1) * len(steps) // (2 * count)] for i in range(count)]
 
 
-def better_plans(
-    steps: Sequence[ReplayedStep], plan_effort: int | None = None
-) -> list[Alternative]:
+def better_plans(steps: Sequence[ReplayedStep], plan_effort: int) -> list[Alternative]:
     """Today's plan of the same steps, and plans for other caps and dims on the same GPUs.
 
     Args:
         steps: which to plan.
-        plan_effort: of every plan; None: that of the recorded options.
+        plan_effort: of every plan.
 
     Returns:
         today's plan first, the others by their gain. One that any of the steps cannot be planned
@@ -191,48 +172,23 @@ def better_plans(
     """
     times: dict[Changes, list[float]] = {}
     for step in steps:
-        for changes, setting in _settings(step):
-            time = _planned_time(step, setting, plan_effort)
-            if time is not None:
-                times.setdefault(changes, []).append(time)
+        lengths = step.record.lengths
+        for changes, dims, config, model in [((), *step.setting), *alternatives(step.record.plan)]:
+            # Whatever the job planned by, alternatives are searched.
+            searched = replace(config, packing="auto", balance="auto", fill="split")
+            searched = replace(searched, plan_effort=plan_effort)
+            try:
+                plan = plan_step(lengths, dims, searched, model)
+            except PlanningError:
+                continue  # a sample does not fit
+            times.setdefault(changes, []).append(predicted_step_time(plan, lengths))
     recorded = sum(step.predicted for step in steps)
     found = [
-        Alternative(changes=changes, time=sum(taken), recorded_time=recorded, steps=len(taken))
+        Alternative(changes=changes, time=sum(taken), recorded_time=recorded)
         for changes, taken in times.items()
         if len(taken) == len(steps)  # else its times are not of the same samples
     ]
     return sorted(found, key=lambda other: (other.changes != (), -other.gain))
-
-
-def _options(step: ReplayedStep) -> dict[str, Any]:
-    dims, config, cost_model = _setting(step)
-    return asdict(dims) | asdict(config) | asdict(cost_model)
-
-
-def _setting(step: ReplayedStep) -> Setting:
-    plan = step.record.plan
-    return plan.dims, plan.config, plan.cost_model
-
-
-def _settings(step: ReplayedStep) -> Iterator[tuple[Changes, Setting]]:
-    yield (), _setting(step)
-    for changes, dims, config, cost_model in alternatives(step.record.plan):
-        yield changes, (dims, config, cost_model)
-
-
-def _planned_time(step: ReplayedStep, setting: Setting, plan_effort: int | None) -> float | None:
-    """Predicted time of this release's plan for the step's samples; None if one does not fit."""
-    dims, config, cost_model = setting
-    # Whatever the job planned by, alternatives are searched: the table says what is possible.
-    config = replace(config, packing="auto", balance="auto", fill="split")
-    if plan_effort is not None:
-        config = replace(config, plan_effort=plan_effort)
-    lengths = step.record.lengths
-    try:
-        plan = plan_step(lengths, dims, config, cost_model)
-    except PlanningError:
-        return None
-    return step_statistics(plan, lengths).step_time
 
 
 def step_table(steps: Sequence[ReplayedStep], factor: float | None) -> Table:
@@ -246,18 +202,15 @@ def step_table(steps: Sequence[ReplayedStep], factor: float | None) -> Table:
 
 
 def _row(step: ReplayedStep, factor: float | None) -> tuple[str, ...]:
-    measured = step.record.measured_seconds
-    error = "-"
-    if measured and factor is not None:
-        error = f"{factor * step.predicted / measured - 1.0:+.1%}"
+    record, error = step.record, step.error(factor)
     return (
-        str(step.record.step),
-        str(len(step.record.lengths)),
-        str(step.record.plan.num_microbatches),
+        str(record.step),
+        str(len(record.lengths)),
+        str(record.plan.num_microbatches),
         time_text(step.predicted, factor),
-        "-" if measured is None else f"{measured:.3f} s",
-        error,
-        f"{step.predicted / step.floor:.3f}" if step.floor else "-",
+        "-" if record.measured_seconds is None else f"{record.measured_seconds:.3f} s",
+        "-" if error is None else f"{error:+.1%}",
+        f"{step.statistics.time_over_floor:.3f}",
     )
 
 

@@ -1,10 +1,9 @@
-"""Tables and lines of text for people; nothing is wrapped or cut."""
+"""Tables and lines of text for people."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TextIO
 
 from mcore_batching.planning import (
     ParallelDims,
@@ -15,6 +14,8 @@ from mcore_batching.planning import (
     step_problem,
 )
 from mcore_batching.planning.plans.memory import PredictedMemory
+from mcore_batching.planning.plans.plan import counted
+from mcore_batching.planning.plans.statistics import total_statistics
 
 SHOWN_STEPS_AT_EACH_END = 8
 """Of a long table: twice as many fit on a screen."""
@@ -22,53 +23,33 @@ SHOWN_STEPS_AT_EACH_END = 8
 FLOOR = "a mean rank's work or the longest sample's way through all stages; no plan ends sooner"
 
 
-class Column(NamedTuple):
-    """A column of the table of steps."""
-
-    cell: Callable[[StepStatistics], str]
-    meaning: str = ""
-    """For the legend, if its heading does not say."""
-
-
 STEP_COLUMNS = {
-    "samples": Column(lambda step: str(step.num_samples)),
-    "micro-batches/rank": Column(lambda step: str(step.num_microbatches)),
-    "token fill": Column(
-        lambda step: f"{step.fill:.1%}",
-        "tokens of samples / (cap x micro-batches of all ranks, placeholders included)",
-    ),
-    "padding": Column(
-        lambda step: f"{step.padding:.1%}",
-        "share of padding in the tokens of micro-batches that hold samples",
-    ),
-    "placeholders": Column(lambda step: str(step.num_placeholders)),
-    "oversize": Column(lambda step: str(step.num_oversize)),
-    "in flight": Column(
-        lambda step: f"{step.peak_inflight_tokens:.0f}",
-        "most tokens whose activations a first pipeline stage holds at a time",
-    ),
-    "rank balance": Column(
-        lambda step: f"{step.rank_balance:.3f}",
-        "cost of the heaviest rank / mean over ranks; 1 is even",
-    ),
-    "slot balance": Column(
-        lambda step: f"{step.slot_balance:.3f}",
-        "costliest micro-batch of each slot, added up / mean over ranks; 1 is even",
-    ),
-    "time/floor": Column(
-        lambda step: f"{step.time_over_floor:.3f}",
-        f"predicted end of the step / the floor:\n{'':14}{FLOOR}",
-    ),
+    "samples": "{.num_samples}",
+    "micro-batches/rank": "{.num_microbatches}",
+    "token fill": "{.fill:.1%}",
+    "padding": "{.padding:.1%}",
+    "placeholders": "{.num_placeholders}",
+    "oversize": "{.num_oversize}",
+    "in flight": "{.peak_inflight_tokens:.0f}",
+    "rank balance": "{.rank_balance:.3f}",
+    "slot balance": "{.slot_balance:.3f}",
+    "time/floor": "{.time_over_floor:.3f}",
 }
+"""Headings of the table of steps, and the figure of `StepStatistics` below each."""
 
-STEP_LEGEND = "\n".join(
-    f"{name:14}{column.meaning}" for name, column in STEP_COLUMNS.items() if column.meaning
-)
+STEP_LEGEND = f"""\
+token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
+padding       share of padding in the tokens of micro-batches that hold samples
+in flight     most tokens whose activations a first pipeline stage holds at a time
+rank balance  cost of the heaviest rank / mean over ranks; 1 is even
+slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
+time/floor    predicted end of the step / the floor:
+              {FLOOR}"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of strings."""
+    """A table of strings; as text, right-aligned and two spaces apart."""
 
     columns: tuple[str, ...]
     """Headings [columns]."""
@@ -76,6 +57,19 @@ class Table:
     """Cells [rows][columns]."""
     total: tuple[str, ...] | None = None
     """A last row [columns], set apart."""
+
+    def __str__(self) -> str:
+        """The table, without an end of its last line."""
+        rows = [self.columns, *self.rows, *([self.total] if self.total else [])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
+        ]
+        rule = "-" * len(lines[0])
+        lines.insert(1, rule)
+        if self.total:
+            lines.insert(-1, rule)
+        return "\n".join(lines)
 
 
 def step_table(statistics: Sequence[StepStatistics]) -> Table:
@@ -85,11 +79,8 @@ def step_table(statistics: Sequence[StepStatistics]) -> Table:
         statistics: of each step, in order; at least one.
     """
     rows = [_step_row(str(index), step) for index, step in enumerate(statistics)]
-    total = statistics[0]  # `sum` would begin with 0, which is no StepStatistics
-    for step in statistics[1:]:
-        total += step
-    columns = ("step", *STEP_COLUMNS)
-    return Table(columns=columns, rows=both_ends(rows), total=_step_row("total", total))
+    total = _step_row("total", total_statistics(statistics))
+    return Table(columns=("step", *STEP_COLUMNS), rows=both_ends(rows), total=total)
 
 
 def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
@@ -102,18 +93,16 @@ def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 
 def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
-    return (name, *(column.cell(step) for column in STEP_COLUMNS.values()))
+    return (name, *(figure.format(step) for figure in STEP_COLUMNS.values()))
 
 
 def memory_line(memory: PredictedMemory) -> str:
     """One line: what a rank of the first and of the last stage holds at the peak."""
-    first, last, logits = (
-        f"{size / 2**30:.2f} GiB"
-        for size in (memory.first_stage_bytes, memory.last_stage_bytes, memory.logit_bytes)
-    )
     return (
-        f"estimated memory per rank beside weights, gradients and optimizer: first stage {first}, "
-        f"last stage {last} ({logits} of it for logits)"
+        f"estimated memory per rank beside weights, gradients and optimizer: first stage "
+        f"{memory.first_stage_bytes / 2**30:.2f} GiB, last stage "
+        f"{memory.last_stage_bytes / 2**30:.2f} GiB "
+        f"({memory.logit_bytes / 2**30:.2f} GiB of it for logits)"
     )
 
 
@@ -140,31 +129,20 @@ def plan_heading(plan: Plan) -> str:
 
 def dims_line(dims: ParallelDims, config: PlannerConfig) -> str:
     """The parallel dims above 1, and the cap: `DP2 x PP4, cap 1000 tokens`."""
-    sizes = [
-        f"{name}{size}"
-        for name, size in (
-            ("DP", dims.data_parallel),
-            ("PP", dims.pipeline_parallel),
-            ("VPP", dims.virtual_pipeline),
-            ("CP", dims.context_parallel),
-            ("TP", dims.tensor_parallel),
-            ("EP", dims.expert_parallel),
-        )
-        if size > 1 or name == "DP"  # one size at least, where all are 1
-    ]
-    sequence = " with sequence parallel" if dims.sequence_parallel else ""
-    if config.max_context_parallel is not None:
-        cap = f"{config.max_tokens_per_gpu} tokens per rank"
-        return (
-            f"{' x '.join(sizes)}{sequence}, dynamic CP to {config.max_context_parallel}, cap {cap}"
-        )
-    return f"{' x '.join(sizes)}{sequence}, cap {config.cap_tokens(dims)} tokens"
-
-
-def counted(count: int, noun: str) -> str:
-    """A count with its noun in the singular or the plural: `1 sample`, `2 micro-batches`."""
-    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
-    return f"{count} {noun if count == 1 else plural}"
+    further = {
+        "PP": dims.pipeline_parallel,
+        "VPP": dims.virtual_pipeline,
+        "CP": dims.context_parallel,
+        "TP": dims.tensor_parallel,
+        "EP": dims.expert_parallel,
+    }
+    sizes = [f"DP{dims.data_parallel}"]
+    sizes += [f"{name}{size}" for name, size in further.items() if size > 1]
+    line = " x ".join(sizes) + (" with sequence parallel" if dims.sequence_parallel else "")
+    if config.max_context_parallel is None:
+        return f"{line}, cap {config.cap_tokens(dims)} tokens"
+    cap = f"cap {config.max_tokens_per_gpu} tokens per rank"
+    return f"{line}, dynamic CP to {config.max_context_parallel}, {cap}"
 
 
 def sharing(statistics: StepStatistics) -> str:
@@ -176,20 +154,3 @@ def sharing(statistics: StepStatistics) -> str:
         f"{samples:,} samples in {statistics.num_samples:,} rows' worth of tokens: "
         f"{statistics.times_fewer_tokens:.1f}x fewer"
     )
-
-
-def format_plain(table: Table) -> str:
-    """The table as text, columns right-aligned and two spaces apart."""
-    rows = [table.columns, *table.rows, *([table.total] if table.total else [])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    rule = "-" * len(lines[0])
-    lines.insert(1, rule)
-    if table.total:
-        lines.insert(-1, rule)
-    return "\n".join(lines)
-
-
-def print_table(table: Table, file: TextIO) -> None:
-    """Write the table to `file`."""
-    print(format_plain(table), file=file)

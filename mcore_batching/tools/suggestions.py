@@ -12,6 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mcore_batching.planning import (
     Argument,
@@ -217,61 +218,26 @@ def alternatives(
     for chunks in (2, 4) if stages > 1 and dims.virtual_pipeline == 1 else ():
         interleaved = replace(dims, virtual_pipeline=chunks)
         yield (Argument("virtual_pipeline", chunks),), interleaved, config, model
-    # Over twice the context-parallel ranks a token costs half, a micro-batch's fixed part the same.
+
+    def moved(share: float, **sizes: int) -> tuple[Changes, ParallelDims, PlannerConfig, CostModel]:
+        """Sizes changed so that a rank has this share of a token's work and memory."""
+        changes = tuple(Argument(name, value) for name, value in sizes.items())
+        bound, fixed, others = config.max_inflight_tokens, 1.0, dict[str, Any](sizes)
+        if "pipeline_parallel" in sizes:
+            # Stages hold other layers: a micro-batch's fixed part is theirs, and chunks are gone.
+            fixed, others = share, others | {"virtual_pipeline": 1, "microbatch_group_size": None}
+        costs = replace(
+            model,
+            linear=share * model.linear,
+            quadratic=share * model.quadratic,
+            per_micro_batch=fixed * model.per_micro_batch,
+        )
+        bounded = replace(config, max_inflight_tokens=bound and max(1, int(bound / share)))
+        return changes, replace(dims, **others), bounded, costs
+
     if ranks % 2 == 0 and config.max_context_parallel is None:
-        wider = replace(dims, data_parallel=ranks // 2, context_parallel=2 * size)
-        yield (
-            _changes("context_parallel", wider),
-            wider,
-            _with_bound(config, 2.0),
-            _scaled(model, 0.5, per_micro_batch=1.0),
-        )
-    # A stage of a pipeline twice as deep holds half the layers: everything on it costs half.
+        yield moved(0.5, context_parallel=2 * size, data_parallel=ranks // 2)
     if ranks % 2 == 0 and ranks // 2 * size * dims.tensor_parallel % dims.expert_parallel == 0:
-        deeper = _with_pipeline(dims, 2 * stages, ranks // 2)
-        yield (
-            _changes("pipeline_parallel", deeper),
-            deeper,
-            _with_bound(config, 2.0),
-            _scaled(model, 0.5, per_micro_batch=0.5),
-        )
+        yield moved(0.5, pipeline_parallel=2 * stages, data_parallel=ranks // 2)
     if stages % 2 == 0:
-        shallower = _with_pipeline(dims, stages // 2, 2 * ranks)
-        yield (
-            _changes("pipeline_parallel", shallower),
-            shallower,
-            _with_bound(config, 0.5),
-            _scaled(model, 2.0, per_micro_batch=2.0),
-        )
-
-
-def _changes(size: str, dims: ParallelDims) -> Changes:
-    return Argument(size, getattr(dims, size)), Argument("data_parallel", dims.data_parallel)
-
-
-def _with_pipeline(dims: ParallelDims, stages: int, ranks: int) -> ParallelDims:
-    """Another pipeline depth, without interleaving: its chunks would hold other layers."""
-    return replace(
-        dims,
-        data_parallel=ranks,
-        pipeline_parallel=stages,
-        virtual_pipeline=1,
-        microbatch_group_size=None,
-    )
-
-
-def _with_bound(config: PlannerConfig, factor: float) -> PlannerConfig:
-    """The same memory for activations, where a token of the first stage takes another share."""
-    bound = config.max_inflight_tokens
-    if bound is None:
-        return config
-    return replace(config, max_inflight_tokens=max(1, int(factor * bound)))
-
-
-def _scaled(model: CostModel, tokens: float, *, per_micro_batch: float) -> CostModel:
-    return replace(
-        model,
-        linear=tokens * model.linear,
-        quadratic=tokens * model.quadratic,
-        per_micro_batch=per_micro_batch * model.per_micro_batch,
-    )
+        yield moved(2.0, pipeline_parallel=stages // 2, data_parallel=2 * ranks)

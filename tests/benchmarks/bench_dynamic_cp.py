@@ -43,7 +43,7 @@ from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, StepPl
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.planning.plans.statistics import predicted_step_time
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 from mcore_batching.tools.rules.dynamic_cp_rule import megatron_dynamic_plan
 from mcore_batching.tools.rules.rule_parts import RuleFailureError
 
@@ -284,8 +284,8 @@ def main() -> int:
     ]
     found = list(checks(results))
     print(f"Python {platform.python_version()}, {platform.machine()}, {options.draws} draws")
-    print_table(results_table(results), sys.stdout)
-    print_table(checks_table(found), sys.stdout)
+    print(results_table(results))
+    print(checks_table(found))
     if options.json:
         records = {"results": [asdict(r) for r in results], "checks": [asdict(c) for c in found]}
         options.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")

@@ -45,7 +45,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.tools.compare import draw_steps
 from mcore_batching.tools.lengths_file import read_lengths
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 from mcore_batching.tools.rules.rule_parts import karmarkar_karp
 from mcore_batching.tools.rules.rules import verl_work
 
@@ -273,7 +273,7 @@ def main() -> int:
                     record = compare(steps, dims, cap, both)
                     case = f"{path.stem.partition('_')[0]}, {samples}, {layout}"
                     records.append({"framework": framework, "case": case, **record})
-    print_table(Table(columns=COLUMNS, rows=tuple(map(row_of, records))), sys.stdout)
+    print(Table(columns=COLUMNS, rows=tuple(map(row_of, records))))
     if options.json:
         options.json.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
     return 0

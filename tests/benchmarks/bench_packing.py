@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 from mcore_batching.planning.packing.bounds import bin_lower_bound
 from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 
 CAP = 16384
 Packer = Callable[[list[int], int], list[list[int]]]
@@ -65,7 +64,7 @@ def main() -> None:
         draw = random.Random(0).lognormvariate
         rows += measured([max(1, min(CAP, round(draw(math.log(2048), 1)))) for _ in range(count)])
     columns = ("items", "packer", "time", "bins", "L2 bound")
-    print_table(Table(columns=columns, rows=tuple(rows)), sys.stdout)
+    print(Table(columns=columns, rows=tuple(rows)))
 
 
 if __name__ == "__main__":

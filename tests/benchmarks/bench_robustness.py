@@ -23,7 +23,7 @@ from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Step
 from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing, evidence, relearnt
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.lengths_file import read_lengths
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 
 DIMS = ParallelDims(data_parallel=8, pipeline_parallel=4)
 DEFAULT = CostModel()
@@ -125,14 +125,14 @@ def main() -> None:
                 overall.setdefault(by, []).append(mean)
         planned.cache_clear()
         print(f"\n{name}: regret, mean of {options.draws} draws of {options.samples} samples")
-        print_table(Table(columns=("true model", *overall), rows=tuple(rows)), sys.stdout)
+        print(Table(columns=("true model", *overall), rows=tuple(rows)))
         sys.stdout.flush()
     summary = (
         ("mean", *(f"{sum(each) / len(each):+.1%}" for each in overall.values())),
         ("worst", *(f"{max(each):+.1%}" for each in overall.values())),
     )
     print("\nall of them, by the cost of a micro-batch that plans are made with")
-    print_table(Table(columns=("", *overall), rows=summary), sys.stdout)
+    print(Table(columns=("", *overall), rows=summary))
 
 
 if __name__ == "__main__":

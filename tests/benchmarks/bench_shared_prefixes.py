@@ -32,7 +32,7 @@ from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.batch.rows.prefixes import Hosts, find_hosts
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_step
 from mcore_batching.planning.plans.statistics import predicted_step_time
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 
 DIMS = ParallelDims(data_parallel=8, pipeline_parallel=4)
 CAP = 16384
@@ -129,11 +129,11 @@ def main() -> None:
     rows = [planned(read[:n], f"{n} trajectories") for n in (len(read), 64)]
     columns = ("", "samples", "hosts", "tokens", "computed", "x", "work x", "predicted step x")
     columns = (*columns, "dealt to 8 ranks x", "found in")
-    print_table(Table(columns=columns, rows=tuple(rows)), sys.stdout)
+    print(Table(columns=columns, rows=tuple(rows)))
     columns = ("", "samples", "tokens", "micro-batches", "step", "sample mean: off by, cosine")
     columns = (*columns, "token mean")
     rows = trained(read[: options.trajectories], options.repeats)
-    print_table(Table(columns=columns, rows=tuple(rows)), sys.stdout)
+    print(Table(columns=columns, rows=tuple(rows)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.plans.statistics import predicted_step_time
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 
 TARGETS = {
     ("azure_conv 128", "DP8 PP4"): 0.83,
@@ -90,7 +90,7 @@ def main() -> int:
                     formats = (".3f", ".3f", ".0%", ".2f", ".1f", *[".3f"] * 4)
                     rows.append((*name, *map(format, found, formats)))
                     print(*rows[-1], file=sys.stderr, flush=True)
-    print_table(Table(columns=COLUMNS, rows=tuple(rows)), sys.stdout)
+    print(Table(columns=COLUMNS, rows=tuple(rows)))
     return int(missed)
 
 

@@ -35,7 +35,7 @@ from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Step
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.compare import Outcome, compare
 from mcore_batching.tools.lengths_file import read_lengths
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 from mcore_batching.tools.rules.rule_parts import RuleFailureError
 from mcore_batching.tools.rules.rules import RULES, rule_plan
 
@@ -290,13 +290,13 @@ def main() -> int:
             for dims in LAYOUTS[samples]
             for source in sources(options.data)
         )
-        print_table(Table(columns=LAYOUT_COLUMNS, rows=rows), sys.stdout)
+        print(Table(columns=LAYOUT_COLUMNS, rows=rows))
         return 0
     found = {
         f"{source.name}, cap {source.cap}": measure(source, 512, PP4, options.draws)
         for source in traces(options.data)
     }
-    print_table(traces_table(found), sys.stdout)
+    print(traces_table(found))
     for name, outcomes in found.items():
         ours = outcomes[0]
         print(

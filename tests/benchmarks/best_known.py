@@ -44,7 +44,7 @@ from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.steps import FIRSTS, Kind, Steps
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 
 HERE = Path(__file__).resolve().parent
 KNOWN = HERE / "best_known.json"
@@ -258,7 +258,7 @@ def main() -> int:
         )
     columns = ("lengths", "samples", "layout", "ours/best known", "worst draw")
     columns += ("best known/bound", "micro-batches ours/best", "planning")
-    print_table(Table(columns=columns, rows=tuple(rows)), sys.stdout)
+    print(Table(columns=columns, rows=tuple(rows)))
     return 0
 
 

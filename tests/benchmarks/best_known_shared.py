@@ -29,7 +29,7 @@ from mcore_batching.planning import Problem, StepPlan, plan_step
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search.objective import Candidate, Sizes
 from mcore_batching.planning.search.shared_rows import SharedObjective
-from mcore_batching.tools.report import Table, print_table
+from mcore_batching.tools.report import Table
 
 HERE = Path(__file__).resolve().parent
 KNOWN = HERE / "best_known_shared.json"
@@ -165,7 +165,7 @@ def main() -> int:
         rows.append((case_name, *(f"{figure:.3f}" for figure in figures), " ".join(counts)))
     columns = ("lengths, cap, samples", "ours/best known", "worst draw", "target/pure work")
     columns += ("best known/pure work", "bound/pure work", "micro-batches ours/best")
-    print_table(Table(columns=columns, rows=tuple(rows)), sys.stdout)
+    print(Table(columns=columns, rows=tuple(rows)))
     return 0
 
 

@@ -42,9 +42,7 @@ def test_units_become_seconds_by_the_median(tmp_path: Path) -> None:
     steps = replay.replay(measured_job(tmp_path))
     factor = replay.seconds_per_unit(steps)
     assert factor == pytest.approx(1e-3)
-    assert factor is not None
-    errors = replay.relative_errors(steps, factor)
-    assert errors == pytest.approx([-0.75, 0, 0, 0, 0.25])
+    assert [step.error(factor) for step in steps] == pytest.approx([-0.75, 0, 0, 0, 0.25])
 
 
 def test_a_step_that_was_not_measured_has_no_error_beside_those_that_were(tmp_path: Path) -> None:
@@ -58,8 +56,7 @@ def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
     for step in replay.replay(measured_job(tmp_path)):
         record = step.record
         assert step.predicted == record.predicted
-        assert step.floor == step_statistics(record.plan, record.lengths).floor_time
-        assert step.floor <= step.predicted
+        assert step.statistics == step_statistics(record.plan, record.lengths)
     heavier = CostModel(linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
     twice = replay.replay(read_records(tmp_path), heavier)
     assert [step.predicted for step in twice] == pytest.approx(
@@ -106,7 +103,8 @@ def test_learnt_units_that_change_are_each_step_s_own(
     factor = replay.seconds_per_unit(steps)
     assert factor == pytest.approx(1.25 * 2e-2)
     assert [factor * step.predicted / 1.25 for step in steps[:3]] == pytest.approx(expected[:3])
-    assert replay.relative_errors(steps, factor) == pytest.approx([0.0] * 3, abs=1e-9)
+    assert [step.error(factor) for step in steps[:3]] == pytest.approx([0.0] * 3, abs=1e-9)
+    assert steps[3].error(factor) is None
     found = replay.better_plans(steps[:3], 10)
     assert factor * found[0].recorded_time == pytest.approx(1.25 * sum(expected[:3]))
     given = replay.replay(records, COSTS)

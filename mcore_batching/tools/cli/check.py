@@ -25,25 +25,20 @@ def run(options: argparse.Namespace) -> int:
     lengths = read_lengths(options.lengths, options.column)
     # Digests come last: a broken invariant says more than "changed after it was written".
     plan = Plan.from_json(text, verify_digest=False)
+    recorded, of_lengths = recorded_digests(text)
+    fault, found = None, plan.digest()
     try:
         validate_plan(plan, lengths)
     except InvariantError as error:
-        complain(f"{options.plan}: {error.text(options.spell)}")
-        return 1
-    # Other lengths may satisfy every invariant by chance, so their digest has the last word.
-    recorded, of_lengths = recorded_digests(text)
-    if of_lengths not in (None, lengths_digest(lengths)):
-        complain(
-            f"{options.plan}: the invariants hold, but the plan was made from other lengths than "
-            f"those of {options.lengths}"
-        )
-        return 1
-    found = plan.digest()
-    if recorded not in (None, found):
-        complain(
-            f"{options.plan}: the invariants hold, but the digest is {recorded} and the content "
-            f"gives {found}: the plan was changed after it was written"
-        )
+        fault = error.text(options.spell)
+    else:
+        # Other lengths may satisfy every invariant by chance, so their digest has the last word.
+        if of_lengths not in (None, lengths_digest(lengths)):
+            fault = f"invariants hold, but it was made from other lengths than {options.lengths}"
+        elif recorded not in (None, found):
+            fault = f"invariants hold, but its digest is {recorded}, the content's {found}: changed"
+    if fault is not None:
+        complain(f"{options.plan}: {fault}")
         return 1
     # Only what was checked is claimed: with `fill="placeholder"` nothing is split.
     held = ["exact cover", "cap", "equal count"]
@@ -52,7 +47,6 @@ def run(options: argparse.Namespace) -> int:
     digest = "digest matches" if recorded else "no digest recorded"
     if of_lengths is None:
         digest += "; the plan does not say from which lengths it was made"
-    print(
-        f"{printable(options.plan)}: {report.plan_heading(plan)}: {', '.join(held)} hold; {digest}"
-    )
+    name, heading = printable(options.plan), report.plan_heading(plan)
+    print(f"{name}: {heading}: {', '.join(held)} hold; {digest}")
     return 0

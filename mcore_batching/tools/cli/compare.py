@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
+from mcore_batching.planning import ParallelDims, PlannerConfig
 from mcore_batching.planning.errors import printable
+from mcore_batching.planning.plans.plan import counted
 from mcore_batching.tools import compare, compare_report, report
 from mcore_batching.tools.cli.options import (
     CommandParser,
@@ -13,14 +14,11 @@ from mcore_batching.tools.cli.options import (
     add_dims,
     add_lengths,
     add_search,
-    config_of,
     cost_model_of,
-    dims_of,
+    made_of,
     write,
 )
 from mcore_batching.tools.lengths_file import read_lengths
-
-_FORMATS = {".csv": compare_report.as_csv, ".json": compare_report.as_json}
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -38,9 +36,7 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="N",
         help="draw this many steps of --samples-per-step at random (default: consecutive steps)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of --draws (default: %(default)s)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --draws")
     add_search(parser)
     parser.add_argument(
         "--out", metavar="FILE", help="also write the table, to a .csv or a .json file"
@@ -49,28 +45,24 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Compare and print the table."""
-    dims, config = dims_of(options), config_of(options)
+    dims, config = made_of(ParallelDims, options), made_of(PlannerConfig, options)
     cost_model = cost_model_of(options)
     # Before the long work: a wrong name of the file would be found out only after it.
-    to_text = None
-    if options.out:
-        to_text = next((f for end, f in _FORMATS.items() if options.out.endswith(end)), None)
-        if to_text is None:
-            raise UsageError(f"--out must end in .csv or .json, got {options.out}")
+    if options.out and not options.out.endswith((".csv", ".json")):
+        raise UsageError(f"--out must end in .csv or .json, got {options.out}")
     lengths = read_lengths(options.lengths, options.column)
     steps = compare.draw_steps(lengths, options.samples_per_step, options.draws, options.seed)
     outcomes = compare.compare(steps, dims, config, cost_model)
-    per_step = sorted({len(step) for step in steps})  # the last step may hold fewer
-    samples = str(per_step[0]) if len(per_step) == 1 else f"{per_step[0]} to {per_step[-1]}"
-    print(
-        f"{report.counted(len(steps), 'step')} of {samples} samples, "
-        f"{report.dims_line(dims, config)}"
-    )
-    report.print_table(compare_report.as_table(outcomes), sys.stdout)
+    sizes = sorted({len(step) for step in steps})  # the last step may hold fewer
+    samples = " to ".join(map(str, sizes))
+    print(f"{counted(len(steps), 'step')} of {samples} samples, {report.dims_line(dims, config)}")
+    print(compare_report.as_table(outcomes))
     print(compare_report.LEGEND)
     for line in compare_report.summary(outcomes):
         print(line)
-    if to_text is not None:
-        write(options.out, to_text(outcomes))
+    if options.out:
+        is_csv = options.out.endswith(".csv")
+        as_text = compare_report.as_csv if is_csv else compare_report.as_json
+        write(options.out, as_text(outcomes))
         print(f"wrote {printable(options.out)}")
     return 0

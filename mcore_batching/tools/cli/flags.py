@@ -6,7 +6,7 @@ import argparse
 import shutil
 from functools import partial
 
-from mcore_batching.flags import THEMES, add_flags
+from mcore_batching.flags import THEMES, HelpWithDefaults, add_flags
 from mcore_batching.tools.cli.options import CommandParser
 
 
@@ -18,21 +18,15 @@ def add_arguments(parser: CommandParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(_options: argparse.Namespace) -> int:
     """Print them."""
-    del options
+    # argparse would fill the whole width of a wide terminal.
+    width = min(100, shutil.get_terminal_size().columns)
     listed = argparse.ArgumentParser(
         prog="torchrun … -m mcore_batching.run SCRIPT",
         usage="%(prog)s --use-dynamic-batch-size --max-tokens-per-gpu TOKENS [more flags]",
         add_help=False,
-        # argparse would fill the whole width of a wide terminal.
-        formatter_class=partial(
-            argparse.HelpFormatter, width=min(100, shutil.get_terminal_size().columns)
-        ),
+        formatter_class=partial(HelpWithDefaults, width=width),
     )
-    # argparse has a formatter that adds defaults, but to every flag, `False` and `None` included.
-    for flag in add_flags(listed, THEMES)._actions:
-        if flag.default not in (None, False) and "default" not in str(flag.help):
-            flag.help = f"{flag.help} (default: {flag.default})"
-    print(listed.format_help(), end="")
+    print(add_flags(listed, THEMES).format_help(), end="")
     return 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TypeVar
 
+from mcore_batching.flags import settings_of
 from mcore_batching.planning import (
-    CHOICES,
     Argument,
     CostModel,
     MCoreBatchingError,
@@ -19,12 +18,9 @@ from mcore_batching.planning import (
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
 from mcore_batching.planning.errors import printable
 from mcore_batching.planning.json_text import read_document
-from mcore_batching.tools.files import write_whole
+from mcore_batching.planning.plans.files import write_whole
 
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
-
-FLAG_OF_SIZE = {
+_SIZES = {
     "data_parallel": "--dp",
     "pipeline_parallel": "--pp",
     "virtual_pipeline": "--vpp",
@@ -32,10 +28,8 @@ FLAG_OF_SIZE = {
     "tensor_parallel": "--tp",
     "expert_parallel": "--ep",
 }
-_LENGTHS_HELP = (
-    "lengths in tokens: a text file with one integer per line, a .csv or .jsonl file (with "
-    "--column), or - for text on standard input"
-)
+
+_Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
 
 
 class UsageError(MCoreBatchingError, ValueError):
@@ -48,58 +42,36 @@ class CommandParser(argparse.ArgumentParser):
     The `dest` of a flag is the argument's name in the library.
     """
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self.flags: dict[str, str] = {}
-        super().__init__(*args, **settings)
-
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        """As argparse's."""
-        action = super().add_argument(*names, **settings)
-        # The flag itself, or for a positional argument its name in the usage.
-        self.flags[action.dest] = [*action.option_strings, str(action.metavar)][0]
-        return action
-
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
-        """As argparse's, but output that cannot be written is an error."""
-        (file or sys.stdout).write(self.format_help())
-
-    def error(self, message: str) -> NoReturn:
-        """As argparse's, with what a terminal would act on escaped."""
-        # The message may quote any word of the command line.
-        super().error(printable(message))
-
     def spell(self, argument: Argument) -> str:
         """An argument as this command calls it; as the library does if it has no flag for it."""
-        flag = self.flags.get(argument.name)
-        if flag is None:  # an argument of the library alone
-            return str(argument)
-        return flag if argument.value is None else f"{flag}={argument.value}"
+        for action in self._actions:
+            if action.dest == argument.name:
+                # The flag itself, or for a positional argument its name in the usage.
+                flag = [*action.option_strings, str(action.metavar)][0]
+                return flag if argument.value is None else f"{flag}={argument.value}"
+        return str(argument)
 
 
 def add_lengths(parser: CommandParser) -> None:
     """LENGTHS and --column."""
-    parser.add_argument("lengths", metavar="LENGTHS", help=_LENGTHS_HELP)
+    parser.add_argument(
+        "lengths",
+        metavar="LENGTHS",
+        help="lengths in tokens: a text file with one integer per line, a .csv or .jsonl file "
+        "(with --column), or - for text on standard input",
+    )
     parser.add_argument("--column", help="column of a CSV file or key of JSON lines")
 
 
 def add_dims(parser: CommandParser) -> None:
     """The cap, and the sizes of the parallel groups."""
-    parser.add_argument(
-        "--max-tokens-per-gpu",
-        type=int,
-        required=True,
-        metavar="N",
-        help="most padded tokens one GPU holds of a micro-batch",
-    )
+    add_options(parser, "max_tokens_per_gpu", required=True)
     # Defaults are the library's, so that both plan the same.
-    for option, flag in FLAG_OF_SIZE.items():
+    defaults = {option.name: option.default for option in fields(ParallelDims)}
+    for name, flag in _SIZES.items():
+        text = f"{name.replace('_', '-')} size"
         parser.add_argument(
-            flag,
-            dest=option,
-            type=int,
-            default=default(ParallelDims, option),
-            metavar="N",
-            help=f"{option.replace('_', '-')} size (default: %(default)s)",
+            flag, dest=name, type=int, default=defaults[name], metavar="N", help=text
         )
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="sequence parallelism is on"
@@ -120,19 +92,7 @@ def add_dims(parser: CommandParser) -> None:
 
 def add_search(parser: CommandParser) -> None:
     """The search's effort, its bounds on samples and memory, and its costs."""
-    add_plan_effort(parser)
-    parser.add_argument(
-        "--max-samples-per-row",
-        type=int,
-        metavar="N",
-        help="most samples that share a micro-batch (default: as many as the cap holds)",
-    )
-    parser.add_argument(
-        "--max-inflight-tokens",
-        type=int,
-        metavar="N",
-        help="most padded tokens whose activations the first pipeline stage may hold at a time",
-    )
+    add_options(parser, "plan_effort", "max_samples_per_row", "max_inflight_tokens")
     parser.add_argument(
         "--dynamic-cp",
         dest="max_context_parallel",
@@ -152,6 +112,13 @@ def add_search(parser: CommandParser) -> None:
     )
 
 
+def add_options(parser: CommandParser, *names: str, required: bool = False) -> None:
+    """Options of the planner, as training jobs have them, without the flags' prefix."""
+    for name in names:
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, dest=name, required=required, **settings_of(name))
+
+
 def add_cost_model(parser: CommandParser) -> None:
     """--cost-model."""
     parser.add_argument(
@@ -163,44 +130,10 @@ def add_cost_model(parser: CommandParser) -> None:
     )
 
 
-def add_plan_effort(parser: CommandParser) -> None:
-    """--plan-effort."""
-    parser.add_argument(
-        "--plan-effort",
-        type=int,
-        default=default(PlannerConfig, "plan_effort"),
-        metavar="N",
-        help="how long to search: simulated passes of a micro-batch for each sample of a step "
-        "(default: %(default)s)",
-    )
-
-
-def default(options: type[ParallelDims] | type[PlannerConfig], name: str) -> Any:
-    """The default of one of the planner's options."""
-    # Of a class with slots the attribute of that name is not its default.
-    return next(option.default for option in fields(options) if option.name == name)
-
-
-def dims_of(options: argparse.Namespace) -> ParallelDims:
-    """The parallel dims of `add_dims`'s flags."""
-    return ParallelDims(
-        **{option: getattr(options, option) for option in FLAG_OF_SIZE},
-        sequence_parallel=options.sequence_parallel,
-        microbatch_group_size=options.microbatch_group_size,
-    )
-
-
-def config_of(options: argparse.Namespace) -> PlannerConfig:
-    """The planner's options, as far as the command has flags for its policies."""
-    return PlannerConfig(
-        max_tokens_per_gpu=options.max_tokens_per_gpu,
-        # `compare` has no flags for these: each of its planners sets its own.
-        **{option: getattr(options, option) for option in CHOICES if hasattr(options, option)},
-        plan_effort=options.plan_effort,
-        max_samples_per_row=options.max_samples_per_row,
-        max_inflight_tokens=options.max_inflight_tokens,
-        max_context_parallel=options.max_context_parallel,
-    )
+def made_of(kind: type[_Settings], options: argparse.Namespace) -> _Settings:
+    """Parallel dims or the planner's options, of those flags that the command has."""
+    names = [option.name for option in fields(kind)]
+    return kind(**{name: getattr(options, name) for name in names if name in options})
 
 
 def cost_model_of(options: argparse.Namespace) -> CostModel | None:
@@ -232,26 +165,11 @@ def write(path: str, text: str) -> None:
         UsageError: it cannot be written.
     """
     try:
-        write_whole(path, text + "\n")
+        write_whole(path, text.encode() + b"\n")
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error}; name a writable file") from error
+        raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from error
 
 
 def complain(message: str) -> None:
-    """One line on standard error, if there is one to write to."""
-    if sys.stderr is not None:
-        # One line, so that logs of many processes stay readable; nobody is left to tell of a fault.
-        with contextlib.suppress(OSError):
-            line = printable(" ".join(message.split()))
-            print(f"mcore-batching: {line}", file=sys.stderr, flush=True)
-
-
-def check_at_least(options: argparse.Namespace, name: str, minimum: int) -> None:
-    """Check an integer of the command line.
-
-    Raises:
-        UsageError: it is below `minimum`.
-    """
-    value = getattr(options, name)
-    if value < minimum:
-        raise UsageError(Argument(name), f" must be {minimum} or more, got {value}; increase it")
+    """One line on standard error, so that logs of many processes stay readable."""
+    print(f"mcore-batching: {printable(' '.join(message.split()))}", file=sys.stderr)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import operator
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
 from mcore_batching.planning import (
-    CHOICES,
     LastStep,
+    ParallelDims,
     Plan,
     PlannerConfig,
     plan_batch,
@@ -22,17 +19,17 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
+from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
     UsageError,
     add_dims,
     add_lengths,
+    add_options,
     add_search,
-    config_of,
     cost_model_of,
-    default,
-    dims_of,
+    made_of,
     read,
     write,
 )
@@ -51,22 +48,7 @@ def add_arguments(parser: CommandParser) -> None:
     add_lengths(parser)
     add_dims(parser)
     _add_groups(parser)
-    for option, help_text in (
-        ("on_oversize", "a sample over the cap runs alone, or is an error"),
-        ("fill", "split micro-batches before adding placeholders, or never split"),
-        ("packing", "auto takes the one of the others that needs fewer micro-batches"),
-        (
-            "balance",
-            "goal of the plan: the pipeline's end, or full micro-batches evened out by cost or "
-            "tokens; auto is pipeline",
-        ),
-    ):
-        parser.add_argument(
-            f"--{option.replace('_', '-')}",
-            choices=CHOICES[option],
-            default=default(PlannerConfig, option),
-            help=f"{help_text} (default: %(default)s)",
-        )
+    add_options(parser, "on_oversize", "fill", "packing", "balance")
     add_search(parser)
     parser.add_argument(
         "--forward-only",
@@ -89,12 +71,10 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw the pipeline's time line and the fill of each micro-batch, to a .png, .svg or "
-        ".html file",
+        help="draw the pipeline's time line and the fill of each micro-batch, to a .png file, or "
+        "to an .svg file, where a browser tells of each pass under the pointer",
     )
-    parser.add_argument(
-        "--plot-step", type=int, default=0, metavar="N", help="step to draw (default: %(default)s)"
-    )
+    parser.add_argument("--plot-step", type=int, default=0, metavar="N", help="step to draw")
 
 
 def _add_groups(parser: CommandParser) -> None:
@@ -112,17 +92,18 @@ def _add_groups(parser: CommandParser) -> None:
         dest="last",
         choices=get_args(LastStep),
         default="keep",
-        help="groups left over: a shorter last step, left out, or an error (default: %(default)s)",
+        help="groups left over: a shorter last step, left out, or an error",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan, check the plan, print, write and draw it."""
-    dims, config = dims_of(options), config_of(options)
+    dims, config = made_of(ParallelDims, options), made_of(PlannerConfig, options)
     cost_model = cost_model_of(options)
-    shape = ModelShape.from_config_json(read(options.model)) if options.model else None
-    if shape and options.fuse_output_layer:
-        shape = replace(shape, fused_output=True)
+    shape = None
+    if options.model:
+        shape = ModelShape.from_config_json(read(options.model))
+        shape = replace(shape, fused_output=options.fuse_output_layer)
     groups = _read_groups(options)
     # What can fail at once does so before the long work.
     if options.plot:
@@ -145,26 +126,36 @@ def run(options: argparse.Namespace) -> int:
     validate_plan(plan, lengths)
     if options.out:
         write(options.out, plan.to_json(lengths))
-    print(report.plan_heading(plan))
-    statistics = [step_statistics(step, lengths) for step in plan.steps]
-    report.print_table(report.step_table(statistics), sys.stdout)
-    print(report.STEP_LEGEND)
-    if shape is not None:  # the peak of all steps: memory must hold the worst of them
-        peak = functools.reduce(operator.add, statistics)
-        print(report.memory_line(predicted_memory(peak, plan.steps[0], shape)))
-    if len(plan.steps) == 1:
-        # Advice plans anew: as long again as planning took, so that a command takes twice that.
-        advice = 0.0 if options.no_advice else max(planning_seconds, _LEAST_ADVICE_SECONDS)
-        print(explain(plan.steps[0], lengths, options.spell, advice_seconds=advice))
-    else:
-        print(report.packing_line(plan, lengths))
-    print(f"digest {plan.digest()}")
+    # Advice plans anew: as long again as planning took, so that a command takes twice that.
+    advice = 0.0 if options.no_advice else max(planning_seconds, _LEAST_ADVICE_SECONDS)
+    _print(options, plan, lengths, shape, advice)
     if options.out:
         print(f"wrote {printable(options.out)}")
     if options.plot:
         _draw(options, plan, lengths)
         print(f"wrote {printable(options.plot)}")
     return 0
+
+
+def _print(
+    options: argparse.Namespace,
+    plan: Plan,
+    lengths: Sequence[int],
+    shape: ModelShape | None,
+    advice_seconds: float,
+) -> None:
+    statistics = [step_statistics(step, lengths) for step in plan.steps]
+    print(report.plan_heading(plan))
+    print(report.step_table(statistics))
+    print(report.STEP_LEGEND)
+    if shape is not None:  # the peak of all steps: memory must hold the worst of them
+        memory = predicted_memory(total_statistics(statistics), plan.steps[0], shape)
+        print(report.memory_line(memory))
+    if len(plan.steps) == 1:
+        print(explain(plan.steps[0], lengths, options.spell, advice_seconds=advice_seconds))
+    else:
+        print(report.packing_line(plan, lengths))
+    print(f"digest {plan.digest()}")
 
 
 def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mcore_batching.planning import Argument
+from mcore_batching.planning import Argument, ConfigError, at_least
+from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.plans.records import read_records
+from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools import replay, report
 from mcore_batching.tools.cli.options import (
-    FLAG_OF_SIZE,
     CommandParser,
     add_cost_model,
-    add_plan_effort,
-    check_at_least,
+    add_dims,
+    add_options,
+    add_search,
     cost_model_of,
 )
 
@@ -37,79 +38,72 @@ def add_arguments(parser: CommandParser) -> None:
         type=int,
         default=MOST_PLANNED_STEPS,
         metavar="N",
-        help="plan at most this many steps again for each alternative, spread over the job "
-        "(default: %(default)s)",
+        help="plan at most this many steps again for each alternative, spread over the job",
     )
-    add_plan_effort(parser)
+    add_options(parser, "plan_effort")
     add_cost_model(parser)
-    # Alternatives are named by the flags with which `mcore-batching plan` would plan them.
-    parser.flags |= FLAG_OF_SIZE | {
-        "max_tokens_per_gpu": "--max-tokens-per-gpu",
-        "microbatch_group_size": "--microbatch-group-size",
-        "max_samples_per_row": "--max-samples-per-row",
-        "max_inflight_tokens": "--max-inflight-tokens",
-    }
 
 
 def run(options: argparse.Namespace) -> int:
     """Read, predict, plan again, print."""
-    check_at_least(options, "steps", 1)
+    most = at_least("steps", options.steps, 1, ConfigError)
     steps = replay.replay(read_records(options.records), cost_model_of(options))
+    # Alternatives are named by the flags with which `mcore-batching plan` would plan them.
+    plans = CommandParser()
+    add_dims(plans)
+    add_search(plans)
     # A job whose options changed half-way has no one factor: each setting gets a table of its own.
     before = None
     for alike in replay.by_setting(steps):
         if before is not None:
             changes = [
-                f"{options.spell(Argument(name))}={value}"
+                f"{plans.spell(Argument(name))}={value}"
                 for name, value in replay.changed_options(before, alike[0]).items()
             ]
             print(f"\nthen with {', '.join(changes)}")
-        _print(alike, options)
+        factor = replay.seconds_per_unit(alike)
+        _print_steps(alike, factor)
+        # All alternatives for the same few steps, so that gains can be compared.
+        planned = replay.spread_out(alike, most)
+        found = replay.better_plans(planned, options.plan_effort)
+        if found:
+            print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
+            print(_alternative_table(found, len(planned), factor, plans))
         before = alike[-1]
     return 0
 
 
-def _print(steps: Sequence[replay.ReplayedStep], options: argparse.Namespace) -> None:
-    """Steps of one setting: their times, and what other plans would have taken."""
-    factor = replay.seconds_per_unit(steps)
+def _print_steps(steps: Sequence[replay.ReplayedStep], factor: float | None) -> None:
+    """Steps of one setting: their times, and how far predictions are off."""
     plan = steps[0].record.plan
-    print(
-        f"{report.counted(len(steps), 'recorded step')}, {report.dims_line(plan.dims, plan.config)}"
-    )
-    report.print_table(replay.step_table(steps, factor), sys.stdout)
-    shared = report.sharing(replay.total_statistics(steps))
+    print(f"{counted(len(steps), 'recorded step')}, {report.dims_line(plan.dims, plan.config)}")
+    print(replay.step_table(steps, factor))
+    shared = report.sharing(total_statistics([step.statistics for step in steps]))
     if shared:
         print(shared)
     if factor is None:  # a job that was stopped in its first step, say
         print("no time was measured: times are in units of cost")
-    else:
-        errors = [abs(error) for error in replay.relative_errors(steps, factor)]
-        how, off = "as learnt", ""
-        if errors:
-            how = "median"
-            off = f"; predictions are off by {sum(errors) / len(errors):.1%} on average, "
-            off += f"{max(errors):.1%} at worst"
-        print(f"a unit of cost took {factor:.3e} s ({how}){off}")
-    # All alternatives for the same few steps, so that gains can be compared.
-    planned = replay.spread_out(steps, options.steps)
-    found = replay.better_plans(planned, options.plan_effort)
-    if found:
-        print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
-        report.print_table(_alternative_table(found, factor, options.spell), sys.stdout)
+        return
+    errors = [abs(error) for step in steps if (error := step.error(factor)) is not None]
+    how, off = "as learnt", ""
+    if errors:
+        how = "median"
+        off = f"; predictions are off by {sum(errors) / len(errors):.1%} on average, "
+        off += f"{max(errors):.1%} at worst"
+    print(f"a unit of cost took {factor:.3e} s ({how}){off}")
 
 
 def _alternative_table(
-    found: Sequence[replay.Alternative],
-    factor: float | None,
-    spell: Callable[[Argument], str],
+    found: Sequence[replay.Alternative], steps: int, factor: float | None, plans: CommandParser
 ) -> report.Table:
     """One row for the recorded plans and one for each alternative: mean predicted time and gain."""
-    recorded = replay.time_text(found[0].recorded_time / found[0].steps, factor)
+    recorded = replay.time_text(found[0].recorded_time / steps, factor)
     rows = [("as it was recorded", recorded, "1.000 x")]
     rows += [
         (
-            " and ".join(map(spell, other.changes)) or "planned by this release, for all ranks",
-            replay.time_text(other.time / other.steps, factor),
+            " and ".join(map(plans.spell, other.changes))
+            or "planned by this release, for all ranks",
+            replay.time_text(other.time / steps, factor),
             f"{other.gain:.3f} x",
         )
         for other in found
