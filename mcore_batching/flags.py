@@ -294,13 +294,3 @@ def settings_of(name: str) -> dict[str, Any]:
     if name in CHOICES:
         settings["choices"] = CHOICES[name]
     return settings
-
-
-class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Help whose flags end in their defaults, where they have one and do not tell it themselves."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        # argparse's own adds every default, `False` and `None` included.
-        if action.default in (None, False) or "default" in str(action.help):
-            return action.help
-        return super()._get_help_string(action)

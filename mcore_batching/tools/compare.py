@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from mcore_batching.planning import (
@@ -34,7 +35,8 @@ from mcore_batching.tools.rules.rule_parts import RuleFailureError
 from mcore_batching.tools.rules.rules import RULES, Rule, rule_plan
 
 Kind = Literal["ours", "mode", "peer"]
-PlanFunction = Callable[[Sequence[int], ParallelDims, PlannerConfig, CostModel], StepPlan]
+PlanFunction = Callable[[Sequence[int], PlannerConfig], StepPlan]
+"""A step's plan from its lengths, under a cap that differs from call to call."""
 
 OURS = "mcore_batching"
 CAP_STEP = 0.9
@@ -84,7 +86,7 @@ class Outcome:
     """`time_over_ours` under that."""
 
 
-def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
+def planners(dims: ParallelDims, config: PlannerConfig, cost_model: CostModel) -> Iterator[Planner]:
     """This package's search first, then its plainer modes, then the rules.
 
     Under dynamic CP also this package's plans with each context-parallel size for all, and
@@ -92,51 +94,54 @@ def planners(dims: ParallelDims, config: PlannerConfig) -> Iterator[Planner]:
     """
 
     def mode(balance: Any) -> PlanFunction:
-        return lambda lengths, dims, config, model: plan_step(
-            lengths, dims, replace(config, balance=balance), model
-        )
-
-    def by_rule(rule: Rule) -> PlanFunction:
-        if config.max_context_parallel is None:
-            return lambda *step: rule_plan(rule, *step)
-        # The rules know one size for all: the dims', or the largest below it that rows may have.
-        sizes = dims.row_sizes(config.max_context_parallel)
-        rows = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
-        return lambda lengths, dims, config, model: of_one_size(
-            rule_plan(rule, lengths, rows, replace(config, max_context_parallel=None)),
-            dims,
-            config,
-            model,
+        return lambda lengths, config: plan_step(
+            lengths, dims, replace(config, balance=balance), cost_model
         )
 
     # The search takes fewer tokens than the cap allows wherever that ends sooner.
     yield Planner(name=OURS, kind="ours", plan=mode("pipeline"), fills_up=False)
     for balance in ("cost", "tokens", "none"):
         yield Planner(name=f"{OURS}, balance {balance}", kind="mode", plan=mode(balance))
+    rows = dims
     if config.max_context_parallel is not None:
-        for size in dims.row_sizes(config.max_context_parallel):
-            name = f"CP {size} for all"
-            yield Planner(name=name, kind="mode", plan=one_size(size), fills_up=False)
-        yield Planner(name="Megatron default_dynamic_cp", kind="peer", plan=megatron_dynamic_plan)
-    for name, rule in RULES.items():
-        yield Planner(name=name, kind="peer", plan=by_rule(rule))
+        sizes = dims.row_sizes(config.max_context_parallel)
+        for size in sizes:
+            plan = partial(one_size, size, dims, cost_model)
+            yield Planner(name=f"CP {size} for all", kind="mode", plan=plan, fills_up=False)
+        yield Planner(
+            name="Megatron default_dynamic_cp",
+            kind="peer",
+            plan=lambda lengths, config: megatron_dynamic_plan(lengths, dims, config, cost_model),
+        )
+        # The rules know one size for all: the dims', or the largest below it that rows may have.
+        rows = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
 
-
-def one_size(size: int) -> PlanFunction:
-    """Plans by one context-parallel size for all, on the same ranks.
-
-    They raise OversizeSampleError where a sample does not fit, ConfigError with too few ranks.
-    """
-
-    def plan(
-        lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, cost_model: CostModel
-    ) -> StepPlan:
-        # A sample that needs more ranks than `size` counts as no plan, not as one over the cap.
-        strict = replace(config, on_oversize="error", max_context_parallel=None)
-        made = plan_step(lengths, dims.for_rows_on(size), strict, cost_model.on_ranks(size))
+    def by_rule(rule: Rule, lengths: Sequence[int], config: PlannerConfig) -> StepPlan:
+        made = rule_plan(rule, lengths, rows, replace(config, max_context_parallel=None))
+        if config.max_context_parallel is None:
+            return made
         return of_one_size(made, dims, config, cost_model)
 
-    return plan
+    for name, rule in RULES.items():
+        yield Planner(name=name, kind="peer", plan=partial(by_rule, rule))
+
+
+def one_size(
+    size: int,
+    dims: ParallelDims,
+    cost_model: CostModel,
+    lengths: Sequence[int],
+    config: PlannerConfig,
+) -> StepPlan:
+    """A plan by one context-parallel size for all, on the same ranks.
+
+    Raises:
+        OversizeSampleError: a sample does not fit.
+    """
+    # A sample that needs more ranks than `size` counts as no plan, not as one over the cap.
+    strict = replace(config, on_oversize="error", max_context_parallel=None)
+    made = plan_step(lengths, dims.for_rows_on(size), strict, cost_model.on_ranks(size))
+    return of_one_size(made, dims, config, cost_model)
 
 
 def draw_steps(
@@ -200,13 +205,13 @@ def compare(
         caps.append(int(caps[-1] * CAP_STEP))
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
-    for planner in planners(dims, config):
-        made = [_planned(planner, lengths, dims, config, model, caps[0]) for lengths in steps]
+    for planner in planners(dims, config, model):
+        made = [_planned(planner, lengths, config, model, caps[0]) for lengths in steps]
         ours = ours or made  # `planners` yields this package's search first
         planned = [step for step in made if step.failure is None]
         best_cap, best = caps[0], made
         for cap in caps[1:] if planner.fills_up and planned else []:
-            tried = [_planned(planner, lengths, dims, config, model, cap) for lengths in steps]
+            tried = [_planned(planner, lengths, config, model, cap) for lengths in steps]
             # Over the steps planned at the given cap: failing one makes the sum infinite.
             if sum(_ends(tried, planned=made)) < sum(_ends(best, planned=made)):
                 best_cap, best = cap, tried
@@ -242,7 +247,6 @@ class _Step:
 def _planned(
     planner: Planner,
     lengths: Sequence[int],
-    dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
     cap: int,
@@ -252,7 +256,7 @@ def _planned(
     # The process's own time: the machine's other work would count against whoever runs meanwhile.
     started = time.process_time()
     try:
-        plan = planner.plan(lengths, dims, replace(config, max_tokens_per_gpu=cap), cost_model)
+        plan = planner.plan(lengths, replace(config, max_tokens_per_gpu=cap))
     except (RuleFailureError, InflightBoundError, OversizeSampleError) as error:
         return _Step(str(error))
     except ConfigError as error:

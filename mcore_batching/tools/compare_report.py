@@ -1,10 +1,9 @@
-"""A comparison as a table with its legend, as JSON and as CSV."""
+"""A comparison as a table with its legend, and as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
@@ -72,11 +71,6 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
         for o in outcomes
         if o.failure
     ]
-
-
-def as_json(outcomes: Sequence[Outcome]) -> str:
-    """A list of objects, one per planner, with `Outcome`'s fields."""
-    return json.dumps([asdict(outcome) for outcome in outcomes], indent=2)
 
 
 def as_csv(outcomes: Sequence[Outcome]) -> str:

@@ -6,7 +6,6 @@ like one made a moment ago.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -42,7 +41,7 @@ def explain(
     lengths: Sequence[int],
     spell: Spell = str,
     *,
-    advice_seconds: float = math.inf,
+    advice: bool = True,
 ) -> str:
     """A plan in words.
 
@@ -50,7 +49,7 @@ def explain(
         plan: a plan, or one step of it.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         spell: how to print the arguments that suggestions name.
-        advice_seconds: time for the suggestions of each step, as in `suggestions`; 0: make none.
+        advice: say what would help, too, which takes longer than planning did.
 
     Returns:
         a paragraph per step, and the samples that are in none.
@@ -61,9 +60,9 @@ def explain(
     lengths = list(lengths)
     validate_plan(plan, lengths)
     if isinstance(plan, StepPlan):
-        return _explain_step(plan, lengths, spell, advice_seconds)
+        return _explain_step(plan, lengths, spell, advice)
     paragraphs = [
-        f"step {index}: {_explain_step(step, lengths, spell, advice_seconds)}"
+        f"step {index}: {_explain_step(step, lengths, spell, advice)}"
         for index, step in enumerate(plan.steps)
     ]
     if plan.dropped:
@@ -74,9 +73,7 @@ def explain(
     return "\n".join(paragraphs)
 
 
-def _explain_step(
-    step: StepPlan, lengths: Sequence[int], spell: Spell, advice_seconds: float
-) -> str:
+def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: bool) -> str:
     statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
     placeholders = statistics.num_placeholders
@@ -99,8 +96,8 @@ def _explain_step(
         if step.config.split_backward != "off":
             lines.append(f"backward passes: {_split(step, lengths, statistics)}")
         # Advice plans anew with samples on any rank, which a local plan may not do.
-        if step.scope == "global" and advice_seconds > 0:
-            lines.append(_advice(step, lengths, spell, advice_seconds))
+        if step.scope == "global" and advice:
+            lines.append(_advice(step, lengths, spell))
     return "\n  ".join(lines)
 
 
@@ -196,11 +193,11 @@ def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) ->
     yield f"held back by: {what_holds_back(step, lengths)}"
 
 
-def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float) -> str:
+def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
     """Changes that would help, one on each line."""
     helps = [
         f"{each.otherwise or ' and '.join(map(spell, each.changes))} ({each.gain:.2f} x as fast)"
-        for each in suggestions(step, lengths, seconds)
+        for each in suggestions(step, lengths)
     ]
     none = "none of the other caps, parallel sizes, schedules and step sizes that were tried"
     return f"would help: {_NEXT_LINE.join(helps) or none}"

@@ -1,7 +1,7 @@
-"""Read one value per sample from a file: its length, or its group.
+"""Read the length of each sample from a file.
 
-A length is an integer of 0 or more that stands in the file as such, a group a text or an integer;
-anything else is refused with the file and the line. Empty lines of text and JSON lines are skipped.
+A length is an integer of 0 or more that stands in the file as such; anything else is refused with
+the file and the line. Empty lines of text and JSON lines are skipped.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from mcore_batching.planning.json_text import open_text, parse_json
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_COLUMN = Argument("column")
 
 
 class LengthsFileError(MCoreBatchingError, ValueError):
-    """A file that cannot be read, or that holds anything but lengths, or groups."""
+    """A file that cannot be read, or that holds anything but lengths."""
 
 
 def read_lengths(source: str, column: str | None = None) -> list[int]:
@@ -37,37 +38,23 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
     Raises:
         LengthsFileError: names the file, and the line where there is one.
     """
-    return [_length(value, place) for place, value in _values(source, column, Argument("column"))]
+    return [_length(value, place) for place, value in _values(source, column)]
 
 
-def read_groups(source: str, group_column: str | None = None) -> list[str | int]:
-    """The group (uid) of each sample, in file order.
-
-    Args:
-        source: as for `read_lengths`, with one group per line of text.
-        group_column: as `column` of `read_lengths`.
-
-    Raises:
-        LengthsFileError: names the file, and the line where there is one.
-    """
-    values = _values(source, group_column, Argument("group_column"))
-    return [_group(value, place) for place, value in values]
-
-
-def _values(source: str, column: str | None, argument: Argument) -> Iterator[tuple[str, Any]]:
-    """`file:line` and value of each sample. `argument` is how the caller passes `column`."""
+def _values(source: str, column: str | None) -> Iterator[tuple[str, Any]]:
+    """`file:line` and value of each sample."""
     suffix = Path(source).suffix.lower()
     name = "<stdin>" if source == "-" else source
     if column is not None and suffix not in (".csv", *_JSON_SUFFIXES):
-        raise LengthsFileError(argument, f" is for .csv and .jsonl files; leave it out for {name}")
+        raise LengthsFileError(_COLUMN, f" is for .csv and .jsonl files; leave it out for {name}")
     try:
         # newline="": the csv module splits lines itself, as a quoted cell may hold line ends.
         opened = open_text(source, newline="") if source != "-" else None
         with opened or contextlib.nullcontext(sys.stdin) as lines:
             if suffix == ".csv":
-                yield from _csv_values(lines, name, column, argument)
+                yield from _csv_values(lines, name, column)
             elif suffix in _JSON_SUFFIXES:
-                yield from _json_values(lines, name, column, argument)
+                yield from _json_values(lines, name, column)
             else:
                 yield from _filled(lines, name)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -81,22 +68,18 @@ def _filled(lines: Iterable[str], name: str) -> Iterator[tuple[str, str]]:
             yield f"{name}:{number}", text
 
 
-def _csv_values(
-    lines: Iterable[str], name: str, column: str | None, argument: Argument
-) -> Iterator[tuple[str, Any]]:
+def _csv_values(lines: Iterable[str], name: str, column: str | None) -> Iterator[tuple[str, Any]]:
     rows = csv.DictReader(lines)
     columns = list(rows.fieldnames or [])
     if column is None and len(columns) == 1:  # nothing to choose from
         column = columns[0]
     if column not in columns:
-        raise _no_column(name, column, argument, columns)
+        raise _no_column(name, column, columns)
     for row in rows:
         yield f"{name}:{rows.line_num}", row[column]
 
 
-def _json_values(
-    lines: Iterable[str], name: str, column: str | None, argument: Argument
-) -> Iterator[tuple[str, Any]]:
+def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterator[tuple[str, Any]]:
     # Line by line: a bad one is named, and a file of a million lines is never whole in memory.
     for place, text in _filled(lines, name):
         try:
@@ -108,16 +91,14 @@ def _json_values(
                 f"{place}: expected a JSON object, got {text!r:.60}; name it .txt"
             )
         if column not in record:
-            raise _no_column(place, column, argument, record)
+            raise _no_column(place, column, record)
         yield place, record[column]
 
 
-def _no_column(
-    place: str, column: str | None, argument: Argument, known: Iterable[str]
-) -> LengthsFileError:
+def _no_column(place: str, column: str | None, known: Iterable[str]) -> LengthsFileError:
     choices = f" to one of {', '.join(map(repr, known)) or 'none'}"
     missing = "no column is named" if column is None else f"there is no column {column!r}"
-    return LengthsFileError(f"{place}: {missing}; set ", argument, choices)
+    return LengthsFileError(f"{place}: {missing}; set ", _COLUMN, choices)
 
 
 def _length(value: Any, place: str) -> int:
@@ -131,11 +112,3 @@ def _length(value: Any, place: str) -> int:
             f"{place}: expected a length of 0 to {MAX_LENGTH_TOKENS} tokens, got {value!r:.60}"
         )
     return number
-
-
-def _group(value: Any, place: str) -> str | int:
-    if type(value) is int:
-        return value
-    if isinstance(value, str) and value.strip():
-        return value.strip()
-    raise LengthsFileError(f"{place}: expected a text or an integer, got {value!r:.60}")

@@ -85,14 +85,8 @@ class Alternative:
         return self.recorded_time / self.time if self.time else 1.0
 
 
-def replay(
-    records: Sequence[StepRecord], cost_model: CostModel | None = None
-) -> list[ReplayedStep]:
-    """Predict the recorded plans.
-
-    Args:
-        records: steps of a job.
-        cost_model: to predict with; None: the one that each step was planned with.
+def replay(records: Sequence[StepRecord]) -> list[ReplayedStep]:
+    """Predict the recorded plans by the costs that they were made by.
 
     Raises:
         ConfigError: learnt costs whose units are too far apart.
@@ -102,14 +96,11 @@ def replay(
     unit = next((r.seconds_per_unit for r in reversed(records) if r.seconds_per_unit), None)
     replayed = []
     for record in records:
-        model, seconds = cost_model or record.plan.cost_model, record.seconds_per_unit
-        if cost_model is not None:
-            seconds = None
-        elif unit is not None and seconds is not None:
-            model, seconds = in_units_of(model, unit / seconds), unit
-        plan = replace(record.plan, cost_model=model)
-        found = step_statistics(plan, record.lengths)
-        record = replace(record, plan=plan, seconds_per_unit=seconds)
+        if unit is not None and record.seconds_per_unit is not None:
+            model = in_units_of(record.plan.cost_model, unit / record.seconds_per_unit)
+            plan = replace(record.plan, cost_model=model)
+            record = replace(record, plan=plan, seconds_per_unit=unit)
+        found = step_statistics(record.plan, record.lengths)
         replayed.append(ReplayedStep(record=record, statistics=found))
     return replayed
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,24 +49,16 @@ class Suggestion:
     """The change in words, where there is no argument for it."""
 
 
-def suggestions(
-    step: StepPlan, lengths: Sequence[int], seconds: float = math.inf
-) -> list[Suggestion]:
+def suggestions(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
     """Changes that let the step end sooner, the largest gain first.
 
     Args:
         step: a valid plan made for all ranks together.
         lengths: total length of each sample of the whole batch [samples], in tokens.
-        seconds: time limit, by the mean time of the changes tried so far; the first is always
-            tried.
     """
-    started = time.monotonic()
     now = step_statistics(step, lengths).step_time
     found = []
-    for tried, (changes, otherwise, time_of) in enumerate(_trials(step, lengths)):
-        # By the mean so far: stop before one that would end too late, not after it.
-        if tried and (time.monotonic() - started) * (tried + 1) / tried > seconds:
-            break
+    for changes, otherwise, time_of in _trials(step, lengths):
         try:
             then = time_of()
         except PlanningError:

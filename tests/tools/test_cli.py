@@ -332,7 +332,6 @@ def test_errors_are_one_line(
                 "packing='": "--packing=auto",
             },
         ),
-        ("--max-tokens-per-gpu 9 --groups-per-step 2", {"groups_per_": "--groups-per-step"}),
         (
             "--max-tokens-per-gpu 9 --on-oversize error",
             {"max_tokens_per_gpu": "--max-tokens-per-gpu", "on_": "--on-oversize=own-bin"},
@@ -351,65 +350,6 @@ def test_planners_errors_name_flags(
     for name, flag in names.items():
         assert flag in message
         assert name not in message.replace(flag, "")
-
-
-def test_groups_from_files(
-    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, table, lines = tmp_path / "g.txt", tmp_path / "g.csv", tmp_path / "g.jsonl"
-    text.write_text("p q\n\nb\np q\nc\nb\nc\n")
-    table.write_text("n,uid\n1,p q\n1,b\n1, p q \n1,c\n1,b\n1,c\n")
-    uids = ("7", '"b"', "7", '"c"', '"b"', '"c"')
-    lines.write_text("".join(f'{{"uid": {uid}}}\n' for uid in uids))
-    plan, output = tmp_path / "plan.json", []
-    for groups in (
-        ["--groups", str(text)],
-        ["--groups", str(table), "--group-column", "uid"],
-        ["--groups", str(lines), "--group-column", "uid"],
-    ):
-        arguments = ["plan", lengths_file, "--max-tokens-per-gpu", "10", *groups]
-        flags = ["--groups-per-step", "2", "--last-groups", "drop", "--out", str(plan)]
-        assert main([*arguments, *flags]) == 0
-        output.append(capsys.readouterr().out)
-    assert output[0] == output[1] == output[2]
-    assert output[0].startswith("6 samples in 1 step, 2 dropped, DP1, cap 10 tokens\n")
-    made = Plan.from_json(plan.read_text())
-    assert (made.steps[0].sample_indices, made.dropped) == ((0, 1, 2, 4), (3, 5))
-    assert main(["check", str(plan), lengths_file]) == 0
-    assert "6 samples in 1 step, 2 dropped, " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--groups-per-step 2", "set --groups,"),
-        ("--groups {g}", "set --groups-per-step,"),
-        ("--groups {g} --groups-per-step 2 --samples-per-step 2", "leave out one of them"),
-        ("--groups {g} --groups-per-step 2 --last-groups error", "--last-groups=drop"),
-        ("--groups {g} --groups-per-step 2 --group-column u", "--group-column is for .csv"),
-        ("--group-column u", "--group-column needs --groups"),
-        ("--groups {short} --groups-per-step 2", "--groups has 2 entries for 6 samples"),
-    ],
-)
-def test_errors_about_groups_name_the_flag(
-    tmp_path: Path,
-    lengths_file: str,
-    capsys: pytest.CaptureFixture[str],
-    flags: str,
-    message: str,
-) -> None:
-    (tmp_path / "g").write_text("a\nb\na\nc\nb\nc\n")
-    (tmp_path / "short").write_text("a\nb\n")
-    filled = flags.format(g=tmp_path / "g", short=tmp_path / "short").split()
-    assert main(["plan", lengths_file, "--max-tokens-per-gpu", "10", *filled]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_standard_input_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "-", "--max-tokens-per-gpu", "9", "--groups", "-"]) == 2
-    assert "LENGTHS and --groups are both -" in capsys.readouterr().err
 
 
 def test_arguments_without_a_flag_are_spelled_as_in_the_library() -> None:

@@ -35,7 +35,7 @@ STEP = plan_step(LENGTHS, DIMS, CONFIG)
 
 
 def test_explain_counts_micro_batches_by_their_ranks() -> None:
-    said = explain(STEP, LENGTHS, advice_seconds=1)
+    said = explain(STEP, LENGTHS, advice=False)
     assert "41 samples on 4 ranks: " in said
     shared = sum(row.size == 4 for row in STEP.rows())
     assert re.search(rf"micro-batches by context-parallel size: .*{shared} of size 4$", said, re.M)
@@ -43,13 +43,13 @@ def test_explain_counts_micro_batches_by_their_ranks() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_one_size_for_all(size: int) -> None:
-    fixed = one_size(size)(LENGTHS, DIMS, CONFIG, STEP.cost_model)
+    fixed = one_size(size, DIMS, STEP.cost_model, LENGTHS, CONFIG)
     validate_plan(fixed, LENGTHS)
     assert {row.size for row in fixed.rows() if row.samples} == {size}
     if size < 4:
         small = replace(CONFIG, max_tokens_per_gpu=5000)
         with pytest.raises(OversizeSampleError):
-            one_size(size)(LENGTHS, DIMS, small, STEP.cost_model)
+            one_size(size, DIMS, STEP.cost_model, LENGTHS, small)
 
 
 @pytest.mark.parametrize("experts", [1, 2])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -257,23 +255,7 @@ def test_no_parallel_dims_are_tried_over_which_experts_cannot_be_spread() -> Non
     assert {(each.data_parallel, each.pipeline_parallel) for each in tried} == {(2, 1), (1, 1)}
 
 
-def test_advice_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(100))
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    tried = []
-
-    def count(*arguments: Any, **options: Any) -> StepPlan:
-        tried.append(arguments)
-        return plan_step(*arguments, **options)
-
-    monkeypatch.setattr("mcore_batching.tools.suggestions.plan_step", count)
-    suggestions(STEP, LENGTHS, 2.5)
-    assert len(tried) == 2  # at a second each, the third would end after three
-    suggestions(STEP, LENGTHS, 0)
-    assert len(tried) == 3
-
-
 def test_advice_can_be_left_out() -> None:
-    text, advised = explain(STEP, LENGTHS, advice_seconds=0), explain(STEP, LENGTHS)
+    text, advised = explain(STEP, LENGTHS, advice=False), explain(STEP, LENGTHS)
     assert advised.startswith(text + "\n  would help: ")
     assert "would help" not in text

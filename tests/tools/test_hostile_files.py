@@ -164,7 +164,6 @@ def test_devices_and_pipes_are_refused_without_waiting(
     for command in (
         ["check", bad, str(lengths)],
         ["plan", bad, *CAP],
-        ["plan", str(lengths), *CAP, "--groups", bad, "--groups-per-step", "1"],
         ["plan", str(lengths), *CAP, "--cost-model", bad],
         ["plan", str(lengths), *CAP, "--model-config", bad],
         ["compare", bad, *CAP],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching.tools.lengths_file import LengthsFileError, read_groups, read_lengths
+from mcore_batching.tools.lengths_file import LengthsFileError, read_lengths
 
 
 def written(tmp_path: Path, name: str, text: str) -> str:
@@ -106,13 +106,3 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(LengthsFileError, match="cannot read"):
         read_lengths(str(tmp_path / "binary.txt"))
-
-
-@pytest.mark.parametrize("value", ["null", "1.5", "true", '" "', "[1]"])
-def test_what_is_no_group_is_refused_with_its_line(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "g.jsonl"
-    path.write_text(f'{{"uid": "a"}}\n{{"uid": {value}}}\n')
-    with pytest.raises(LengthsFileError, match=r"g\.jsonl:2: expected a text or an int"):
-        read_groups(str(path), "uid")
-    with pytest.raises(LengthsFileError, match="no column is named; set group_column to"):
-        read_groups(str(path))

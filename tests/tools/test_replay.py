@@ -11,7 +11,6 @@ from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded_job, the_fil
 
 from mcore_batching.planning import (
     Argument,
-    CostModel,
     ParallelDims,
     PlannerConfig,
     StepPlan,
@@ -57,11 +56,6 @@ def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
         record = step.record
         assert step.predicted == record.predicted
         assert step.statistics == step_statistics(record.plan, record.lengths)
-    heavier = CostModel(linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
-    twice = replay.replay(read_records(tmp_path), heavier)
-    assert [step.predicted for step in twice] == pytest.approx(
-        [2 * record.predicted for record in read_records(tmp_path)]
-    )
 
 
 def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
@@ -107,8 +101,6 @@ def test_learnt_units_that_change_are_each_step_s_own(
     assert steps[3].error(factor) is None
     found = replay.better_plans(steps[:3], 10)
     assert factor * found[0].recorded_time == pytest.approx(1.25 * sum(expected[:3]))
-    given = replay.replay(records, COSTS)
-    assert {step.record.seconds_per_unit for step in given} == {None}
     assert main(["replay", str(tmp_path / "records"), "--plan-effort", "1"]) == 0
     printed = capsys.readouterr().out
     assert "a unit of cost took 2.500e-02 s (median); predictions are off by 0.0%" in printed
@@ -196,18 +188,6 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"{1e-3 * total / 2:.3f} s" in as_it_was
 
 
-def test_replay_command_with_another_cost_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured_job(tmp_path / "records")
-    model = tmp_path / "model.json"
-    twice = replace(COSTS, linear=2.0, quadratic=2 / 3000, per_micro_batch=14.0)
-    model.write_text(twice.to_json())
-    arguments = ["--steps", "1", "--plan-effort", "1", "--cost-model", str(model)]
-    assert main(["replay", str(tmp_path / "records"), *arguments]) == 0
-    assert "a unit of cost took 5.000e-04 s" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -261,7 +241,7 @@ def test_jobs_of_different_layouts_are_replayed_apart(
         assert "off by 0.0% on average, 0.0% at worst" in block
 
 
-def test_steps_part_where_options_or_costs_change_unless_costs_are_given(tmp_path: Path) -> None:
+def test_steps_part_where_options_or_costs_change(tmp_path: Path) -> None:
     recorder = StepRecorder(tmp_path)
     for config, costs in (
         (CONFIG, COSTS),
@@ -279,5 +259,3 @@ def test_steps_part_where_options_or_costs_change_unless_costs_are_given(tmp_pat
     ]
     assert changes[:2] == [{"max_tokens_per_gpu": 950}, {"linear": 2.0}]
     assert changes[2] == {"max_tokens_per_gpu": 1000, "linear": 1.0}
-    given_costs = replay.by_setting(replay.replay(records, COSTS))
-    assert [len(steps) for steps in given_costs] == [1, 2, 1]

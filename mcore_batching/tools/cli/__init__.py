@@ -12,10 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from mcore_batching._version import __version__
-from mcore_batching.flags import HelpWithDefaults
 from mcore_batching.planning import MCoreBatchingError
 from mcore_batching.tools.cli import check, compare, flags, plan, replay
-from mcore_batching.tools.cli.options import CommandParser, complain
+from mcore_batching.tools.cli.options import CommandParser, HelpWithDefaults, complain
 
 __all__ = ["main"]
 

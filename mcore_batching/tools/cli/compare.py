@@ -10,7 +10,6 @@ from mcore_batching.planning.plans.plan import counted
 from mcore_batching.tools import compare, compare_report, report
 from mcore_batching.tools.cli.options import (
     CommandParser,
-    UsageError,
     add_dims,
     add_lengths,
     add_search,
@@ -38,21 +37,15 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --draws")
     add_search(parser)
-    parser.add_argument(
-        "--out", metavar="FILE", help="also write the table, to a .csv or a .json file"
-    )
+    parser.add_argument("--out", metavar="FILE.csv", help="also write all figures to this file")
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare and print the table."""
     dims, config = made_of(ParallelDims, options), made_of(PlannerConfig, options)
-    cost_model = cost_model_of(options)
-    # Before the long work: a wrong name of the file would be found out only after it.
-    if options.out and not options.out.endswith((".csv", ".json")):
-        raise UsageError(f"--out must end in .csv or .json, got {options.out}")
     lengths = read_lengths(options.lengths, options.column)
     steps = compare.draw_steps(lengths, options.samples_per_step, options.draws, options.seed)
-    outcomes = compare.compare(steps, dims, config, cost_model)
+    outcomes = compare.compare(steps, dims, config, cost_model_of(options))
     sizes = sorted({len(step) for step in steps})  # the last step may hold fewer
     samples = " to ".join(map(str, sizes))
     print(f"{counted(len(steps), 'step')} of {samples} samples, {report.dims_line(dims, config)}")
@@ -61,8 +54,6 @@ def run(options: argparse.Namespace) -> int:
     for line in compare_report.summary(outcomes):
         print(line)
     if options.out:
-        is_csv = options.out.endswith(".csv")
-        as_text = compare_report.as_csv if is_csv else compare_report.as_json
-        write(options.out, as_text(outcomes))
+        write(options.out, compare_report.as_csv(outcomes))
         print(f"wrote {printable(options.out)}")
     return 0

@@ -6,8 +6,8 @@ import argparse
 import shutil
 from functools import partial
 
-from mcore_batching.flags import THEMES, HelpWithDefaults, add_flags
-from mcore_batching.tools.cli.options import CommandParser
+from mcore_batching.flags import THEMES, add_flags
+from mcore_batching.tools.cli.options import CommandParser, HelpWithDefaults
 
 
 def add_arguments(parser: CommandParser) -> None:

@@ -52,6 +52,16 @@ class CommandParser(argparse.ArgumentParser):
         return str(argument)
 
 
+class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Help whose flags end in their defaults, where they have one and do not tell it themselves."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        # argparse's own adds every default, `False` and `None` included.
+        if action.default in (None, False) or "default" in str(action.help):
+            return action.help
+        return super()._get_help_string(action)
+
+
 def add_lengths(parser: CommandParser) -> None:
     """LENGTHS and --column."""
     parser.add_argument(
@@ -101,7 +111,13 @@ def add_search(parser: CommandParser) -> None:
         help="choose a context-parallel size for each micro-batch, up to MAX of the data- and "
         "context-parallel ranks: a power of two, or all of them (default: --cp for all)",
     )
-    add_cost_model(parser)
+    parser.add_argument(
+        "--cost-model",
+        metavar="FILE",
+        help="JSON of what samples and micro-batches cost: the cost_model.json that a job writes "
+        "under --dynamic-batch-record (default: "
+        "L + L²/24576 for a sample of L tokens, 256 for a micro-batch, backward twice forward)",
+    )
     parser.add_argument(
         "--model",
         "--model-config",
@@ -119,17 +135,6 @@ def add_options(parser: CommandParser, *names: str, required: bool = False) -> N
         parser.add_argument(flag, dest=name, required=required, **settings_of(name))
 
 
-def add_cost_model(parser: CommandParser) -> None:
-    """--cost-model."""
-    parser.add_argument(
-        "--cost-model",
-        metavar="FILE",
-        help="JSON of what samples and micro-batches cost: the cost_model.json that a job writes "
-        "under --dynamic-batch-record (default: "
-        "L + L²/24576 for a sample of L tokens, 256 for a micro-batch, backward twice forward)",
-    )
-
-
 def made_of(kind: type[_Settings], options: argparse.Namespace) -> _Settings:
     """Parallel dims or the planner's options, of those flags that the command has."""
     names = [option.name for option in fields(kind)]
@@ -140,7 +145,7 @@ def cost_model_of(options: argparse.Namespace) -> CostModel | None:
     """The costs in the file of --cost-model, or of the model of --model; None without either."""
     if options.cost_model:
         return CostModel.from_json(read(options.cost_model))
-    if getattr(options, "model", None) is None:
+    if options.model is None:
         return None
     ranks = {"expert_model_parallel_size": options.expert_parallel}
     return first_guess(config_of_json(read(options.model)) | ranks)

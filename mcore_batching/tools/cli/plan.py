@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
 
 from mcore_batching.planning import (
-    LastStep,
     ParallelDims,
     Plan,
     PlannerConfig,
@@ -34,12 +31,9 @@ from mcore_batching.tools.cli.options import (
     write,
 )
 from mcore_batching.tools.explain import explain
-from mcore_batching.tools.lengths_file import read_groups, read_lengths
+from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.pictures.picture import check_picture
 from mcore_batching.tools.pictures.plot import draw_step
-
-_LEAST_ADVICE_SECONDS = 2.0
-"""Small plans get all of the advice, however busy the machine is."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -47,7 +41,6 @@ def add_arguments(parser: CommandParser) -> None:
     parser.description = "Decide which samples share a micro-batch, on which rank, in which order."
     add_lengths(parser)
     add_dims(parser)
-    _add_groups(parser)
     add_options(parser, "on_oversize", "fill", "packing", "balance")
     add_search(parser)
     parser.add_argument(
@@ -65,7 +58,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--no-advice",
         action="store_true",
         help="do not look for a cap and parallel sizes that would let the step end sooner, which "
-        "takes about as long again as planning",
+        "takes up to three times as long as planning",
     )
     parser.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
     parser.add_argument(
@@ -77,25 +70,6 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--plot-step", type=int, default=0, metavar="N", help="step to draw")
 
 
-def _add_groups(parser: CommandParser) -> None:
-    parser.add_argument(
-        "--groups",
-        metavar="FILE",
-        help="group (prompt) of each sample, in files as for LENGTHS: steps hold whole groups",
-    )
-    parser.add_argument("--group-column", help="--column, for --groups")
-    parser.add_argument(
-        "--groups-per-step", type=int, metavar="N", help="groups of each step, with --groups"
-    )
-    parser.add_argument(
-        "--last-groups",
-        dest="last",
-        choices=get_args(LastStep),
-        default="keep",
-        help="groups left over: a shorter last step, left out, or an error",
-    )
-
-
 def run(options: argparse.Namespace) -> int:
     """Plan, check the plan, print, write and draw it."""
     dims, config = made_of(ParallelDims, options), made_of(PlannerConfig, options)
@@ -104,31 +78,23 @@ def run(options: argparse.Namespace) -> int:
     if options.model:
         shape = ModelShape.from_config_json(read(options.model))
         shape = replace(shape, fused_output=options.fuse_output_layer)
-    groups = _read_groups(options)
     # What can fail at once does so before the long work.
     if options.plot:
         check_picture(options.plot)
     lengths = read_lengths(options.lengths, options.column)
-    started = time.monotonic()
     plan = plan_batch(
         lengths,
         dims,
         config,
         cost_model,
         samples_per_step=options.samples_per_step,
-        groups=groups,
-        groups_per_step=options.groups_per_step,
-        last=options.last,
         forward_only=options.forward_only,
     )
-    planning_seconds = time.monotonic() - started
     # The checker shares no code with the planner: a plan that it refuses is never written.
     validate_plan(plan, lengths)
     if options.out:
         write(options.out, plan.to_json(lengths))
-    # Advice plans anew: as long again as planning took, so that a command takes twice that.
-    advice = 0.0 if options.no_advice else max(planning_seconds, _LEAST_ADVICE_SECONDS)
-    _print(options, plan, lengths, shape, advice)
+    _print(options, plan, lengths, shape)
     if options.out:
         print(f"wrote {printable(options.out)}")
     if options.plot:
@@ -138,11 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(
-    options: argparse.Namespace,
-    plan: Plan,
-    lengths: Sequence[int],
-    shape: ModelShape | None,
-    advice_seconds: float,
+    options: argparse.Namespace, plan: Plan, lengths: Sequence[int], shape: ModelShape | None
 ) -> None:
     statistics = [step_statistics(step, lengths) for step in plan.steps]
     print(report.plan_heading(plan))
@@ -152,7 +114,8 @@ def _print(
         memory = predicted_memory(total_statistics(statistics), plan.steps[0], shape)
         print(report.memory_line(memory))
     if len(plan.steps) == 1:
-        print(explain(plan.steps[0], lengths, options.spell, advice_seconds=advice_seconds))
+        advice = not options.no_advice
+        print(explain(plan.steps[0], lengths, options.spell, advice=advice))
     else:
         print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")
@@ -165,13 +128,3 @@ def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> No
     where = f"step {number}, " if len(plan.steps) > 1 else ""
     title = f"{where}{report.dims_line(plan.dims, plan.config)}"
     draw_step(plan.steps[number], lengths, options.plot, title=title)
-
-
-def _read_groups(options: argparse.Namespace) -> list[str | int] | None:
-    if options.groups is None:
-        if options.group_column is not None:
-            raise UsageError("--group-column needs --groups; set --groups to its file")
-        return None
-    if options.groups == options.lengths == "-":  # standard input can be read once
-        raise UsageError("LENGTHS and --groups are both -; write one of them to a file")
-    return read_groups(options.groups, options.group_column)

@@ -12,11 +12,9 @@ from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools import replay, report
 from mcore_batching.tools.cli.options import (
     CommandParser,
-    add_cost_model,
     add_dims,
     add_options,
     add_search,
-    cost_model_of,
 )
 
 MOST_PLANNED_STEPS = 16
@@ -41,13 +39,12 @@ def add_arguments(parser: CommandParser) -> None:
         help="plan at most this many steps again for each alternative, spread over the job",
     )
     add_options(parser, "plan_effort")
-    add_cost_model(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Read, predict, plan again, print."""
     most = at_least("steps", options.steps, 1, ConfigError)
-    steps = replay.replay(read_records(options.records), cost_model_of(options))
+    steps = replay.replay(read_records(options.records))
     # Alternatives are named by the flags with which `mcore-batching plan` would plan them.
     plans = CommandParser()
     add_dims(plans)
