@@ -10,7 +10,7 @@ import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from mcore_batching.planning.errors import Argument, LengthError, MCoreBatchingError, PlanningError
+from mcore_batching.planning.errors import Argument, LengthError, MCoreBatchingError
 
 
 def as_integer(value: Any) -> int | None:
@@ -24,17 +24,18 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
-def at_least(name: str, value: Any, minimum: int, error: type[PlanningError]) -> int:
+def at_least(name: str, value: Any, minimum: int, error: type[MCoreBatchingError]) -> int:
     """The argument `name` as a Python int that is `minimum` or more.
 
     Raises:
-        PlanningError: it is not; of the class `error`.
+        MCoreBatchingError: it is not; of the class `error`.
     """
     number = as_integer(value)
     if number is None:
         raise error(
             Argument(name),
-            f" must be an integer, got {value!r} ({type(value).__name__}); set {minimum} or more",
+            f" must be an integer, got {value!r:.60} ({type(value).__name__}); set {minimum} or "
+            "more",
         )
     if number < minimum:
         raise error(

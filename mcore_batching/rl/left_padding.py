@@ -180,34 +180,14 @@ def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
 
 
 def _block(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
+    """A field's block: ``[samples, greatest length, ...]``, values right-aligned."""
     # Position ids are [axes, tokens]: alignment wants the tokens first.
-    tokens_last = field.kind is Kind.POSITION_IDS
-    block = _right_align(
-        field, [value.movedim(-1, 0) if tokens_last else value for value in values], fill
-    )
-    if field.kind is Kind.ROUTED_EXPERTS and block.numel():
-        # The experts 0, 1, … top_k - 1: a router that replays routes wants distinct ones.
-        padding = ~_column_mask([len(value) for value in values], block.device)
-        block[padding] = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
-    return block.movedim(1, -1) if tokens_last else block
-
-
-def _row_dimension(field: Field, block: Tensor) -> int:
-    """The dimension of rows of a field's block."""
-    return block.dim() - 1 if field.kind is Kind.POSITION_IDS else 1
-
-
-def _right_align(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
-    """``[samples, greatest length, ...]`` of values ``[length, ...]``; inverse of `_rows_of`.
-
-    _right_align(field, [tensor([1, 2, 3]), tensor([4])], 0)    [[1, 2, 3], [0, 0, 4]]
-    """
+    if field.kind is Kind.POSITION_IDS:
+        values = [value.movedim(-1, 0) for value in values]
     # A value without rows may have lost its trailing shape, being made of an empty list.
     filled = [value for value in values if len(value)]
     # The value by which the others are compared, and which says what an empty block is like.
     telling = next(iter([*filled, *values]), torch.zeros(0, dtype=field.default_type))
-    lengths = [len(value) for value in values]
-    block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)
     for index, value in enumerate(values):
         alike = (value.dtype, value.shape[1:]) == (telling.dtype, telling.shape[1:])
         if len(value) and not alike:
@@ -218,9 +198,20 @@ def _right_align(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
                 "the other samples",
                 found=f"type {value.dtype} and rows of shape {list(value.shape[1:])}",
             )
+    lengths = [len(value) for value in values]
+    block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)
+    columns = _column_mask(lengths, block.device)
     if filled:
-        block[_column_mask(lengths, block.device)] = torch.cat(filled)
-    return block
+        block[columns] = torch.cat(filled)
+    if field.kind is Kind.ROUTED_EXPERTS and block.numel():
+        # The experts 0, 1, … top_k - 1: a router that replays routes wants distinct ones.
+        block[~columns] = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
+    return block.movedim(1, _row_dimension(field, block))
+
+
+def _row_dimension(field: Field, block: Tensor) -> int:
+    """The dimension of rows of a field's block."""
+    return block.dim() - 1 if field.kind is Kind.POSITION_IDS else 1
 
 
 def _rows_of(block: Tensor, lengths: Sequence[int]) -> list[Tensor]:

@@ -8,13 +8,12 @@
 A rank that raises while others wait in a collective leaves them hanging. So work that may fail runs
 inside `Consensus.agree`, and no rank goes on before it knows that all succeeded.
 
-Cost: ⌈log2 ranks⌉ rounds of one 1 KB message, figures included. Only if a rank failed, differs, or
-asks what others tell, all ranks gather everybody's statement, one pickled object per rank.
+Cost: ⌈log2 ranks⌉ rounds of one message of 1.3 KB, figures included. Only if a rank failed,
+differs, or asks what others tell, all ranks gather everybody's statement, one pickled object each.
 """
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +24,7 @@ import torch.distributed as dist
 from mcore_batching.batch.agreement._differences import differences, require_equal
 from mcore_batching.batch.agreement._summary import (
     NUMBERS_IN_SUMMARY,
-    Numbers,
     Summary,
-    digest_if_any,
     digest_of,
     reduced,
     residue_of,
@@ -173,9 +170,10 @@ class Consensus:
             note = _Note(stage, error=self._described(exception))
         # The usual way: all succeeded, no values differ, and none asks. This rank's own error is no
         # reason to leave here: the others are in these messages.
-        numbers = self._settled(note)
-        if numbers is not None:
-            return Agreement(result, {self.rank: told}, values_of(note.said.figures, numbers))
+        settled = self._settled(note)
+        if settled is not None:
+            figures = values_of(note.said.figures, settled.maxima, settled.sums)
+            return Agreement(result, {self.rank: told}, figures)
         notes = self._gather(note)
         if isinstance(cause, SystemExit):
             raise cause  # as its exit status asks; the others raise `failure`
@@ -194,9 +192,11 @@ class Consensus:
         firsts = {replica[0] for replica in self.replicas}
         said = {rank: each.said for rank, each in notes.items()}
         parts = [numbers_of(each.figures, is_first=rank in firsts) for rank, each in said.items()]
-        numbers = functools.reduce(Numbers.joined, parts)
+        maxima, sums = zip(*parts, strict=True)
+        joined = [max(each) for each in zip(*maxima, strict=True)]
+        added = [sum(each) for each in zip(*sums, strict=True)]
         told = {rank: pickle.loads(each.tell) for rank, each in said.items()}
-        return Agreement(result, told, values_of(note.said.figures, numbers))
+        return Agreement(result, told, values_of(note.said.figures, joined, added))
 
     def do_alike(
         self,
@@ -216,28 +216,32 @@ class Consensus:
         except Exception:
             return self.agree(stage, work, failure=failure).result
 
-    def _settled(self, note: _Note) -> Numbers | None:
+    def _settled(self, note: _Note) -> Summary | None:
         """Joined figures by the short messages; None if the ranks must gather their notes."""
         if self._messages is None:  # alone, or a group without host messages, which gathers
             return None
-        numbers = numbers_of(note.said.figures, is_first=self._in_replica[1] == 0)
-        head, rest = numbers.split(NUMBERS_IN_SUMMARY)
+        maxima, sums = numbers_of(note.said.figures, is_first=self._in_replica[1] == 0)
+        most = NUMBERS_IN_SUMMARY
+        rest = max(0, most - len(maxima))
         own = Summary(
             digest_of(note.stage, _shapes(note)),
-            digest_if_any(note.said.equal),
+            digest_of(note.said.equal) if note.said.equal else b"",
             residue_of("replica", note.said.equal_in_replica, *self._in_replica)
             + residue_of("stage", note.said.equal_in_stage, *self._in_stage),
-            head,
-            settles=note.error is None and not note.said.asks,
+            maxima[:most],
+            sums[:rest],
         )
-        summary = reduced(self._messages, own)
-        if not summary.settles or summary.residue or not summary.numbers.fit:
+        settles = note.error is None and not note.said.asks
+        summary = reduced(self._messages, own if settles else None, most)
+        if summary is None or summary.residue:
             return None
         # More than fit: a second round for the rest, on all ranks, whose counts are the same.
-        if not (rest.maxima or rest.sums):
-            return summary.numbers
-        behind = reduced(self._messages, rest)
-        return summary.numbers.followed_by(behind) if behind.fit else None
+        behind = Summary(maxima=maxima[most:], sums=sums[rest:])
+        count = len(behind.maxima) + len(behind.sums)
+        more = reduced(self._messages, behind, count) if count else behind
+        return more and Summary(
+            maxima=[*summary.maxima, *more.maxima], sums=[*summary.sums, *more.sums]
+        )
 
     def _compare(self, notes: Mapping[int, _Note], mismatch: type[CollectiveError]) -> None:
         require_equal({rank: note.said.equal for rank, note in notes.items()}, mismatch)

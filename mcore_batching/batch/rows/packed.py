@@ -167,13 +167,15 @@ class PackedMicroBatch:
                 f"token of {self.total_lengths}, found {[list(row.shape) for row in rows]}; "
                 f"read micro_batch[{key!r}]"
             )
-        lengths = [self.total_lengths[i] for i in laid_out]
-        row = Row(lengths, self.host_cu_seqlens_padded)
-        padding: Tensor | None = None
-        if field.kind is Kind.ROUTED_EXPERTS:
-            padding = _spread_experts(rows, row.num_tokens)
-        full = row.lay_out(rows, pad_value, padding=padding)
-        return row.local(full, self.context_parallel_size, self.context_parallel_rank)[None]
+        row = Row(
+            [self.total_lengths[i] for i in laid_out],
+            self.host_cu_seqlens_padded,
+            self.context_parallel_size,
+            self.context_parallel_rank,
+        )
+        is_routed = field.kind is Kind.ROUTED_EXPERTS
+        padding = _spread_experts(rows, row.num_tokens) if is_routed else None
+        return row.local(row.lay_out(rows, pad_value, padding=padding))[None]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedMicroBatch:
         """A copy with every tensor on a device, those in `fields` included.
