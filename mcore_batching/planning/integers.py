@@ -12,6 +12,9 @@ from typing import Any
 
 from mcore_batching.planning.errors import Argument, LengthError, MCoreBatchingError
 
+MAX_LENGTH_TOKENS = 2**40
+"""A longer length is certainly not in tokens; doubled or halved, costs stay far from overflow."""
+
 
 def as_integer(value: Any) -> int | None:
     """`value` as a Python int, or None if it is a boolean or not an integer."""
@@ -95,3 +98,8 @@ def integer_entries(name: str, of_sample: str, values: Any, most: int) -> list[i
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """The lengths [samples] in tokens, as Python ints; a `LengthError` names one out of range."""
+    return integer_entries("lengths", "length", lengths, MAX_LENGTH_TOKENS)

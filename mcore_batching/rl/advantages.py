@@ -111,14 +111,11 @@ def _read_steps(steps: Iterable[Iterable[int]] | None, num_samples: int) -> list
         return [list(range(num_samples))]
     read = [read_indices("steps", step) for step in entries("steps", steps, BatchError)]
     counts = Counter(index for step in read for index in step)
-    doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
-    extra = tuple(sorted(index for index in counts if not 0 <= index < num_samples))
-    if doubled or extra:
+    wrong = sorted(i for i, count in counts.items() if count > 1 or not 0 <= i < num_samples)
+    if wrong:
         raise OrderError(
             f"expected steps of indices below {num_samples}, each in one at most, got "
-            f"{shortened(doubled + extra)}; pass each step's own samples",
-            doubled=doubled,
-            extra=extra,
+            f"{shortened(wrong)}; pass each step's own samples"
         )
     return read
 

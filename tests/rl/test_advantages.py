@@ -272,19 +272,16 @@ def test_normalisation_is_by_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "text", "doubled", "extra"),
+    ("steps", "text"),
     [
-        ([[0, 2], [2, 1]], "each in one at most, got 2; pass", (2,), ()),
-        ([[0, -1], [6]], "steps of indices below 6, .* got -1, 6; pass", (), (-1, 6)),
-        ([[0.5]], "expected integer steps, got 0.5", (), ()),
+        ([[0, 2], [2, 1]], "each in one at most, got 2; pass"),
+        ([[0, -1], [6]], "steps of indices below 6, .* got -1, 6; pass"),
+        ([[0.5]], "expected integer steps, got 0.5"),
     ],
 )
-def test_steps_hold_each_sample_once_at_most(
-    steps: Any, text: str, doubled: tuple[int, ...], extra: tuple[int, ...]
-) -> None:
-    with pytest.raises(OrderError, match=text) as caught:
+def test_steps_hold_each_sample_once_at_most(steps: Any, text: str) -> None:
+    with pytest.raises(OrderError, match=text):
         compute_advantages(turns_of(0), step_wise=True, steps=steps)
-    assert (caught.value.doubled, caught.value.extra) == (doubled, extra)
     with pytest.raises(BatchError, match="steps must be a sequence, got int 3"):
         compute_advantages(turns_of(0), step_wise=True, steps=3)  # type: ignore[arg-type]
 

@@ -88,9 +88,8 @@ class _Note:
     said: Statement = Statement()  # values to compare as texts, `tell` as bytes
 
 
-def no_statement(result: object) -> Statement:
+def no_statement(_: object) -> Statement:
     """The statement of a rank that says only that it succeeded."""
-    del result
     return Statement()
 
 
@@ -178,9 +177,8 @@ class Consensus:
         if isinstance(cause, SystemExit):
             raise cause  # as its exit status asks; the others raise `failure`
         # Ranks in different stages may mean anything by their values: that comes first.
-        require_equal(
-            {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}, self._mismatch
-        )
+        stages = {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}
+        require_equal(stages, self._mismatch)
         failures = {rank: each.error for rank, each in notes.items() if each.error is not None}
         # The same error everywhere, such as a wrong flag: as it is, without a list of ranks.
         if cause is not None and list(failures.values()) == [note.error] * len(notes):
@@ -247,13 +245,12 @@ class Consensus:
         require_equal({rank: note.said.equal for rank, note in notes.items()}, mismatch)
         require_equal({rank: {"figures": _shapes(note)} for rank, note in notes.items()}, mismatch)
         # Stages are parts of replicas: what differs in a replica would be said twice.
-        failures: dict[int, str] = {}
-        for replica in self.replicas:
-            failures |= differences({rank: notes[rank].said.equal_in_replica for rank in replica})
-        for stage in self.stages if not failures else ():
-            failures |= differences({rank: notes[rank].said.equal_in_stage for rank in stage})
-        if failures:
-            raise mismatch(failures)
+        for parts, name in ((self.replicas, "equal_in_replica"), (self.stages, "equal_in_stage")):
+            failures: dict[int, str] = {}
+            for ranks in parts:
+                failures |= differences({rank: getattr(notes[rank].said, name) for rank in ranks})
+            if failures:
+                raise mismatch(failures)
 
     def _position_in(self, parts: Sequence[Sequence[int]]) -> tuple[int, int, int]:
         """Number of this rank's part, this rank's place in it, and the part's size."""
@@ -287,14 +284,13 @@ def _noted(stage: str, said: Statement) -> _Note:
         return {name: repr(value) for name, value in values.items()}
 
     # Values are only compared, so texts will do: any object has one, and few can be pickled.
-    asks = said.tell is not None if said.asks is None else said.asks
     sent = replace(
         said,
         equal=texts(said.equal),
         equal_in_replica=texts(said.equal_in_replica),
         equal_in_stage=texts(said.equal_in_stage),
         tell=pickle.dumps(said.tell),
-        asks=asks,
+        asks=said.tell is not None if said.asks is None else said.asks,
     )
     return _Note(stage, said=sent)
 

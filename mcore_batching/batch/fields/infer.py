@@ -27,7 +27,7 @@ from mcore_batching.batch.fields.fields import Field, Kind, declaration_line
 from mcore_batching.batch.fields.value_checks import tensor_of
 from mcore_batching.batch.fields.value_shapes import describe, is_integral, shape_of
 
-_INFERRED = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA)
+_INFERRED = {Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA}
 
 
 def infer_field(
@@ -49,8 +49,8 @@ def infer_field(
     fitting = _fitting_kinds(values, *lengths)
     told_here = (told or {}).get(name)
     # Values that fit one kind say more than what others told, which is then checked against them.
-    if len(fitting) == 1 and fitting[0] in _INFERRED:
-        return Field(name, fitting[0])
+    if len(fitting) == 1 and _INFERRED.issuperset(fitting):
+        return Field(name, *fitting)
     if told_here is not None and told_here.kind in fitting:
         return told_here
     if not fitting:
@@ -65,7 +65,7 @@ def infer_field(
         expected="a declared field, or values of one kind",
         found=found,
         declaration=" or ".join(
-            _declaration(name, kind, values, lengths[0]) for kind in fitting or [Kind.METADATA]
+            declaration_line(name, *each) for each in (fitting or {Kind.METADATA: 0}).items()
         ),
     )
 
@@ -98,9 +98,9 @@ def infer_fields(
     return inferred, some_open
 
 
-def _is_open(fitting: Sequence[Kind]) -> bool:
+def _is_open(fitting: Collection[Kind]) -> bool:
     """True if several kinds fit, and samples of other lengths could settle which."""
-    return len(fitting) > 1 and any(kind in _INFERRED for kind in fitting)
+    return len(fitting) > 1 and not _INFERRED.isdisjoint(fitting)
 
 
 def _values_of(name: str, batch: Mapping[str, Any]) -> list[Any]:
@@ -139,7 +139,7 @@ def _require_no_outlier(
         checked_values(Field(name, kind), values, total_lengths, response_lengths)
 
 
-def _found(values: Any, fitting: Sequence[Kind]) -> str:
+def _found(values: Any, fitting: Collection[Kind]) -> str:
     if not len(values):
         return "an undeclared field of no samples, which may be any kind"
     example = f"{len(values)} values such as {describe(values[0])}"
@@ -151,37 +151,35 @@ def _found(values: Any, fitting: Sequence[Kind]) -> str:
 
 def _fitting_kinds(
     values: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
-) -> list[Kind]:
-    """The kinds that these values match."""
+) -> dict[Kind, int]:
+    """The kinds that these values match, each with its ``length_offset``."""
     if not values:  # of no samples: any kind that another field than `tokens` may have
-        return [kind for kind in Kind if kind is not Kind.TOKENS]
+        return dict.fromkeys((kind for kind in Kind if kind is not Kind.TOKENS), 0)
     if all(_is_text(value) for value in values):
-        return [Kind.METADATA]
+        return {Kind.METADATA: 0}
     if all(value is None or isinstance(value, Mapping) for value in values):
-        return [Kind.MULTIMODAL, Kind.METADATA]  # only the model knows which dicts it takes
+        return {Kind.MULTIMODAL: 0, Kind.METADATA: 0}  # only the model knows which dicts it takes
     shapes = [shape_of(value) for value in values]
-    known = [shape for shape in shapes if shape]
     if all(shape == () for shape in shapes):
-        return [Kind.PER_SAMPLE]
+        return {Kind.PER_SAMPLE: 0}
+    known = [shape for shape in shapes if shape]
     if len(known) < len(shapes):  # objects, which are never guessed to be metadata, or numbers
-        return []
-    rows = [shape[0] for shape in known]
+        return {}
+    rows, totals = [shape[0] for shape in known], list(total_lengths)
     # All kinds that fit, not the first: which of them it is only a declaration or others can tell.
-    fitting = []
-    if rows == list(total_lengths):
-        fitting.append(Kind.PER_TOKEN)
+    fitting = {}
+    if rows == totals:
+        fitting[Kind.PER_TOKEN] = 0
     if rows == list(response_lengths):
-        fitting.append(Kind.PER_RESPONSE_TOKEN)
+        fitting[Kind.PER_RESPONSE_TOKEN] = 0
     # Integers with a shape of their own; all else is told by the number of rows.
-    if all(is_integral(value) for value in values):
-        if all(len(shape) == 2 for shape in known) and (
-            [shape[1] for shape in known] == list(total_lengths)
-        ):
-            fitting.append(Kind.POSITION_IDS)
-        if all(len(shape) == 3 for shape in known) and (
-            _routed_offset(rows, total_lengths) is not None
-        ):
-            fitting.append(Kind.ROUTED_EXPERTS)
+    dimensions = {len(shape) for shape in known} if all(map(is_integral, values)) else set()
+    if dimensions == {2} and [shape[1] for shape in known] == totals:
+        fitting[Kind.POSITION_IDS] = 0
+    # Rollout engines route no token after the last one, so they give one row less.
+    for offset in (-1, 0):
+        if dimensions == {3} and rows == [max(0, total + offset) for total in totals]:
+            fitting[Kind.ROUTED_EXPERTS] = offset
     return fitting
 
 
@@ -190,19 +188,3 @@ def _is_text(value: Any) -> bool:
         # An empty dict may be multimodal inputs, too.
         return bool(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
     return value is None or isinstance(value, str)
-
-
-def _routed_offset(rows: Sequence[int], total_lengths: Sequence[int]) -> int | None:
-    """``length_offset`` of routed experts: 0, or -1 as of rollout engines; None if neither fits."""
-    # Engines route no token after the last one, so they give one row less.
-    for offset in (0, -1):
-        if list(rows) == [max(0, total + offset) for total in total_lengths]:
-            return offset
-    return None
-
-
-def _declaration(name: str, kind: Kind, values: Any, total_lengths: Sequence[int]) -> str:
-    if kind is not Kind.ROUTED_EXPERTS or not total_lengths:
-        return declaration_line(name, kind)
-    rows = [(shape_of(value) or (0,))[0] for value in values]
-    return declaration_line(name, kind, _routed_offset(rows, total_lengths) or 0)

@@ -35,13 +35,12 @@ from typing import Any, TextIO
 
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import at_least, check_lengths
 from mcore_batching.planning.json_text import MAX_JSON_CHARACTERS, open_text, parse_json
 from mcore_batching.planning.plans.plan import StepPlan, split_lists, step_from_data
 from mcore_batching.planning.plans.plan_document import options_of
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.plans.validation import validate_plan
-from mcore_batching.planning.problem import check_lengths
 
 COST_MODEL_FILE = "cost_model.json"
 FORMAT = "mcore-batching/record"
