@@ -36,7 +36,7 @@ class LeftPadded:
     """Samples in blocks, each ending in the last column.
 
     Attributes:
-        blocks: ``[samples, rows, ...]`` for each field with rows: ``width`` rows per token,
+        blocks: ``[samples, rows, ...]`` for each field with rows: ``max(total_lengths)`` per token,
             ``max(response_lengths)`` per response token, plus the field's offset;
             ``[samples, axes, width]`` for position ids of several axes.
         others: one value per sample for each other field, lengths included.
@@ -58,23 +58,13 @@ class LeftPadded:
         """Refuse blocks of another shape."""
         for name, block in self.blocks.items():
             dimension = _row_dimension(self.schema[name], block)
-            expected = (self.num_samples, max(self.num_rows(name), default=0))
+            expected = (len(self.total_lengths), max(self.num_rows(name), default=0))
             if block.dim() < 2 or (block.shape[0], block.shape[dimension]) != expected:
                 raise SchemaError(
                     name,
                     expected=f"a block of {expected[0]} samples, {expected[1]} rows each",
                     found=f"shape {list(block.shape)}",
                 )
-
-    @property
-    def num_samples(self) -> int:
-        """Samples, each a line of every block."""
-        return len(self.total_lengths)
-
-    @property
-    def width(self) -> int:
-        """Columns of the tokens: those of the longest sample."""
-        return max(self.total_lengths, default=0)
 
     @property
     def tokens(self) -> Tensor:
@@ -107,10 +97,7 @@ class LeftPadded:
 
 
 def left_pad(
-    samples: Mapping[str, Any],
-    schema: Schema = DEFAULT_SCHEMA,
-    *,
-    pad_token_id: int,
+    samples: Mapping[str, Any], schema: Schema = DEFAULT_SCHEMA, *, pad_token_id: int
 ) -> LeftPadded:
     """Left-padded blocks of a batch, on the device and of the type of each field's values.
 
@@ -171,7 +158,7 @@ def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
         BatchError: ``values`` has another shape.
     """
     lengths = left_padded.response_lengths
-    expected = [left_padded.num_samples, max(lengths, default=0)]
+    expected = [len(lengths), max(lengths, default=0)]
     if list(values.shape[:2]) != expected:
         raise BatchError(
             f"expected values of shape {expected}, right-aligned, got {list(values.shape)}"

@@ -47,7 +47,7 @@ def test_pack() -> None:
 
 def test_row_layout() -> None:
     assert padded_offsets([3, 2], 2, 8) == (0, 4, 6, 8)
-    laid_out = Row([3, 2], (0, 4, 6, 8)).lay_out([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], 0)
+    laid_out = Row((0, 4, 6, 8)).lay_out([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], 0)
     assert laid_out.tolist() == [1, 2, 3, 0, 4, 5, 0, 0]
 
 

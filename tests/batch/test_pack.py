@@ -320,14 +320,14 @@ def test_what_cannot_be_packed_is_refused() -> None:
         row.packed("ragged")
 
 
-def test_to_moves_every_tensor_and_leaves_the_rest() -> None:
+def test_mapped_changes_every_tensor_and_leaves_the_rest() -> None:
     samples = make_samples([(4, 2)]) | {
         "uids": ["a"],
         "multimodal_train_inputs": [{"pixels": torch.rand(2, 2)}],
         "rewards": [0.5],
     }
     (row,) = pack_on_all_ranks(samples)
-    moved = row.to("meta")
+    moved = row.mapped(lambda tensor: tensor.to("meta"))
     for name in (*STREAMS, "cu_seqlens", "cu_seqlens_padded"):
         assert getattr(moved, name).device.type == "meta", name
         assert getattr(row, name).device.type == "cpu"

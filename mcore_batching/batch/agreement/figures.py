@@ -54,9 +54,7 @@ def largest(value: Value) -> Figure:
 
 def least(value: Value) -> Figure:
     """For each number, the least of all ranks."""
-    figure = _figure("least", value)
-    # Negated, so that messages need maxima and sums alone.
-    return Figure(figure.kind, [-each for each in figure.values], figure.is_list)
+    return _figure("least", value)
 
 
 def total(value: Value) -> Figure:
@@ -70,8 +68,10 @@ def rank_total(value: Value) -> Figure:
 
 
 def _figure(kind: str, value: Value) -> Figure:
-    is_list = isinstance(value, Sequence)  # a single number comes back as one
-    return Figure(kind, list(value) if isinstance(value, Sequence) else [value], is_list)
+    values = list(value) if isinstance(value, Sequence) else [value]
+    # Negated, so that messages need maxima and sums alone.
+    sent = [-each for each in values] if kind == "least" else values
+    return Figure(kind, sent, is_list=isinstance(value, Sequence))
 
 
 def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> tuple[list[Any], list[Any]]:

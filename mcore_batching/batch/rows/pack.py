@@ -94,7 +94,7 @@ def pack(
     # A sample in another's segment is not laid out: the row holds its tokens once.
     lengths = [totals[i] for i, host in enumerate(hosts) if host == i]
     offsets = padded_offsets(lengths, sample_alignment_tokens, row_alignment_tokens)
-    row = Row(lengths, offsets, context_parallel_size, context_parallel_rank)
+    row = Row(offsets, context_parallel_size, context_parallel_rank)
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     return _packed(row, hosts, fields, schema, indices, is_placeholder, pad_token_id, depths)
 
@@ -134,7 +134,7 @@ def _packed(
         cu_seqlens_padded=torch.tensor(row.offsets, dtype=torch.int32, device=device),
         host_cu_seqlens_padded=row.offsets,
         cu_seqlens=torch.tensor(
-            [0, *accumulate(row.total_lengths)], dtype=torch.int32, device=device
+            [0, *accumulate(totals[i] for i in laid_out)], dtype=torch.int32, device=device
         ),
         max_seqlen=max(end - start for start, end in pairwise(row.offsets)),
         total_lengths=totals,
@@ -254,7 +254,8 @@ def _position_ids(
         )
     device = fields["tokens"][0].device
     if not names:
-        return row.lay_out([torch.arange(n, device=device) for n in row.total_lengths], 0)
+        counted = [torch.arange(fields["total_lengths"][i], device=device) for i in laid_out]
+        return row.lay_out(counted, 0)
     pieces = [fields[names[0]][i].to(device, torch.int64) for i in laid_out]
     axes = {tuple(piece.shape[:-1]) for piece in pieces if piece.numel()}
     if len(axes) > 1:

@@ -2,8 +2,8 @@
 
     samples of 3 and 2 tokens, each padded to a multiple of 2, the row to a multiple of 8
     padded_offsets([3, 2], 2, 8)                        (0, 4, 6, 8)
-    Row([3, 2], (0, 4, 6, 8)).lay_out([abc, de], .)     a b c . d e . .
-    Row([3, 2], (0, 4, 6, 8)).later(of that, 1)         b c . 0 e 0 . 0
+    Row((0, 4, 6, 8)).lay_out([abc, de], .)             a b c . d e . .
+    Row((0, 4, 6, 8)).later(of that, 1)                 b c . 0 e 0 . 0
 
 The last segment is the row's own padding. A sample without tokens takes one alignment unit, since
 attention kernels break on empty segments.
@@ -83,13 +83,11 @@ class Row:
     """A full row, and which part of it a context-parallel rank holds.
 
     Attributes:
-        total_lengths: tokens of each sample that has a segment.
         offsets: ``[segments + 1]``; each sample lies at the start of its segment.
         context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
     """
 
-    total_lengths: Sequence[int]
     offsets: tuple[int, ...]
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
