@@ -189,7 +189,7 @@ def costs_of_chunks(
         the costs of a stage of each kind of model chunk alone; the kind of each chunk
         [stages][chunks], nothing where there is one kind.
     """
-    stages, chunks = dims.pipeline_parallel, stages_and_chunks(dims)
+    stages, chunks = dims.pipeline_parallel, dims.pipeline_parallel * dims.virtual_pipeline
     if not model.layers or chunks == 1:
         return (model,), ()
     cut = cut_layers(model.layers, chunks)
@@ -242,18 +242,9 @@ def work_of_layers(model: CostModel, lengths: Iterable[int]) -> dict[str, float]
     }
 
 
-def stages_and_chunks(dims: ParallelDims) -> int:
-    """Model chunks of all stages."""
-    return dims.pipeline_parallel * dims.virtual_pipeline
-
-
 def sum_of(costs: Sequence[LayerCost]) -> LayerCost:
     """Of all of them, added from first to last."""
-    return (
-        LayerCost(*(ordered_sum(each) for each in zip(*costs, strict=True)))
-        if costs
-        else LayerCost()
-    )
+    return functools.reduce(LayerCost.__add__, costs, LayerCost())
 
 
 def _of_chunk(model: CostModel, chunk: LayerCost, mean: LayerCost) -> CostModel:
