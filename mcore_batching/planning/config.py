@@ -126,6 +126,7 @@ class PlannerConfig:
     @property
     def searches(self) -> bool:
         """True if micro-batches are made for the pipeline by a search."""
+        # Whoever sets how samples are packed or filled has left nothing to search for.
         return (
             self.balance in ("auto", "pipeline") and self.packing == "auto" and self.fill == "split"
         )

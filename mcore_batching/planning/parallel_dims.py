@@ -187,6 +187,7 @@ class ParallelDims:
         """
         least = at_least("num_microbatches", num_microbatches, 0, ParallelDimsError)
         count = max(self.slots_per_group, least)
+        # A last group shorter than the pipeline would not fill it, which Megatron refuses.
         remainder = count % self.slots_per_group
         if 0 < remainder < self.pipeline_parallel:
             count += self.pipeline_parallel - remainder

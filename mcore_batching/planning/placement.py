@@ -105,6 +105,7 @@ def deal(
         loads: what each rank holds before; of equal ones the lowest rank is next.
         places: most items of each rank.
     """
+    # A heap: the lightest rank is asked for once per item.
     dealt: list[list[int]] = [[] for _ in loads]
     lightest = [(load, rank) for rank, load in enumerate(loads) if places[rank]]
     heapq.heapify(lightest)

@@ -76,9 +76,8 @@ class Problem:
                 Argument("forward_only"), f" must be True or False, got {forward_only!r:.80}"
             )
         config.check_max_context_parallel(dims)  # the config alone does not know the ranks
-        problem = cls(
-            tuple(check_lengths(lengths)), dims, config, cost_model or CostModel(), forward_only
-        )
+        costs = cost_model or CostModel()
+        problem = cls(tuple(check_lengths(lengths)), dims, config, costs, forward_only)
         if config.max_context_parallel is not None:
             _ = problem.on_ranks[1].capacity  # raises where no token fits
         if problem.oversize and config.on_oversize == "error":
@@ -116,10 +115,7 @@ class Problem:
         kinds, _ = costs_of_chunks(self.cost_model, self.dims)
         if len(kinds) == 1:
             return [(self.cost_model.per_micro_batch, self.costs)]
-        return [
-            (kind.per_micro_batch, [kind.sample(length) for length in self.lengths])
-            for kind in kinds
-        ]
+        return [(kind.per_micro_batch, [kind.sample(n) for n in self.lengths]) for kind in kinds]
 
     @cached_property
     def capacity(self) -> int:
