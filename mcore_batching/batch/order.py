@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TypeVar
 
 from mcore_batching.batch.errors import BatchError, OrderError
-from mcore_batching.batch.fields.value_checks import require_index
+from mcore_batching.batch.fields.value_checks import read_indices
 from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.integers import entries
 
@@ -66,12 +66,9 @@ def _require_permutation(
     values: Sequence[object], given: Sequence[int], num_samples: int
 ) -> list[int]:
     """The indices as Python ints; they are 0 to ``num_samples - 1`` once each."""
-    sample_indices = [
-        require_index("sample_indices", index)
-        for index in entries("sample_indices", given, BatchError)
-    ]
+    sample_indices = read_indices("sample_indices", given)
+    (num_samples,) = read_indices("num_samples", [num_samples])
     values = entries("values", values, BatchError)
-    num_samples = require_index("num_samples", num_samples)
     counts = Counter(sample_indices)
     # A generator: with num_samples 2**31 a list would fill the memory.
     absent = (index for index in range(num_samples) if index not in counts)
@@ -81,15 +78,12 @@ def _require_permutation(
     # All faults in one error: what is missing beside what is extra shows batches mixed up.
     if len(values) == len(sample_indices) and not (missing or doubled or extra):
         return sample_indices
-    faults = [
-        f"{name} {shortened(indices)}"
-        for name, indices in (("missing", missing), ("doubled", doubled), ("extra", extra))
-        if indices
-    ]
+    named = (("missing", missing), ("doubled", doubled), ("extra", extra))
+    faults = "; ".join(f"{name} {shortened(indices)}" for name, indices in named if indices)
     raise OrderError(
         f"expected one value for each of {num_samples} samples, got {len(values)} values and "
         f"{len(sample_indices)} sample_indices"
-        + (f" ({'; '.join(faults)})" if faults else "")
+        + (f" ({faults})" if faults else "")
         + "; pass one output per real sample, none for placeholders",
         missing=missing,
         doubled=doubled,

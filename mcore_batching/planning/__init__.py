@@ -23,7 +23,7 @@ from mcore_batching.planning.errors import (
     PlanningError,
 )
 from mcore_batching.planning.groups import LastStep, group_key, group_steps
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import MAX_LENGTH_TOKENS, at_least
 from mcore_batching.planning.packing.bounds import micro_batch_lower_bound
 from mcore_batching.planning.packing.packing import first_fit
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -37,7 +37,7 @@ from mcore_batching.planning.plans.statistics import (
     step_statistics,
 )
 from mcore_batching.planning.plans.validation import validate_plan
-from mcore_batching.planning.problem import MAX_LENGTH_TOKENS, Problem
+from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.shard import (
     ShardOutlook,
     fill_shard,

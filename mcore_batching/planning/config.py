@@ -96,7 +96,14 @@ class PlannerConfig:
             if value is not None or name in ("max_tokens_per_gpu", "plan_effort"):
                 object.__setattr__(self, name, at_least(name, value, 1, ConfigError))
         for name in ("split_backward_memory", "split_backward_held"):
-            object.__setattr__(self, name, _positive(name, getattr(self, name)))
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (is_number and 0 < value <= MOST_TIMES):
+                raise ConfigError(
+                    Argument(name),
+                    f" must be a number above 0, up to {MOST_TIMES}, got {value!r:.60}",
+                )
+            object.__setattr__(self, name, float(value))
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if not (isinstance(value, str) and value in choices):
@@ -119,6 +126,7 @@ class PlannerConfig:
     @property
     def searches(self) -> bool:
         """True if micro-batches are made for the pipeline by a search."""
+        # Whoever sets how samples are packed or filled has left nothing to search for.
         return (
             self.balance in ("auto", "pipeline") and self.packing == "auto" and self.fill == "split"
         )
@@ -151,12 +159,3 @@ class PlannerConfig:
                 Argument("max_context_parallel"),
                 f" to {1 << (min(most, ranks).bit_length() - 1)}",
             )
-
-
-def _positive(name: str, value: object) -> float:
-    """The argument `name` as a finite float above 0."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= MOST_TIMES:
-        return float(value)
-    raise ConfigError(
-        Argument(name), f" must be a number above 0, up to {MOST_TIMES}, got {value!r:.60}"
-    )

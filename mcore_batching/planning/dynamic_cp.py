@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.placement import order_slots, split_until
+from mcore_batching.planning.placement import deal, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.shard import pack_shard
@@ -99,20 +99,13 @@ def _dealt(
     bins: Sequence[tuple[int, ...]],
     blocks: Sequence[Sequence[tuple[int, tuple[int, ...]] | None]],
 ) -> list[list[tuple[int, ...]]]:
-    """Unshared micro-batches of each rank: heaviest first to the lightest rank with a free place,
-    shared ones counted in its weight."""
+    """Unshared micro-batches of each rank, evened out with shared ones counted."""
     alone = problem.on_ranks[1]
     loads = [
         ordered_sum(problem.on_ranks[block[0]].weight(block[1]) for block in of_rank if block)
         for of_rank in blocks
     ]
+    bins = sorted(bins)
     free = [of_rank.count(None) for of_rank in blocks]
-    dealt: list[list[tuple[int, ...]]] = [[] for _ in blocks]
-    for samples in sorted(bins, key=lambda samples: (-alone.weight(samples), samples)):
-        # The first of equals: `min` keeps it, on every platform.
-        open_ranks = (rank for rank, places in enumerate(free) if places)
-        lightest = min(open_ranks, key=loads.__getitem__)
-        dealt[lightest].append(samples)
-        loads[lightest] += alone.weight(samples)
-        free[lightest] -= 1
-    return dealt
+    dealt = deal([alone.weight(samples) for samples in bins], loads, free)
+    return [[bins[i] for i in own] for own in dealt]

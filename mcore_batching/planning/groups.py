@@ -113,23 +113,11 @@ def whole_groups(
     """
     if samples_per_step is not None:
         raise LengthError(
-            "got both ",
-            Argument("groups"),
-            " and ",
-            Argument("samples_per_step"),
-            "; leave out one of them",
+            "steps are cut by groups already; leave out ", Argument("samples_per_step")
         )
     if groups is None or groups_per_step is None:
         absent = Argument("groups" if groups is None else "groups_per_step")
-        raise LengthError(
-            "steps of whole groups need ",
-            absent,
-            "; set ",
-            absent,
-            ", or leave out ",
-            Argument("groups_per_step" if groups is None else "groups"),
-            " and its options",
-        )
+        raise LengthError("steps of whole groups need ", absent, "; set it")
     groups = entries("groups", groups, LengthError)
     if len(groups) != num_samples:
         raise LengthError(
@@ -161,10 +149,12 @@ def padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[boo
     tags = entries("is_padding", is_padding, LengthError)
     # Tags are NumPy's, Torch's or a loader's: any number counts, a text does not ("0" is true).
     try:
-        read = [bool(float(0 if tag is None or isinstance(tag, str) else tag)) for tag in tags]
+        if any(isinstance(tag, str) for tag in tags):
+            raise TypeError
+        read = [bool(float(0 if tag is None else tag)) for tag in tags]
     except (TypeError, ValueError):
         read = []
-    if len(read) != num_samples or any(isinstance(tag, str) for tag in tags):
+    if len(read) != num_samples:
         raise LengthError(
             Argument("is_padding"),
             f" needs True or False for each of {num_samples} samples, got {is_padding!r:.60}",
@@ -187,19 +177,15 @@ def group_key(group: Hashable, index: int) -> Hashable:
     number = as_integer(group)
     if number is not None:
         return number
-    if group is None or not _is_hashable(group):
+    try:
+        hash(group)  # isinstance(group, Hashable) is True of a tuple that holds a list
+        is_hashable = group is not None
+    except TypeError:
+        is_hashable = False
+    if not is_hashable:
         raise LengthError(
             f"the group of sample {index} must be hashable, got {group!r:.60}; set its prompt's "
             "uid, or is_padding",
             index=index,
         )
     return group
-
-
-def _is_hashable(group: object) -> bool:
-    # isinstance(group, Hashable) is True of a tuple that holds a list.
-    try:
-        hash(group)
-    except TypeError:
-        return False
-    return True

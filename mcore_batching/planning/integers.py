@@ -10,7 +10,10 @@ import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from mcore_batching.planning.errors import Argument, LengthError, MCoreBatchingError, PlanningError
+from mcore_batching.planning.errors import Argument, LengthError, MCoreBatchingError
+
+MAX_LENGTH_TOKENS = 2**40
+"""A longer length is certainly not in tokens; doubled or halved, costs stay far from overflow."""
 
 
 def as_integer(value: Any) -> int | None:
@@ -24,17 +27,18 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
-def at_least(name: str, value: Any, minimum: int, error: type[PlanningError]) -> int:
+def at_least(name: str, value: Any, minimum: int, error: type[MCoreBatchingError]) -> int:
     """The argument `name` as a Python int that is `minimum` or more.
 
     Raises:
-        PlanningError: it is not; of the class `error`.
+        MCoreBatchingError: it is not; of the class `error`.
     """
     number = as_integer(value)
     if number is None:
         raise error(
             Argument(name),
-            f" must be an integer, got {value!r} ({type(value).__name__}); set {minimum} or more",
+            f" must be an integer, got {value!r:.60} ({type(value).__name__}); set {minimum} or "
+            "more",
         )
     if number < minimum:
         raise error(
@@ -94,3 +98,8 @@ def integer_entries(name: str, of_sample: str, values: Any, most: int) -> list[i
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
+
+
+def check_lengths(lengths: Sequence[int]) -> list[int]:
+    """The lengths [samples] in tokens, as Python ints; a `LengthError` names one out of range."""
+    return integer_entries("lengths", "length", lengths, MAX_LENGTH_TOKENS)

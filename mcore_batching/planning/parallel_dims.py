@@ -82,21 +82,12 @@ class ParallelDims:
             raise ParallelDimsError(
                 f"{within * self.pipeline_parallel} ranks are more than {MAX_RANKS}; decrease ",
                 Argument("data_parallel"),
-                ", ",
-                Argument("pipeline_parallel"),
-                ", ",
-                Argument("context_parallel"),
-                " or ",
-                Argument("tensor_parallel"),
             )
         # Megatron spreads experts over data-, context- and tensor-parallel ranks of a stage.
         if within % self.expert_parallel:
             raise ParallelDimsError(
                 Argument("expert_parallel"),
-                f" must divide the {within} ranks of a pipeline stage, got {self.expert_parallel}; "
-                "set a divisor, or ",
-                Argument("data_parallel"),
-                " to a multiple",
+                f" must divide the {within} ranks of a pipeline stage, got {self.expert_parallel}",
             )
         for name, limit in (
             ("pipeline_parallel", MAX_CHUNKS),
@@ -108,8 +99,7 @@ class ParallelDims:
             if size is not None and size > limit:
                 raise ParallelDimsError(
                     Argument(name),
-                    f" must be at most {limit}, got {size}; decrease ",
-                    Argument(name),
+                    f" must be at most {limit}, got {size}",
                 )
 
     def _check_interleaving(self) -> None:
@@ -197,6 +187,7 @@ class ParallelDims:
         """
         least = at_least("num_microbatches", num_microbatches, 0, ParallelDimsError)
         count = max(self.slots_per_group, least)
+        # A last group shorter than the pipeline would not fill it, which Megatron refuses.
         remainder = count % self.slots_per_group
         if 0 < remainder < self.pipeline_parallel:
             count += self.pipeline_parallel - remainder

@@ -83,7 +83,7 @@ def place(
     candidates = [by_folds(weights, ranks, num_microbatches)]
     # Ranks in lockstep wait in every slot, and no assignment has lighter slots than the folds.
     if not problem.dims.in_lockstep:
-        candidates.append(_longest_first(weights, ranks, num_microbatches))
+        candidates.append(deal(weights, [0.0] * ranks, [num_microbatches] * ranks))
 
     def heaviest(assigned: list[list[int]]) -> float:
         return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in assigned)
@@ -95,17 +95,26 @@ def place(
     )
 
 
-def _longest_first(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]]:
-    """Heaviest first to the lightest rank that holds fewer than `limit`; ties to the lowest
-    rank."""
-    assigned: list[list[int]] = [[] for _ in range(ranks)]
-    lightest = [(0.0, rank) for rank in range(ranks)]
+def deal(
+    weights: Sequence[float], loads: Sequence[float], places: Sequence[int]
+) -> list[list[int]]:
+    """Items of each rank, heaviest first to the lightest rank with a free place.
+
+    Args:
+        weights: of the items; of equal ones the first goes first.
+        loads: what each rank holds before; of equal ones the lowest rank is next.
+        places: most items of each rank.
+    """
+    # A heap: the lightest rank is asked for once per item.
+    dealt: list[list[int]] = [[] for _ in loads]
+    lightest = [(load, rank) for rank, load in enumerate(loads) if places[rank]]
+    heapq.heapify(lightest)
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
         load, rank = heapq.heappop(lightest)  # a full rank is not pushed again
-        assigned[rank].append(index)
-        if len(assigned[rank]) < limit:
+        dealt[rank].append(index)
+        if len(dealt[rank]) < places[rank]:
             heapq.heappush(lightest, (load + weights[index], rank))
-    return assigned
+    return dealt
 
 
 def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]]:

@@ -122,10 +122,7 @@ def plan_batch(
     if owners is not None:
         if config.max_context_parallel is not None:
             raise ConfigError(
-                "dynamic CP moves samples between ranks; leave out ",
-                Argument("owners"),
-                " or ",
-                Argument("max_context_parallel"),
+                "dynamic CP moves samples between ranks; leave out ", Argument("owners")
             )
         owners = _checked_owners(owners, problem)
     if groups is None and groups_per_step is None and last == "keep" and is_padding is None:
@@ -156,9 +153,7 @@ def _check_search(config: PlannerConfig, num_samples: int) -> None:
         raise ConfigError(
             Argument("plan_effort", config.plan_effort),
             f" is too much for {num_samples} samples in a step; set it to "
-            f"{MAX_SEARCHED_PASSES // num_samples}, decrease ",
-            Argument("samples_per_step"),
-            ", or set ",
+            f"{MAX_SEARCHED_PASSES // num_samples}, or set ",
             Argument("balance", "cost"),
         )
 
@@ -241,13 +236,8 @@ def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -
     # depends on how much longer attention makes long samples.
     by_tokens = dataclasses.replace(problem.config, balance="tokens")
     in_order = dataclasses.replace(problem.config, packing="first-fit", balance="none")
-    starts = (
-        plain or _packed_and_placed(problem),
-        *(
-            _packed_and_placed(dataclasses.replace(problem, config=c))
-            for c in (by_tokens, in_order)
-        ),
-    )
+    others = [dataclasses.replace(problem, config=config) for config in (by_tokens, in_order)]
+    starts = [plain or _packed_and_placed(problem), *map(_packed_and_placed, others)]
     return search(Objective(problem), starts)
 
 

@@ -20,7 +20,7 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
-from mcore_batching.planning.integers import integer_entries, round_up
+from mcore_batching.planning.integers import check_lengths, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Schedule, inflight_tokens
 from mcore_batching.planning.tokens import (
@@ -30,9 +30,6 @@ from mcore_batching.planning.tokens import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
-
-MAX_LENGTH_TOKENS = 2**40
-"""A longer length is certainly not in tokens; doubled or halved, costs stay far from overflow."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,9 @@ class Problem:
             raise ConfigError(
                 Argument("forward_only"), f" must be True or False, got {forward_only!r:.80}"
             )
-        checked = tuple(check_lengths(lengths))
         config.check_max_context_parallel(dims)  # the config alone does not know the ranks
-        problem = cls(checked, dims, config, cost_model or CostModel(), forward_only)
+        costs = cost_model or CostModel()
+        problem = cls(tuple(check_lengths(lengths)), dims, config, costs, forward_only)
         if config.max_context_parallel is not None:
             _ = problem.on_ranks[1].capacity  # raises where no token fits
         if problem.oversize and config.on_oversize == "error":
@@ -100,19 +97,16 @@ class Problem:
     @cached_property
     def schedule(self) -> Schedule:
         """The pipeline schedule, with what its passes cost."""
+        share = self.cost_model.weight_share if self.defers_weights else 0.0
+        weights = share * self.cost_model.linear * sum(self.lengths)
         return Schedule(
             dims=self.dims,
             forward_only=self.forward_only,
             backward_ratio=self.cost_model.backward_ratio,
             which_cost=costs_of_chunks(self.cost_model, self.dims)[1],
-            deferred_share=self.deferred_share if self.defers_weights else 0.0,
+            # W of all samples over the cost of their forward passes.
+            deferred_share=weights / (ordered_sum(self.costs) or 1.0),
         )
-
-    @cached_property
-    def deferred_share(self) -> float:
-        """W of all samples over the cost of their forward passes."""
-        weights = self.cost_model.weight_share * self.cost_model.linear * sum(self.lengths)
-        return weights / (ordered_sum(self.costs) or 1.0)
 
     @cached_property
     def costs_of_stages(self) -> list[tuple[float, list[float]]]:
@@ -121,10 +115,7 @@ class Problem:
         kinds, _ = costs_of_chunks(self.cost_model, self.dims)
         if len(kinds) == 1:
             return [(self.cost_model.per_micro_batch, self.costs)]
-        return [
-            (kind.per_micro_batch, [kind.sample(length) for length in self.lengths])
-            for kind in kinds
-        ]
+        return [(kind.per_micro_batch, [kind.sample(n) for n in self.lengths]) for kind in kinds]
 
     @cached_property
     def capacity(self) -> int:
@@ -166,22 +157,17 @@ class Problem:
             return {self.dims.context_parallel: self}
         # Tokens in flight are bounded over the dims' context-parallel ranks: a row on more ranks
         # may hold as many more.
-        bound = self.config.max_inflight_tokens
-        return {
-            size: Problem(
-                self.lengths,
-                self.dims.for_rows_on(size),
-                dataclasses.replace(
-                    self.config,
-                    max_context_parallel=None,
-                    max_inflight_tokens=bound
-                    and max(1, bound * size // self.dims.context_parallel),
-                ),
-                self.cost_model.on_ranks(size),
-                self.forward_only,
+        bound, usual = self.config.max_inflight_tokens, self.dims.context_parallel
+
+        def as_if(size: int) -> Problem:
+            held = bound and max(1, bound * size // usual)
+            config = dataclasses.replace(
+                self.config, max_context_parallel=None, max_inflight_tokens=held
             )
-            for size in self.dims.row_sizes(most)
-        }
+            dims, cost_model = self.dims.for_rows_on(size), self.cost_model.on_ranks(size)
+            return Problem(self.lengths, dims, config, cost_model, self.forward_only)
+
+        return {size: as_if(size) for size in self.dims.row_sizes(most)}
 
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
@@ -203,7 +189,6 @@ class Problem:
         """Least forward cost of each sample [samples], summed over the ranks that share it."""
         if self.config.max_context_parallel is None:
             return self.costs
-        # Sharing costs communication, so the least size costs least, summed over its ranks.
         return [size * self.on_ranks[size].costs[i] for i, size in enumerate(self.least_sizes)]
 
     @cached_property
@@ -211,35 +196,31 @@ class Problem:
         """Least context-parallel size under which each sample [samples] fits the cap; for an
         oversize sample the largest."""
         *smaller, largest = self.row_sizes
-        # Downwards, so that the smallest size that fits is written last.
-        least = [largest] * self.num_samples
-        for size in reversed(smaller):
-            oversize = self.on_ranks[size].oversize
-            least = [old if i in oversize else size for i, old in enumerate(least)]
-        return least
+        oversize = {size: self.on_ranks[size].oversize for size in smaller}
+        return [
+            next((size for size in smaller if i not in oversize[size]), largest)
+            for i in range(self.num_samples)
+        ]
 
     @cached_property
     def oversize(self) -> frozenset[int]:
         """The samples that exceed the cap; each is alone in its micro-batch."""
-        if self.config.max_context_parallel is not None:
-            return frozenset.intersection(
-                *(self.on_ranks[size].oversize for size in self.row_sizes)
-            )
-        capacity = self.capacity
-        return frozenset(i for i, tokens in enumerate(self.tokens) if tokens > capacity)
+        if self.config.max_context_parallel is None:
+            return frozenset(i for i, n in enumerate(self.tokens) if n > self.capacity)
+        return frozenset.intersection(*(self.on_ranks[size].oversize for size in self.row_sizes))
 
     @cached_property
     def fewest_rows(self) -> int:
         """Lower bound on the number of micro-batches; one that c ranks share counts c times."""
-        if self.config.max_context_parallel is not None:
-            # Padding depends on the size, which is not chosen yet: real tokens are counted.
-            lengths = [max(n, 1) for i, n in enumerate(self.lengths) if i not in self.oversize]
-            by_tokens = -(-sum(lengths) // self.config.max_tokens_per_gpu)
-            largest = self.row_sizes[-1] * len(self.oversize)
-            return largest + max(by_tokens, -(-len(lengths) // self.max_samples))
-        fitting = [tokens for i, tokens in enumerate(self.tokens) if i not in self.oversize]
-        by_tokens = -(-sum(fitting) // self.capacity)
-        return len(self.oversize) + max(by_tokens, -(-len(fitting) // self.max_samples))
+        is_dynamic = self.config.max_context_parallel is not None
+        # Under dynamic CP padding depends on the size, which is not chosen yet: real tokens count.
+        tokens = [max(n, 1) for n in self.lengths] if is_dynamic else self.tokens
+        fitting = [n for i, n in enumerate(tokens) if i not in self.oversize]
+        capacity = self.config.max_tokens_per_gpu if is_dynamic else self.capacity
+        by_tokens = -(-sum(fitting) // capacity)
+        by_samples = -(-len(fitting) // self.max_samples)
+        alone = self.row_sizes[-1] if is_dynamic else 1
+        return alone * len(self.oversize) + max(by_tokens, by_samples)
 
     @cached_property
     def placeholder_tokens(self) -> int:
@@ -260,24 +241,13 @@ class Problem:
 
     def cost(self, samples: Sequence[int]) -> float:
         """Forward cost of a micro-batch on a mean stage."""
-        # CostModel.micro_batch with the costs of samples known: the search asks very often. In the
-        # same order of additions, since plans must not depend on which of the two was asked.
-        total = 0.0
-        for sample in samples:
-            total += self.costs[sample]
-        return self.cost_model.per_micro_batch + total
+        return _cost(self.cost_model.per_micro_batch, self.costs, samples)
 
     def slot_costs(self, slots: Iterable[Sequence[int]]) -> list[float]:
         """Forward cost of each micro-batch on each kind of stage [slots * kinds], as clocks take
         them."""
-        found = []
-        for samples in slots:
-            for fixed, costs in self.costs_of_stages:
-                total = 0.0
-                for sample in samples:
-                    total += costs[sample]
-                found.append(fixed + total)
-        return found
+        kinds = self.costs_of_stages
+        return [_cost(*kind, samples) for samples in slots for kind in kinds]
 
     @property
     def splits_backward(self) -> bool:
@@ -293,9 +263,8 @@ class Problem:
 
     def weight(self, samples: Sequence[int]) -> float:
         """The quantity that `config.balance` evens out: padded tokens for "tokens", else cost."""
-        if self.config.balance == "tokens":
-            return float(self.row_tokens(samples))
-        return self.cost(samples)
+        by_tokens = self.config.balance == "tokens"
+        return float(self.row_tokens(samples)) if by_tokens else self.cost(samples)
 
     def inflight_tokens(self, micro_batches: Sequence[Sequence[int]], *, stage: int = 0) -> float:
         """Most padded tokens in flight on a stage of one rank's pipeline."""
@@ -309,22 +278,21 @@ class Problem:
             return self.on_ranks[self.row_sizes[-1]].oversize_error()
         # The longest: a cap that holds it holds the others too.
         worst = max(self.oversize, key=lambda sample: (self.lengths[sample], -sample))
+        length, dims, config = self.lengths[worst], self.dims, self.config
         return OversizeSampleError(
             index=worst,
-            length=self.lengths[worst],
+            length=length,
             padded_length=self.tokens[worst],
-            cap=self.config.cap_tokens(self.dims),
-            needed_max_tokens_per_gpu=needed_max_tokens_per_gpu(
-                self.lengths[worst], self.dims, self.config
-            ),
+            cap=config.cap_tokens(dims),
+            needed_max_tokens_per_gpu=needed_max_tokens_per_gpu(length, dims, config),
             num_oversize=len(self.oversize),
         )
 
 
-def check_lengths(lengths: Sequence[int]) -> list[int]:
-    """The lengths [samples] in tokens, as Python ints.
-
-    Raises:
-        LengthError: an entry is no integer from 0 to `MAX_LENGTH_TOKENS`; names the sample.
-    """
-    return integer_entries("lengths", "length", lengths, MAX_LENGTH_TOKENS)
+def _cost(fixed: float, costs: Sequence[float], samples: Sequence[int]) -> float:
+    # CostModel.micro_batch with the costs of samples known: the search asks very often. In the same
+    # order of additions, since plans must not depend on which of the two was asked.
+    total = 0.0
+    for sample in samples:
+        total += costs[sample]
+    return fixed + total

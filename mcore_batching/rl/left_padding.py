@@ -36,7 +36,7 @@ class LeftPadded:
     """Samples in blocks, each ending in the last column.
 
     Attributes:
-        blocks: ``[samples, rows, ...]`` for each field with rows: ``width`` rows per token,
+        blocks: ``[samples, rows, ...]`` for each field with rows: ``max(total_lengths)`` per token,
             ``max(response_lengths)`` per response token, plus the field's offset;
             ``[samples, axes, width]`` for position ids of several axes.
         others: one value per sample for each other field, lengths included.
@@ -58,23 +58,13 @@ class LeftPadded:
         """Refuse blocks of another shape."""
         for name, block in self.blocks.items():
             dimension = _row_dimension(self.schema[name], block)
-            expected = (self.num_samples, max(self.num_rows(name), default=0))
+            expected = (len(self.total_lengths), max(self.num_rows(name), default=0))
             if block.dim() < 2 or (block.shape[0], block.shape[dimension]) != expected:
                 raise SchemaError(
                     name,
                     expected=f"a block of {expected[0]} samples, {expected[1]} rows each",
                     found=f"shape {list(block.shape)}",
                 )
-
-    @property
-    def num_samples(self) -> int:
-        """Samples, each a line of every block."""
-        return len(self.total_lengths)
-
-    @property
-    def width(self) -> int:
-        """Columns of the tokens: those of the longest sample."""
-        return max(self.total_lengths, default=0)
 
     @property
     def tokens(self) -> Tensor:
@@ -107,10 +97,7 @@ class LeftPadded:
 
 
 def left_pad(
-    samples: Mapping[str, Any],
-    schema: Schema = DEFAULT_SCHEMA,
-    *,
-    pad_token_id: int,
+    samples: Mapping[str, Any], schema: Schema = DEFAULT_SCHEMA, *, pad_token_id: int
 ) -> LeftPadded:
     """Left-padded blocks of a batch, on the device and of the type of each field's values.
 
@@ -171,7 +158,7 @@ def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
         BatchError: ``values`` has another shape.
     """
     lengths = left_padded.response_lengths
-    expected = [left_padded.num_samples, max(lengths, default=0)]
+    expected = [len(lengths), max(lengths, default=0)]
     if list(values.shape[:2]) != expected:
         raise BatchError(
             f"expected values of shape {expected}, right-aligned, got {list(values.shape)}"
@@ -180,34 +167,14 @@ def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
 
 
 def _block(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
+    """A field's block: ``[samples, greatest length, ...]``, values right-aligned."""
     # Position ids are [axes, tokens]: alignment wants the tokens first.
-    tokens_last = field.kind is Kind.POSITION_IDS
-    block = _right_align(
-        field, [value.movedim(-1, 0) if tokens_last else value for value in values], fill
-    )
-    if field.kind is Kind.ROUTED_EXPERTS and block.numel():
-        # The experts 0, 1, … top_k - 1: a router that replays routes wants distinct ones.
-        padding = ~_column_mask([len(value) for value in values], block.device)
-        block[padding] = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
-    return block.movedim(1, -1) if tokens_last else block
-
-
-def _row_dimension(field: Field, block: Tensor) -> int:
-    """The dimension of rows of a field's block."""
-    return block.dim() - 1 if field.kind is Kind.POSITION_IDS else 1
-
-
-def _right_align(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
-    """``[samples, greatest length, ...]`` of values ``[length, ...]``; inverse of `_rows_of`.
-
-    _right_align(field, [tensor([1, 2, 3]), tensor([4])], 0)    [[1, 2, 3], [0, 0, 4]]
-    """
+    if field.kind is Kind.POSITION_IDS:
+        values = [value.movedim(-1, 0) for value in values]
     # A value without rows may have lost its trailing shape, being made of an empty list.
     filled = [value for value in values if len(value)]
     # The value by which the others are compared, and which says what an empty block is like.
     telling = next(iter([*filled, *values]), torch.zeros(0, dtype=field.default_type))
-    lengths = [len(value) for value in values]
-    block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)
     for index, value in enumerate(values):
         alike = (value.dtype, value.shape[1:]) == (telling.dtype, telling.shape[1:])
         if len(value) and not alike:
@@ -218,9 +185,20 @@ def _right_align(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
                 "the other samples",
                 found=f"type {value.dtype} and rows of shape {list(value.shape[1:])}",
             )
+    lengths = [len(value) for value in values]
+    block = telling.new_full((len(lengths), max(lengths, default=0), *telling.shape[1:]), fill)
+    columns = _column_mask(lengths, block.device)
     if filled:
-        block[_column_mask(lengths, block.device)] = torch.cat(filled)
-    return block
+        block[columns] = torch.cat(filled)
+    if field.kind is Kind.ROUTED_EXPERTS and block.numel():
+        # The experts 0, 1, … top_k - 1: a router that replays routes wants distinct ones.
+        block[~columns] = torch.arange(block.shape[-1], dtype=block.dtype, device=block.device)
+    return block.movedim(1, _row_dimension(field, block))
+
+
+def _row_dimension(field: Field, block: Tensor) -> int:
+    """The dimension of rows of a field's block."""
+    return block.dim() - 1 if field.kind is Kind.POSITION_IDS else 1
 
 
 def _rows_of(block: Tensor, lengths: Sequence[int]) -> list[Tensor]:

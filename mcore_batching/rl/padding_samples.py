@@ -20,29 +20,27 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import operator
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields.field_checks import read_lengths
+from mcore_batching.batch.fields.field_checks import num_samples
 from mcore_batching.batch.fields.fields import FILLED_KINDS, Field, Fill, Kind, declaration_line
+from mcore_batching.batch.fields.infer import infer_field
 from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.fields.value_checks import require_token_id, tensor_of
 from mcore_batching.batch.fields.value_shapes import is_integral, shape_of
 from mcore_batching.batch.rows.placeholder import fabricated, filled_with
-from mcore_batching.planning.errors import Argument
-from mcore_batching.rl._new_identifiers import new_identifiers
-
-_OTHER_FILLS = {
-    **dict.fromkeys(("mask", "masks", "len", "lens", "length", "lengths"), (Fill.ONES,)),
-    **dict.fromkeys(("uid", "uids", "id", "idx", "index", "indices"), (Fill.IDENTIFIER,)),
-    "ids": (Fill.TOKEN_IDS, Fill.IDENTIFIER),
-    **dict.fromkeys(("tokens", "sequences", "prompts", "responses", "labels"), (Fill.TOKEN_IDS,)),
-}
-"""Words in an undeclared field's name that suggest another fill than zeros: it must be declared."""
+from mcore_batching.planning.integers import at_least
 
 # The least that has both: kernels and losses see a prompt and a response, as in any sample.
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 2, 1
+_NUMBER_BITS = 12
+"""Low bits of an integer identifier, below the hash: numbers for 4,096 padding samples. With the
+48 bits of the hash an identifier still fits into int64, sign included."""
 
 
 def pad_batch(
@@ -58,53 +56,58 @@ def pad_batch(
     Args:
         batch: field name to one value per sample; at least one sample.
         multiple: of the batch size afterwards, say ``math.lcm(ranks, samples of a mini-batch)``.
-        schema: kind and `Fill` of every field; undeclared ones are inferred.
+        schema: kind and `Fill` of every field.
         pad_token_id: the prompt token of a padding sample.
         response_token_id: its response token; None: the ``pad_token_id``.
 
     Returns:
         field name to a new list of one value per sample, lists and arrays of numbers as tensors,
-        ``is_padding`` among them; identifiers are those of `new_identifiers`, other metadata None.
+        ``is_padding`` among them. Identifiers are strings, or negative 60-bit integers where the
+        batch has integers; other metadata None.
 
     Raises:
-        SchemaError: a value does not match its kind, a kind is not known, or an undeclared field's
-            name suggests another fill than zeros.
+        SchemaError: a field is not declared, or a value does not match its kind.
         BatchError: no samples, a ``multiple`` below 1, or a token id that is no integer.
     """
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise BatchError(
-            Argument("multiple"), f" must be an integer of 1 or more, got {multiple!r}"
-        )
+    multiple = at_least("multiple", multiple, 1, BatchError)
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     if response_token_id is not None:
         response_token_id = require_token_id("response_token_id", response_token_id)
-    if not read_lengths(batch)[0]:
+    if not num_samples(batch):
         raise BatchError("padding samples need a sample to be like, got none; leave the step out")
     if "is_padding" not in schema:
         schema = schema.declare("is_padding", Kind.PER_SAMPLE)
-    declared = set(schema)
-    schema = schema.resolve(batch)
+    for key, values in batch.items():
+        if values is not None and key not in schema:
+            raise _undeclared(infer_field(key, batch))
     given = schema.validate(batch)
-    # A fill that was guessed wrong trains on wrong values without an error: names that suggest one
-    # are refused until it is declared.
-    for field in schema.values():
-        if field.name not in declared:
-            _require_zeros(field)
-    num_samples = len(given["total_lengths"])
-    given.setdefault("is_padding", [False] * num_samples)
+    count = len(given["total_lengths"])
+    given.setdefault("is_padding", [False] * count)
 
-    num_padding = -num_samples % multiple
+    num_padding = -count % multiple
     filled: dict[str, list[Any]] = {}
     for key, values in given.items():
         made = _fabricated(schema[key], _telling_example(values), pad_token_id, response_token_id)
         # Each its own: a framework may write into one sample's tensors.
         filled[key] = [copy.deepcopy(made) for _ in range(num_padding)]
     filled["is_padding"] = [True] * num_padding
-    own = [key for key in given if schema[key].fill is Fill.IDENTIFIER]
-    filled |= new_identifiers(given, own, num_padding)
-    schema.validate(filled)  # what was made up here meets the same declarations as what was given
+    own = sorted(key for key in given if schema[key].fill is Fill.IDENTIFIER)
+    filled |= _identifiers(given, own, num_padding)
     absent = dict.fromkeys(key for key in batch if key not in given)
     return {**absent, **{key: values + filled[key] for key, values in given.items()}}
+
+
+def _undeclared(field: Field) -> SchemaError:
+    # Only a name tells a mask or an identifier from a reward, and a wrong fill trains silently.
+    fills = [fill for fill in Fill if field.kind in FILLED_KINDS[fill]]
+    lines = [declaration_line(field.name, field.kind, field.length_offset, fill) for fill in fills]
+    return SchemaError(
+        field.name,
+        expected="a declared field, since its fill cannot be inferred",
+        found=f"an undeclared one, {field.kind.value}",
+        declaration=" or ".join(lines),
+        advice="declare its fill",
+    )
 
 
 def _fabricated(
@@ -128,31 +131,41 @@ def _fabricated(
     return value
 
 
-def _require_zeros(field: Field) -> None:
-    """Refuse an undeclared field whose name suggests another fill than zeros."""
-    # Names, since values of zeros and ones say nothing: a mask looks like a reward.
-    words = field.name.lower().split("_")
-    fills = [fill for word in words for fill in _OTHER_FILLS.get(word, ())]
-    if words[0] in ("is", "has"):
-        fills.append(Fill.ONES)
-    lines = [
-        declaration_line(field.name, field.kind, field.length_offset, fill)
-        for fill in dict.fromkeys([*fills, Fill.ZEROS])
-        if field.kind in FILLED_KINDS[fill]
-    ]
-    if len(lines) > 1:
-        raise SchemaError(
-            field.name,
-            expected="a declared field, since its name suggests another fill than zeros",
-            found=f"an undeclared field, {field.kind.value}",
-            declaration=" or ".join(lines),
-            advice="declare its fill",
-        )
-
-
 def _telling_example(values: Sequence[Any]) -> Any:
     """The first value with rows, which shows its trailing shape; else the first present one."""
     present = [value for value in values if value is not None]
     # A value without rows may be an empty list, which has lost its trailing shape and its type.
     telling = [value for value in present if all(shape_of(value) or (0,))]
     return next(iter(telling or present), None)
+
+
+def _identifiers(
+    batch: Mapping[str, Sequence[Any]], names: Sequence[str], count: int
+) -> dict[str, list[int | str]]:
+    """New values of the named fields, for ``count`` padding samples."""
+    # From a hash of the batch, not at random: ranks that pad the same batch agree without a word,
+    # and batches that are padded apart can be joined later.
+    digest = hashlib.sha256()
+    for name in ("total_lengths", "response_lengths", *names):
+        digest.update(repr((name, [_plain(value) for value in batch[name]])).encode())
+    for tokens in batch["tokens"]:
+        digest.update(array("q", tokens.tolist()).tobytes())
+    mark = int.from_bytes(digest.digest()[:6])
+    made: dict[str, list[int | str]] = {}
+    for name in names:
+        given = [_plain(value) for value in batch[name] if value is not None]
+        # Negative, where frameworks number from 0; of the batch's type, so that lists still stack.
+        if given and all(isinstance(value, int) for value in given):
+            made[name] = [-1 - (mark << _NUMBER_BITS) - number for number in range(count)]
+        else:
+            made[name] = [f"padding-{mark:012x}-{number}" for number in range(count)]
+    return made
+
+
+def _plain(value: Any) -> int | str | None:
+    """An integer of any library as a Python int, a string as it is; None for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        # Others may print as their address, which ranks do not share.
+        return str(value) if isinstance(value, str) else None

@@ -1,16 +1,54 @@
-"""Real samples of a batch (all but padding samples), and their groups."""
+"""Some samples of a batch: the real ones (all but padding samples), and those of each group.
+
+take({"uids": ["a", "b", "c"], "rewards": torch.tensor([1.0, 2.0, 3.0])}, [2, 0])
+{"uids": ["c", "a"], "rewards": tensor([3.0, 1.0])}
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.errors import OrderError, SchemaError
 from mcore_batching.batch.fields.field_checks import num_samples, require_one_per_sample
-from mcore_batching.batch.fields.value_checks import is_tagged
+from mcore_batching.batch.fields.value_checks import is_tagged, read_indices
 from mcore_batching.batch.fields.value_shapes import as_number, describe
-from mcore_batching.batch.rows.select import take
+from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.groups import group_key
+
+
+def take(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
+    """The samples at these indices, with all of their fields.
+
+    Args:
+        batch: field name to one value per sample, as a list, a tensor or an array.
+        indices: positions in the batch, from 0, in the order wanted.
+
+    Returns:
+        the same fields; tensors stay tensors, arrays arrays, other sequences become new lists. A
+        field that is None stays None.
+
+    Raises:
+        SchemaError: a field does not have one value per sample.
+        OrderError: an index is not that of a sample.
+    """
+    count, positions = num_samples(batch), read_indices("indices", indices)
+    # Negative ones too: they would count from the end.
+    beyond = tuple(sorted({index for index in positions if not 0 <= index < count}))
+    if beyond:
+        raise OrderError(
+            f"expected indices below {count} samples, got {shortened(beyond)}; count from 0",
+            extra=beyond,
+        )
+    taken: dict[str, Any] = {}
+    for key, values in batch.items():
+        if values is not None:
+            require_one_per_sample(key, values, count)
+        if values is None or hasattr(values, "shape"):  # tensors and arrays take a list of indices
+            taken[key] = None if values is None else values[positions]
+        else:
+            taken[key] = [values[position] for position in positions]
+    return taken
 
 
 def real_indices(batch: Mapping[str, Any]) -> list[int]:
@@ -29,28 +67,6 @@ def real_indices(batch: Mapping[str, Any]) -> list[int]:
     return [index for index, tag in enumerate(tags) if not is_tagged("is_padding", index, tag)]
 
 
-def as_numbers(
-    name: str, values: Sequence[Any], indices: Iterable[int], use: str = ""
-) -> list[float]:
-    """The values at these indices as floats; ``use`` ends the error's "one number per sample".
-
-    Raises:
-        SchemaError: a value is not one number.
-    """
-    numbers = []
-    for index in indices:
-        number = as_number(values[index])  # of any library, or a tensor of one element
-        if number is None:
-            raise SchemaError(
-                name,
-                sample_index=index,
-                expected=f"one number per sample{use}",
-                found=describe(values[index]),
-            )
-        numbers.append(number)
-    return numbers
-
-
 def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The batch without its padding samples, in every field.
 
@@ -60,20 +76,47 @@ def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
     return take(batch, real_indices(batch))
 
 
+def numbers_of(batch: Mapping[str, Any], name: str, indices: Iterable[int]) -> list[float]:
+    """The values of a field at these indices as floats.
+
+    Raises:
+        SchemaError: it is absent, does not have one value per sample, or one is no number.
+    """
+    values: Any = batch.get(name)
+    require_one_per_sample(name, values, num_samples(batch))
+    numbers = []
+    for index in indices:
+        number = as_number(values[index])  # of any library, or a tensor of one element
+        if number is None:
+            raise SchemaError(
+                name,
+                sample_index=index,
+                expected="one number per sample",
+                found=describe(values[index]),
+            )
+        numbers.append(number)
+    return numbers
+
+
 def indices_by_group(
-    groups: Sequence[Hashable], indices: Iterable[int]
+    batch: Mapping[str, Any], name: str, indices: Iterable[int]
 ) -> dict[Hashable, list[int]]:
     """The indices of each group's samples; groups in order of first appearance.
 
-        indices_by_group(["a", "b", "a", "pad"], [0, 1, 2])    {"a": [0, 2], "b": [1]}
+        indices_by_group({"uids": ["a", "b", "a", "pad"]}, "uids", [0, 1, 2])
+        {"a": [0, 2], "b": [1]}
 
     Args:
-        groups: the group of every sample; integers of NumPy and PyTorch equal Python's.
+        batch: field name to one value per sample.
+        name: the field of groups; integers of NumPy and PyTorch equal Python's.
         indices: the samples to group.
 
     Raises:
+        SchemaError: there is not one value per sample.
         LengthError: a group is None or not hashable.
     """
+    groups: Any = batch.get(name)
+    require_one_per_sample(name, groups, num_samples(batch))
     members: dict[Hashable, list[int]] = {}  # a dict keeps the order of first appearance
     for index in indices:
         members.setdefault(group_key(groups[index], index), []).append(index)

@@ -21,7 +21,6 @@ from mcore_batching.batch.loss import step_totals
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
 from mcore_batching.batch.rows.response_tokens import predicted_positions
 from mcore_batching.batch.rows.row_layout import Row, padded_offsets
-from mcore_batching.batch.rows.select import take
 from mcore_batching.batch.rows.zigzag import locate, slice_packed
 
 
@@ -48,7 +47,7 @@ def test_pack() -> None:
 
 def test_row_layout() -> None:
     assert padded_offsets([3, 2], 2, 8) == (0, 4, 6, 8)
-    laid_out = Row([3, 2], (0, 4, 6, 8)).lay_out([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], 0)
+    laid_out = Row((0, 4, 6, 8)).lay_out([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], 0)
     assert laid_out.tolist() == [1, 2, 3, 0, 4, 5, 0, 0]
 
 
@@ -61,7 +60,7 @@ def test_slices_of_a_packed_row() -> None:
 
 
 def test_positions_and_weights_of_response_tokens() -> None:
-    assert predicted_positions([0, 4, 6], [3, 2], [2, 2]).tolist() == [0, 1, -1, 4]
+    assert predicted_positions([0, 4], [3, 2], [2, 2]).tolist() == [0, 1, -1, 4]
     row = row_of([3, 2], [2, 2], sample_alignment_tokens=2)
     assert row.responses.loss_masks.tolist() == [1, 1, 0, 1]
 
@@ -82,11 +81,9 @@ def test_shares_of_means() -> None:
         assert found == pytest.approx(shares)
 
 
-def test_order_and_selection() -> None:
+def test_order() -> None:
     assert restore_order(["c", "a", "b"], [2, 0, 1], 3) == ["a", "b", "c"]
     assert apply_order(["a", "b", "c"], [2, 0, 1]) == ["c", "a", "b"]
-    part = take({"uids": ["a", "b", "c"], "rewards": torch.tensor([1.0, 2.0, 3.0])}, [2, 0])
-    assert (part["uids"], part["rewards"].tolist()) == (["c", "a"], [3.0, 1.0])
 
 
 def test_shapes_of_values() -> None:

@@ -79,7 +79,7 @@ def test_the_given_masks_are_neither_changed_nor_shared() -> None:
 
 def test_the_weights_travel_with_the_row() -> None:
     (row,) = rows_of(make_samples([(5, 3), (4, 4)]), 1)
-    moved = row.to("meta").responses
+    moved = row.mapped(lambda tensor: tensor.to("meta")).responses
     assert {tensor.device.type for tensor in vars(moved).values()} == {"meta"}
     assert vars(moved).keys() == vars(row.responses).keys()
     assert moved.loss_masks.shape == (7,)

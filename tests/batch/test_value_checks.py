@@ -20,13 +20,12 @@ from mcore_batching.batch import (
     restore_order,
 )
 from mcore_batching.batch.fields.value_checks import require_vocabulary
-from mcore_batching.batch.rows.select import step_batches, take
 from mcore_batching.rl import (
     left_pad,
     pad_batch,
     sample_metrics,
 )
-from mcore_batching.rl.real_samples import real_indices
+from mcore_batching.rl.real_samples import real_indices, take
 
 SAMPLES: dict[str, Any] = {
     "tokens": [[1, 2, 3], [4, 5]],
@@ -66,7 +65,7 @@ def test_lists_and_arrays_are_tensors_from_the_entry_on(make: Any) -> None:
     found = DEFAULT_SCHEMA.validate(SAMPLES | {"tokens": [make([1, 2, 3]), make([4, 5])]})
     assert [value.tolist() for value in found["tokens"]] == [[1, 2, 3], [4, 5]]
     assert {value.dtype for value in found["tokens"]} == {torch.int64}
-    with pytest.raises(SchemaError, match="'tokens', sample 1: expected numbers, in lists of the"):
+    with pytest.raises(SchemaError, match="'tokens', sample 1: expected numbers, in lists of one"):
         DEFAULT_SCHEMA.validate(SAMPLES | {"tokens": [[1, 2, 3], [4, [5]]]})
 
 
@@ -104,7 +103,7 @@ def test_a_token_id_of_any_library_counts() -> None:
 @pytest.mark.parametrize("name", ["sample_alignment_tokens", "row_alignment_tokens"])
 @pytest.mark.parametrize("bad", ["1", None, 2.0, True, [1], 0, torch.tensor([1, 2])])
 def test_alignments_are_integers(name: str, bad: Any) -> None:
-    with pytest.raises(BatchError, match=f"{name} must be (an integer of )?1 or more"):
+    with pytest.raises(BatchError, match=f"{name} must be (an integer|1 or more)"):
         packed(SAMPLES, **{name: bad})
 
 
@@ -133,7 +132,6 @@ def test_indices_are_integers(bad: Any) -> None:
         lambda: restore_order(["a", "b"], [1, bad], 2),
         lambda: apply_order(["a", "b"], [1, bad]),
         lambda: take({"rewards": [1.0, 2.0]}, [bad]),
-        lambda: step_batches({"rewards": [1.0, 2.0]}, [[1], [bad]]),
         lambda: pack(SAMPLES, schema=DEFAULT_SCHEMA, sample_indices=[0, bad]),
     ):
         with pytest.raises(OrderError, match="expected integer "):
@@ -146,7 +144,6 @@ def test_what_has_no_entries_in_an_order_is_named(bad: Any) -> None:
     for name, call in {
         "sample_indices": lambda: restore_order(["a", "b"], bad, 2),
         "indices": lambda: take({"rewards": [1.0]}, bad),
-        "steps": lambda: step_batches({"rewards": [1.0]}, bad),
         "fields": lambda: sample_metrics({"rewards": [1.0]}, bad),
     }.items():
         with pytest.raises(BatchError, match=f"{name} must be a sequence"):

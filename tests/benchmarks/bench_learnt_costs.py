@@ -36,13 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from kit.harness import Job, results, run_jobs
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_step
-from mcore_batching.planning.learning.learnt_costs import (
-    WINDOW_STEPS,
-    LearntCosts,
-    Timing,
-    evidence,
-    relearnt,
-)
+from mcore_batching.planning.learning.fit import WINDOW_STEPS, evidence, relearnt
+from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing
 from mcore_batching.planning.plans.statistics import predicted_step_time
 
 HIDDEN: dict[str, dict[str, float]] = {

@@ -20,7 +20,8 @@ from functools import cache
 from pathlib import Path
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing, evidence, relearnt
+from mcore_batching.planning.learning.fit import evidence, relearnt
+from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table

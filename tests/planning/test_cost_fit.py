@@ -14,14 +14,8 @@ import pytest
 
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims, PlannerConfig, plan_step
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks, costs_of_stage
-from mcore_batching.planning.learning.learnt_costs import (
-    WINDOW_STEPS,
-    LearntCosts,
-    Timing,
-    evidence,
-    relearnt,
-    slowness,
-)
+from mcore_batching.planning.learning.fit import WINDOW_STEPS, evidence, relearnt, slowness
+from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing
 from mcore_batching.planning.pipeline import pipeline_time
 from mcore_batching.planning.plans.statistics import predicted_step_time
 

@@ -290,7 +290,7 @@ def test_a_token_has_room_on_one_rank() -> None:
 
 
 def test_what_dynamic_cp_does_not_go_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leave out owners or max_context_parallel"):
+    with pytest.raises(ConfigError, match="leave out owners"):
         plan_step(LENGTHS, DIMS, CONFIG, owners=[0, 1, 2, 3])
 
 
@@ -390,7 +390,7 @@ def test_documents_of_costs_have_what_dynamic_cp_adds_only_where_it_was_set() ->
     model = CostModel(context_parallel_overhead=0.25)
     assert CostModel.from_json(model.to_json()) == model
     assert "context_parallel_fixed" not in model.to_json()
-    with pytest.raises(ConfigError, match="context_parallel_fixed must be finite and 0 or more"):
+    with pytest.raises(ConfigError, match="context_parallel_fixed must be a number from 0"):
         CostModel(context_parallel_fixed=-1.0)
 
 

@@ -242,13 +242,13 @@ def test_arguments_that_exclude_or_need_each_other() -> None:
     def plan(**arguments: object) -> None:
         plan_batch([3, 4], ParallelDims(), CONFIG, **arguments)  # type: ignore[arg-type]
 
-    with pytest.raises(LengthError, match="leave out one of them"):
+    with pytest.raises(LengthError, match="leave out samples_per_step"):
         plan(groups=[0, 1], groups_per_step=1, samples_per_step=1)
-    with pytest.raises(LengthError, match="set groups_per_step"):
+    with pytest.raises(LengthError, match="need groups_per_step; set it"):
         plan(groups=[0, 1])
-    with pytest.raises(LengthError, match="set groups,"):
+    with pytest.raises(LengthError, match="need groups; set it"):
         plan(groups_per_step=1)
-    with pytest.raises(LengthError, match="set groups,"):
+    with pytest.raises(LengthError, match="need groups; set it"):
         plan(last="drop")
     with pytest.raises(LengthError, match="groups has 3 entries for 2 samples"):
         plan(groups=[0, 1, 1], groups_per_step=1)

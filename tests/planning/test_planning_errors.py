@@ -99,7 +99,7 @@ def test_a_search_that_would_take_hours_is_refused(count: int, effort: int) -> N
         plan_step([3] * count, ParallelDims(), config)
     assert str(caught.value) == (
         f"plan_effort={effort} is too much for {count} samples in a step; set it to "
-        f"{200_000_000 // count}, decrease samples_per_step, or set balance='cost'"
+        f"{200_000_000 // count}, or set balance='cost'"
     )
 
 

@@ -49,7 +49,7 @@ def test_uids_are_equal_by_value(reports: list[dict[Any, Any]]) -> None:
     [
         ("no uids on a rank", 1, "SchemaError", "field 'uids': expected 1 values, one per sample"),
         ("no uid of a sample", 2, "LengthError", "must be hashable, got"),
-        ("uids that do not travel", 0, "BatchError", "use strings or integers"),
+        ("uids that do not travel", 0, "PicklingError", "lambda"),
     ],
 )
 def test_what_is_wrong_with_one_ranks_uids_is_an_error_on_all(

@@ -67,7 +67,7 @@ def test_layout_token_by_token(shapes: list[tuple[int, int]]) -> None:
     blocks = left_pad(samples, pad_token_id=PAD)
     width = max(total for total, _ in shapes)
     widest = max(response for _, response in shapes)
-    assert blocks.width == width
+    assert blocks.tokens.shape == (len(shapes), width)
     positions = blocks.position_ids
     for i, (total, response) in enumerate(shapes):
         ids = samples["tokens"][i].tolist()

@@ -14,8 +14,8 @@ from mcore_batching.rl import (
     response_values,
     unpad,
 )
-from mcore_batching.rl.advantages import outcome_advantages
-from mcore_batching.rl.real_samples import indices_by_group
+from mcore_batching.rl.estimators import outcome_advantages
+from mcore_batching.rl.real_samples import indices_by_group, take
 
 
 def in_lists(batch: dict[str, Any]) -> dict[str, list[Any]]:
@@ -41,7 +41,13 @@ def test_advantages() -> None:
 
 
 def test_groups() -> None:
-    assert indices_by_group(["a", "b", "a", "pad"], [0, 1, 2]) == {"a": [0, 2], "b": [1]}
+    batch = {"uids": ["a", "b", "a", "pad"]}
+    assert indices_by_group(batch, "uids", [0, 1, 2]) == {"a": [0, 2], "b": [1]}
+
+
+def test_some_samples() -> None:
+    part = take({"uids": ["a", "b", "c"], "rewards": torch.tensor([1.0, 2.0, 3.0])}, [2, 0])
+    assert (part["uids"], part["rewards"].tolist()) == (["c", "a"], [3.0, 1.0])
 
 
 def test_padding_samples() -> None:

@@ -33,7 +33,6 @@ import torch
 from mcore_batching import batch as batching
 from mcore_batching import planning, rl
 from mcore_batching.batch.loss import step_totals
-from mcore_batching.batch.rows import select
 from mcore_batching.planning import (
     CostModel,
     MCoreBatchingError,
@@ -45,7 +44,8 @@ from mcore_batching.planning import (
 from mcore_batching.planning.packing.bounds import bin_lower_bound
 from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.plans.plan_document import lengths_digest
-from mcore_batching.rl.advantages import ESTIMATORS
+from mcore_batching.rl import real_samples
+from mcore_batching.rl.estimators import ESTIMATORS
 from mcore_batching.tools.cli import main as command
 
 DIMS: dict[str, Any] = {
@@ -254,12 +254,10 @@ def orders(rng: random.Random) -> None:
     if rng.random() < 0.5:
         restored = batching.restore_order(values, indices, spoiled(3, rng))
         assert batching.apply_order(restored, indices) == list(values)
-    elif rng.random() < 0.5:
-        taken = select.take(keywords(spoiled(samples(), rng)), indices)
+    else:
+        taken = real_samples.take(keywords(spoiled(samples(), rng)), indices)
         for found in taken.values():
             assert found is None or len(found) == len(indices)
-    else:
-        select.step_batches(samples(), spoiled([[2], [0, 1]], rng))
 
 
 def left_pads(rng: random.Random) -> None:

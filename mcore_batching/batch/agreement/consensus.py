@@ -8,13 +8,12 @@
 A rank that raises while others wait in a collective leaves them hanging. So work that may fail runs
 inside `Consensus.agree`, and no rank goes on before it knows that all succeeded.
 
-Cost: ⌈log2 ranks⌉ rounds of one 1 KB message, figures included. Only if a rank failed, differs, or
-asks what others tell, all ranks gather everybody's statement, one pickled object per rank.
+Cost: ⌈log2 ranks⌉ rounds of one message of 1.3 KB, figures included. Only if a rank failed,
+differs, or asks what others tell, all ranks gather everybody's statement, one pickled object each.
 """
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +24,7 @@ import torch.distributed as dist
 from mcore_batching.batch.agreement._differences import differences, require_equal
 from mcore_batching.batch.agreement._summary import (
     NUMBERS_IN_SUMMARY,
-    Numbers,
     Summary,
-    digest_if_any,
     digest_of,
     reduced,
     residue_of,
@@ -91,9 +88,8 @@ class _Note:
     said: Statement = Statement()  # values to compare as texts, `tell` as bytes
 
 
-def no_statement(result: object) -> Statement:
+def no_statement(_: object) -> Statement:
     """The statement of a rank that says only that it succeeded."""
-    del result
     return Statement()
 
 
@@ -173,16 +169,16 @@ class Consensus:
             note = _Note(stage, error=self._described(exception))
         # The usual way: all succeeded, no values differ, and none asks. This rank's own error is no
         # reason to leave here: the others are in these messages.
-        numbers = self._settled(note)
-        if numbers is not None:
-            return Agreement(result, {self.rank: told}, values_of(note.said.figures, numbers))
+        settled = self._settled(note)
+        if settled is not None:
+            figures = values_of(note.said.figures, settled.maxima, settled.sums)
+            return Agreement(result, {self.rank: told}, figures)
         notes = self._gather(note)
         if isinstance(cause, SystemExit):
             raise cause  # as its exit status asks; the others raise `failure`
         # Ranks in different stages may mean anything by their values: that comes first.
-        require_equal(
-            {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}, self._mismatch
-        )
+        stages = {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}
+        require_equal(stages, self._mismatch)
         failures = {rank: each.error for rank, each in notes.items() if each.error is not None}
         # The same error everywhere, such as a wrong flag: as it is, without a list of ranks.
         if cause is not None and list(failures.values()) == [note.error] * len(notes):
@@ -194,9 +190,11 @@ class Consensus:
         firsts = {replica[0] for replica in self.replicas}
         said = {rank: each.said for rank, each in notes.items()}
         parts = [numbers_of(each.figures, is_first=rank in firsts) for rank, each in said.items()]
-        numbers = functools.reduce(Numbers.joined, parts)
+        maxima, sums = zip(*parts, strict=True)
+        joined = [max(each) for each in zip(*maxima, strict=True)]
+        added = [sum(each) for each in zip(*sums, strict=True)]
         told = {rank: pickle.loads(each.tell) for rank, each in said.items()}
-        return Agreement(result, told, values_of(note.said.figures, numbers))
+        return Agreement(result, told, values_of(note.said.figures, joined, added))
 
     def do_alike(
         self,
@@ -216,40 +214,43 @@ class Consensus:
         except Exception:
             return self.agree(stage, work, failure=failure).result
 
-    def _settled(self, note: _Note) -> Numbers | None:
+    def _settled(self, note: _Note) -> Summary | None:
         """Joined figures by the short messages; None if the ranks must gather their notes."""
         if self._messages is None:  # alone, or a group without host messages, which gathers
             return None
-        numbers = numbers_of(note.said.figures, is_first=self._in_replica[1] == 0)
-        head, rest = numbers.split(NUMBERS_IN_SUMMARY)
+        maxima, sums = numbers_of(note.said.figures, is_first=self._in_replica[1] == 0)
+        most = NUMBERS_IN_SUMMARY
+        rest = max(0, most - len(maxima))
         own = Summary(
             digest_of(note.stage, _shapes(note)),
-            digest_if_any(note.said.equal),
+            digest_of(note.said.equal) if note.said.equal else b"",
             residue_of("replica", note.said.equal_in_replica, *self._in_replica)
             + residue_of("stage", note.said.equal_in_stage, *self._in_stage),
-            head,
-            settles=note.error is None and not note.said.asks,
+            maxima[:most],
+            sums[:rest],
         )
-        summary = reduced(self._messages, own)
-        if not summary.settles or summary.residue or not summary.numbers.fit:
+        settles = note.error is None and not note.said.asks
+        summary = reduced(self._messages, own if settles else None, most)
+        if summary is None or summary.residue:
             return None
         # More than fit: a second round for the rest, on all ranks, whose counts are the same.
-        if not (rest.maxima or rest.sums):
-            return summary.numbers
-        behind = reduced(self._messages, rest)
-        return summary.numbers.followed_by(behind) if behind.fit else None
+        behind = Summary(maxima=maxima[most:], sums=sums[rest:])
+        count = len(behind.maxima) + len(behind.sums)
+        more = reduced(self._messages, behind, count) if count else behind
+        return more and Summary(
+            maxima=[*summary.maxima, *more.maxima], sums=[*summary.sums, *more.sums]
+        )
 
     def _compare(self, notes: Mapping[int, _Note], mismatch: type[CollectiveError]) -> None:
         require_equal({rank: note.said.equal for rank, note in notes.items()}, mismatch)
         require_equal({rank: {"figures": _shapes(note)} for rank, note in notes.items()}, mismatch)
         # Stages are parts of replicas: what differs in a replica would be said twice.
-        failures: dict[int, str] = {}
-        for replica in self.replicas:
-            failures |= differences({rank: notes[rank].said.equal_in_replica for rank in replica})
-        for stage in self.stages if not failures else ():
-            failures |= differences({rank: notes[rank].said.equal_in_stage for rank in stage})
-        if failures:
-            raise mismatch(failures)
+        for parts, name in ((self.replicas, "equal_in_replica"), (self.stages, "equal_in_stage")):
+            failures: dict[int, str] = {}
+            for ranks in parts:
+                failures |= differences({rank: getattr(notes[rank].said, name) for rank in ranks})
+            if failures:
+                raise mismatch(failures)
 
     def _position_in(self, parts: Sequence[Sequence[int]]) -> tuple[int, int, int]:
         """Number of this rank's part, this rank's place in it, and the part's size."""
@@ -283,14 +284,13 @@ def _noted(stage: str, said: Statement) -> _Note:
         return {name: repr(value) for name, value in values.items()}
 
     # Values are only compared, so texts will do: any object has one, and few can be pickled.
-    asks = said.tell is not None if said.asks is None else said.asks
     sent = replace(
         said,
         equal=texts(said.equal),
         equal_in_replica=texts(said.equal_in_replica),
         equal_in_stage=texts(said.equal_in_stage),
         tell=pickle.dumps(said.tell),
-        asks=asks,
+        asks=said.tell is not None if said.asks is None else said.asks,
     )
     return _Note(stage, said=sent)
 

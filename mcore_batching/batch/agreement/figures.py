@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_batching.batch.agreement._summary import Numbers
-
 Value = float | Sequence[float]
 
 
@@ -56,9 +54,7 @@ def largest(value: Value) -> Figure:
 
 def least(value: Value) -> Figure:
     """For each number, the least of all ranks."""
-    figure = _figure("least", value)
-    # Negated, so that messages need maxima and sums alone.
-    return Figure(figure.kind, [-each for each in figure.values], figure.is_list)
+    return _figure("least", value)
 
 
 def total(value: Value) -> Figure:
@@ -72,12 +68,14 @@ def rank_total(value: Value) -> Figure:
 
 
 def _figure(kind: str, value: Value) -> Figure:
-    is_list = isinstance(value, Sequence)  # a single number comes back as one
-    return Figure(kind, list(value) if isinstance(value, Sequence) else [value], is_list)
+    values = list(value) if isinstance(value, Sequence) else [value]
+    # Negated, so that messages need maxima and sums alone.
+    sent = [-each for each in values] if kind == "least" else values
+    return Figure(kind, sent, is_list=isinstance(value, Sequence))
 
 
-def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> Numbers:
-    """One rank's figures as numbers to be joined.
+def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> tuple[list[Any], list[Any]]:
+    """One rank's numbers to be joined by maximum, and those to be joined by sum.
 
     Args:
         figures: by name.
@@ -93,20 +91,17 @@ def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> Numbers:
             # Ranks of a replica hold the same samples, which must count once.
             counts = is_first or figure.kind == "rank total"
             sums += figure.values if counts else [0] * len(figure.values)
-    return Numbers(maxima, sums)
+    return maxima, sums
 
 
-def values_of(figures: Mapping[str, Figure], joined: Numbers) -> dict[str, Any]:
-    """Each figure's value by name. Inverse of `numbers_of`.
-
-    Args:
-        figures: of any rank.
-        joined: of all ranks.
-    """
+def values_of(
+    figures: Mapping[str, Figure], maxima: Sequence[Any], sums: Sequence[Any]
+) -> dict[str, Any]:
+    """Each figure's value by name, from the joined numbers. Inverse of `numbers_of`."""
     # In the order in which `numbers_of` laid them out.
-    maxima, sums = iter(joined.maxima), iter(joined.sums)
+    left = {True: iter(maxima), False: iter(sums)}
     values = {}
     for name, figure in sorted(figures.items()):
-        numbers = maxima if figure.has_maxima else sums
-        values[name] = figure.read(list(itertools.islice(numbers, len(figure.values))))
+        numbers = itertools.islice(left[figure.has_maxima], len(figure.values))
+        values[name] = figure.read(list(numbers))
     return values

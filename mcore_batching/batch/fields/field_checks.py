@@ -1,13 +1,12 @@
-"""Validation of a batch against its schema, once, where it enters.
+"""Values checked against their declarations, once, where a batch enters.
 
-The first value that does not match its field's declaration raises a `SchemaError` naming field,
-sample, what was expected and what was found. Lists and arrays become tensors here, so code behind
-this check handles tensors only (but for numbers per sample, multimodal inputs and metadata).
+The first value that does not fit raises a `SchemaError` naming field, sample, what was expected and
+what was found. Lists and arrays become tensors here, so code behind this check handles tensors only
+(but for numbers per sample, multimodal inputs and metadata).
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields.fields import INTEGRAL, Field, Kind, declaration_line
 from mcore_batching.batch.fields.value_checks import is_tagged, require_loss_masks, tensor_of
 from mcore_batching.batch.fields.value_shapes import count_of, describe, is_integral, shape_of
+from mcore_batching.planning.integers import as_integer
 
 _ROWS_OF = {
     Kind.TOKENS: "tokens",
@@ -51,8 +51,8 @@ def num_samples(batch: Mapping[str, Any]) -> int:
     return count
 
 
-def require_one_per_sample(name: str, values: Any, num_samples: int, use: str = "") -> None:
-    """Check that a field has as many values as the batch has samples; `use` says what for.
+def require_one_per_sample(name: str, values: Any, num_samples: int) -> None:
+    """Check that a field has as many values as the batch has samples.
 
     Raises:
         SchemaError: it has another number of values, or is None.
@@ -63,42 +63,9 @@ def require_one_per_sample(name: str, values: Any, num_samples: int, use: str = 
     found = describe(values) if count is None else f"{count} values"
     raise SchemaError(
         name,
-        expected=f"{num_samples} values, one per sample{use}",
+        expected=f"{num_samples} values, one per sample",
         found="no such field" if values is None else found,
     )
-
-
-def checked_batch(schema: Mapping[str, Field], batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The fields of a batch that are not None, as `checked_values` gives them.
-
-    Raises:
-        SchemaError: a required field is absent, a length is no integer of 0 or more, a field is
-            not declared, or a value does not match its kind.
-    """
-    for field in schema.values():
-        if field.required and batch.get(field.name) is None:
-            raise SchemaError(
-                field.name,
-                expected="one value per sample",
-                found="no such field" if field.name not in batch else "None",
-            )
-    # First, since all other fields are checked against them.
-    total_lengths, response_lengths = read_lengths(batch)
-    checked: dict[str, list[Any]] = {}
-    for name, values in batch.items():
-        if values is None:  # absent for the whole batch
-            continue
-        if name not in schema:
-            raise SchemaError(
-                name,
-                expected="a declared field",
-                found="no declaration",
-                declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
-                # An example, with the commonest kind of fields that frameworks add.
-                advice="use schema = schema.resolve(batch), or declare its kind, for example",
-            )
-        checked[name] = checked_values(schema[name], values, total_lengths, response_lengths)
-    return checked | {"total_lengths": total_lengths, "response_lengths": response_lengths}
 
 
 def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
@@ -108,43 +75,35 @@ def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         SchemaError: one of the fields is absent, they differ in number, an entry is no integer, or
             a response is longer than its sample.
     """
-    read: dict[str, list[int]] = {}
-    for name in ("total_lengths", "response_lengths"):
-        values = batch.get(name)
-        if values is None or count_of(values) is None:
-            raise SchemaError(name, expected="a list of one length per sample", found=repr(values))
-        read[name] = [_read_length(name, index, value) for index, value in enumerate(values)]
-    total_lengths, response_lengths = read["total_lengths"], read["response_lengths"]
-    if len(response_lengths) != len(total_lengths):
-        raise SchemaError(
-            "response_lengths",
-            expected=f"{len(total_lengths)} values, as many as total_lengths",
-            found=f"{len(response_lengths)}",
-        )
-    for index, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
+    totals, responses = (_lengths(name, batch) for name in ("total_lengths", "response_lengths"))
+    require_one_per_sample("response_lengths", responses, len(totals))
+    for index, (total, response) in enumerate(zip(totals, responses, strict=True)):
         if response > total:
             raise SchemaError(
                 "response_lengths",
                 sample_index=index,
-                expected=f"at most the sample's total length, {total}",
+                expected=f"at most its total length, {total}",
                 found=str(response),
             )
-    return total_lengths, response_lengths
+    return totals, responses
 
 
-def _read_length(name: str, index: int, value: Any) -> int:
-    try:
-        length = operator.index(value)  # also of NumPy and torch; refuses 3.0
-    except TypeError:
-        length = -1
-    if length < 0 or isinstance(value, bool):
-        raise SchemaError(
-            name,
-            sample_index=index,
-            expected="an integer of 0 or more, in tokens",
-            found=describe(value),
-        )
-    return length
+def _lengths(name: str, batch: Mapping[str, Any]) -> list[int]:
+    values: Any = batch.get(name)
+    if count_of(values) is None:
+        raise SchemaError(name, expected="a list of one length per sample", found=describe(values))
+    lengths = []
+    for index, value in enumerate(values):
+        length = as_integer(value)
+        if length is None or length < 0:
+            raise SchemaError(
+                name,
+                sample_index=index,
+                expected="an integer of 0 or more, in tokens",
+                found=describe(value),
+            )
+        lengths.append(length)
+    return lengths
 
 
 def checked_values(

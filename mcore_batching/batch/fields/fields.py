@@ -89,48 +89,34 @@ class Field:
 
     def __post_init__(self) -> None:
         """Refuse a declaration that no batch could meet."""
-        if not isinstance(self.kind, Kind):
-            raise SchemaError(
-                self.name,
-                expected=f"a kind, one of {', '.join(f'Kind.{kind.name}' for kind in Kind)}",
-                found=repr(self.kind),
-            )
-        # Packing would not look at it: an offset that is ignored hides a mistake.
-        if self.length_offset and self.kind not in _WITH_ROWS:
-            raise SchemaError(
-                self.name,
-                expected="length_offset=0 of a kind without rows",
-                found=f"length_offset={self.length_offset} with Kind.{self.kind.name}",
-                declaration=declaration_line(self.name, Kind.PER_TOKEN, self.length_offset),
-            )
-        if not isinstance(self.fill, Fill) or self.kind not in FILLED_KINDS[self.fill]:
-            offered = [fill for fill, kinds in FILLED_KINDS.items() if self.kind in kinds]
-            raise SchemaError(
-                self.name,
-                expected=f"a fill of Kind.{self.kind.name}, one of "
-                f"{', '.join(f'Fill.{fill.name}' for fill in offered)}",
-                found=str(self.fill),
-            )
+        expected, found, declaration = "", f"Kind.{getattr(self.kind, 'name', self.kind)}", ""
         # Packing reads these three by name, so their kinds are not the user's to choose.
         fixed = _STRUCTURAL.get(self.name)
-        if (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
-            raise SchemaError(
-                self.name,
-                expected=f"Kind.{fixed.name}" if fixed else "Kind.TOKENS on 'tokens' alone",
-                found=f"Kind.{self.kind.name}",
-            )
+        if not isinstance(self.kind, Kind):
+            kinds = ", ".join(f"Kind.{kind.name}" for kind in Kind)
+            expected, found = f"a kind, one of {kinds}", repr(self.kind)
+        # Packing would not look at it: an offset that is ignored hides a mistake.
+        elif self.length_offset and self.kind not in _WITH_ROWS:
+            expected = "length_offset=0 of a kind without rows"
+            found = f"length_offset={self.length_offset} with {found}"
+            declaration = declaration_line(self.name, Kind.PER_TOKEN, self.length_offset)
+        elif not isinstance(self.fill, Fill) or self.kind not in FILLED_KINDS[self.fill]:
+            offered = [f"Fill.{fill.name}" for fill in Fill if self.kind in FILLED_KINDS[fill]]
+            expected = f"a fill of {found}, one of {', '.join(offered)}"
+            found = str(self.fill)
+        elif (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
+            expected = f"Kind.{fixed.name}" if fixed else "Kind.TOKENS on 'tokens' alone"
+        if expected:
+            raise SchemaError(self.name, expected=expected, found=found, declaration=declaration)
 
     def num_rows(self, total_length: int, response_length: int) -> int | None:
         """Rows of a value, for a sample of these lengths; None for a kind without rows."""
-        # Position ids of several axes have their rows, one per token, last.
-        if self.kind is Kind.PER_RESPONSE_TOKEN:
-            natural = response_length
-        elif self.kind in (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE):
+        if self.kind in (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE):
             return None
-        else:
-            natural = total_length
+        # Position ids of several axes have their rows, one per token, last.
+        own = response_length if self.kind is Kind.PER_RESPONSE_TOKEN else total_length
         # A sample of 0 tokens has no routed experts rather than -1 rows of them.
-        return max(0, natural + self.length_offset)
+        return max(0, own + self.length_offset)
 
     @property
     def default_type(self) -> torch.dtype:

@@ -18,12 +18,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.fields.field_checks import read_lengths, require_one_per_sample, unmet
+from mcore_batching.batch.fields.field_checks import (
+    checked_values,
+    read_lengths,
+    require_one_per_sample,
+)
 from mcore_batching.batch.fields.fields import Field, Kind, declaration_line
 from mcore_batching.batch.fields.value_checks import tensor_of
 from mcore_batching.batch.fields.value_shapes import describe, is_integral, shape_of
 
-_INFERRED = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA)
+_INFERRED = {Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA}
 
 
 def infer_field(
@@ -40,25 +44,17 @@ def infer_field(
     Raises:
         SchemaError: the values fit no kind, several, or one that must be declared.
     """
-    return _inferred(name, _values_of(name, batch), batch, told)
-
-
-def _inferred(
-    name: str,
-    values: Sequence[Any],
-    batch: Mapping[str, Any],
-    told: Mapping[str, Field] | None,
-) -> Field:
-    total_lengths, response_lengths = read_lengths(batch)
-    fitting = _fitting_kinds(values, total_lengths, response_lengths)
+    lengths = read_lengths(batch)
+    values = _values_of(name, batch)
+    fitting = _fitting_kinds(values, *lengths)
     told_here = (told or {}).get(name)
     # Values that fit one kind say more than what others told, which is then checked against them.
-    if len(fitting) == 1 and fitting[0] in _INFERRED:
-        return Field(name, fitting[0])
+    if len(fitting) == 1 and _INFERRED.issuperset(fitting):
+        return Field(name, *fitting)
     if told_here is not None and told_here.kind in fitting:
         return told_here
     if not fitting:
-        _require_no_outlier(name, values, total_lengths, response_lengths)
+        _require_no_outlier(name, values, *lengths)
     found = _found(values, fitting)
     if told_here is not None:
         found += f"; other samples say {told_here.kind.value}"
@@ -69,7 +65,7 @@ def _inferred(
         expected="a declared field, or values of one kind",
         found=found,
         declaration=" or ".join(
-            _declaration(name, kind, values, total_lengths) for kind in fitting or [Kind.METADATA]
+            declaration_line(name, *each) for each in (fitting or {Kind.METADATA: 0}).items()
         ),
     )
 
@@ -95,16 +91,16 @@ def infer_fields(
         if name not in told and _is_open(_fitting_kinds(values, *lengths)):
             some_open = True  # no error yet: another rank's samples may settle it
             continue
-        field = _inferred(name, values, batch, told)
+        field = infer_field(name, batch, told)
         # All None reads as metadata here, but other ranks may hold multimodal inputs: not told on.
         if any(value is not None for value in values):
             inferred[name] = field
     return inferred, some_open
 
 
-def _is_open(fitting: Sequence[Kind]) -> bool:
+def _is_open(fitting: Collection[Kind]) -> bool:
     """True if several kinds fit, and samples of other lengths could settle which."""
-    return len(fitting) > 1 and any(kind in _INFERRED for kind in fitting)
+    return len(fitting) > 1 and not _INFERRED.isdisjoint(fitting)
 
 
 def _values_of(name: str, batch: Mapping[str, Any]) -> list[Any]:
@@ -123,41 +119,27 @@ def _require_no_outlier(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> None:
-    """Blame the first odd sample where more than half of the values fit one kind.
+    """Check all values against the kind that more than half of them fit, if there is one.
 
     Raises:
-        SchemaError: more than half fit some kind.
+        SchemaError: names the first that does not fit.
     """
     # "Sample 7 has 5 rows" helps more than "no kind fits" where the others are plain. More than
     # half, since two equal halves would blame either.
     shapes = [shape_of(value) for value in values]
     rows = [shape[0] if shape else None for shape in shapes]  # None of a number
+    lengths = {Kind.PER_TOKEN: total_lengths, Kind.PER_RESPONSE_TOKEN: response_lengths}
     fits = {
-        Kind.PER_TOKEN: [r == length for r, length in zip(rows, total_lengths, strict=True)],
-        Kind.PER_RESPONSE_TOKEN: [
-            r == length for r, length in zip(rows, response_lengths, strict=True)
-        ],
-        Kind.PER_SAMPLE: [shape == () for shape in shapes],
+        kind: sum(own == length for own, length in zip(rows, of_kind, strict=True))
+        for kind, of_kind in lengths.items()
     }
-    most = max(map(sum, fits.values()))
-    if 2 * most <= len(shapes):
-        return
-    kinds = [kind for kind, each in fits.items() if sum(each) == most]
-    names = " or ".join(kind.value for kind in kinds)
-    index = fits[kinds[0]].index(False)
-    field = Field(name, kinds[0])
-    expected = unmet(field, values[index], total_lengths[index], response_lengths[index])
-    raise SchemaError(
-        name,
-        sample_index=index,
-        expected=f"{expected or 'a number'}, since {most} of {len(shapes)} samples fit {names}",
-        found=describe(values[index]),
-        declaration=" or ".join(declaration_line(name, kind) for kind in kinds),
-        advice="correct the values; to have such a field checked, declare it",
-    )
+    fits[Kind.PER_SAMPLE] = shapes.count(())
+    kind = max(fits, key=fits.__getitem__)
+    if 2 * fits[kind] > len(shapes):
+        checked_values(Field(name, kind), values, total_lengths, response_lengths)
 
 
-def _found(values: Any, fitting: Sequence[Kind]) -> str:
+def _found(values: Any, fitting: Collection[Kind]) -> str:
     if not len(values):
         return "an undeclared field of no samples, which may be any kind"
     example = f"{len(values)} values such as {describe(values[0])}"
@@ -169,43 +151,35 @@ def _found(values: Any, fitting: Sequence[Kind]) -> str:
 
 def _fitting_kinds(
     values: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
-) -> list[Kind]:
-    """The kinds that these values match."""
+) -> dict[Kind, int]:
+    """The kinds that these values match, each with its ``length_offset``."""
     if not values:  # of no samples: any kind that another field than `tokens` may have
-        return [kind for kind in Kind if kind is not Kind.TOKENS]
+        return dict.fromkeys((kind for kind in Kind if kind is not Kind.TOKENS), 0)
     if all(_is_text(value) for value in values):
-        return [Kind.METADATA]
+        return {Kind.METADATA: 0}
     if all(value is None or isinstance(value, Mapping) for value in values):
-        return [Kind.MULTIMODAL, Kind.METADATA]  # only the model knows which dicts it takes
+        return {Kind.MULTIMODAL: 0, Kind.METADATA: 0}  # only the model knows which dicts it takes
     shapes = [shape_of(value) for value in values]
-    if any(shape is None for shape in shapes):  # objects: metadata fits, but is never guessed
-        return []
-    known = [shape for shape in shapes if shape is not None]
-    if all(shape == () for shape in known):
-        return [Kind.PER_SAMPLE]
-    if any(shape == () for shape in known):
-        return []
-    rows = [shape[0] for shape in known]
-    # Position ids and routed experts are integers with a shape of their own; all else is told by
-    # the number of rows.
-    integral = all(is_integral(value) for value in values)
-    fitting = []
+    if all(shape == () for shape in shapes):
+        return {Kind.PER_SAMPLE: 0}
+    known = [shape for shape in shapes if shape]
+    if len(known) < len(shapes):  # objects, which are never guessed to be metadata, or numbers
+        return {}
+    rows, totals = [shape[0] for shape in known], list(total_lengths)
     # All kinds that fit, not the first: which of them it is only a declaration or others can tell.
-    if rows == list(total_lengths):
-        fitting.append(Kind.PER_TOKEN)
+    fitting = {}
+    if rows == totals:
+        fitting[Kind.PER_TOKEN] = 0
     if rows == list(response_lengths):
-        fitting.append(Kind.PER_RESPONSE_TOKEN)
-    if integral and all(
-        len(shape) == 2 and shape[1] == total
-        for shape, total in zip(known, total_lengths, strict=True)
-    ):
-        fitting.append(Kind.POSITION_IDS)
-    if (
-        integral
-        and all(len(shape) == 3 for shape in known)
-        and _routed_offset(rows, total_lengths) is not None
-    ):
-        fitting.append(Kind.ROUTED_EXPERTS)
+        fitting[Kind.PER_RESPONSE_TOKEN] = 0
+    # Integers with a shape of their own; all else is told by the number of rows.
+    dimensions = {len(shape) for shape in known} if all(map(is_integral, values)) else set()
+    if dimensions == {2} and [shape[1] for shape in known] == totals:
+        fitting[Kind.POSITION_IDS] = 0
+    # Rollout engines route no token after the last one, so they give one row less.
+    for offset in (-1, 0):
+        if dimensions == {3} and rows == [max(0, total + offset) for total in totals]:
+            fitting[Kind.ROUTED_EXPERTS] = offset
     return fitting
 
 
@@ -214,19 +188,3 @@ def _is_text(value: Any) -> bool:
         # An empty dict may be multimodal inputs, too.
         return bool(value) and all(isinstance(text, str) for pair in value.items() for text in pair)
     return value is None or isinstance(value, str)
-
-
-def _routed_offset(rows: Sequence[int], total_lengths: Sequence[int]) -> int | None:
-    """``length_offset`` of routed experts: 0, or -1 as of rollout engines; None if neither fits."""
-    # Engines route no token after the last one, so they give one row less.
-    for offset in (0, -1):
-        if list(rows) == [max(0, total + offset) for total in total_lengths]:
-            return offset
-    return None
-
-
-def _declaration(name: str, kind: Kind, values: Any, total_lengths: Sequence[int]) -> str:
-    if kind is not Kind.ROUTED_EXPERTS or not total_lengths:
-        return declaration_line(name, kind)
-    rows = [(shape_of(value) or (0,))[0] for value in values]
-    return declaration_line(name, kind, _routed_offset(rows, total_lengths) or 0)

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.fields.field_checks import checked_batch
-from mcore_batching.batch.fields.fields import Field, Fill, Kind
+from mcore_batching.batch.fields.field_checks import checked_values, read_lengths
+from mcore_batching.batch.fields.fields import Field, Fill, Kind, declaration_line
 from mcore_batching.batch.fields.infer import infer_field
 
 
@@ -126,11 +126,30 @@ class Schema(Mapping[str, Field]):
             lengths Python ints.
 
         Raises:
-            SchemaError: a required field is absent, a field is not declared, or a value does not
-                match its kind.
+            SchemaError: a required field is absent, a length is no integer of 0 or more, a field is
+                not declared, or a value does not match its kind.
         """
-        # All fields at once, since lengths of one are checked against those of another.
-        return checked_batch(self, batch)
+        for field in self.values():
+            if field.required and batch.get(field.name) is None:
+                found = "None" if field.name in batch else "no such field"
+                raise SchemaError(field.name, expected="one value per sample", found=found)
+        # First, since all other fields are checked against them.
+        totals, responses = read_lengths(batch)
+        checked: dict[str, list[Any]] = {}
+        for name, values in batch.items():
+            if values is None:  # absent for the whole batch
+                continue
+            if name not in self:
+                raise SchemaError(
+                    name,
+                    expected="a declared field",
+                    found="no declaration",
+                    # An example, with the commonest kind of fields that frameworks add.
+                    declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
+                    advice="use schema = schema.resolve(batch), or declare its kind, for example",
+                )
+            checked[name] = checked_values(self[name], values, totals, responses)
+        return checked | {"total_lengths": totals, "response_lengths": responses}
 
 
 _PER_RESPONSE_TOKEN = (

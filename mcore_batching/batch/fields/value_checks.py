@@ -16,26 +16,34 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
-from mcore_batching.batch.fields.value_shapes import as_number, describe, plain_value
+from mcore_batching.batch.fields.value_shapes import as_number, describe, is_array
 from mcore_batching.planning.errors import Argument
-from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.integers import as_integer, entries
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Become int64: torch has few operations for them, and Megatron's indexed datasets hold uint16."""
 
 
 def tensor_of(name: str, index: int, value: Any) -> Any:
-    """A sample's value; lists and arrays of numbers become a tensor.
+    """A sample's value; lists and arrays of numbers become a tensor, NumPy's scalars Python's.
 
     Raises:
         SchemaError: lists that hold no numbers, or nested lists of different lengths.
     """
     try:
-        return plain_value(value)
+        # A tensor without dimensions would be a value of another kind than a number.
+        if is_array(value) and not len(value.shape):
+            return value.item()
+        if isinstance(value, list | tuple) or is_array(value):
+            value = torch.as_tensor(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise SchemaError(
             name,
             sample_index=index,
-            expected="numbers, in lists of the same length",
+            expected="numbers, in lists of one length",
             found=f"{describe(value)} ({error})",
         ) from None
+    return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
 
 
 def require_loss_masks(masks: Sequence[Tensor]) -> None:
@@ -54,23 +62,6 @@ def require_loss_masks(masks: Sequence[Tensor]) -> None:
             expected="finite weights of 0 or more",
             found=str(value),
         )
-
-
-def _first_outside(values: Sequence[Tensor], end: float) -> tuple[int, int, Any] | None:
-    """Sample, place and value of the first entry that is not in ``[0, end)``."""
-
-    def fits(tensor: Tensor) -> bool:
-        # A comparison with NaN is False.
-        return bool(((tensor >= 0) & (tensor < end)).all())
-
-    # One question per device, not per sample: the host waits for each answer.
-    devices = {each.device for each in values if each.numel()}  # empty ones need no answer
-    if all(fits(torch.cat([each for each in values if each.device == on])) for on in devices):
-        return None
-    index = next(i for i, each in enumerate(values) if not fits(each))
-    entries = values[index].tolist()
-    place = next(i for i, entry in enumerate(entries) if not 0 <= entry < end)
-    return index, place, entries[place]
 
 
 def require_vocabulary(
@@ -112,6 +103,23 @@ def require_vocabulary(
         )
 
 
+def _first_outside(values: Sequence[Tensor], end: float) -> tuple[int, int, Any] | None:
+    """Sample, place and value of the first entry that is not in ``[0, end)``."""
+
+    def fits(tensor: Tensor) -> bool:
+        # A comparison with NaN is False.
+        return bool(((tensor >= 0) & (tensor < end)).all())
+
+    # One question per device, not per sample: the host waits for each answer.
+    devices = {each.device for each in values if each.numel()}  # empty ones need no answer
+    if all(fits(torch.cat([each for each in values if each.device == on])) for on in devices):
+        return None
+    index = next(i for i, each in enumerate(values) if not fits(each))
+    found = values[index].tolist()
+    place = next(i for i, entry in enumerate(found) if not 0 <= entry < end)
+    return index, place, found[place]
+
+
 def is_tagged(name: str, index: int, tag: Any) -> bool:
     """A sample's tag, such as ``is_padding``; None counts as False.
 
@@ -121,25 +129,24 @@ def is_tagged(name: str, index: int, tag: Any) -> bool:
     # Not bool(tag): the text "False" is true.
     number = 0.0 if tag is None else as_number(tag)
     if number is None:
-        raise SchemaError(
-            name,
-            sample_index=index,
-            expected="True or False",
-            found=describe(tag),
-        )
+        raise SchemaError(name, sample_index=index, expected="True or False", found=describe(tag))
     return bool(number)
 
 
-def require_index(name: str, value: Any) -> int:
-    """An index given in the argument `name`, as a Python int.
+def read_indices(name: str, values: Any) -> list[int]:
+    """The indices in the argument `name`, as Python ints.
 
     Raises:
-        OrderError: it is no integer.
+        BatchError: it is no sequence.
+        OrderError: an entry is no integer.
     """
-    number = as_integer(value)
-    if number is None:
-        raise OrderError(f"expected integer {name}, got {value!r:.60}; pass positions")
-    return number
+    read = []
+    for value in entries(name, values, BatchError):
+        number = as_integer(value)
+        if number is None:
+            raise OrderError(f"expected integer {name}, got {value!r:.60}; pass positions")
+        read.append(number)
+    return read
 
 
 def require_token_id(name: str, value: Any) -> int:
@@ -150,8 +157,5 @@ def require_token_id(name: str, value: Any) -> int:
     """
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
-        raise BatchError(
-            Argument(name),
-            f" must be a token's id, got {value!r:.60}",
-        )
+        raise BatchError(Argument(name), f" must be a token's id, got {value!r:.60}")
     return number

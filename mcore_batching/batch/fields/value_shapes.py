@@ -9,35 +9,19 @@ NumPy is never imported, so it need not be installed.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Become int64: torch has few operations for them, and Megatron's indexed datasets hold uint16."""
-
-
-def plain_value(value: Any) -> Any:
-    """A list or array of numbers as a tensor; any other value as it is.
-
-    Raises:
-        TypeError, ValueError, OverflowError, RuntimeError: from `torch.as_tensor`.
-    """
-    # Scalars of NumPy stay numbers: a tensor without dimensions is a value of another kind.
-    if isinstance(value, list | tuple) or (is_array(value) and len(value.shape)):
-        value = torch.as_tensor(value)
-    return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
-
 
 def shape_of(value: Any) -> tuple[int, ...] | None:
     """Shape of a tensor, ``()`` for a number, None for anything else."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
-    # NumPy's kinds of numbers: bool, integers, unsigned, float, complex; not text, not objects.
-    is_number = value.dtype.kind in "biufc" if is_array(value) else isinstance(value, int | float)
-    return () if is_number else None
+    return () if isinstance(value, numbers.Real) else None
 
 
 def is_array(value: Any) -> bool:

@@ -8,6 +8,5 @@ response_tokens   the position that predicts each response token, and its weight
 zigzag            a context-parallel rank's slice of a row, and the row back
 context_parallel  whole responses from the slices
 placeholder       a fabricated sample for a micro-batch without one
-select            some samples of a batch, with all fields
 side_by_side      host tensors moved to a device by one copy
 """

@@ -15,11 +15,10 @@ gradient.
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.rows.packed import PackedMicroBatch
@@ -67,18 +66,12 @@ def gather_response(
 def gather_own_values(
     own_values: Tensor, micro_batch: PackedMicroBatch, *, group: dist.ProcessGroup | None
 ) -> list[Tensor]:
-    """`gather_response`, given only the values at positions that predict a response token.
-
-    Args:
-        own_values: ``[owned, ...]``, one for each of ``micro_batch.responses.owned_positions``.
-        micro_batch: the row.
-        group: as for `gather_response`.
-    """
+    """`gather_response` of ``[owned, ...]`` values at ``micro_batch.responses.owned_positions``."""
     size = 1 if group is None else group.size()
     if size != micro_batch.context_parallel_size:
         raise BatchError(
-            f"expected a group of {micro_batch.context_parallel_size} ranks, which share the row, "
-            f"got {'no group' if group is None else f'one of {size}'}; set ",
+            f"expected the {micro_batch.context_parallel_size} ranks that share the row, got "
+            f"{size}; set ",
             Argument("group"),
             " to the context-parallel group",
         )
@@ -87,7 +80,7 @@ def gather_own_values(
     # Zeros where another rank predicts the token, so the sum over ranks is the whole response.
     flat = flat.index_copy(0, responses.owned_indices.to(own_values.device), own_values)
     if group is not None and size > 1 and flat.numel():
-        flat = cast(Any, _SumOverGroup).apply(flat, group)
+        flat = all_reduce(flat, group=group)  # type: ignore[no-untyped-call]
     return list(torch.split(flat, micro_batch.response_lengths))
 
 
@@ -99,20 +92,3 @@ def owned_response_mask(micro_batch: PackedMicroBatch) -> list[Tensor]:
         no predecessor.
     """
     return list(torch.split(micro_batch.responses.owned, micro_batch.response_lengths))
-
-
-class _SumOverGroup(torch.autograd.Function):
-    """Sum over a group of ranks; backward, the sum of the ranks' incoming gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

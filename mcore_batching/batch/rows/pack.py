@@ -1,5 +1,15 @@
 """`pack`: per-sample lists into one packed row (drawn in `mcore_batching.batch.rows.packed`).
 
+    row = pack(
+        {"tokens": [[1, 2, 3], [4, 5]], "total_lengths": [3, 2], "response_lengths": [2, 1]},
+        schema=DEFAULT_SCHEMA,
+        sample_indices=(0, 1),
+        sample_alignment_tokens=2,
+    )
+    row.tokens        [[1, 2, 3, 0, 4, 5]]
+    row.loss_mask     [[1, 1, 0, 0, 1, 0]]
+    row["tokens"]     [[1, 2, 3], [4, 5]]      the samples' own values, as tensors
+
 Samples stay apart: labels, position ids and masks end at a sample's end. A sample may have 0 tokens
 or more, its response 0 tokens up to the whole sample. One that begins another, its host, may lie in
 the host's segment; then the row holds the host's tokens alone.
@@ -7,8 +17,7 @@ the host's segment; then the row holds the host's tokens alone.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +28,7 @@ from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields.field_checks import checked_values
 from mcore_batching.batch.fields.fields import Kind
 from mcore_batching.batch.fields.schema import Schema
-from mcore_batching.batch.fields.value_checks import require_index, require_token_id
+from mcore_batching.batch.fields.value_checks import read_indices, require_token_id
 from mcore_batching.batch.rows.packed import LaterTokens, PackedMicroBatch
 from mcore_batching.batch.rows.prefixes import agree
 from mcore_batching.batch.rows.response_tokens import (
@@ -29,7 +38,6 @@ from mcore_batching.batch.rows.response_tokens import (
 )
 from mcore_batching.batch.rows.row_layout import Row, padded_offsets, require_alignment
 from mcore_batching.planning.errors import Argument
-from mcore_batching.planning.integers import entries
 
 
 def pack(
@@ -48,16 +56,6 @@ def pack(
     depths: int = 0,
 ) -> PackedMicroBatch:
     """Pack samples into one row, and take a context-parallel rank's slice of it.
-
-        row = pack(
-            {"tokens": [[1, 2, 3], [4, 5]], "total_lengths": [3, 2], "response_lengths": [2, 1]},
-            schema=DEFAULT_SCHEMA,
-            sample_indices=(0, 1),
-            sample_alignment_tokens=2,
-        )
-        row.tokens        [[1, 2, 3, 0, 4, 5]]
-        row.loss_mask     [[1, 1, 0, 0, 1, 0]]
-        row["tokens"]     [[1, 2, 3], [4, 5]]      the samples' own values, as tensors
 
     Args:
         samples: field name to one value per sample: ``tokens``, ``total_lengths``,
@@ -88,95 +86,96 @@ def pack(
     """
     require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
     fields = dict(samples) if validated else schema.validate(samples)
-    totals, responses = fields["total_lengths"], fields["response_lengths"]
-    indices = _read_indices(sample_indices, len(totals), is_placeholder)
     if validated:
         _require_lengths(fields, schema)
-    pad_token_id = require_token_id("pad_token_id", pad_token_id)
-    # A sample in another's segment is not laid out: the row holds its tokens once.
+    totals = fields["total_lengths"]
+    indices = _read_indices(sample_indices, len(totals), is_placeholder)
     hosts = range(len(totals)) if hosts is None else _checked_hosts(hosts, fields, schema)
+    # A sample in another's segment is not laid out: the row holds its tokens once.
+    lengths = [totals[i] for i, host in enumerate(hosts) if host == i]
+    offsets = padded_offsets(lengths, sample_alignment_tokens, row_alignment_tokens)
+    row = Row(offsets, context_parallel_size, context_parallel_rank)
+    pad_token_id = require_token_id("pad_token_id", pad_token_id)
+    return _packed(row, hosts, fields, schema, indices, is_placeholder, pad_token_id, depths)
+
+
+def _packed(
+    row: Row,
+    hosts: Sequence[int],
+    fields: dict[str, list[Any]],
+    schema: Schema,
+    indices: tuple[int, ...],
+    is_placeholder: bool,
+    pad_token_id: int,
+    depths: int,
+) -> PackedMicroBatch:
     laid_out = [i for i, host in enumerate(hosts) if host == i]
-    lengths = [totals[i] for i in laid_out]
-    row = Row(lengths, padded_offsets(lengths, sample_alignment_tokens, row_alignment_tokens))
     # Position of the row at which each response token is predicted: one before its own.
     start = dict(zip(laid_out, row.offsets, strict=False))
+    totals, responses = fields["total_lengths"], fields["response_lengths"]
     predicted_at = predicted_positions([start[host] for host in hosts], totals, responses)
     if len(laid_out) < len(totals):
         _require_unique(predicted_at, row.num_tokens)
-    device = fields["tokens"][0].device
-    weights = loss_masks(
-        fields, responses, predicted_at, is_placeholder=is_placeholder, device=device
+    weights = loss_masks(fields, is_placeholder)
+    device = weights.device
+    kept = (predicted_at >= 0).to(device)
+    weights = weights.masked_fill(~kept, 0.0)
+    loss_mask = weights.new_zeros(row.num_tokens)
+    loss_mask[predicted_at.to(device)[kept]] = weights[kept]
+    full = _full_row(row, fields, schema, laid_out, pad_token_id) | {"loss_mask": loss_mask}
+    # Before the row is cut: what comes later in a sample is on other context-parallel ranks.
+    deeper = [{k: row.later(v, depth) for k, v in full.items()} for depth in range(1, depths + 1)]
+    own, *later = (
+        {k: row.local(v, dim=-1).unsqueeze(-2) for k, v in each.items()} for each in (full, *deeper)
     )
-    own_part = functools.partial(
-        row.local,
-        context_parallel_size=context_parallel_size,
-        context_parallel_rank=context_parallel_rank,
-    )
-    loss_mask = _at_positions(predicted_at, weights, row.num_tokens)
     return PackedMicroBatch(
-        **_laid_out(row, fields, schema, laid_out, loss_mask, pad_token_id, depths, own_part),
-        **_offsets(row, device),
+        **own,
+        padding_mask=row.local(_padding_mask(row, fields, laid_out))[None],
+        cu_seqlens_padded=torch.tensor(row.offsets, dtype=torch.int32, device=device),
+        host_cu_seqlens_padded=row.offsets,
+        cu_seqlens=torch.tensor(
+            [0, *accumulate(totals[i] for i in laid_out)], dtype=torch.int32, device=device
+        ),
+        max_seqlen=max(end - start for start, end in pairwise(row.offsets)),
         total_lengths=totals,
         response_lengths=responses,
         sample_indices=indices,
         hosts=tuple(hosts),
         is_placeholder=is_placeholder,
-        responses=response_tokens(
-            weights,
-            predicted_at,
-            row.offsets,
-            context_parallel_size=context_parallel_size,
-            context_parallel_rank=context_parallel_rank,
-        ),
+        responses=response_tokens(weights, predicted_at, row),
         fields=fields,
         schema=schema,
-        context_parallel_size=context_parallel_size,
-        context_parallel_rank=context_parallel_rank,
+        context_parallel_size=row.context_parallel_size,
+        context_parallel_rank=row.context_parallel_rank,
+        later=tuple(LaterTokens(**each) for each in later),
+        # In double precision: micro-batches, and so packing, should not show in the sum.
+        token_weights=tuple(float(each["loss_mask"].double().sum()) for each in (full, *deeper)),
     )
 
 
-def _laid_out(
+def _full_row(
     row: Row,
     fields: Mapping[str, list[Any]],
     schema: Schema,
     laid_out: Sequence[int],
-    loss_mask: Tensor,
     pad_token_id: int,
-    depths: int,
-    own_part: Callable[..., Tensor],
-) -> dict[str, Any]:
-    """The row's tensors of one entry per token, `own_part` of each, and the sums of loss masks."""
+) -> dict[str, Tensor]:
+    """The row's tokens, labels and position ids, before it is cut."""
     device = fields["tokens"][0].device
     tokens = [fields["tokens"][i].to(device, torch.int64) for i in laid_out]
-    full = {
+    return {
         "tokens": row.lay_out(tokens, pad_token_id),
         "labels": row.lay_out([each[1:] for each in tokens], pad_token_id),
         "position_ids": _position_ids(row, fields, laid_out, schema),
-        "loss_mask": loss_mask,
-    }
-    # Before the row is cut: what comes later in a sample is on other context-parallel ranks.
-    deeper = [{k: row.later(v, depth) for k, v in full.items()} for depth in range(1, depths + 1)]
-    own, *later = (
-        {k: own_part(v, dim=-1).unsqueeze(-2) for k, v in each.items()} for each in (full, *deeper)
-    )
-    return {
-        **own,
-        "later": tuple(LaterTokens(**each) for each in later),
-        # In double precision: micro-batches, and so packing, should not show in the sum.
-        "token_weights": tuple(float(each["loss_mask"].double().sum()) for each in (full, *deeper)),
-        "padding_mask": own_part(_padding_mask(row, tokens, fields, laid_out))[None],
     }
 
 
-def _offsets(row: Row, device: torch.device) -> dict[str, Any]:
-    """Where samples lie in the row, as attention takes it."""
-    lengths = [0, *accumulate(row.total_lengths)]
-    return {
-        "cu_seqlens_padded": torch.tensor(row.offsets, dtype=torch.int32, device=device),
-        "host_cu_seqlens_padded": tuple(row.offsets),
-        "cu_seqlens": torch.tensor(lengths, dtype=torch.int32, device=device),
-        "max_seqlen": max(end - start for start, end in pairwise(row.offsets)),
-    }
+def _padding_mask(row: Row, fields: Mapping[str, list[Any]], laid_out: Sequence[int]) -> Tensor:
+    """Bool ``[row tokens]``, True for padding."""
+    # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
+    tags = fields.get("is_padding") or [False] * len(fields["tokens"])
+    pieces = [torch.full_like(fields["tokens"][i], tags[i], dtype=torch.bool) for i in laid_out]
+    return row.lay_out([piece.to(pieces[0].device) for piece in pieces], True)
 
 
 def _require_lengths(fields: Mapping[str, Any], schema: Schema) -> None:
@@ -196,9 +195,7 @@ def _checked_hosts(
     if len(hosts) != count or not all(is_place):
         raise BatchError(
             Argument("hosts"),
-            f" must be {count} places of samples that are their own hosts, got {list(hosts)}; set ",
-            Argument("hosts"),
-            " to None",
+            f" must be {count} places of samples that are their own hosts, got {list(hosts)}",
         )
     # Values replaced since hosts were found would, silently, be taken for the host's.
     for i, host in enumerate(hosts):
@@ -229,42 +226,19 @@ def _require_unique(predicted_at: Tensor, num_tokens: int) -> None:
 def _read_indices(
     sample_indices: Sequence[int], num_samples: int, is_placeholder: bool
 ) -> tuple[int, ...]:
-    indices = tuple(
-        require_index("sample_indices", index)
-        for index in entries("sample_indices", sample_indices, BatchError)
-    )
+    indices = tuple(read_indices("sample_indices", sample_indices))
     if not num_samples:
         raise BatchError(
-            "expected at least one sample, got none: pack make_placeholder(...) with ",
+            "expected at least one sample; pack make_placeholder(...) with ",
             Argument("is_placeholder", True),
-            " and ",
-            Argument("sample_indices", ()),
         )
     expected = 0 if is_placeholder else num_samples
     if len(indices) != expected:
         raise BatchError(
-            f"expected {expected} sample_indices for {num_samples} samples with "
-            f"is_placeholder={is_placeholder}, got {len(indices)}; give one per real sample",
+            f"expected {expected} sample_indices with is_placeholder={is_placeholder}, got "
+            f"{len(indices)}; give one per real sample",
         )
     return indices
-
-
-def _at_positions(positions: Tensor, values: Tensor, num_tokens: int) -> Tensor:
-    """``[num_tokens]``: each value at its position, 0 elsewhere."""
-    kept = positions >= 0  # -1: predicted nowhere
-    full = values.new_zeros(num_tokens)
-    full[positions[kept].to(values.device)] = values[kept.to(values.device)]
-    return full
-
-
-def _padding_mask(
-    row: Row, tokens: Sequence[Tensor], fields: Mapping[str, list[Any]], laid_out: Sequence[int]
-) -> Tensor:
-    """Bool ``[row tokens]``, True for padding."""
-    # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
-    tags = fields.get("is_padding") or [False] * len(fields["total_lengths"])
-    tagged = zip(tokens, [tags[i] for i in laid_out], strict=True)
-    return row.lay_out([torch.full_like(*each, dtype=torch.bool) for each in tagged], True)
 
 
 def _position_ids(
@@ -280,7 +254,8 @@ def _position_ids(
         )
     device = fields["tokens"][0].device
     if not names:
-        return row.lay_out([torch.arange(n, device=device) for n in row.total_lengths], 0)
+        counted = [torch.arange(fields["total_lengths"][i], device=device) for i in laid_out]
+        return row.lay_out(counted, 0)
     pieces = [fields[names[0]][i].to(device, torch.int64) for i in laid_out]
     axes = {tuple(piece.shape[:-1]) for piece in pieces if piece.numel()}
     if len(axes) > 1:

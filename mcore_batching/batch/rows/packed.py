@@ -167,27 +167,18 @@ class PackedMicroBatch:
                 f"token of {self.total_lengths}, found {[list(row.shape) for row in rows]}; "
                 f"read micro_batch[{key!r}]"
             )
-        lengths = [self.total_lengths[i] for i in laid_out]
-        row = Row(lengths, self.host_cu_seqlens_padded)
-        padding: Tensor | None = None
-        if field.kind is Kind.ROUTED_EXPERTS:
-            padding = _spread_experts(rows, row.num_tokens)
-        full = row.lay_out(rows, pad_value, padding=padding)
-        return row.local(full, self.context_parallel_size, self.context_parallel_rank)[None]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedMicroBatch:
-        """A copy with every tensor on a device, those in `fields` included.
-
-        Args:
-            device: of the copy.
-            non_blocking: do not wait for copies from pinned memory.
-        """
-        return self.mapped(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
+        offsets = self.host_cu_seqlens_padded
+        row = Row(offsets, self.context_parallel_size, self.context_parallel_rank)
+        is_routed = field.kind is Kind.ROUTED_EXPERTS
+        padding = _spread_experts(rows, row.num_tokens) if is_routed else None
+        return row.local(row.lay_out(rows, pad_value, padding=padding))[None]
 
     def mapped(
         self, change: Callable[[Tensor], Tensor], names: Collection[str] | None = None
     ) -> PackedMicroBatch:
         """A copy with every tensor changed, those in `fields` included.
+
+            row.mapped(lambda tensor: tensor.to(device))
 
         Args:
             change: from a tensor to what takes its place.

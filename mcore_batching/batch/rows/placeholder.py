@@ -70,15 +70,7 @@ def make_placeholder(
 def fabricated(
     field: Field, example: Any, total_length: int, response_length: int, pad_token_id: int
 ) -> Any:
-    """A field's value in a fabricated sample.
-
-    Args:
-        field: its declaration.
-        example: a real sample's value, or None.
-        total_length: tokens of the fabricated sample.
-        response_length: tokens of its response.
-        pad_token_id: each of its tokens.
-    """
+    """A field's value in a sample of these lengths; `example` is a real value, or None."""
     if field.kind is Kind.METADATA:
         return None
     if field.kind is Kind.MULTIMODAL:
@@ -97,20 +89,19 @@ def fabricated(
         positions = torch.arange(rows, dtype=like.dtype, device=like.device)
         return positions.expand(*axes, rows).clone()
     if field.kind is Kind.ROUTED_EXPERTS:
-        return _distinct_experts(example, rows)
-    if field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS:
-        return _rows(example, rows, pad_token_id, torch.int64)
-    ones = field.fill is Fill.ONES
-    return _rows(example, rows, int(ones), torch.int64 if ones else torch.float32)
-
-
-def _distinct_experts(example: Tensor | None, rows: int) -> Tensor:
-    if example is None or example.dim() != 3:
-        # A rank that has never seen a sample cannot know the number of layers.
-        return torch.zeros((rows, 0, 0), dtype=torch.int64)
-    # Zeros would send every slot of the token to expert 0.
-    slots = torch.arange(example.shape[2], dtype=example.dtype, device=example.device)
-    return slots.expand(rows, *example.shape[1:]).clone()
+        if example is None or example.dim() != 3:
+            # A rank that has never seen a sample cannot know the number of layers.
+            return torch.zeros((rows, 0, 0), dtype=torch.int64)
+        # Zeros would send every slot of the token to expert 0.
+        slots = torch.arange(example.shape[2], dtype=example.dtype, device=example.device)
+        return slots.expand(rows, *example.shape[1:]).clone()
+    has_ids = field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS
+    number = pad_token_id if has_ids else int(field.fill is Fill.ONES)
+    is_integral = has_ids or field.fill is Fill.ONES
+    dtype = torch.int64 if is_integral else torch.float32
+    if example is None:
+        return torch.full((rows,), number, dtype=dtype)
+    return example.new_full((rows, *example.shape[1:]), number)
 
 
 def filled_with(number: int, like: Any) -> Any:
@@ -118,10 +109,3 @@ def filled_with(number: int, like: Any) -> Any:
     if isinstance(like, Tensor):
         return torch.full_like(like, number)
     return type(like)(number)
-
-
-def _rows(example: Tensor | None, rows: int, number: int, default: torch.dtype) -> Tensor:
-    """``rows`` rows of a number, of the example's type, device and trailing shape."""
-    if example is None:
-        return torch.full((rows,), number, dtype=default)
-    return example.new_full((rows, *example.shape[1:]), number)

@@ -108,11 +108,7 @@ def find_hosts(
 
 
 def samples_of_hosts(hosts: Sequence[int]) -> dict[int, list[int]]:
-    """The samples that are computed in each host's segment, itself among them, ascending.
-
-    Args:
-        hosts: as `Hosts.host`.
-    """
+    """The samples that are computed in each host's segment, itself among them, ascending."""
     members: dict[int, list[int]] = {}
     for sample, host in enumerate(hosts):
         members.setdefault(host, []).append(sample)
@@ -132,15 +128,7 @@ def _joined(
 ) -> tuple[int, str, list[_Head]]:
     """The host of the first chain that a sample fits before; if none, itself, and why.
 
-    Args:
-        sample: its index.
-        total: its tokens.
-        heads: of chains that begin with its tokens; the one that it joins is taken out.
-        host: of the samples so far.
-        fields: that must agree, and their values.
-
-    Returns:
-        the host; the reason; heads taken out that it does not fit.
+    The third result are the heads that it does not fit; that of the chain it joins is taken out.
     """
     reason = "responses overlap" if heads else "another optimizer step"
     unfit: list[_Head] = []
@@ -177,13 +165,7 @@ def _as_bytes(tokens: Sequence[Tensor]) -> list[bytes]:
 
 
 def agree(field: Field, values: Any, hosts: Any) -> bool:
-    """True if a host's segment, which holds the host's values, does for a sample that begins it.
-
-    Args:
-        field: of any kind.
-        values: the sample's.
-        hosts: the host's.
-    """
+    """True if a sample that begins its host needs no other values than the host's."""
     if field.kind is Kind.MULTIMODAL:
         return not values and not hosts  # images fill places of the prompt that differ by sample
     if not _matters(field):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_batching.batch.rows.row_layout import Row
 from mcore_batching.batch.rows.zigzag import locate
 
 
@@ -43,15 +44,14 @@ class ResponseTokens:
 
 
 def predicted_positions(
-    offsets: Sequence[int], total_lengths: Sequence[int], response_lengths: Sequence[int]
+    starts: Sequence[int], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> Tensor:
     """Position in the full row that predicts each response token; -1 where none does.
 
-        predicted_positions([0, 4, 6], [3, 2], [2, 2])    [0 1 -1 4]
+        predicted_positions([0, 4], [3, 2], [2, 2])    [0 1 -1 4]
 
     Args:
-        offsets: start of each sample, that of its host where it lies in another's segment; further
-            entries are not read.
+        starts: of each sample's segment, that of its host where it lies in another's.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
 
@@ -59,7 +59,7 @@ def predicted_positions(
         int64 ``[R]`` on the host.
     """
     pieces = []
-    for start, total, response in zip(offsets, total_lengths, response_lengths, strict=False):
+    for start, total, response in zip(starts, total_lengths, response_lengths, strict=True):
         first = start + total - response - 1
         pieces.append(torch.arange(first, first + response, device="cpu"))
         if response == total:  # no prompt: the first token has no predecessor
@@ -67,58 +67,31 @@ def predicted_positions(
     return torch.cat(pieces)
 
 
-def loss_masks(
-    fields: Mapping[str, list[Any]],
-    response_lengths: Sequence[int],
-    predicted_at: Tensor,
-    *,
-    is_placeholder: bool,
-    device: torch.device,
-) -> Tensor:
-    """Loss weight of each response token.
-
-    Args:
-        fields: one value per sample; ``loss_masks`` are all ones if absent.
-        response_lengths: tokens of each sample's response.
-        predicted_at: from `predicted_positions`.
-        is_placeholder: the row's one sample is fabricated.
-        device: of the weights.
-
-    Returns:
-        float32 ``[R]``.
-    """
+def loss_masks(fields: Mapping[str, list[Any]], is_placeholder: bool) -> Tensor:
+    """float32 ``[R]`` on the device of the first tokens: all ones if ``loss_masks`` is absent."""
     given, padding = fields.get("loss_masks"), fields.get("is_padding")
     masks = []
-    for i, response in enumerate(response_lengths):
+    for i, response in enumerate(fields["response_lengths"]):
         if is_placeholder or (padding is not None and padding[i]):
-            masks.append(torch.zeros(response, dtype=torch.float32, device=device))
-        elif given is None:
-            masks.append(torch.ones(response, dtype=torch.float32, device=device))
+            masks.append(torch.zeros(response))
         else:
-            masks.append(given[i].to(device, torch.float32))
-    return torch.cat(masks).masked_fill_(predicted_at.to(device) < 0, 0.0)
+            masks.append(torch.ones(response) if given is None else given[i])
+    device = fields["tokens"][0].device
+    return torch.cat([mask.to(device, torch.float32) for mask in masks])
 
 
-def response_tokens(
-    weights: Tensor,
-    predicted_at: Tensor,
-    offsets: Sequence[int],
-    *,
-    context_parallel_size: int,
-    context_parallel_rank: int,
-) -> ResponseTokens:
-    """The response tokens of a row, as one context-parallel rank sees them.
+def response_tokens(weights: Tensor, predicted_at: Tensor, row: Row) -> ResponseTokens:
+    """The response tokens of a row, as the context-parallel rank sees them.
 
     Args:
-        weights: from `loss_masks`.
+        weights: `loss_masks`, 0 where nothing predicts the token.
         predicted_at: from `predicted_positions`.
-        offsets: ``[segments + 1]`` of the full row.
-        context_parallel_size: ranks that share the row.
-        context_parallel_rank: this rank among them.
+        row: the row.
     """
     # The -1 of tokens that nothing predicts are looked up as 0 and then left out of `owned`.
-    rank, local = locate(predicted_at.clamp(min=0), offsets, context_parallel_size)
-    owned = (predicted_at >= 0) & (rank == context_parallel_rank)
+    at = predicted_at.clamp(min=0)
+    rank, local = locate(at, row.offsets, row.context_parallel_size)
+    owned = (predicted_at >= 0) & (rank == row.context_parallel_rank)
     device = weights.device
     return ResponseTokens(
         loss_masks=weights,

@@ -2,8 +2,8 @@
 
     samples of 3 and 2 tokens, each padded to a multiple of 2, the row to a multiple of 8
     padded_offsets([3, 2], 2, 8)                        (0, 4, 6, 8)
-    Row([3, 2], (0, 4, 6, 8)).lay_out([abc, de], .)     a b c . d e . .
-    Row([3, 2], (0, 4, 6, 8)).later(of that, 1)         b c . 0 e 0 . 0
+    Row((0, 4, 6, 8)).lay_out([abc, de], .)             a b c . d e . .
+    Row((0, 4, 6, 8)).later(of that, 1)                 b c . 0 e 0 . 0
 
 The last segment is the row's own padding. A sample without tokens takes one alignment unit, since
 attention kernels break on empty segments.
@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.rows.zigzag import slice_packed
 from mcore_batching.planning.errors import Argument
-from mcore_batching.planning.integers import as_integer, round_up
+from mcore_batching.planning.integers import at_least, round_up
 
 
 def padded_offsets(
@@ -43,10 +43,7 @@ def padded_offsets(
     end = round_up(offsets[-1], row_alignment_tokens)
     if end >= 2**31:
         raise BatchError(
-            f"a row may have at most {2**31 - 1} tokens, got {end}; pack fewer samples, or "
-            "decrease ",
-            Argument("sample_alignment_tokens"),
-            " or ",
+            f"a row may have at most {2**31 - 1} tokens, got {end}; pack fewer samples, or lower ",
             Argument("row_alignment_tokens"),
         )
     return (*offsets, end) if end > offsets[-1] else tuple(offsets)
@@ -60,47 +57,40 @@ def require_alignment(
     Raises:
         BatchError: an alignment is not positive, or leaves segments that cannot be cut.
     """
-    for name, value in (
-        ("sample_alignment_tokens", sample_alignment_tokens),
-        ("row_alignment_tokens", row_alignment_tokens),
-        ("context_parallel_size", context_parallel_size),
-    ):
-        number = as_integer(value)
-        if number is None or number < 1:
-            kind = "an integer of " if number is None else ""
-            raise BatchError(Argument(name), f" must be {kind}1 or more, got {value!r:.60}")
+    at_least("sample_alignment_tokens", sample_alignment_tokens, 1, BatchError)
+    at_least("row_alignment_tokens", row_alignment_tokens, 1, BatchError)
+    at_least("context_parallel_size", context_parallel_size, 1, BatchError)
     if context_parallel_size == 1:
         return
     # Each rank takes a chunk of a sample from the front and one from the back.
     multiple = 2 * context_parallel_size
-    if sample_alignment_tokens % multiple:
-        raise BatchError(
-            Argument("sample_alignment_tokens"),
-            f" must be a multiple of {multiple} (2 * context_parallel_size), got "
-            f"{sample_alignment_tokens}; set it to "
-            f"{math.lcm(sample_alignment_tokens, multiple)}",
-        )
     # A row alignment that divides the samples' adds no padding, so it need not be cut.
-    if row_alignment_tokens % multiple and sample_alignment_tokens % row_alignment_tokens:
-        raise BatchError(
-            Argument("row_alignment_tokens"),
-            f" must be a multiple of {multiple} (2 * context_parallel_size) or divide "
-            f"sample_alignment_tokens={sample_alignment_tokens}, got {row_alignment_tokens}; set "
-            f"it to {math.lcm(row_alignment_tokens, multiple)}",
-        )
+    pads_row = sample_alignment_tokens % row_alignment_tokens
+    for name, alignment, is_cut in (
+        ("sample_alignment_tokens", sample_alignment_tokens, True),
+        ("row_alignment_tokens", row_alignment_tokens, pads_row),
+    ):
+        if is_cut and alignment % multiple:
+            raise BatchError(
+                Argument(name),
+                f" must be a multiple of {multiple} (2 * context_parallel_size), got "
+                f"{alignment}; set it to {math.lcm(alignment, multiple)}",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A full row, before it is cut.
+    """A full row, and which part of it a context-parallel rank holds.
 
     Attributes:
-        total_lengths: tokens of each sample.
         offsets: ``[segments + 1]``; each sample lies at the start of its segment.
+        context_parallel_size: ranks that share the row.
+        context_parallel_rank: this rank among them.
     """
 
-    total_lengths: Sequence[int]
-    offsets: Sequence[int]
+    offsets: tuple[int, ...]
+    context_parallel_size: int = 1
+    context_parallel_rank: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -108,11 +98,7 @@ class Row:
         return self.offsets[-1]
 
     def lay_out(
-        self,
-        pieces: Sequence[Tensor],
-        pad_value: float,
-        *,
-        padding: Tensor | None = None,
+        self, pieces: Sequence[Tensor], pad_value: float, *, padding: Tensor | None = None
     ) -> Tensor:
         """A full row, with each sample's piece at its offset.
 
@@ -131,11 +117,9 @@ class Row:
             full = padding.contiguous().clone()
         else:
             full = like.new_full((self.num_tokens, *like.shape[1:]), pad_value)
-        for i, piece in enumerate(pieces):
-            if not piece.shape[0]:
-                continue
-            start = self.offsets[i]
-            full[start : start + piece.shape[0]] = piece
+        for start, piece in zip(self.offsets, pieces, strict=False):
+            if piece.shape[0]:
+                full[start : start + piece.shape[0]] = piece
         return full
 
     def later(self, full: Tensor, depth: int) -> Tensor:
@@ -151,8 +135,7 @@ class Row:
         values = full.index_select(-1, at.clamp(max=self.num_tokens - 1))
         return values.masked_fill(at >= ends, 0)
 
-    def local(
-        self, full: Tensor, context_parallel_size: int, context_parallel_rank: int, dim: int = 0
-    ) -> Tensor:
-        """The slice of a full row that a context-parallel rank holds."""
-        return slice_packed(full, self.offsets, context_parallel_size, context_parallel_rank, dim)
+    def local(self, full: Tensor, dim: int = 0) -> Tensor:
+        """The part of a full row, with its tokens on `dim`, that this rank holds."""
+        size, rank = self.context_parallel_size, self.context_parallel_rank
+        return slice_packed(full, self.offsets, size, rank, dim)

@@ -30,27 +30,18 @@ class SideBySide:
 
     def __init__(self, tensors: Iterable[Tensor], *, pin_memory: bool) -> None:
         self._tensors = list(tensors)
-        self._places: dict[torch.dtype, list[int]] = {}
-        for place, tensor in enumerate(self._tensors):
-            if _is_copied(tensor):
-                self._places.setdefault(tensor.dtype, []).append(place)
-        # By type: elements of the first tensor, of its padding, of the second tensor, ...
-        self._sizes: dict[torch.dtype, list[int]] = {}
-        for dtype, places in self._places.items():
-            counts = [self._tensors[place].numel() for place in places]
-            multiple = _ALIGNMENT_BYTES // dtype.itemsize
-            self._sizes[dtype] = [
-                size for count in counts for size in (count, round_up(count, multiple) - count)
-            ]
-        num_bytes = sum(dtype.itemsize * sum(sizes) for dtype, sizes in self._sizes.items())
+        self._is_copied = [_is_copied(tensor) for tensor in self._tensors]
+        # Bytes of the first tensor, of the padding behind it, of the second tensor, ...
+        self._sizes: list[int] = []
+        for tensor, is_copied in zip(self._tensors, self._is_copied, strict=True):
+            size = tensor.nbytes if is_copied else 0
+            self._sizes += [size, round_up(size, _ALIGNMENT_BYTES) - size]
         self._buffer = torch.empty(
-            num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory
+            sum(self._sizes), dtype=torch.uint8, device="cpu", pin_memory=pin_memory
         )
-        views = self._in(self._buffer)
-        for places in self._places.values():
-            torch._foreach_copy_(
-                [views[place] for place in places], [self._tensors[place] for place in places]
-            )
+        for view, tensor in zip(self._in(self._buffer), self._tensors, strict=True):
+            if view is not tensor:
+                view.copy_(tensor)
 
     def on(self, device: torch.device) -> list[Tensor]:
         """The tensors on a device, in their order. The host does not wait for pinned memory."""
@@ -62,26 +53,17 @@ class SideBySide:
 
     def _in(self, buffer: Tensor) -> list[Tensor]:
         """Views of the buffer in place of the tensors that are copied."""
-        found = list(self._tensors)
-        start = 0
-        for dtype, places in self._places.items():
-            end = start + dtype.itemsize * sum(self._sizes[dtype])
-            # unsafe_: views without a shared version counter. Otherwise autograd would take a
-            # change in place of one tensor for a change of all.
-            parts = torch.unsafe_split_with_sizes(buffer[start:end].view(dtype), self._sizes[dtype])
-            for place, part in zip(places, parts[::2], strict=True):
-                shape = found[place].shape
-                found[place] = part if len(shape) == 1 else part.view(shape)
-            start = end
-        return found
+        # unsafe_: views without a shared version counter. Otherwise autograd would take a change in
+        # place of one tensor for a change of all.
+        parts = torch.unsafe_split_with_sizes(buffer, self._sizes)[::2]
+        return [
+            part.view(tensor.dtype).view(tensor.shape) if is_copied else tensor
+            for part, tensor, is_copied in zip(parts, self._tensors, self._is_copied, strict=True)
+        ]
 
 
 def on_host(values: Sequence[object]) -> list[object]:
-    """The values of a field; tensors on a device are copied to the host, all in one copy.
-
-    Args:
-        values: one per sample, tensors or not.
-    """
+    """The values of a field; tensors on a device are copied to the host, all in one copy."""
     away = [
         (place, value)
         for place, value in enumerate(values)

@@ -40,12 +40,7 @@ def packed_positions(
         BatchError: a segment's length does not divide, or there is no such rank.
     """
     held = _held_chunks(cu_seqlens_padded, context_parallel_size, rank)
-    return torch.cat(
-        [
-            torch.zeros(0, dtype=torch.int64, device="cpu"),
-            *(torch.arange(first, end, device="cpu") for first, end in held),
-        ]
-    )
+    return torch.cat([torch.arange(first, end, device="cpu") for first, end in held])
 
 
 def slice_packed(
@@ -55,47 +50,35 @@ def slice_packed(
     rank: int,
     dim: int = 0,
 ) -> Tensor:
-    """A context-parallel rank's slice of a packed row.
+    """A context-parallel rank's slice of a packed row, at its `packed_positions`.
 
         slice_packed(arange(12), [0, 4, 12], 2, rank=1)    [1 2 6 7 8 9]
 
     Args:
         x: ``[..., row tokens, ...]`` with the tokens on dimension ``dim``.
-        cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
-        context_parallel_size: ranks that share the row.
-        rank: this rank among them.
-        dim: the dimension of tokens.
 
     Returns:
         ``[..., row tokens / context_parallel_size, ...]``; ``x`` itself where that size is 1.
 
     Raises:
-        BatchError: the offsets are not the row's, a segment does not divide, or no such rank.
+        BatchError: a segment's length does not divide, or there is no such rank.
     """
-    _require_row(x.shape[dim], cu_seqlens_padded)
     held = _held_chunks(cu_seqlens_padded, context_parallel_size, rank)
     if context_parallel_size == 1:
         return x
     # Narrow, not index_select: its indices would have to be copied to the row's device.
-    empty = x.narrow(dim, 0, 0)
-    return torch.cat([empty, *(x.narrow(dim, first, end - first) for first, end in held)], dim)
+    return torch.cat([x.narrow(dim, first, end - first) for first, end in held], dim)
 
 
 def locate(
     positions: Tensor, cu_seqlens_padded: Sequence[int], context_parallel_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The rank that holds each token of a packed row, and the place in that rank's slice.
+    """The rank that holds each position of a packed row, and the place in that rank's slice.
 
         locate([0 1 2 11], [0, 4, 12], 2)    ranks [0 1 1 0], places [0 0 1 5]
 
-    Args:
-        positions: int64 ``[n]`` on the host, positions in the full row.
-        cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
-        context_parallel_size: ranks that share the row.
-
-    Returns:
-        int64 ``[n]`` ranks and ``[n]`` positions in those ranks' slices:
-        ``packed_positions(...)[local] == positions`` on each rank.
+    Inverse of `packed_positions`, which on each rank gives the position of each place. All are
+    int64 ``[n]`` on the host.
     """
     if context_parallel_size == 1:
         return torch.zeros_like(positions), positions
@@ -114,15 +97,10 @@ def locate(
 def _held_chunks(
     cu_seqlens_padded: Sequence[int], context_parallel_size: int, rank: int
 ) -> list[tuple[int, int]]:
-    """Start and end, in the full row, of each chunk that a rank holds.
-
-    Raises:
-        BatchError: a segment's length does not divide, or there is no such rank.
-    """
+    """Start and end, in the full row, of each chunk that a rank holds."""
     if not 0 <= rank < context_parallel_size:
         raise BatchError(
-            f"expected a rank from 0 to {context_parallel_size - 1}, below context_parallel_size, "
-            f"got {rank}"
+            f"expected a rank below context_parallel_size={context_parallel_size}, got {rank}"
         )
     if context_parallel_size == 1:
         return [(0, cu_seqlens_padded[-1])]
@@ -132,17 +110,9 @@ def _held_chunks(
         chunk, rest = divmod(end - start, num_chunks)
         if rest:
             raise BatchError(
-                f"a sequence of {end - start} tokens cannot be cut into {num_chunks} equal chunks "
-                f"(2 * context_parallel_size); pad it to {(chunk + 1) * num_chunks}"
+                f"{end - start} tokens cannot be cut into {num_chunks} equal chunks "
+                f"(2 * context_parallel_size); pad them to {(chunk + 1) * num_chunks}"
             )
         for place in (rank, num_chunks - 1 - rank):
             held.append((start + place * chunk, start + (place + 1) * chunk))
     return held
-
-
-def _require_row(num_tokens: int, cu_seqlens_padded: Sequence[int]) -> None:
-    if num_tokens != cu_seqlens_padded[-1]:
-        raise BatchError(
-            f"expected a row of {cu_seqlens_padded[-1]} tokens, the last entry of "
-            f"cu_seqlens_padded, got {num_tokens}"
-        )

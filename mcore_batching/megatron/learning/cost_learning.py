@@ -37,14 +37,8 @@ from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.costs.layer_costs import costs_of_stage
-from mcore_batching.planning.learning.learnt_costs import (
-    WINDOW_STEPS,
-    LearntCosts,
-    Timing,
-    evidence,
-    relearnt,
-    slowness,
-)
+from mcore_batching.planning.learning.fit import WINDOW_STEPS, evidence, relearnt, slowness
+from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing
 from mcore_batching.planning.pipeline import Schedule
 
 _BUT_FOR_ROUNDING = 1 - 1e-9

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import reduce
@@ -91,20 +90,14 @@ class CostModel:
         """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""
         for name in _COEFFICIENTS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(Argument(name), f" must be a number, got {value!r}")
-            try:
-                number = float(value)
-            except OverflowError:  # an integer of 400 digits
-                number = math.inf
-            if not (math.isfinite(number) and number >= 0):
-                raise ConfigError(Argument(name), f" must be finite and 0 or more, got {number}")
-            if number > _MAX_COEFFICIENT:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            # Compared before it becomes a float: an integer of 400 digits is none.
+            if not (is_number and 0 <= value <= _MAX_COEFFICIENT):
                 raise ConfigError(
                     Argument(name),
-                    f" must be {_MAX_COEFFICIENT:g} or less, got {number}; scale all costs down",
+                    f" must be a number from 0 to {_MAX_COEFFICIENT:g}, got {value!r:.60}",
                 )
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, float(value))
         if self.beyond_window > 1:
             raise ConfigError(
                 Argument("beyond_window"), f" must be 1 or less, got {self.beyond_window}"

@@ -72,6 +72,7 @@ def attention(
         gated: an output gate as wide as the queries (Qwen3-Next).
         windowed: each token attends to the model's window alone.
     """
+    # Queries and the output, and a gate as wide as they are; keys and values.
     projections = hidden * dim * ((3 if gated else 2) * heads + 2 * groups)
     return weights(projections) + pairs(2 * heads * dim, windowed=windowed)
 
@@ -81,6 +82,7 @@ def latent_attention(
 ) -> LayerCost:
     """MLA, whose queries and keys have size `key_dim` + `rope_dim`; `query_rank` 0: queries are not
     compressed."""
+    # Down to the rank and up to the heads; the rotary part of keys is one for all heads.
     queries = heads * (key_dim + rope_dim)
     number = hidden * query_rank + query_rank * queries if query_rank else hidden * queries
     number += hidden * (rank + rope_dim) + rank * heads * (key_dim + value_dim)
@@ -123,6 +125,7 @@ def experts(
     expert: LayerCost, per_token: int, held: float, num_experts: int, hidden: int
 ) -> LayerCost:
     """A router, and experts of which each token is sent to some and a rank holds some."""
+    # A token meets few experts, but a micro-batch's tokens together meet all that the rank holds.
     routed = LayerCost(token=per_token * expert.token, read=held * expert.read)
     return routed + weights(hidden * num_experts)
 
@@ -189,7 +192,7 @@ def costs_of_chunks(
         the costs of a stage of each kind of model chunk alone; the kind of each chunk
         [stages][chunks], nothing where there is one kind.
     """
-    stages, chunks = dims.pipeline_parallel, stages_and_chunks(dims)
+    stages, chunks = dims.pipeline_parallel, dims.pipeline_parallel * dims.virtual_pipeline
     if not model.layers or chunks == 1:
         return (model,), ()
     cut = cut_layers(model.layers, chunks)
@@ -242,18 +245,9 @@ def work_of_layers(model: CostModel, lengths: Iterable[int]) -> dict[str, float]
     }
 
 
-def stages_and_chunks(dims: ParallelDims) -> int:
-    """Model chunks of all stages."""
-    return dims.pipeline_parallel * dims.virtual_pipeline
-
-
 def sum_of(costs: Sequence[LayerCost]) -> LayerCost:
     """Of all of them, added from first to last."""
-    return (
-        LayerCost(*(ordered_sum(each) for each in zip(*costs, strict=True)))
-        if costs
-        else LayerCost()
-    )
+    return functools.reduce(LayerCost.__add__, costs, LayerCost())
 
 
 def _of_chunk(model: CostModel, chunk: LayerCost, mean: LayerCost) -> CostModel:

@@ -114,6 +114,7 @@ class Layers:
         layers = [
             "/".join(pair) for pair in zip(self._attentions(count), self._ffns(count), strict=True)
         ]
+        # One letter for each pair of attention and feed-forward part that occurs.
         letters = dict(zip(dict.fromkeys(layers), ascii_lowercase, strict=False))
         costs = {}
         for layer, letter in letters.items():
@@ -187,6 +188,7 @@ class Layers:
         config = self._config
         if not self._size("experts", 0):
             return ["dense"] * count
+        # DeepSeek's first layers are dense, whatever the pattern says.
         dense = int(config.get("first_k_dense_replace") or 0)
         every = config.get("moe_layer_freq", 1)
         # Qwen's: with a step of 2, layers 1, 3, 5, ... have experts.
@@ -222,6 +224,7 @@ class Layers:
         )
 
     def _mamba(self) -> LayerCost:
+        # Megatron's defaults: an inner stream twice as wide as the residual one.
         dim = self._size("mamba_dim", 64)
         heads = self._size("mamba_heads", 2 * self.hidden // dim)
         return mamba(self.hidden, heads, dim, self._size("mamba_groups"), self._size("mamba_state"))

@@ -28,11 +28,10 @@ from typing import Any, TypeVar
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import PlanFormatError, PlanningError
-from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.integers import as_integer, check_lengths
 from mcore_batching.planning.json_text import parse_json
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import SplitStage
-from mcore_batching.planning.problem import check_lengths
 
 FORMAT = "mcore-batching/plan"
 VERSION = 1

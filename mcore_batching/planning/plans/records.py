@@ -35,14 +35,13 @@ from typing import Any, TextIO
 
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import at_least, check_lengths
 from mcore_batching.planning.json_text import open_text, parse_json
 from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import StepPlan, step_document, step_of
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.plans.validation import validate_plan
-from mcore_batching.planning.problem import check_lengths
 
 COST_MODEL_FILE = "cost_model.json"
 FORMAT = "mcore-batching/record"

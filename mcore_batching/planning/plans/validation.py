@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.errors import InvariantError, shortened
+from mcore_batching.planning.integers import check_lengths
 from mcore_batching.planning.pipeline import (
     PARTS,
     Schedule,
@@ -28,7 +29,6 @@ from mcore_batching.planning.pipeline import (
 from mcore_batching.planning.plans.batch_plan import Plan
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.plans.statistics import held_tokens, step_problem
-from mcore_batching.planning.problem import check_lengths
 from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
 
 

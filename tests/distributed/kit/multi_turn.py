@@ -24,13 +24,12 @@ from kit.model import CLIP_GRAD, adam, local_part, named_parameters, sharded_mod
 from kit.objective import packed_objective, plain_objective
 from kit.reference import plain_adam, plain_log_probs, plain_model
 from kit.samples import VOCABULARY
-from mcore_batching.batch.rows.select import step_batches, take
 from mcore_batching.megatron import forward_only, get_data_iterator, train_step
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, group_steps, plan_batch
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.rl import compute_advantages, pad_batch, real_samples
-from mcore_batching.rl.real_samples import real_indices
+from mcore_batching.rl.real_samples import real_indices, take
 
 TRAJECTORIES_PER_PROMPT = {"verl": 8, "skyrl": 5, "few": 4}
 PROMPTS = {"verl": 45, "skyrl": 256, "few": 15}
@@ -113,7 +112,7 @@ def shares_by_position(
     multiple = math.lcm(ranks, PROMPTS_PER_STEP[system] * TRAJECTORIES_PER_PROMPT[system])
     batch = with_advantages(batch, steps)
     shares = []
-    for part in step_batches(batch, steps):
+    for part in (take(batch, step) for step in steps):
         if padded:
             part = pad_batch(part, multiple, pad_token_id=0)
         size = len(part["tokens"])
@@ -131,7 +130,7 @@ def shares_by_group(
         batches [steps][ranks], advantages and padding samples in those of this rank alone.
     """
     shares = []
-    for part in step_batches(batch, steps):
+    for part in (take(batch, step) for step in steps):
         prompts = group_steps(part["uids"], 1)
         shares.append(
             [take(part, [i for prompt in prompts[r::ranks] for i in prompt]) for r in range(ranks)]
@@ -140,7 +139,8 @@ def shares_by_group(
     mine = [step[rank] for step in shares]
     group = parallel_state.get_data_parallel_group()
     own_steps = consecutive(mine)
-    mine = step_batches(with_advantages(joined(mine), own_steps, group), own_steps)
+    whole = with_advantages(joined(mine), own_steps, group)
+    mine = [take(whole, step) for step in own_steps]
     for step, own in zip(shares, mine, strict=True):
         most = max(len(share["tokens"]) for share in step)
         step[rank] = pad_batch(own, most, pad_token_id=0) if padded else own
@@ -215,7 +215,7 @@ def plain_run(batch: dict[str, Any], steps: Sequence[Sequence[int]]) -> dict[str
         log_probs = [values.cpu() for values in _responses(model, batch)]
     optimizer = plain_adam(model)
     metrics, norms = [], []
-    for part in step_batches(batch, steps):
+    for part in (take(batch, step) for step in steps):
         values = plain_objective(_responses(model, part), part)
         optimizer.zero_grad()
         values["loss"].backward()

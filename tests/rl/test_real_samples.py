@@ -1,4 +1,4 @@
-"""The guarantees of `take` and `step_batches`."""
+"""The guarantees of `take`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.batch.rows.select import step_batches, take
-from mcore_batching.planning import group_steps
+from mcore_batching.rl.real_samples import take
 
 
 def numbered(count: int) -> dict[str, Any]:
@@ -56,17 +55,9 @@ def test_numpy_fields_and_indices() -> None:
     assert take({"uids": list("ab")}, torch.tensor([1]))["uids"] == ["b"]
 
 
-def test_skyrl_fault_metadata_of_the_whole_batch_on_every_mini_batch() -> None:
-    batch = numbered(6)
-    steps = group_steps([0, 1, 0, 2, 1, 2], 1)
-    parts = step_batches(batch, steps)
-    assert [numbers_of(part)[3] for part in parts] == [[0, 2], [1, 4], [3, 5]]
-    assert [part["uids"] for part in parts] == [[f"prompt {i}" for i in step] for step in steps]
-
-
 @pytest.mark.parametrize("whole", [{"uids": ["a"] * 6}, "a text of 6", 3, list(range(5))])
 def test_what_cannot_be_sliced_is_refused_by_name(whole: Any) -> None:
-    with pytest.raises(SchemaError, match=r"meta_info.*so that it can be sliced with the batch"):
+    with pytest.raises(SchemaError, match=r"meta_info.*6 values, one per sample"):
         take({**numbered(6), "meta_info": whole}, [0, 1])
 
 
@@ -74,9 +65,3 @@ def test_what_cannot_be_sliced_is_refused_by_name(whole: Any) -> None:
 def test_an_index_of_no_sample_is_refused(index: Any) -> None:
     with pytest.raises(OrderError, match=r"expected (integer )?indices"):
         take(numbered(6), [0, index])
-
-
-def test_a_sample_in_two_steps_is_refused() -> None:
-    with pytest.raises(OrderError, match="one step at most, got 1 in more: 2") as caught:
-        step_batches(numbered(4), [[0, 2], [2, 1]])
-    assert caught.value.doubled == (2,)
