@@ -313,7 +313,7 @@ def test_later_tokens_that_cannot_be_recomputed_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = config(mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform")
-    monkeypatch.setattr(compat, "recomputes_multi_token_rows", lambda: False)
+    monkeypatch.setattr(compat.multi_token, "recomputes_multi_token_rows", lambda: False)
     wanted = "set --recompute-granularity selective"
     assert any(wanted in problem for problem in multi_token_problems(made))
     made.recompute_method = "block"  # which these layers ignore

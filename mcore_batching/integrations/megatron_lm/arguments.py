@@ -98,7 +98,9 @@ def check_arguments(args: Any) -> None:
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
-    by_engine = compat.HAVE_TRANSFORMER_ENGINE and args.transformer_impl == "transformer_engine"
+    by_engine = (
+        compat.layers.HAVE_TRANSFORMER_ENGINE and args.transformer_impl == "transformer_engine"
+    )
     check_model_config(config, dims, planner, installed_versions() if by_engine else None)
     print_start_messages(args, config)
 

@@ -100,7 +100,7 @@ def hybrid_spec() -> ModuleSpec:
     stand-in, the same layers of Megatron's local ones; hybrid models then get a local final norm.
     Where Megatron has no `HybridModel`, one that raises when it is built.
     """
-    if not compat.has_hybrid_model():
+    if not compat.layers.has_hybrid_model():
         return _NO_MODEL
     # Only here: versions before 0.18 have no such modules.
     from megatron.core.models.hybrid import hybrid_block
@@ -113,7 +113,7 @@ def hybrid_spec() -> ModuleSpec:
     # The final norm is no part of the spec: the block builds it by this name.
     hybrid_block.TENorm = SequenceParallelNorm
     ours = _local(hybrid_stack_spec.submodules)
-    if compat.packs_sparse_attention():
+    if compat.layers.packs_sparse_attention():
         sparse = ours.dsa_layer.submodules.self_attention.submodules.core_attention
         for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
             setattr(sparse.submodules.indexer.submodules, name, _WholeLinear)

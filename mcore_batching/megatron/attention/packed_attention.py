@@ -130,7 +130,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         self.config: TransformerConfig = config
         self.layer_number = layer_number
         # Passed on by Megatron where it does without its globals, else taken from these.
-        self.tp_group, self.cp_group = compat.attention_groups(pg_collection)
+        self.tp_group, self.cp_group = compat.packed_rows.attention_groups(pg_collection)
         projection = config.kv_channels * config.num_attention_heads
         self.hidden_size_per_partition = divide(projection, self.tp_group.size())
         head_size = divide(projection, config.num_attention_heads)

@@ -26,7 +26,7 @@ def uses_transformer_engine() -> bool:
     Set ``apply_rope_fusion`` to it: unfused, packed rotary embeddings read the offsets back from
     the device in every layer.
     """
-    return compat.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
+    return compat.layers.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
 
 
 def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -46,7 +46,7 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
         )
-    return use_packed_attention(compat.local_gpt_layer_spec(config), config)
+    return use_packed_attention(compat.layers.local_gpt_layer_spec(config), config)
 
 
 def packed_mtp_block_spec(
@@ -89,9 +89,9 @@ def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleS
     # Without sequence parallelism Megatron's own norms do: every rank has all tokens.
     norm = SequenceParallelNorm if config.sequence_parallel else None
     if norm is not None:
-        compat.replace_final_norm(norm)
+        compat.layers.replace_final_norm(norm)
     return dataclasses.replace(
-        spec, submodules=compat.packed_submodules(spec.submodules, PackedAttention, norm)
+        spec, submodules=compat.layers.packed_submodules(spec.submodules, PackedAttention, norm)
     )
 
 

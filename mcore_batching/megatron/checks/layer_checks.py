@@ -33,7 +33,7 @@ def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) ->
 
 def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) -> str:
     # Of the class that runs: a subclass with a forward pass of its own may well know packed rows.
-    runs = compat.class_of_forward(layer)
+    runs = compat.layers.class_of_forward(layer)
     # Not isinstance, likewise.
     if type(layer) is DotProductAttention:
         return (
@@ -42,7 +42,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             "Transformer Engine's layer spec"
         )
     if runs.startswith("GatedDeltaNet"):
-        if not compat.packs_gated_delta_net(layer):
+        if not compat.layers.packs_gated_delta_net(layer):
             return (
                 "is a GatedDeltaNet, which runs packed rows from Megatron-LM 0.18 on: install a "
                 "later one, or a model without (--experimental-attention-variant)"
@@ -58,7 +58,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
                 "--swiglu (activation_func=torch.nn.functional.silu)"
             )
     if runs == "DSAttention":
-        if not compat.packs_sparse_attention():
+        if not compat.layers.packs_sparse_attention():
             return (
                 "is DeepSeek sparse attention, which runs packed rows from Megatron-LM 0.19 on: "
                 "install a later one, or a model without (--experimental-attention-variant)"
@@ -75,7 +75,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
         )
     # Its state runs on from token to token: it must end with each sample.
     if runs == "MambaMixer":
-        lacks = compat.what_mamba_lacks(context_parallel)
+        lacks = compat.layers.what_mamba_lacks(context_parallel)
         if lacks:
             return f"is a Mamba layer, and packed rows need {lacks}"
     return ""

@@ -19,7 +19,7 @@ def multi_token_problems(config: Any) -> Iterator[str]:
     """
     if not prediction_depths(config):
         return
-    lacks = compat.what_multi_token_prediction_lacks()
+    lacks = compat.multi_token.what_multi_token_prediction_lacks()
     if lacks:
         yield f"multi-token prediction {lacks}: unset --mtp-num-layers"
     if getattr(config, "mtp_standalone", False):
@@ -28,7 +28,7 @@ def multi_token_problems(config: Any) -> Iterator[str]:
             "put its layers on the last stage (--pipeline-model-parallel-layout)"
         )
     is_recomputed = config.recompute_granularity == "full" and config.recompute_method == "uniform"
-    if is_recomputed and not compat.recomputes_multi_token_rows():
+    if is_recomputed and not compat.multi_token.recomputes_multi_token_rows():
         yield (
             "multi-token prediction of packed rows is recomputed from Megatron-LM 0.19 on: set "
             "--recompute-granularity selective"

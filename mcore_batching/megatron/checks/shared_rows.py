@@ -35,7 +35,7 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
                 f"--position-embedding-type rope, or unset {_SHARED_ROWS}"
             )
         for name, module in chunk.named_modules():
-            if compat.class_of_forward(module) in _STATE_SPACE_LAYERS:
+            if compat.layers.class_of_forward(module) in _STATE_SPACE_LAYERS:
                 raise DynamicBatchArgumentError(
                     f"{name} is a state-space layer, which carries its state over a fixed "
                     f"context-parallel group: unset {_SHARED_ROWS}"
@@ -43,7 +43,7 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
             if not isinstance(module, Attention):
                 continue
             core = module.core_attention
-            known = isinstance(core, PackedAttention) or compat.is_engines_attention(core)
+            known = isinstance(core, PackedAttention) or compat.layers.is_engines_attention(core)
             # Not isinstance: a subclass may well slice by itself.
             if type(module) is not SelfAttention or not known:
                 raise DynamicBatchArgumentError(
@@ -51,7 +51,7 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
                     f"to follow a row's own context-parallel group: unset {_SHARED_ROWS}, or build "
                     "the model with mcore_batching.megatron.packed_layer_spec(config)"
                 )
-            compat.let_rows_have_groups(module)
+            compat.packed_rows.let_rows_have_groups(module)
 
 
 def dims_of_rows(dims: ParallelDims, planner: PlannerConfig) -> list[ParallelDims]:

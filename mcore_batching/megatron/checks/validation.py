@@ -103,7 +103,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     )
     # What packed rows need beyond settings, each where the model has such layers.
     if model_config.num_moe_experts:
-        compat.fix_router_masks()
+        compat.experts.fix_router_masks()
     mend_gradients(model)
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
@@ -128,12 +128,12 @@ def prepare_packed_model(model: Any) -> None:
         _PACKED_ROWS,
         [*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=True)],
     )
-    compat.end_states_with_samples()
+    compat.packed_rows.end_states_with_samples()
 
 
 def _engine_of(chunks: list[Any]) -> Versions | None:
     by_engine = any(
-        compat.is_engines_attention(each) for chunk in chunks for each in chunk.modules()
+        compat.layers.is_engines_attention(each) for chunk in chunks for each in chunk.modules()
     )
     return installed_versions() if by_engine else None
 
@@ -238,7 +238,7 @@ def _fixed_size_problems(config: Any) -> Iterator[str]:
             "unset --defer-embedding-wgrad-compute"
         )
     # A new flag upstream, which older versions do not have.
-    if compat.has_sequence_packing(config):
+    if compat.scripts.has_sequence_packing(config):
         yield (
             "Megatron's own sequence packing would pack a second time: unset "
             "--sequence-packing-scheduler"
@@ -283,7 +283,7 @@ def _expert_problems(config: Any) -> Iterator[str]:
 
 def _flex_dispatcher_problems(config: Any) -> Iterator[str]:
     backend = config.moe_flex_dispatcher_backend
-    if backend == "hybridep" and not compat.pads_uneven_dispatch_inputs(config):
+    if backend == "hybridep" and not compat.experts.pads_uneven_dispatch_inputs(config):
         yield (
             "HybridEP expects equally many tokens on all ranks: set "
             "--moe-hybridep-pad-uneven-dispatch-inputs (from Megatron-LM 0.19 on), or "

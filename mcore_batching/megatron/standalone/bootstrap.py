@@ -143,7 +143,7 @@ def build_model(
     Raises:
         DynamicBatchArgumentError: there is a pattern, and this Megatron has no `HybridModel`.
     """
-    if hybrid_layer_pattern is not None and not compat.has_hybrid_model():
+    if hybrid_layer_pattern is not None and not compat.layers.has_hybrid_model():
         raise DynamicBatchArgumentError(
             "a pattern of layers is of HybridModel, which Megatron-LM has from 0.18 on: install a "
             "later one, or unset --hybrid-layer-pattern"
