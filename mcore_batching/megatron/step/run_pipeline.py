@@ -57,12 +57,17 @@ def run_pipeline(
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
     deferred = None if forward_only else deferred_weights(job, prepared)
-    around = _around(job, model, prepared, operation, deferred, forward_only=forward_only)
-    # In here, not around the call: the other ranks are told what it raises.
-    if inside is not None:
-        around.append(inside)
-    # Innermost: weight gradients have to be there before any hook reads or adds up gradients.
-    around.append(split_backward(model, deferred))
+    around: list[contextlib.AbstractContextManager[Any]] = [
+        # Outermost the watch: whatever raises inside of it, the other ranks are told.
+        job.watch.reporting(operation),
+        *([] if forward_only else _timed(job, model, prepared, deferred)),
+        planned_transfers(job.options, model, prepared, forward_only=forward_only),
+        # Around all passes: the backward ones recompute with what the forward ones told routers.
+        replayed_step(model),
+        *([] if inside is None else [inside]),
+        # Innermost: weight gradients have to be there before any hook reads or adds up gradients.
+        split_backward(model, deferred),
+    ]
     with contextlib.ExitStack() as stack:
         for each in around:
             stack.enter_context(each)
@@ -80,25 +85,11 @@ def run_pipeline(
     return made, temperatures
 
 
-def _around(
-    job: Job,
-    model: list[Any],
-    prepared: PreparedStep,
-    operation: str,
-    deferred: WeightGradients | None,
-    *,
-    forward_only: bool,
-) -> list[contextlib.AbstractContextManager[Any]]:
-    """Context managers around the pipeline, the outermost first."""
-    # Outermost the watch: whatever raises inside of it, the other ranks are told.
-    around: list[contextlib.AbstractContextManager[Any]] = [job.watch.reporting(operation)]
-    # Forward passes alone are neither recorded nor timed: costs are of both directions.
-    if not forward_only:
-        around.append(recorded(job, prepared.schedule, prepared.step))
-        if job.options.learns_cost_model:
-            weights = [] if deferred is None else deferred.timed
-            around.append(learners_of(job).of(model).timing(prepared, weights))
-    around.append(planned_transfers(job.options, model, prepared, forward_only=forward_only))
-    # Around all passes: the backward ones recompute with what the forward ones told routers.
-    around.append(replayed_step(model))
-    return around
+def _timed(
+    job: Job, model: list[Any], prepared: PreparedStep, deferred: WeightGradients | None
+) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """What records and times a training step; forward passes alone have no costs to learn."""
+    yield recorded(job, prepared.schedule, prepared.step)
+    if job.options.learns_cost_model:
+        weights = [] if deferred is None else deferred.timed
+        yield learners_of(job).of(model).timing(prepared, weights)
