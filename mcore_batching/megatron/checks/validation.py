@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.layer_checks import layer_problems
+from mcore_batching.megatron.checks.low_precision import low_precision_problems
 from mcore_batching.megatron.checks.multi_token import multi_token_problems, unfit_for_later_tokens
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import (
@@ -20,12 +21,6 @@ from mcore_batching.megatron.checks.shared_rows import (
     shared_row_problems,
 )
 from mcore_batching.megatron.checks.split_backward import check_split_backward
-from mcore_batching.megatron.checks.transformer_engine import (
-    Versions,
-    attention_problems,
-    installed_versions,
-    low_precision_problems,
-)
 from mcore_batching.megatron.errors import refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
@@ -96,7 +91,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     refuse(
         _PACKED_ROWS,
         [
-            *_config_problems(model_config, dims, config, _engine_of(model)),
+            *_config_problems(model_config, dims, config),
             *unfit_for_later_tokens(model),
             *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
         ],
@@ -131,49 +126,32 @@ def prepare_packed_model(model: Any) -> None:
     compat.packed_rows.end_states_with_samples()
 
 
-def _engine_of(chunks: list[Any]) -> Versions | None:
-    by_engine = any(
-        compat.layers.is_engines_attention(each) for chunk in chunks for each in chunk.modules()
-    )
-    return installed_versions() if by_engine else None
-
-
 def _pads_rows(dims: ParallelDims, planner: PlannerConfig) -> bool:
     return max(sample_multiple_tokens(dims, planner), row_multiple_tokens(dims, planner)) > 1
 
 
-def check_model_config(
-    config: Any,
-    dims: ParallelDims,
-    planner: PlannerConfig,
-    versions: Versions | None = None,
-) -> None:
+def check_model_config(config: Any, dims: ParallelDims, planner: PlannerConfig) -> None:
     """Refuse a model configuration that would hang, crash or bias the gradients.
 
     Args:
         config: the model's `TransformerConfig`.
         dims: the job's parallel dims.
         planner: the planner's settings.
-        versions: of Transformer Engine, if its attention is used.
 
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
-    refuse(_PACKED_ROWS, _config_problems(config, dims, planner, versions))
+    refuse(_PACKED_ROWS, _config_problems(config, dims, planner))
 
 
-def _config_problems(
-    config: Any, dims: ParallelDims, planner: PlannerConfig, versions: Versions | None
-) -> Iterator[str]:
+def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) -> Iterator[str]:
     yield from _row_problems(config, dims)
     yield from _loss_problems(config)
     has_loss = has_auxiliary_loss(config)
     yield from shared_row_problems(config, dims, planner, has_auxiliary_loss=has_loss)
-    # Under dynamic CP by each size that a row may have: limits of kernels depend on it.
+    # Under dynamic CP by each size that a row may have: what a rank holds of it depends on it.
     for rows in dims_of_rows(dims, planner):
         yield from low_precision_problems(config, rows, planner)
-        if versions is not None:
-            yield from attention_problems(config, rows, versions)
 
 
 def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
@@ -206,13 +184,6 @@ def _pipeline_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
             "the interleaved schedule with variable lengths swaps shapes or deadlocks when sends "
             "and receives are batched (upstream): drop --no-overlap-p2p-communication, that is set "
             "overlap_p2p_comm=True and batch_p2p_comm=False"
-        )
-    # Megatron raises this itself, but only in the first step.
-    if dims.virtual_pipeline == 1 and dims.pipeline_parallel > 1 and config.overlap_p2p_comm:
-        yield (
-            "the 1F1B schedule does not overlap point-to-point communication: set "
-            "overlap_p2p_comm=False and batch_p2p_comm=True (--no-overlap-p2p-communication), or "
-            "turn on virtual pipeline stages"
         )
     if config.overlap_moe_expert_parallel_comm:
         yield (
