@@ -23,14 +23,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.cpu_request import (
-    ENVIRONMENT_VARIABLE,
-    has_transformer_engine,
-    is_requested,
-)
+from mcore_batching.megatron.cpu_request import ENVIRONMENT_VARIABLE, has_transformer_engine
 from mcore_batching.planning.errors import MCoreBatchingError
-
-__all__ = ["ENVIRONMENT_VARIABLE", "DeviceError", "enable", "is_enabled", "is_requested"]
 
 
 class DeviceError(MCoreBatchingError, RuntimeError):

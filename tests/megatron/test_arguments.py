@@ -519,11 +519,6 @@ SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
         ),
         (
             ParallelDims(data_parallel=4),
-            {"multi_latent_attention": True},
-            "unset --multi-latent-attention or --dynamic-batch-context-parallel",
-        ),
-        (
-            ParallelDims(data_parallel=4),
             {"fp8": "hybrid"},
             "divide by 16 on each rank, so by 64 in all",
         ),

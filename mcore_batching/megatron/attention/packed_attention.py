@@ -158,12 +158,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             query: ``[tokens, heads, dim]`` packed, or ``[sequence, batch, heads, dim]``.
             key: like ``query`` with key-value heads.
             value: like ``key``; its dim may differ.
-            attention_mask: not used; the mask follows from the sequence offsets.
-            attn_mask_type: not used.
+            attention_mask: not used, nor is its type; the mask follows from the sequence offsets.
             attention_bias: must be None.
             packed_seq_params: offsets of the padded sequences, and the row's own context-parallel
                 group where it has one; None for plain rows.
-            unused: arguments that newer versions add for other attentions.
 
         Returns:
             ``[tokens, heads * dim]`` packed, or ``[sequence, batch, heads * dim]``.

@@ -90,26 +90,6 @@ def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) 
     return torch.cat(held).argsort()
 
 
-def causal_mask(
-    num_queries: int, num_keys: int, window: int, device: torch.device
-) -> Tensor | None:
-    """Bool ``[queries, keys]``, True where a query sees a key; None where ``is_causal`` says it.
-
-    Args:
-        num_queries: of which the last is aligned to the last key.
-        num_keys: as many or more.
-        window: keys that a query sees before its own; or `EVERYTHING`.
-        device: of the mask.
-    """
-    is_windowed = EVERYTHING < window < num_keys
-    if num_queries == num_keys and not is_windowed:
-        return None
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    # `is_causal` aligns the first query to the first key; here the last ones align.
-    mask = mask.tril(num_keys - num_queries)
-    return mask.triu(num_keys - num_queries - window) if is_windowed else mask
-
-
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -127,16 +107,20 @@ def causal_attention(
         value: like ``key``; its dim may differ.
         scale: of the scores.
         dropout: probability.
-        window: as `causal_mask`.
+        window: keys that a query sees before its own; or `EVERYTHING`.
         sink: ``[heads]``, the score of a key that all queries see and that has no value.
     """
-    # None where `is_causal` says it: the fastest kernels take no mask.
-    mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    is_windowed = EVERYTHING < window < num_keys
     enable_gqa = query.shape[1] != key.shape[1]
-    if sink is not None:
-        if mask is None:
-            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-            mask = mask.tril()
+    mask = None
+    # `is_causal` aligns the first query to the first key, here the last ones align; where that is
+    # the same it says all: the fastest kernels take no mask.
+    if is_windowed or sink is not None or num_queries != num_keys:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(num_keys - num_queries)
+        mask = mask.triu(num_keys - num_queries - window) if is_windowed else mask
+    if sink is not None and mask is not None:
         # One more dim, in which the sink's key alone is 1: the score is each query head's own.
         score = (sink / scale).to(query)[None, :, None, None]
         query = torch.cat((query, score.expand(*query.shape[:3], 1)), dim=-1)

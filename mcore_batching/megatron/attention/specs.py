@@ -11,7 +11,9 @@ import dataclasses
 from typing import Any
 
 import torch
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import compat, cpu_emulation
@@ -87,12 +89,19 @@ def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleS
     parallelism.
     """
     # Without sequence parallelism Megatron's own norms do: every rank has all tokens.
-    norm = SequenceParallelNorm if config.sequence_parallel else None
-    if norm is not None:
-        compat.layers.replace_final_norm(norm)
-    return dataclasses.replace(
-        spec, submodules=compat.layers.packed_submodules(spec.submodules, PackedAttention, norm)
-    )
+    attention = spec.submodules.self_attention
+    inner: dict[str, Any] = {"core_attention": PackedAttention}
+    norms: dict[str, Any] = {}
+    if config.sequence_parallel:
+        transformer_block.LayerNormImpl = SequenceParallelNorm
+        norms = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), SequenceParallelNorm)
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention.submodules, name, None) is WrappedTorchNorm:
+                inner[name] = SequenceParallelNorm
+    inner = dataclasses.replace(attention.submodules, **inner)
+    attention = dataclasses.replace(attention, submodules=inner)
+    submodules = dataclasses.replace(spec.submodules, self_attention=attention, **norms)
+    return dataclasses.replace(spec, submodules=submodules)
 
 
 class SequenceParallelNorm:

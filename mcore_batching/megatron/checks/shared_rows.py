@@ -12,7 +12,7 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.planning import ParallelDims, PlannerConfig
+from mcore_batching.planning import PlannerConfig
 
 _SHARED_ROWS = FLAGS["max_context_parallel"]
 
@@ -54,21 +54,13 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
             compat.packed_rows.let_rows_have_groups(module)
 
 
-def dims_of_rows(dims: ParallelDims, planner: PlannerConfig) -> list[ParallelDims]:
-    """The dims with each context-parallel size that a row may have."""
-    if planner.max_context_parallel is None:
-        return [dims]
-    return [dims.for_rows_on(size) for size in dims.row_sizes(planner.max_context_parallel)]
-
-
 def shared_row_problems(
-    config: Any, dims: ParallelDims, planner: PlannerConfig, *, has_auxiliary_loss: bool
+    config: Any, planner: PlannerConfig, *, has_auxiliary_loss: bool
 ) -> Iterator[str]:
     """Settings that do not go with a context-parallel size for every row.
 
     Args:
         config: the model's `TransformerConfig`.
-        dims: the job's parallel dims.
         planner: the planner's settings.
         has_auxiliary_loss: routers add a loss.
     """
@@ -84,9 +76,4 @@ def shared_row_problems(
         yield (
             "the mixture-of-experts auxiliary losses are computed over a fixed context-parallel "
             f"group: set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff, or unset {_SHARED_ROWS}"
-        )
-    if config.multi_latent_attention:
-        yield (
-            "multi-latent attention slices by a fixed context-parallel group: unset "
-            f"--multi-latent-attention or {_SHARED_ROWS}"
         )

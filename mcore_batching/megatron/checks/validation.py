@@ -15,11 +15,7 @@ from mcore_batching.megatron.checks.layer_checks import layer_problems
 from mcore_batching.megatron.checks.low_precision import low_precision_problems
 from mcore_batching.megatron.checks.multi_token import multi_token_problems, unfit_for_later_tokens
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
-from mcore_batching.megatron.checks.shared_rows import (
-    dims_of_rows,
-    let_rows_have_groups,
-    shared_row_problems,
-)
+from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups, shared_row_problems
 from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.errors import refuse
 from mcore_batching.megatron.job.options import Options
@@ -148,10 +144,13 @@ def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) ->
     yield from _row_problems(config, dims)
     yield from _loss_problems(config)
     has_loss = has_auxiliary_loss(config)
-    yield from shared_row_problems(config, dims, planner, has_auxiliary_loss=has_loss)
-    # Under dynamic CP by each size that a row may have: what a rank holds of it depends on it.
-    for rows in dims_of_rows(dims, planner):
-        yield from low_precision_problems(config, rows, planner)
+    yield from shared_row_problems(config, planner, has_auxiliary_loss=has_loss)
+    if planner.max_context_parallel is None:
+        yield from low_precision_problems(config, dims, planner)
+        return
+    # By each size that a row may have: what a rank holds of it depends on it.
+    for size in dims.row_sizes(planner.max_context_parallel):
+        yield from low_precision_problems(config, dims.for_rows_on(size), planner)
 
 
 def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:

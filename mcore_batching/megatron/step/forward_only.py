@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
 from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
+from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
 from mcore_batching.megatron.rollout.data_iterator import (
@@ -59,7 +59,7 @@ def forward_only(
             `PackedMicroBatch`) if it takes that; keywords that it does not take are left out.
             Returns a dict of lists with one tensor per sample of the micro-batch (one for a
             placeholder), or a pair whose second element is such a dict. The same names for every
-            micro-batch on every rank; for a placeholder it may leave names out.
+            micro-batch on every rank but for placeholders, whose values are dropped.
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
@@ -238,32 +238,23 @@ def _agreed_names(
 
     Raises:
         ForwardFailedError: ``f`` raised, or returned what cannot travel, or its names differ
-            between micro-batches or ranks, or a placeholder has one that real samples lack.
+            between micro-batches or ranks.
     """
 
     def says(names: tuple[list[str] | None, list[str]]) -> Statement:
-        real, extra = names
+        real = names[0]
         equal = {} if real is None else {"names that f returned": sorted(real)}
         # Stages without logits need no names, and ranks with real samples know them.
-        asks = is_last_stage() and (real is None or not set(extra) <= set(real))
+        asks = is_last_stage() and real is None
         same = {"temperature": sorted(temperatures)}
         return Statement(equal=equal, equal_in_stage=same, tell=names, asks=asks)
 
     told = job.agree_after_pipeline(
         _OPERATION, failed, lambda: _own_names(outputs, travel=travel), says
     ).told
-    # The same decision on every rank of the last stage: all of them have heard all of this.
     known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)
     if known is None:  # placeholders everywhere
         return list(dict.fromkeys(name for _, names in told.values() for name in names))
-    unknown = {
-        rank: f"f returned {sorted(set(names) - set(known))} for a placeholder alone; return names "
-        f"of {sorted(known)}, as for real samples"
-        for rank, (_, names) in told.items()
-        if not set(names) <= set(known)
-    }
-    if unknown:
-        raise ForwardFailedError(unknown)
     return known
 
 

@@ -135,13 +135,6 @@ class WatchedTotals(StepTotals):
             object.__setattr__(self, "were_read", True)
         return super().__getattribute__(name)
 
-    def __eq__(self, other: object) -> bool:
-        """As `StepTotals`, which these are."""
-        # A dataclass's own holds between objects of one class alone.
-        return isinstance(other, StepTotals) and vars(self) | vars(other) == vars(self)
-
-    __hash__ = StepTotals.__hash__
-
 
 def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) -> None:
     """Warn of a loss function that cannot know what the step adds up to, where that matters.

@@ -62,19 +62,14 @@ def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
     # A first stage that scatters its input scatters the mask, too, and takes that of all tokens;
     # elsewhere a stage expects the mask of its own.
-    if compat.layers.scatters_padding_mask(model):
-        return _padding_mask(row)
-    return own_padding_mask(get_model_config(chunk), row)
+    is_whole = compat.layers.scatters_padding_mask(model)
+    return own_padding_mask(get_model_config(chunk), row, is_whole=is_whole)
 
 
-def _padding_mask(row: PackedMicroBatch) -> Tensor:
-    return torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
-
-
-def own_padding_mask(config: Any, row: PackedMicroBatch) -> Tensor:
+def own_padding_mask(config: Any, row: PackedMicroBatch, *, is_whole: bool = False) -> Tensor:
     """`padding_mask` of the tokens that this tensor-parallel rank holds between layers."""
-    mask = _padding_mask(row)
-    if not config.sequence_parallel:
+    mask = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
+    if is_whole or not config.sequence_parallel:
         return mask
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()

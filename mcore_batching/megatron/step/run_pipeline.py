@@ -4,9 +4,11 @@ and stock scripts, inside of everything that has to hold meanwhile."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_batching.megatron.job.job import Job
@@ -14,10 +16,10 @@ from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.logits.log_probs import chunks_of_tokens
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.routing_replay import replayed_step
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.split_backward.plan import deferred_weights
 from mcore_batching.megatron.split_backward.split_passes import split_backward
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
-from mcore_batching.megatron.step.recording import recorded
 from mcore_batching.megatron.step.transfer_shapes import planned_transfers
 
 
@@ -89,7 +91,32 @@ def _timed(
     job: Job, model: list[Any], prepared: PreparedStep, deferred: WeightGradients | None
 ) -> Iterator[contextlib.AbstractContextManager[Any]]:
     """What records and times a training step; forward passes alone have no costs to learn."""
-    yield recorded(job, prepared.schedule, prepared.step)
+    yield _recorded(job, prepared.schedule, prepared.step)
     if job.options.learns_cost_model:
         weights = [] if deferred is None else deferred.timed
         yield learners_of(job).of(model).timing(prepared, weights)
+
+
+@contextlib.contextmanager
+def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
+    """Write down a step whose passes run inside, for ``mcore-batching replay``.
+
+    A collective over all ranks where steps are recorded.
+    """
+    recorder = job.recorder
+    if recorder is None:
+        yield
+        return
+    # The device runs behind the host: without these two waits the clock would time launches.
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    yield
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - started  # without the wait for the other ranks' plans
+    learnt = schedule.learnt
+    # After the clock has stopped: `step_plan` gathers the plans of all ranks the first time.
+    recorder.append(
+        *schedule.step_plan(step),
+        seconds,
+        seconds_per_unit=None if learnt is None else learnt.seconds_per_unit,
+    )
