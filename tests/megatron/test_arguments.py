@@ -378,7 +378,11 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
             {"mtp_num_layers": 1, "mtp_standalone": True},
             "put its layers on the last stage",
         ),
-        (ParallelDims(), {"dsa_indexer_loss_coeff": 0.1}, "the indexer loss of sparse attention"),
+        (
+            ParallelDims(),
+            {"dsa_indexer_loss_coeff": 0.1},
+            "sparse attention's indexer loss would be a mean",
+        ),
         (
             ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
@@ -408,7 +412,7 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
         (
             ParallelDims(tensor_parallel=2, sequence_parallel=True),
             {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-            "FP8 needs rows whose tokens divide by 128 on each rank, so by 256 in all",
+            "FP8 rows must divide by 128 on each rank, so by 256 in all",
         ),
         (
             ParallelDims(tensor_parallel=2),
@@ -418,7 +422,7 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
         (
             ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
             {"fp4": "e2m1"},
-            "FP4 needs rows whose tokens divide by 32 on each rank, so by 128 in all",
+            "FP4 rows must divide by 32 on each rank, so by 128 in all",
         ),
         (ParallelDims(), {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
         (
@@ -501,7 +505,7 @@ SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
         (
             ParallelDims(data_parallel=4),
             {"calculate_per_token_loss": False},
-            "averages over a fixed number: set --calculate-per-token-loss",
+            "a fixed number of ranks: set --calculate-per-token-loss",
         ),
         (
             ParallelDims(data_parallel=4),

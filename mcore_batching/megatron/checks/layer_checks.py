@@ -37,9 +37,8 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
     # Not isinstance, likewise.
     if type(layer) is DotProductAttention:
         return (
-            "is Megatron's local DotProductAttention, which cannot keep packed samples apart: "
-            "build the model with mcore_batching.megatron.packed_layer_spec(config), or with "
-            "Transformer Engine's layer spec"
+            "is Megatron's local DotProductAttention, which mixes packed samples: build the model "
+            "with mcore_batching.megatron.packed_layer_spec(config), or Transformer Engine's spec"
         )
     if runs.startswith("GatedDeltaNet"):
         if not compat.layers.packs_gated_delta_net(layer):
@@ -50,7 +49,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
         if config.deterministic_mode:
             return (
                 "is a GatedDeltaNet, which runs no packed rows in deterministic mode: unset "
-                "--deterministic-mode (deterministic_mode=False)"
+                "--deterministic-mode"
             )
         if layer.activation not in ("silu", "swish"):
             return (
@@ -92,8 +91,8 @@ def _gradients_of_experts(chunks: list[Any]) -> Iterator[str]:
         # True: Megatron adds it up over the data-parallel ranks that parameters of all layers have.
         if ".mlp.experts." in name and getattr(parameter, "allreduce", True):
             yield (
-                f"before 0.19 megatron-core does not add up the gradient of {name} over "
-                "tensor-parallel ranks, which see different tokens: set "
-                f"--expert-tensor-parallel-size {size}, or --expert-model-parallel-size above 1"
+                f"before 0.19 megatron-core leaves gradients of {name} apart on tensor-parallel "
+                f"ranks: set --expert-tensor-parallel-size {size}, or --expert-model-parallel-size "
+                "above 1"
             )
             return

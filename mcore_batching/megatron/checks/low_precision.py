@@ -24,9 +24,8 @@ def low_precision_problems(
     wanted, row = tokens * shards, row_multiple_tokens(dims, planner)
     if row % wanted:
         yield (
-            f"{name} needs rows whose tokens divide by {tokens} on each rank, so by {wanted} in "
-            f"all, and rows are padded to a multiple of {row}: set {PREFIX}pad-total-to {wanted} "
-            "(or a multiple)"
+            f"{name} rows must divide by {tokens} on each rank, so by {wanted} in all, and are "
+            f"padded to a multiple of {row}: set {PREFIX}pad-total-to {wanted}"
         )
 
 

@@ -37,8 +37,8 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
         for name, module in chunk.named_modules():
             if compat.layers.class_of_forward(module) in _STATE_SPACE_LAYERS:
                 raise DynamicBatchArgumentError(
-                    f"{name} is a state-space layer, which carries its state over a fixed "
-                    f"context-parallel group: unset {_SHARED_ROWS}"
+                    f"{name} is a state-space layer with a fixed context-parallel group: unset "
+                    f"{_SHARED_ROWS}"
                 )
             if not isinstance(module, Attention):
                 continue
@@ -48,8 +48,8 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
             if type(module) is not SelfAttention or not known:
                 raise DynamicBatchArgumentError(
                     f"{name}, a {type(module).__name__} with {type(core).__name__}, is not known "
-                    f"to follow a row's own context-parallel group: unset {_SHARED_ROWS}, or build "
-                    "the model with mcore_batching.megatron.packed_layer_spec(config)"
+                    f"to follow a row's own group: unset {_SHARED_ROWS}, or build the model with "
+                    "mcore_batching.megatron.packed_layer_spec(config)"
                 )
             compat.packed_rows.let_rows_have_groups(module)
 
@@ -69,11 +69,11 @@ def shared_row_problems(
     # Megatron divides by ranks or by micro-batches, which rows of several sizes count unevenly.
     if not config.calculate_per_token_loss:
         yield (
-            f"under {_SHARED_ROWS} as many ranks work on a token as its row has, and Megatron "
-            "averages over a fixed number: set --calculate-per-token-loss"
+            f"under {_SHARED_ROWS} Megatron averages over a fixed number of ranks: set "
+            "--calculate-per-token-loss"
         )
     if has_auxiliary_loss:
         yield (
-            "the mixture-of-experts auxiliary losses are computed over a fixed context-parallel "
-            f"group: set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff, or unset {_SHARED_ROWS}"
+            "auxiliary losses of experts have a fixed context-parallel group: set "
+            f"--moe-aux-loss-coeff 0 and no --moe-z-loss-coeff, or unset {_SHARED_ROWS}"
         )

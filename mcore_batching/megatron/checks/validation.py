@@ -180,32 +180,31 @@ def has_auxiliary_loss(config: Any) -> bool:
 def _pipeline_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
     if dims.virtual_pipeline > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
         yield (
-            "the interleaved schedule with variable lengths swaps shapes or deadlocks when sends "
-            "and receives are batched (upstream): drop --no-overlap-p2p-communication, that is set "
-            "overlap_p2p_comm=True and batch_p2p_comm=False"
+            "the interleaved schedule deadlocks with batched sends of varying lengths (upstream): "
+            "drop --no-overlap-p2p-communication (overlap_p2p_comm=True, batch_p2p_comm=False)"
         )
     if config.overlap_moe_expert_parallel_comm:
         yield (
-            "overlapped expert-parallel communication asks the forward step for a schedule plan, "
-            "which packed rows do not have: unset --overlap-moe-expert-parallel-comm"
+            "overlapped expert-parallel communication needs schedule plans, which rows do not "
+            "have: unset --overlap-moe-expert-parallel-comm"
         )
 
 
 def _fixed_size_problems(config: Any) -> Iterator[str]:
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         yield (
-            "CUDA graphs replay fixed shapes and a fixed number of micro-batches: set "
-            "--cuda-graph-impl none (and unset --enable-cuda-graph, --external-cuda-graph)"
+            "CUDA graphs replay fixed shapes and counts: set --cuda-graph-impl none (and unset "
+            "--enable-cuda-graph, --external-cuda-graph)"
         )
     if config.tp_comm_overlap:
         yield (
-            "overlapped tensor-parallel communication has buffers of seq_length tokens, which rows "
-            "do not have: unset --tp-comm-overlap"
+            "overlapped tensor-parallel communication has buffers of seq_length tokens: unset "
+            "--tp-comm-overlap"
         )
     if config.defer_embedding_wgrad_compute:
         yield (
-            "deferred embedding gradients are gathered as if all rows had the length of the first: "
-            "unset --defer-embedding-wgrad-compute"
+            "deferred embedding gradients take all rows for as long as the first: unset "
+            "--defer-embedding-wgrad-compute"
         )
     # A new flag upstream, which older versions do not have.
     if compat.scripts.has_sequence_packing(config):
@@ -219,14 +218,13 @@ def _loss_problems(config: Any) -> Iterator[str]:
     yield from multi_token_problems(config)
     if has_auxiliary_loss(config) and not config.calculate_per_token_loss:
         yield (
-            "the mixture-of-experts auxiliary losses would be averaged over micro-batches however "
-            "full, placeholders included, and Megatron leaves no place to rescale them: set "
-            "--calculate-per-token-loss"
+            "auxiliary losses of experts would be means over micro-batches, placeholders included: "
+            "set --calculate-per-token-loss"
         )
     if config.dsa_indexer_loss_coeff and not config.calculate_per_token_loss:
         yield (
-            "the indexer loss of sparse attention would be a mean over micro-batches however full: "
-            "set --calculate-per-token-loss"
+            "sparse attention's indexer loss would be a mean over micro-batches: set "
+            "--calculate-per-token-loss"
         )
 
 
@@ -246,8 +244,8 @@ def _expert_problems(config: Any) -> Iterator[str]:
     # A factor of 0 would be a capacity, too.
     if config.moe_expert_capacity_factor is not None:
         yield (
-            "with an expert capacity, which tokens are dropped depends on what shares their "
-            "micro-batch: unset --moe-expert-capacity-factor"
+            "an expert capacity drops tokens by what shares their micro-batch: unset "
+            "--moe-expert-capacity-factor"
         )
 
 
@@ -261,8 +259,8 @@ def _flex_dispatcher_problems(config: Any) -> Iterator[str]:
         )
     if backend == "ncclep":
         yield (
-            "the NCCL expert-parallel dispatcher sizes its buffers by the first row that it sees: "
-            "set --moe-flex-dispatcher-backend deepep"
+            "the NCCL expert dispatcher sizes its buffers by the first row: set "
+            "--moe-flex-dispatcher-backend deepep"
         )
 
 
