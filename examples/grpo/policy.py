@@ -8,15 +8,14 @@ import torch
 from byte_tokens import VOCABULARY
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from mcore_batching.megatron.attention import uses_transformer_engine
+from mcore_batching.megatron.attention.specs import uses_transformer_engine
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
-    build_optimizer,
     pipeline_config,
 )
 from mcore_batching.planning import ParallelDims
@@ -95,7 +94,7 @@ def build_adam(policy: list[Any], learning_rate: float) -> Any:
         adam_eps=1e-5,
         clip_grad=1.0 if is_float32 else 0.0,  # Megatron clips no others
     )
-    return build_optimizer(policy, config)
+    return get_megatron_optimizer(config, policy)
 
 
 def build_scheduler(optimizer: Any, decay_style: str, num_samples: int) -> OptimizerParamScheduler:

@@ -8,30 +8,23 @@ for tests and laptops; it makes nothing faster.
 Importing this module patches nothing; `mcore_batching.megatron` calls `enable` where
 ``MCORE_BATCHING_CPU`` asks for it. `enable` patches functions of `torch.cuda`, enters one
 `TorchFunctionMode` that turns CUDA devices into the CPU, and replaces the few megatron-core
-functions that test for CUDA tensors (`compat.patch_for_cpu`).
+functions that test for CUDA tensors (`compat.cpu.patch_for_cpu`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.cpu_request import (
-    ENVIRONMENT_VARIABLE,
-    has_transformer_engine,
-    is_requested,
-)
+from mcore_batching.megatron.cpu_request import ENVIRONMENT_VARIABLE, has_transformer_engine
 from mcore_batching.planning.errors import MCoreBatchingError
-
-__all__ = ["ENVIRONMENT_VARIABLE", "DeviceError", "enable", "is_enabled", "is_requested"]
 
 
 class DeviceError(MCoreBatchingError, RuntimeError):
@@ -79,7 +72,7 @@ def enable(*, force: bool = False) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch._dynamo.config.disable = True
     _patch_torch_cuda()
-    compat.patch_for_cpu()
+    compat.cpu.patch_for_cpu()
     _mode = _CudaMeansCpu()
     _mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -104,12 +97,10 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs = dict(kwargs) if kwargs else {}
         if func is torch.device and args and isinstance(_on_cpu(args[0]), torch.device):
             return _CPU
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.record_stream:
             return None
-        if func is torch.Tensor.pin_memory:
-            return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron's optimizers assert on the legacy type string of CUDA tensors.
             return func(*args).replace("torch.", "torch.cuda.", 1)
@@ -130,152 +121,101 @@ def _on_cpu(argument: Any) -> Any:
     return argument
 
 
-class _Event:
-    """An event that has always happened."""
+class _Idle:
+    """What nothing waits for: all that it was given to do is done."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
 
-    def record(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
     def query(self) -> bool:
-        """Say that the event has happened."""
+        """Say that all is done."""
         return True
 
+    def synchronize(self, other: Any = None) -> None:
+        """Do nothing."""
+
+    record = wait = wait_event = wait_stream = synchronize
+
+
+class _Event(_Idle):
     def elapsed_time(self, other: Any) -> float:
         """Say that no time has passed."""
         del other
         return 0.0
 
 
-class _Stream:
-    """A stream on which everything has already run."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-
+class _Stream(_Idle):
     def __enter__(self) -> _Stream:
         return self
 
     def __exit__(self, *exception: Any) -> None:
         del exception
 
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing."""
-
-    def wait_event(self, event: Any) -> None:
-        """Do nothing."""
-
     def record_event(self, event: Any = None) -> Any:
         """Hand back an event that has happened."""
         return event if event is not None else _Event()
 
-    def query(self) -> bool:
-        """Say that the stream is idle."""
-        return True
-
-
-@contextlib.contextmanager
-def _on_stream(stream: Any) -> Iterator[None]:
-    del stream
-    yield
-
-
-def _always(value: Any = None) -> Callable[..., Any]:
-    # A new function each time: torch.compile's tables refuse one under two names.
-    return lambda *args, **kwargs: value
-
 
 def _patch_torch_cuda() -> None:
     # By attribute, not by a mode: these are called as torch.cuda.*, which no mode sees.
-    for name, replacement in (_devices() | _memory() | _streams()).items():
-        setattr(torch.cuda, name, replacement)
-    for name, replacement in _random_numbers().items():
-        setattr(torch.cuda, name, replacement)
-        setattr(torch.cuda.random, name, replacement)
+    for name, answer in _ANSWERS.items():
+        setattr(torch.cuda, name, _always(answer))
+    for name, function in _FUNCTIONS.items():
+        setattr(torch.cuda, name, function)
+    for name, function in _RANDOM_NUMBERS.items():
+        setattr(torch.cuda, name, function)
+        setattr(torch.cuda.random, name, function)
     torch.cuda.default_generators = (torch.default_generator,)
     # Marks for NVIDIA's profiler raise without CUDA.
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, _always())
+        setattr(torch.cuda.nvtx, name, _always(None))
 
 
-def _devices() -> dict[str, Any]:
-    def is_available() -> bool:
-        # megatron.training refuses to start without CUDA, but PyTorch must not be told that it is
-        # there: it would use it.
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return str(caller).startswith("megatron.training")
-
-    return {
-        "is_available": is_available,
-        "current_device": _always(_CPU),
-        # A GPU for each process of torchrun, as jobs expect.
-        "device_count": lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-        "set_device": _always(),
-        # Of an older GPU: newer ones turn on kernels of their own.
-        "get_device_properties": _always(types.SimpleNamespace(major=8, minor=0, name="CPU")),
-        "get_device_capability": _always((8, 0)),
-        "get_device_name": _always("CPU"),
-    }
+def _always(answer: Any) -> Callable[..., Any]:
+    # A new function each time: torch.compile's tables refuse one under two names.
+    return lambda *args, **kwargs: answer
 
 
-def _memory() -> dict[str, Any]:
-    return {
-        "memory_allocated": _always(0),
-        "max_memory_allocated": _always(0),
-        "memory_reserved": _always(0),
-        "max_memory_reserved": _always(0),
-        "empty_cache": _always(),
-        "reset_peak_memory_stats": _always(),
-        "memory_stats": _always({}),
-    }
+def _is_available() -> bool:
+    # megatron.training refuses to start without CUDA, but PyTorch must not be told that it is
+    # there: it would use it.
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    return str(caller).startswith("megatron.training")
 
 
-def _streams() -> dict[str, Any]:
-    the_stream = _Stream()
-
-    def current_stream(device: Any = None) -> _Stream:
-        del device
-        return the_stream
-
-    return {
-        "synchronize": _always(),
-        "Stream": _Stream,
-        "Event": _Event,
-        "current_stream": current_stream,
-        "default_stream": current_stream,
-        "stream": _on_stream,
-        "is_current_stream_capturing": _always(False),
-    }
-
-
-def _random_numbers() -> dict[str, Any]:
-    """Functions that stand in both `torch.cuda` and `torch.cuda.random`."""
-
-    def get_rng_state(device: Any = None) -> torch.Tensor:
-        del device
-        return torch.get_rng_state()
-
-    def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-        del device
-        torch.set_rng_state(new_state)
-
-    def manual_seed(seed: int) -> None:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would call back here
-
-    return {
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
-        "manual_seed": manual_seed,
-        "manual_seed_all": lambda seed: manual_seed(seed),
-    }
+_ANSWERS: dict[str, Any] = {
+    "current_device": _CPU,
+    "set_device": None,
+    # Of an older GPU: newer ones turn on kernels of their own.
+    "get_device_properties": types.SimpleNamespace(major=8, minor=0, name="CPU"),
+    "get_device_capability": (8, 0),
+    "get_device_name": "CPU",
+    "memory_allocated": 0,
+    "max_memory_allocated": 0,
+    "memory_reserved": 0,
+    "max_memory_reserved": 0,
+    "memory_stats": {},
+    "empty_cache": None,
+    "reset_peak_memory_stats": None,
+    "synchronize": None,
+    "current_stream": _Stream(),
+    "default_stream": _Stream(),
+    "stream": _Stream(),
+    "is_current_stream_capturing": False,
+}
+"""What functions of `torch.cuda` return, whatever they are asked."""
+_FUNCTIONS = {
+    "is_available": _is_available,
+    # A GPU for each process of torchrun, as jobs expect.
+    "device_count": lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+    "Stream": _Stream,
+    "Event": _Event,
+}
+_RANDOM_NUMBERS = {
+    "get_rng_state": lambda *unused, **named: torch.get_rng_state(),
+    "set_rng_state": lambda state, *unused, **named: torch.set_rng_state(state),
+    # Not torch.manual_seed, which would call back here.
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
+}
+"""Functions that stand in both `torch.cuda` and `torch.cuda.random`."""

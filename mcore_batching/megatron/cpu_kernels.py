@@ -9,6 +9,8 @@ in a sequence's length.
 from __future__ import annotations
 
 import sys
+import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +32,8 @@ def stand_in_for_kernels() -> None:
         "causal_conv1d": _causal_convolution,
         "chunk_gated_delta_rule": _gated_delta_rule,
         "l2norm": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6),
-        "tex": _Engine,
+        # The one function that Mamba calls of Transformer Engine, under context parallelism.
+        "tex": types.SimpleNamespace(thd_get_partitioned_indices=_own_places),
         "is_te_min_version": lambda version: True,
     }
     for name, module in list(sys.modules.items()):
@@ -55,16 +58,10 @@ class _GroupNorm(torch.nn.Module):
         )
 
 
-class _Engine:
-    """The one function of Transformer Engine that Mamba calls under context parallelism."""
-
-    @staticmethod
-    def thd_get_partitioned_indices(
-        offsets: Tensor, total_tokens: int, ranks: int, rank: int
-    ) -> Tensor:
-        """int32 ``[tokens of the rank]``: their places in the whole row."""
-        del total_tokens
-        return packed_positions(offsets.tolist(), ranks, rank).to(torch.int32)
+def _own_places(offsets: Tensor, total_tokens: int, ranks: int, rank: int) -> Tensor:
+    """int32 ``[tokens of the rank]``: their places in the whole row."""
+    del total_tokens
+    return packed_positions(offsets.tolist(), ranks, rank).to(torch.int32)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,9 +110,9 @@ def _mamba(
     return torch.cat(made, 1) * functional.silu(gate)
 
 
-def _lengths(offsets: Tensor | None, total_tokens: int) -> list[int]:
-    lengths: list[int] = [total_tokens] if offsets is None else offsets.diff().tolist()
-    return lengths
+def _sequences(values: Tensor, offsets: Tensor | None) -> Sequence[Tensor]:
+    """Parts of ``[batch, tokens, ...]``."""
+    return [values] if offsets is None else torch.split(values, offsets.diff().tolist(), 1)
 
 
 def _causal_convolution(
@@ -123,8 +120,8 @@ def _causal_convolution(
 ) -> tuple[Tensor, None]:
     """``[batch, tokens, channels]``."""
     del unused
-    sequences = torch.split(x, _lengths(cu_seqlens, x.shape[1]), 1)
-    return torch.cat([_convolved(each, weight, bias) for each in sequences], 1), None
+    made = [_convolved(each, weight, bias) for each in _sequences(x, cu_seqlens)]
+    return torch.cat(made, 1), None
 
 
 def _gated_delta_rule(
@@ -141,8 +138,7 @@ def _gated_delta_rule(
     from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
 
     del unused
-    lengths = _lengths(cu_seqlens, q.shape[1])
-    sequences = zip(*(torch.split(each, lengths, 1) for each in (q, k, v, g, beta)), strict=True)
+    sequences = zip(*(_sequences(each, cu_seqlens) for each in (q, k, v, g, beta)), strict=True)
     # Chunks of one token: within longer ones it takes differences of sums of gates in float32, and
     # what they lose to rounding shows in the gradients (5e-5 with chunks of 16, 6e-7 so).
     made = [torch_chunk_gated_delta_rule(*each, chunk_size=1)[0] for each in sequences]

@@ -45,11 +45,11 @@ def mend_gradients(chunks: list[Any]) -> None:
             _mend_recomputed(unwrap_model(chunk))
     for layer in (layer for chunk in chunks for layer in chunk.modules()):
         is_latent = getattr(layer, "linear_kv_down_proj", None) is not None
-        is_delta_net = compat.class_of_forward(layer).startswith("GatedDeltaNet")
+        is_delta_net = compat.layers.class_of_forward(layer).startswith("GatedDeltaNet")
         if not (is_latent or is_delta_net):
             continue
         # With one rank there is nothing to add up; a second hook would add it up twice.
-        group, _ = compat.attention_groups(getattr(layer, "pg_collection", None))
+        group, _ = compat.packed_rows.attention_groups(getattr(layer, "pg_collection", None))
         if group.size() == 1 or hasattr(layer, _MARK):
             continue
         setattr(layer, _MARK, True)

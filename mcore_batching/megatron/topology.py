@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
-from mcore_batching.megatron.compat import waits_for_sends
+from mcore_batching.megatron.compat.schedules import waits_for_sends
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims
 from mcore_batching.planning.costs import layers_of
 from mcore_batching.planning.integers import as_integer

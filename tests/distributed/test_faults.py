@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit import output_faults
 from kit.harness import Job
+from kit.wrong_calls import WRONG
 
 DP2 = {"data_parallel": 2}
 DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
@@ -24,88 +25,6 @@ def job(name: str, function: str, dims: dict[str, Any], nproc: int, **parameters
     module = parameters.pop("module", "faults")
     parameters = {"dims": dims, "reference": kind, **parameters}
     return Job(name, f"kit.{module}:{function}", nproc, dims, parameters)
-
-
-@pytest.mark.parametrize(
-    ("job", "error", "cause", "text"),
-    [
-        (
-            job("fail-undeclared", "one_rank_fails", DP2_PP2, 4, what="undeclared field"),
-            "PlanningFailedError",
-            "SchemaError",
-            "my_scores",
-        ),
-        (
-            job("fail-missing", "one_rank_fails", DP2_PP2, 4, what="missing field"),
-            "PlanningFailedError",
-            "KeyError",
-            "total_lengths",
-        ),
-        (
-            job(
-                "fail-collating", "one_rank_fails", DP2_PP2, 4, what="data changed before collating"
-            ),
-            "CollationFailedError",
-            "SchemaError",
-            "tokens",
-        ),
-        (
-            job("fail-fields", "one_rank_fails", DP2_PP2, 4, what="more fields"),
-            "PlanMismatchError",
-            "NoneType",
-            "teacher_log_probs",
-        ),
-        (
-            job("fail-settings", "one_rank_fails", DP2_PP2, 4, what="other settings"),
-            "PlanMismatchError",
-            "NoneType",
-            "max_tokens_per_gpu is 56, on rank 0 it is 48",
-        ),
-        (
-            job("fail-cost-model", "one_rank_fails", DP2_PP2, 4, what="no cost model"),
-            "PlanningFailedError",
-            "DynamicBatchArgumentError",
-            "--dynamic-batch-cost-model /nowhere/cost.json: ",
-        ),
-        (
-            job("fail-plan", "one_rank_fails", DP2_PP2, 4, what="other lengths"),
-            "PlanMismatchError",
-            "NoneType",
-            "plan (sha256)",
-        ),
-        *(
-            pytest.param(
-                job(f"fail-shared-{name}", "one_rank_fails", DP2_PP2, 4, what=what, planner=SHARED),
-                error,
-                cause,
-                text,
-                marks=() if name == "plan" else pytest.mark.long,
-            )
-            for name, what, error, cause, text in (
-                ("missing", "missing field", "PlanningFailedError", "KeyError", "total_lengths"),
-                ("fields", "more fields", "PlanMismatchError", "NoneType", "teacher_log_probs"),
-                ("plan", "other plan", "PlanMismatchError", "NoneType", "plan (sha256)"),
-                (
-                    "collating",
-                    "data changed before collating",
-                    "CollationFailedError",
-                    "SchemaError",
-                    "tokens",
-                ),
-            )
-        ),
-    ],
-    ids=lambda value: str(value) if isinstance(value, Job) else "",
-)
-def test_error_on_one_rank_is_raised_on_all(
-    job: Job, ranks: list[dict[str, Any]], error: str, cause: str, text: str
-) -> None:
-    assert [rank["type"] for rank in ranks] == [error] * 4
-    assert len({rank["message"] for rank in ranks}) == 1
-    assert "rank 3" in ranks[0]["message"]
-    assert text in ranks[0]["message"]
-    assert [rank["cause"] for rank in ranks] == ["NoneType"] * 3 + [cause]
-    assert max(rank["seconds"] for rank in ranks) < SECONDS
 
 
 @pytest.mark.parametrize(
@@ -144,19 +63,6 @@ def test_samples_that_do_not_go_together_are_an_error_on_all_ranks(
 ) -> None:
     assert [rank["type"] for rank in ranks] == [error] * 4
     assert text in ranks[0]["message"]
-
-
-@pytest.mark.parametrize(
-    "job",
-    [job("fail-oversize", "one_rank_fails", DP2_PP2, 4, what="oversize sample refused")],
-    ids=str,
-)
-def test_refused_oversize_sample_is_named_everywhere(job: Job, ranks: list[dict[str, Any]]) -> None:
-    assert [rank["type"] for rank in ranks] == ["PlanningFailedError"] * 4
-    assert "set --max-tokens-per-gpu to 200 or more" in ranks[0]["message"]
-    assert "--dynamic-batch-on-oversize own-bin" in ranks[0]["message"]
-    # Both ranks of the replica that holds the sample, and nobody else.
-    assert sum(rank["cause"] == "OversizeSampleError" for rank in ranks) == 2
 
 
 EXTRA = 4
@@ -354,222 +260,37 @@ def test_outputs_that_no_sample_has_are_an_error_on_all(
 
 
 @pytest.mark.parametrize(
-    ("job", "error", "text"),
+    "job",
     [
-        (
-            job("f-fails", "function_fails", DP2_PP2, 4, where="forward_only"),
-            "ForwardFailedError",
-            "rank 3: ZeroDivisionError: in f",
-        ),
-        (
-            job("loss-fails", "function_fails", DP2_PP2, 4, where="train_step"),
-            "ForwardFailedError",
-            "rank 3: ZeroDivisionError: in the loss",
-        ),
-        (
-            job(
-                "loss-fails-shared",
-                "function_fails",
-                DP2_PP2,
-                4,
-                where="train_step",
-                planner=SHARED,
-            ),
-            "ForwardFailedError",
-            "rank 2: ZeroDivisionError: in the loss\n  rank 3: ZeroDivisionError: in the loss",
-        ),
-        (
-            job("stale-count", "function_fails", DP2_PP2, 4, where="num_microbatches"),
-            "CollationFailedError",
-            "rank 3: ValueError: step 0 was planned with 4 micro-batches",
-        ),
-    ],
-    ids=lambda value: str(value) if isinstance(value, Job) else "",
-)
-def test_failure_in_a_step_is_raised_on_all_and_does_no_harm(
-    job: Job, ranks: list[dict[str, Any]], error: str, text: str
-) -> None:
-    for rank in ranks:
-        assert rank["type"] == error
-        assert text in rank["message"]
-        assert rank["unchanged"]
-        assert rank["grad_norm"] == pytest.approx(ranks[0]["grad_norm"])
-        assert rank["grad_norm"] > 0
-
-
-ON_ONE_RANK = {
-    # Data-parallel rank 1 has one sample, rank 0 the others: global rank 2 has several rows.
-    ("uneven", 2): {
-        "f adds a name later": ("ForwardFailedError", "['log_probs', 'mine'] for one micro-batch"),
-        "metrics differ later": ("ForwardFailedError", "rank 2: ValueError: the loss function"),
-        "f has other names": (
-            "ForwardFailedError",
-            "rank 3: names that f returned is ['log_probs'], on rank 2 it is ['mine']",
-        ),
-        "metrics differ": ("ForwardFailedError", "names of metrics is ['kl', 'loss', 'policy']"),
-        "f is None": ("CollationFailedError", "rank 2: TypeError: f must be a function"),
-        "f returns None": ("ForwardFailedError", "rank 2: OrderError: f must return a dict"),
-        "f returns a number": ("ForwardFailedError", "returned 5 for 'log_probs' in a micro-batch"),
-        "f divides by a text": ("ForwardFailedError", "temperature must be a positive number"),
-        "f gives no logits": ("ForwardFailedError", "rank 2: BatchError: expected logits of shape"),
-        # Raised where outputs were flattened to be sent back, on this rank alone.
-        "f exchanged is sparse": (
-            "ForwardFailedError",
-            "rank 2: OrderError: f returned a Tensor of torch.float32, torch.sparse_coo, cpu for",
-        ),
-        "f exchanged is nowhere": ("ForwardFailedError", "torch.strided, meta for 'log_probs'"),
-        "no iterators": ("CollationFailedError", "rank 2: TypeError: data_iterator must be"),
-        "no counts": ("CollationFailedError", "num_microbatches says nothing of it, it is None"),
-        "too few counts": ("CollationFailedError", "says nothing of it, it is []; pass on what"),
-        "no optimizer": ("CollationFailedError", "rank 2: TypeError: optimizer must be Megatron's"),
-        "no wrapped model": ("CollationFailedError", "rank 2: TypeError: model must be wrapped"),
-        "metric is a vector": (
-            "ForwardFailedError",
-            "'kl' must be a tensor of one value, got shape",
-        ),
-        "metric is a float": (
-            "ForwardFailedError",
-            "'kl' must be a tensor of one value, got float",
-        ),
-        "loss is a vector": ("ForwardFailedError", "the loss must be a tensor of one value"),
-        "loss is a float": ("ForwardFailedError", "the loss must be a tensor of one value"),
-        # Had no backward pass, and the stages before waited for one.
-        "loss is an integer": (
-            "ForwardFailedError",
-            "the loss must be of a floating-point type, got torch.int64",
-        ),
-        "metric has no name": ("ForwardFailedError", "rank 2: TypeError: the loss function"),
-        "metric is nowhere": (
-            "ForwardFailedError",
-            "got Tensor of torch.float32, torch.strided, m",
-        ),
-        "metric is complex": (
-            "ForwardFailedError",
-            "metric 'kl' must be a dense tensor of a real number, got Tensor of torch.complex64",
-        ),
-        "metric is quantised": ("ForwardFailedError", "got Tensor of torch.qint8"),
-        "loss alone": ("ForwardFailedError", "rank 2: TypeError: the loss function must return"),
-        "loss function is None": ("CollationFailedError", "loss_function must be a function"),
-        "step out of range": (
-            "CollationFailedError",
-            "rank 2: IndexError: step must be 0 to 0, got 7",
-        ),
-        "step of another number": ("PlanMismatchError", "step is 1, on rank 0 it is 0"),
-        # The ranks' messages did not fit together: an abort or a hang.
-        "other shapes": ("PlanMismatchError", "rank 2: --dynamic-batch-no-planned-shapes is True"),
-        "other output layer": ("PlanMismatchError", "rank 2: --dynamic-batch-fuse-output-layer is"),
-        # Learning rates would part.
-        "other increment": ("PlanMismatchError", "rank 2: increment is 7, on rank 0 it is None"),
-        "data is a list": ("PlanningFailedError", "rank 2: TypeError: rollout_data must be a dict"),
-        "data is nowhere": (
-            "PlanningFailedError",
-            "field 'advantages', sample 0: expected values, not a tensor on the meta device",
-        ),
-        "data has no lengths": ("PlanningFailedError", "rank 2: KeyError"),
-        "data has no length": (
-            "PlanningFailedError",
-            "field 'total_lengths', sample 0: expected an integer of 0 or more",
-        ),
-        "data has another batch size": (
-            "PlanMismatchError",
-            "rank 2: global_batch_size is 50, on rank 0 it is None",
-        ),
-        "no fields": ("PlanningFailedError", "rank 2: TypeError: fields must be a dict of lists"),
-        # Some sent, the others went on to their next agreement.
-        "field of another batch": ("PlanMismatchError", "rank 2: plan (sha256) is"),
-        "field is a number": ("PlanningFailedError", "'advantages': expected 12 values, one per"),
-        "train_step against forward_only": (
-            "PlanMismatchError",
-            "rank 2: stage is 'train_step, collating', on rank 0 it is 'forward_only'",
-        ),
-        "add_fields against train_step": ("PlanMismatchError", "rank 2: stage is 'adding fields"),
-        "exchange": ("PlanMismatchError", "samples stay on their rank is False, on rank 0 it is"),
-        "data in steps of a number": ("PlanningFailedError", "set steps to [[0, 1], [2, 3]], say"),
-        "data in one flat step": (
-            "PlanningFailedError",
-            "steps must be one list of sample indices",
-        ),
-        "data with a cost model's path": (
-            "PlanningFailedError",
-            "cost_model must be a CostModel or",
-        ),
-        "data with a dict of kinds": ("PlanningFailedError", "schema must be a Schema, such as"),
-        # One rank added up the tokens of all in a collective that the others did not make.
-        "mean over micro-batches": (
-            "PlanMismatchError",
-            "rank 2: calculate_per_token_loss is False, on rank 0 it is True",
-        ),
-    },
-    # Data-parallel rank 1 has no sample: global rank 3 has placeholders alone.
-    ("empty", 3): {
-        "f has more names for placeholders": ("ForwardFailedError", "rank 3: f returned ['mine']"),
-    },
-}
-ON_ONE_TENSOR_PARALLEL_RANK = {
-    # Trained as zeros: each rank masks what is not of its part of the vocabulary.
-    "data with a token of no rank": (
-        "PlanningFailedError",
-        "rank 1: SchemaError: field 'tokens', sample 1: expected token ids of 0 to 63 (use the "
-        "model's tokenizer, or build it with vocab_size=65), found 64 at",
-    ),
-    "data with a negative token": ("PlanningFailedError", "found -1 at place 2"),
-    "field with a token of no rank": (
-        "PlanningFailedError",
-        "sample 1: expected token ids of 0 to",
-    ),
-    "mask of another sum": ("PlanMismatchError", "rank 1: num_tokens is "),
-    "mean over micro-batches": ("PlanMismatchError", "calculate_per_token_loss is False, on rank"),
-    "loss at another temperature": (
-        "ForwardFailedError",
-        "rank 1: temperature is [0.5], on rank 0 it is [1.0]",
-    ),
-    "f at another temperature": ("ForwardFailedError", "rank 1: temperature is [0.5], on rank 0"),
-}
-
-
-@pytest.mark.parametrize(
-    ("job", "expected"),
-    [
-        (
-            job(
-                f"wrong-calls-{spread}",
-                "wrong_calls",
-                DP2_PP2,
-                4,
-                module="misuse",
-                spread=spread,
-                at_fault=rank,
-                names=list(cases),
-            ),
-            cases,
+        job(
+            f"wrong-calls-{table}",
+            "wrong_calls",
+            dims,
+            nproc,
+            module="wrong_calls",
+            table=table,
+            at_fault=at_fault,
+            planner=planner,
         )
-        for (spread, rank), cases in ON_ONE_RANK.items()
-    ]
-    + [
-        (
-            job(
-                "wrong-calls-tp2",
-                "wrong_calls",
-                {"tensor_parallel": 2},
-                2,
-                module="misuse",
-                spread="uneven",
-                at_fault=1,
-                names=list(ON_ONE_TENSOR_PARALLEL_RANK),
-            ),
-            ON_ONE_TENSOR_PARALLEL_RANK,
+        for table, dims, nproc, at_fault, planner in (
+            ("replica", DP2_PP2, 4, 2, {}),
+            ("shared-rows", DP2_PP2, 4, 2, SHARED),
+            ("tp2", {"tensor_parallel": 2}, 2, 1, {}),
         )
     ],
-    ids=lambda value: str(value) if isinstance(value, Job) else "",
+    ids=str,
 )
 def test_wrong_call_on_one_rank_is_a_named_error_on_all(
-    job: Job, ranks: list[dict[str, Any]], expected: dict[str, tuple[str, str]]
+    job: Job, ranks: list[dict[str, Any]]
 ) -> None:
-    for name, (error, text) in expected.items():
+    for name, case in WRONG[job.parameters["table"]].items():
         reports = [rank["cases"][name] for rank in ranks]
-        assert {report["type"] for report in reports} == {error}, (name, reports)
-        assert len({report["message"] for report in reports}) == 1, name
-        assert text in reports[0]["message"], (name, reports[0]["message"])
+        assert {report["type"] for report in reports} == {case.error}, (name, reports)
+        (message,) = {report["message"] for report in reports}
+        assert case.text in message, (name, message)
+        # The rank on which it happened chains its own exception, as the message names it.
+        causes = dict(re.findall(r"rank (\d): (\w+Error|\w+Exception): ", message))
+        assert {str(r): each["cause"] for r, each in enumerate(reports) if each["cause"]} == causes
         assert max(report["seconds"] for report in reports) < SECONDS, name
     for rank in ranks:
         assert rank["unchanged"]
@@ -659,11 +380,12 @@ def test_samples_that_differ_in_one_step_are_an_error_on_all(
     [
         job(
             "experts-tp2",
-            "experts_on_tensor_parallel_ranks",
+            "said_of_model",
             {"tensor_parallel": 2, "sequence_parallel": True},
             2,
             module="misuse",
             reference="moe",
+            kind="moe",
         )
     ],
     ids=str,
@@ -677,10 +399,13 @@ def test_experts_whose_gradients_are_not_added_up_are_refused(job: Job, ranks: l
         assert bool(said) == before_0_19
 
 
+MROPE = {"kind": "mrope", "mrope_section": [2, 1, 1]}
+
+
 @pytest.mark.parametrize(
     ("job", "refused"),
     [
-        (job(f"mrope-{name}", "multimodal_positions", {name: 2}, 2, module="misuse"), refused)
+        (job(f"mrope-{name}", "said_of_model", {name: 2}, 2, module="misuse", **MROPE), refused)
         for name, refused in (("context_parallel", True), ("data_parallel", False))
     ],
     ids=["cp2", "dp2"],
@@ -918,37 +643,12 @@ def test_megatrons_groups_have_the_time_out_of_the_job(job: Job, ranks: list[lis
     assert ranks == [[60.0] * 4] * 2
 
 
-FIELDS = {"spread": "empty", "fault": ""}
-
-
-@pytest.mark.parametrize("job", [job("fields", "adds_fields", DP2_PP2, 4, **FIELDS)], ids=str)
+@pytest.mark.parametrize("job", [job("fields", "adds_fields", DP2_PP2, 4)], ids=str)
 def test_outputs_become_fields(job: Job, ranks: list[dict[str, Any]]) -> None:
     """Before an update the ratio of new to old probabilities is 1, also where a rank is empty."""
     for rank in ranks:
         if rank["last_stage"]:
             assert rank["metrics"]["loss"] == pytest.approx(1.0, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("job", "text"),
-    [
-        (
-            job("fields-short", "adds_fields", DP2_PP2, 4, spread="uneven", fault="wrong length"),
-            "log_probs",
-        ),
-        (
-            job("fields-undeclared", "adds_fields", DP2_PP2, 4, spread="empty", fault="undeclared"),
-            "mine",
-        ),
-    ],
-    ids=lambda value: str(value) if isinstance(value, Job) else "",
-)
-def test_field_that_does_not_fit_is_an_error_on_all(
-    job: Job, ranks: list[dict[str, Any]], text: str
-) -> None:
-    assert [rank["type"] for rank in ranks] == ["PlanningFailedError"] * 4
-    assert "rank 3: SchemaError" in ranks[0]["message"]
-    assert text in ranks[0]["message"]
 
 
 TOLD = {

@@ -55,12 +55,10 @@ LAYOUTS = {
 
 WITHOUT_LAUNCHER = """
 import os, runpy, sys
-from mcore_batching.megatron import PackedAttention, compat, cpu_emulation
-if cpu_emulation.is_requested():
-    cpu_emulation.enable()
+from mcore_batching.megatron import PackedAttention, compat
 sys.argv = sys.argv[1:]
 if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
-    setattr(*compat.local_core_attention_name(), PackedAttention)
+    setattr(*compat.layers.local_core_attention_name(), PackedAttention)
 sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -80,7 +80,7 @@ def test_rows_shared_by_ranks_have_the_same_curve(tmp_path):
 def test_hybrid_models_have_the_same_curve(tmp_path):
     hybrid = "--hybrid-layer-pattern=*-|M-|*-|G-"
     done = run_grpo(2, *RECORDED, hybrid, "--compare", "--out", str(tmp_path))
-    if not compat.has_hybrid_model():
+    if not compat.layers.has_hybrid_model():
         assert "from 0.18 on: install a later one" in done.stderr
         return
     assert done.returncode == 0, done.stderr[-3000:]

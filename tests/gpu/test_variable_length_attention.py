@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from mcore_batching.megatron.attention.segments import (
-    attend_by_variable_length_kernel,
+    KernelRow,
     attend_run_by_run,
     attention_runs,
-    kernel_row,
     variable_length_kernel,
     why_not_variable_length,
 )
@@ -42,10 +41,10 @@ def test_variable_length_kernel_equals_run_by_run(
         query = torch.randn(tokens, 8, 64, **options)
         key, value = (torch.randn(offsets[-1], key_heads, 64, **options) for _ in range(2))
         assert not why_not_variable_length(query, value)
-        row = kernel_row(runs, query.device)
+        row = KernelRow(runs, query.device)
         results = []
         for compute in (
-            lambda q, k, v, r=row: attend_by_variable_length_kernel(q, k, v, r, 0.125),
+            lambda q, k, v, r=row: r.attend(q, k, v, 0.125),
             lambda q, k, v, r=runs: attend_run_by_run(q, k, v, r, 0.125, 0.0),
         ):
             out = compute(query, key, value)

@@ -41,7 +41,7 @@ if os.environ.get("MCORE_BATCHING_CPU"):
     cpu_emulation.enable()
 sys.argv = sys.argv[1:]
 if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
-    setattr(*compat.local_core_attention_name(), PackedAttention)
+    setattr(*compat.layers.local_core_attention_name(), PackedAttention)
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -49,11 +49,11 @@ def test_auxiliary_losses_weigh_less(config: SimpleNamespace) -> None:
 
 def test_operations_of_padding_are_counted_until_017(monkeypatch: pytest.MonkeyPatch) -> None:
     logging = SimpleNamespace(rank=0, log_throughput=True)
-    monkeypatch.setattr(compat, "counts_operations_of_samples", lambda: False)
+    monkeypatch.setattr(compat.scripts, "counts_operations_of_samples", lambda: False)
     (message,) = start_messages(logging, DENSE)
     assert "TFLOP/s (--log-throughput) as if samples were padded" in message
     assert start_messages(SimpleNamespace(rank=0, log_throughput=False), DENSE) == []
-    monkeypatch.setattr(compat, "counts_operations_of_samples", lambda: True)
+    monkeypatch.setattr(compat.scripts, "counts_operations_of_samples", lambda: True)
     assert start_messages(logging, DENSE) == []
 
 

@@ -20,7 +20,6 @@ from mcore_batching.megatron.checks.multi_token import (
     multi_token_problems,
     unfit_for_later_tokens,
 )
-from mcore_batching.megatron.checks.transformer_engine import Versions, installed_versions
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import arguments, options
@@ -313,7 +312,7 @@ def test_later_tokens_that_cannot_be_recomputed_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = config(mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform")
-    monkeypatch.setattr(compat, "recomputes_multi_token_rows", lambda: False)
+    monkeypatch.setattr(compat.multi_token, "recomputes_multi_token_rows", lambda: False)
     wanted = "set --recompute-granularity selective"
     assert any(wanted in problem for problem in multi_token_problems(made))
     made.recompute_method = "block"  # which these layers ignore
@@ -357,11 +356,6 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
     [
         (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
         (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
-        (
-            ParallelDims(pipeline_parallel=2),
-            {"overlap_p2p_comm": True},
-            "1F1B schedule does not overlap",
-        ),
         (ParallelDims(), {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
         (ParallelDims(), {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
         (
@@ -384,7 +378,11 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
             {"mtp_num_layers": 1, "mtp_standalone": True},
             "put its layers on the last stage",
         ),
-        (ParallelDims(), {"dsa_indexer_loss_coeff": 0.1}, "the indexer loss of sparse attention"),
+        (
+            ParallelDims(),
+            {"dsa_indexer_loss_coeff": 0.1},
+            "sparse attention's indexer loss would be a mean",
+        ),
         (
             ParallelDims(),
             {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
@@ -414,7 +412,7 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
         (
             ParallelDims(tensor_parallel=2, sequence_parallel=True),
             {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-            "FP8 needs rows whose tokens divide by 128 on each rank, so by 256 in all",
+            "FP8 rows must divide by 128 on each rank, so by 256 in all",
         ),
         (
             ParallelDims(tensor_parallel=2),
@@ -424,7 +422,7 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
         (
             ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
             {"fp4": "e2m1"},
-            "FP4 needs rows whose tokens divide by 32 on each rank, so by 128 in all",
+            "FP4 rows must divide by 32 on each rank, so by 128 in all",
         ),
         (ParallelDims(), {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
         (
@@ -498,90 +496,6 @@ def test_sound_combination_is_accepted(dims: ParallelDims, changes: dict[str, An
     check_model_config(config(**changes), dims, PlannerConfig(max_tokens_per_gpu=128))
 
 
-CUDNN = (9, 19)
-OLD_CUDNN = (9, 17)
-
-
-@pytest.mark.parametrize(
-    ("changes", "engine", "cudnn", "expected"),
-    [
-        ({"cp_comm_type": "a2a"}, (2, 9), CUDNN, "a2a for packed rows from 2.10 on"),
-        ({"cp_comm_type": ["p2p", "a2a"]}, (2, 9), CUDNN, "set --cp-comm-type p2p"),
-        ({"cp_comm_type": "all_gather"}, (2, 17), CUDNN, "all_gather for packed rows from 2.18 on"),
-        ({"cp_comm_type": "a2a+p2p"}, (2, 18), CUDNN, "no cp_comm_type a2a+p2p for packed rows"),
-        ({"window_size": (128, 0)}, (2, 18), CUDNN, "set --cp-comm-type a2a (from 2.10) or all_g"),
-        (
-            {"window_size": (128, 0), "cp_comm_type": "all_gather"},
-            (2, 17),
-            CUDNN,
-            "Transformer Engine 2.17 has cp_comm_type all_gather for packed rows from 2.18 on",
-        ),
-        (
-            {"multi_latent_attention": True, "cp_comm_type": "a2a"},
-            (2, 14),
-            CUDNN,
-            "multi-latent attention under context parallelism with cp_comm_type p2p alone, not a2a",
-        ),
-        ({"softmax_type": "learnable"}, (2, 11), CUDNN, "install 2.12 or later"),
-        ({"softmax_type": "off-by-one"}, (2, 12), CUDNN, "needs cp_comm_type a2a"),
-        (
-            {"softmax_type": "off-by-one", "cp_comm_type": "a2a"},
-            (2, 12),
-            OLD_CUDNN,
-            "needs cuDNN 9.18 or later for packed rows, found 9.17",
-        ),
-    ],
-)
-def test_attention_that_transformer_engine_lacks_is_refused_by_version(
-    changes: dict[str, Any],
-    engine: tuple[int, int],
-    cudnn: tuple[int, int],
-    expected: str,
-) -> None:
-    made = config()
-    for name, value in changes.items():  # Megatron checks some of them itself
-        setattr(made, name, value)
-    dims, planner = ParallelDims(context_parallel=2), PlannerConfig(max_tokens_per_gpu=128)
-    with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(made, dims, planner, Versions(engine, cudnn))
-    assert expected in str(caught.value)
-    check_model_config(made, dims, planner)  # by another attention
-
-
-@pytest.mark.parametrize(
-    ("changes", "size", "engine", "cudnn"),
-    [
-        ({}, 2, (2, 9), OLD_CUDNN),
-        ({"cp_comm_type": "p2p"}, 2, (2, 9), OLD_CUDNN),
-        ({"cp_comm_type": "a2a"}, 2, (2, 10), OLD_CUDNN),
-        ({"cp_comm_type": "all_gather"}, 2, (2, 18), OLD_CUDNN),
-        ({"cp_comm_type": "a2a+p2p"}, 1, (2, 9), OLD_CUDNN),
-        ({"window_size": (128, 0)}, 1, (2, 9), OLD_CUDNN),
-        ({"window_size": (-1, 0)}, 2, (2, 9), OLD_CUDNN),
-        ({"window_size": (128, 0), "cp_comm_type": "a2a"}, 2, (2, 10), OLD_CUDNN),
-        ({"multi_latent_attention": True}, 2, (2, 9), OLD_CUDNN),
-        ({"multi_latent_attention": True, "cp_comm_type": "a2a"}, 2, (2, 15), OLD_CUDNN),
-        ({"softmax_type": "learnable"}, 1, (2, 12), OLD_CUDNN),
-        ({"softmax_type": "learnable", "cp_comm_type": "a2a"}, 2, (2, 12), CUDNN),
-    ],
-)
-def test_attention_that_transformer_engine_has_is_accepted(
-    changes: dict[str, Any], size: int, engine: tuple[int, int], cudnn: tuple[int, int]
-) -> None:
-    made = config()
-    for name, value in changes.items():
-        setattr(made, name, value)
-    dims, planner = ParallelDims(context_parallel=size), PlannerConfig(max_tokens_per_gpu=128)
-    check_model_config(made, dims, planner, Versions(engine, cudnn))
-
-
-def test_versions_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN's is one number: 91801 is 9.18.1."""
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91801)
-    monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.11.0+cuda13"))
-    assert installed_versions() == Versions((2, 11), (9, 18))
-
-
 SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
 
 
@@ -591,7 +505,7 @@ SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
         (
             ParallelDims(data_parallel=4),
             {"calculate_per_token_loss": False},
-            "averages over a fixed number: set --calculate-per-token-loss",
+            "a fixed number of ranks: set --calculate-per-token-loss",
         ),
         (
             ParallelDims(data_parallel=4),
@@ -606,11 +520,6 @@ SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
             ParallelDims(data_parallel=4),
             {**EXPERTS, "moe_z_loss_coeff": 0.01},
             "or unset --dynamic-batch-context-parallel",
-        ),
-        (
-            ParallelDims(data_parallel=4),
-            {"multi_latent_attention": True},
-            "unset --multi-latent-attention or --dynamic-batch-context-parallel",
         ),
         (
             ParallelDims(data_parallel=4),
@@ -629,17 +538,6 @@ def test_what_shared_rows_do_not_go_with_is_refused(
     with pytest.raises(DynamicBatchArgumentError) as caught:
         check_model_config(made, dims, SHARED_ROWS)
     assert expected in str(caught.value)
-
-
-def test_engines_attention_is_checked_for_every_size_of_a_row() -> None:
-    """With the dims alone, of context-parallel size 1, any way of exchanging would do."""
-    made = config(calculate_per_token_loss=True)
-    made.cp_comm_type = "a2a+p2p"
-    dims, versions = ParallelDims(data_parallel=4), Versions((2, 18), CUDNN)
-    check_model_config(made, dims, PlannerConfig(max_tokens_per_gpu=128), versions)
-    with pytest.raises(DynamicBatchArgumentError, match="set --cp-comm-type p2p") as caught:
-        check_model_config(made, dims, SHARED_ROWS, versions)
-    assert str(caught.value).count("\n  - ") == 1
 
 
 def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:

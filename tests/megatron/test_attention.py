@@ -29,11 +29,10 @@ from mcore_batching.megatron.attention.packed_attention import (
 )
 from mcore_batching.megatron.attention.segments import (
     EVERYTHING,
-    attend_by_variable_length_kernel,
+    KernelRow,
     attend_run_by_run,
     attention_runs,
     causal_attention,
-    kernel_row,
     why_not_variable_length,
     zigzag_restore_index,
 )
@@ -122,10 +121,10 @@ def test_layers_share_what_a_row_is_laid_out_like() -> None:
     """Or each layer would copy its indices to the device anew."""
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     row = SimpleNamespace(host_cu_seqlens=(0, 4))
-    first = _geometry(row, group)
-    assert _geometry(row, group) is first
-    assert first.kernel_row(torch.device("cpu")) is first.kernel_row(torch.device("cpu"))
-    assert first.restore_index(torch.device("cpu")) is first.restore_index(torch.device("cpu"))
+    first = _geometry(row, group, torch.device("cpu"))
+    assert _geometry(row, group, torch.device("cpu")) is first
+    assert first.kernel_row is first.kernel_row
+    assert first.restore_index is first.restore_index
 
 
 def test_offsets_are_read_back_where_a_row_carries_none_on_the_host() -> None:
@@ -148,9 +147,11 @@ def dense_kernel(
     *,
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """PyTorch 2.11's `varlen_attn`, by its documentation, for the CPU: no grouped queries."""
-    assert query.shape[1] == key.shape[1]
+    """PyTorch 2.13's `varlen_attn`, by its documentation, for the CPU."""
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     window, after = window_size
     assert after == 0
     ends = [each.diff().max() for each in (query_offsets, key_offsets)]
@@ -166,14 +167,6 @@ def dense_kernel(
         weights = scores.masked_fill(future, -math.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)
-
-
-def grouped_dense_kernel(*tensors: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
-    """The same with grouped queries, as PyTorch 2.13 has it."""
-    query, key, value, *rest = tensors
-    if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    return dense_kernel(query, key, value, *rest, **options)
 
 
 def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
@@ -194,7 +187,7 @@ def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
     assert attention.core_attention is PackedAttention
     assert attention.linear_qkv is ColumnParallelLinear
     assert hybrid_spec() is spec
-    if not compat.packs_sparse_attention():
+    if not compat.layers.packs_sparse_attention():
         with pytest.raises(megatron.DynamicBatchArgumentError, match="pattern without D"):
             build_module(spec.submodules.dsa_layer, config=None)
     from megatron.core.models.hybrid import hybrid_layer_specs
@@ -212,21 +205,19 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("kernel", [dense_kernel, grouped_dense_kernel])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(("key_heads", "window"), [(4, -1), (2, -1), (2, 3)])
 def test_runs_reach_the_variable_length_kernel_whole(
-    monkeypatch: pytest.MonkeyPatch, kernel: Any, size: int, key_heads: int, window: int
+    monkeypatch: pytest.MonkeyPatch, size: int, key_heads: int, window: int
 ) -> None:
     lengths = [4, 12, 8]
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 24, key_heads, 8, generator=generator, dtype=torch.float64)
-    monkeypatch.setattr(segments, "variable_length_kernel", lambda: kernel)
+    monkeypatch.setattr(segments, "variable_length_kernel", lambda: dense_kernel)
     for rank in range(size):
         runs = attention_runs(offsets(lengths), size, rank)
         query = torch.randn(24 // size, 4, 8, generator=generator, dtype=torch.float64)
-        row = kernel_row(runs, query.device)
-        ours = attend_by_variable_length_kernel(query, key, value, row, SCALE, window)
+        ours = KernelRow(runs, query.device).attend(query, key, value, SCALE, window)
         plain = attend_run_by_run(query, key, value, runs, SCALE, 0.0, window)
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
@@ -257,7 +248,9 @@ def test_an_older_pytorch_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "variable_length_kernel", lambda: None)
     with FakeTensorMode():
         query = torch.empty(3, 2, 64, dtype=torch.bfloat16, device="cuda")
-        assert "has none with scale and window_size" in why_not_variable_length(query, query)
+        assert "has none with scale, window_size and enable_gqa" in why_not_variable_length(
+            query, query
+        )
 
 
 @pytest.mark.parametrize(("keys", "window"), [(3, EVERYTHING), (5, EVERYTHING), (5, 2)])

@@ -25,7 +25,7 @@ from mcore_batching.megatron.topology import current_dims
 def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> None:
     """THD, int32 offsets of the padded sequences for queries and keys, lengths as ints."""
     offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
-    params = compat.packed_seq_params(offsets, 8, [0, 4, 12])
+    params = compat.packed_rows.packed_seq_params(offsets, 8, [0, 4, 12])
     assert params.qkv_format == "thd"
     assert params.cu_seqlens_q.dtype == params.cu_seqlens_kv.dtype == torch.int32
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 12]
@@ -40,7 +40,7 @@ def test_each_token_of_a_row_has_the_number_that_megatron_gives_it() -> None:
     """Of a row on its own, and of one whose maker left out how long it is."""
     offsets = torch.tensor([0, 4, 12, 13], dtype=torch.int32)
     expected = PackedSeqParams(cu_seqlens_q=offsets, total_tokens=13)
-    made = compat.packed_seq_params(offsets, 8, [0, 4, 12, 13])
+    made = compat.packed_rows.packed_seq_params(offsets, 8, [0, 4, 12, 13])
     assert made.total_tokens == 13
     assert made.seq_idx.dtype == expected.seq_idx.dtype
     assert torch.equal(made.seq_idx, expected.seq_idx)
@@ -56,7 +56,7 @@ def test_mamba_layers_number_tokens_only_of_rows_whose_maker_did_not(
 
     name = "megatron.core.ssm.mamba_mixer"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(MambaMixer=Mixer))
-    compat.end_states_with_samples()
+    compat.packed_rows.end_states_with_samples()
     row = SimpleNamespace(cu_seqlens_q_padded=torch.tensor([0, 2, 3]), seq_idx=None)
     assert Mixer()._ssm_training(torch.zeros(3)) is None
     assert Mixer()._ssm_training(torch.zeros(3), row) == [[0, 0, 1]]
@@ -68,8 +68,8 @@ def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:
     """Until 0.17 ``megatron.training.initialize`` has a name of its own for it."""
     arguments = SimpleNamespace(validate_args=print)
     later, until_017 = SimpleNamespace(), SimpleNamespace(validate_args=print)
-    assert compat.modules_with_validate_args(arguments, later) == [arguments]
-    assert compat.modules_with_validate_args(arguments, until_017) == [arguments, until_017]
+    assert compat.scripts.modules_with_validate_args(arguments, later) == [arguments]
+    assert compat.scripts.modules_with_validate_args(arguments, until_017) == [arguments, until_017]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_who_waits_for_sends(
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", version)
     config = SimpleNamespace(deallocate_pipeline_outputs=frees_outputs)
-    assert compat.waits_for_sends(config) is waits
+    assert compat.schedules.waits_for_sends(config) is waits
 
 
 @pytest.mark.parametrize(("virtual", "group"), [(2, 6), (1, None)])
@@ -109,9 +109,11 @@ def test_dims_have_the_interleaved_schedules_group(
 
 
 def test_options_that_a_release_lacks_are_off() -> None:
-    assert not compat.has_sequence_packing(SimpleNamespace())
-    assert compat.has_sequence_packing(SimpleNamespace(sequence_packing_scheduler="default"))
-    assert not compat.pads_uneven_dispatch_inputs(SimpleNamespace())
+    assert not compat.scripts.has_sequence_packing(SimpleNamespace())
+    assert compat.scripts.has_sequence_packing(
+        SimpleNamespace(sequence_packing_scheduler="default")
+    )
+    assert not compat.experts.pads_uneven_dispatch_inputs(SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_options_that_a_release_lacks_are_off() -> None:
 def test_output_layers_that_are_more_than_a_product(changes: dict[str, Any], reason: str) -> None:
     layer = object.__new__(ColumnParallelLinear)
     layer.__dict__.update({"bias": None, "gather_output": False, "gtp_remat_size": 1} | changes)
-    assert compat.why_no_plain_product(layer) == reason
+    assert compat.layers.why_no_plain_product(layer) == reason
 
 
 def test_an_output_layer_of_another_class_is_more_than_a_product() -> None:
@@ -136,7 +138,7 @@ def test_an_output_layer_of_another_class_is_more_than_a_product() -> None:
 
 
 def test_settings_that_a_release_lacks_scale_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "why_no_plain_product", lambda layer: "")
+    monkeypatch.setattr(compat.layers, "why_no_plain_product", lambda layer: "")
     chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
     check_can_be_fused([chunk])
     chunk.config.use_mup = True
@@ -150,7 +152,7 @@ def test_all_losses_that_routers_record_are_scaled() -> None:
     recorded.clear()
     for name, loss in (("load_balancing_loss", 2.0), ("z_loss", 6.0)):
         save_to_aux_losses_tracker(name, torch.tensor(loss), layer_number=1, num_layers=1)
-    compat.scale_moe_metrics(0.5)
+    compat.experts.scale_moe_metrics(0.5)
     assert [experts._values_of(each).tolist() for each in recorded.values()] == [[1.0], [3.0]]
     recorded.clear()
     recorded.update(before)
@@ -159,6 +161,6 @@ def test_all_losses_that_routers_record_are_scaled() -> None:
 def test_a_layer_follows_the_groups_of_rows_once() -> None:
     """Every step asks for it."""
     layer = torch.nn.Identity()
-    compat.let_rows_have_groups(layer)
-    compat.let_rows_have_groups(layer)
+    compat.packed_rows.let_rows_have_groups(layer)
+    compat.packed_rows.let_rows_have_groups(layer)
     assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)

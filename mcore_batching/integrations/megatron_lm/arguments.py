@@ -13,8 +13,6 @@ from mcore_batching.flags import PREFIX, THEMES, add_flags
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.start_messages import print_start_messages
-from mcore_batching.megatron import compat
-from mcore_batching.megatron.checks.transformer_engine import installed_versions
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.options import Options
@@ -98,8 +96,7 @@ def check_arguments(args: Any) -> None:
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
-    by_engine = compat.HAVE_TRANSFORMER_ENGINE and args.transformer_impl == "transformer_engine"
-    check_model_config(config, dims, planner, installed_versions() if by_engine else None)
+    check_model_config(config, dims, planner)
     print_start_messages(args, config)
 
 

@@ -181,7 +181,7 @@ class PackedForwardBackward:
         figures = StepFigures(prepared.schedule, most_left_bytes(job))
         agreed = job.agree_after_pipeline(operation, failed, figures.own, figures.says)
         # Megatron divides by the micro-batches that it was asked for; other rows were run.
-        compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
+        compat.experts.scale_moe_metrics(num_microbatches / len(prepared.rows))
         later.log(num_microbatches)
         self._log(job, figures, agreed, chunks, ready - started, (begun, mark()))
         return losses

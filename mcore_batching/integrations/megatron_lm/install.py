@@ -184,7 +184,7 @@ def _hook_arguments(installation: Installation) -> None:
             installation.replace(checkpointing, "check_checkpoint_args", check_checkpoint_args)
         return validated
 
-    for module in compat.modules_with_validate_args(arguments, _module("initialize")):
+    for module in compat.scripts.modules_with_validate_args(arguments, _module("initialize")):
         installation.replace(module, "validate_args", validate_args)
 
 
@@ -220,7 +220,7 @@ def _hook_training(installation: Installation) -> None:
 
     installation.replace(training, "training_log", training_log)
     # Megatron's attention without Transformer Engine would let tokens see other samples of a row.
-    installation.replace(*compat.local_core_attention_name(), PackedAttention)
+    installation.replace(*compat.layers.local_core_attention_name(), PackedAttention)
 
 
 def _then(function: Callable[..., Any], after: Callable[[Any], Any]) -> Callable[..., Any]:

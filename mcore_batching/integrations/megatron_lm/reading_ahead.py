@@ -121,7 +121,7 @@ def after_first_pass(call: Callable[[], None]) -> Iterator[None]:
         if num_marks == _BEFORE_SECOND_PASS:
             call()
 
-    with compat.around_passes(mark):
+    with compat.schedules.around_passes(mark):
         yield
     if num_marks < _BEFORE_SECOND_PASS:
         call()

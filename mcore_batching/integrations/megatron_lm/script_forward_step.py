@@ -17,9 +17,8 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.row_groups import row_group
-from mcore_batching.megatron.step.chunk_forward import padding_mask, predict_later_tokens
-from mcore_batching.megatron.step.model_inputs import changed_inputs
-from mcore_batching.megatron.step.multi_token import LaterLosses
+from mcore_batching.megatron.step.model_inputs import changed_inputs, padding_mask
+from mcore_batching.megatron.step.multi_token import LaterLosses, predict_later_tokens
 
 
 def with_deferred_errors(
@@ -114,12 +113,12 @@ def row_given(
     def with_row(inputs: dict[str, Any]) -> dict[str, Any]:
         row, params = data_iterator.current, inputs.get("packed_seq_params")
         if row is not None and params is not None:
-            compat.give_offsets(params, row.host_cu_seqlens_padded)
-            compat.set_row_group(params, row_group(row.context_parallel_size))
+            compat.packed_rows.give_offsets(params, row.host_cu_seqlens_padded)
+            compat.packed_rows.set_row_group(params, row_group(row.context_parallel_size))
             predict_later_tokens(params, chunk, row, later_of(row))
         if not is_routed:
             return inputs
-        compat.forget_padded_length(params)
+        compat.packed_rows.forget_padded_length(params)
         # Newer scripts pass a mask of their own.
         if row is None or inputs.get("padding_mask") is not None:
             return inputs

@@ -37,7 +37,7 @@ def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Ca
 
     @functools.wraps(original)
     def checked(*arguments: Any, **keywords: Any) -> Any:
-        compat.end_states_with_samples()
+        compat.packed_rows.end_states_with_samples()
         given = signature.bind(*arguments, **keywords).arguments
         if "model" in given and _is_planned(given):
             _check(given["args"], model_chunks(given["model"]))

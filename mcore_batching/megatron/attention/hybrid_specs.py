@@ -54,20 +54,8 @@ class _Refused:
         raise DynamicBatchArgumentError(instead)
 
 
-_NO_MODEL = ModuleSpec(
-    module=_Refused,
-    params={
-        "instead": "packed_hybrid_stack_spec is for HybridModel, which Megatron-LM has from 0.18 "
-        "on: install a later one, or build a GPTModel with packed_layer_spec(config)"
-    },
-)
-_NO_SPARSE_ATTENTION = ModuleSpec(
-    module=_Refused,
-    params={
-        "instead": "DeepSeek sparse attention runs packed rows from Megatron-LM 0.19 on: install a "
-        "later one, or set a --hybrid-layer-pattern without D"
-    },
-)
+def _refused(instead: str) -> ModuleSpec:
+    return ModuleSpec(module=_Refused, params={"instead": instead})
 
 
 class _WholeLinear(torch.nn.Linear):
@@ -100,8 +88,11 @@ def hybrid_spec() -> ModuleSpec:
     stand-in, the same layers of Megatron's local ones; hybrid models then get a local final norm.
     Where Megatron has no `HybridModel`, one that raises when it is built.
     """
-    if not compat.has_hybrid_model():
-        return _NO_MODEL
+    if not compat.layers.has_hybrid_model():
+        return _refused(
+            "packed_hybrid_stack_spec is for HybridModel, which Megatron-LM has from 0.18 on: "
+            "install a later one, or build a GPTModel with packed_layer_spec(config)"
+        )
     # Only here: versions before 0.18 have no such modules.
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -113,12 +104,15 @@ def hybrid_spec() -> ModuleSpec:
     # The final norm is no part of the spec: the block builds it by this name.
     hybrid_block.TENorm = SequenceParallelNorm
     ours = _local(hybrid_stack_spec.submodules)
-    if compat.packs_sparse_attention():
+    if compat.layers.packs_sparse_attention():
         sparse = ours.dsa_layer.submodules.self_attention.submodules.core_attention
         for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
             setattr(sparse.submodules.indexer.submodules, name, _WholeLinear)
     else:
-        ours.dsa_layer = _NO_SPARSE_ATTENTION
+        ours.dsa_layer = _refused(
+            "DeepSeek sparse attention runs packed rows from Megatron-LM 0.19 on: install a later "
+            "one, or set a --hybrid-layer-pattern without D"
+        )
     # The number says only that there are experts: a layer takes its own from the configuration.
     experts = get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False)
     ours.moe_layer.submodules.mlp = experts

@@ -38,11 +38,9 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.segments import (
     EVERYTHING,
     KernelRow,
-    attend_by_variable_length_kernel,
     attend_run_by_run,
     attention_runs,
     causal_attention,
-    kernel_row,
     why_not_variable_length,
     zigzag_restore_index,
 )
@@ -75,23 +73,21 @@ class _GatherTokens(torch.autograd.Function):
 class _Geometry:
     """A row's runs, and its indices on the device, each copied there once."""
 
-    def __init__(self, cu_seqlens: list[int], size: int, rank: int) -> None:
-        self.runs = attention_runs(cu_seqlens, size, rank)
-        self._cu_seqlens, self._size = cu_seqlens, size
-        self._restore: Tensor | None = None
-        self._kernel_row: KernelRow | None = None
+    def __init__(
+        self, cu_seqlens: list[int], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._cu_seqlens, self._size, self._device = cu_seqlens, group.size(), device
+        self.runs = attention_runs(cu_seqlens, group.size(), group.rank())
 
-    def restore_index(self, device: torch.device) -> Tensor:
+    @functools.cached_property
+    def restore_index(self) -> Tensor:
         """The order of gathered keys in the row."""
-        if self._restore is None:
-            self._restore = sent(zigzag_restore_index(self._cu_seqlens, self._size), device)
-        return self._restore
+        return sent(zigzag_restore_index(self._cu_seqlens, self._size), self._device)
 
-    def kernel_row(self, device: torch.device) -> KernelRow:
+    @functools.cached_property
+    def kernel_row(self) -> KernelRow:
         """For the variable-length kernel."""
-        if self._kernel_row is None:
-            self._kernel_row = kernel_row(self.runs, device)
-        return self._kernel_row
+        return KernelRow(self.runs, self._device)
 
 
 @functools.cache
@@ -130,7 +126,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         self.config: TransformerConfig = config
         self.layer_number = layer_number
         # Passed on by Megatron where it does without its globals, else taken from these.
-        self.tp_group, self.cp_group = compat.attention_groups(pg_collection)
+        self.tp_group, self.cp_group = compat.packed_rows.attention_groups(pg_collection)
         projection = config.kv_channels * config.num_attention_heads
         self.hidden_size_per_partition = divide(projection, self.tp_group.size())
         head_size = divide(projection, config.num_attention_heads)
@@ -162,12 +158,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             query: ``[tokens, heads, dim]`` packed, or ``[sequence, batch, heads, dim]``.
             key: like ``query`` with key-value heads.
             value: like ``key``; its dim may differ.
-            attention_mask: not used; the mask follows from the sequence offsets.
-            attn_mask_type: not used.
+            attention_mask: not used, nor is its type; the mask follows from the sequence offsets.
             attention_bias: must be None.
             packed_seq_params: offsets of the padded sequences, and the row's own context-parallel
                 group where it has one; None for plain rows.
-            unused: arguments that newer versions add for other attentions.
 
         Returns:
             ``[tokens, heads * dim]`` packed, or ``[sequence, batch, heads * dim]``.
@@ -185,9 +179,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             return self._plain(query, key, value, dropout)
         # Under dynamic CP every row has its own group, of more or fewer ranks than the model's.
         group: dist.ProcessGroup = packed_seq_params.cp_group or self.cp_group
-        geometry = _geometry(packed_seq_params, group)
+        geometry = _geometry(packed_seq_params, group, query.device)
         if group.size() > 1:
-            key, value = _gathered(key, value, geometry.restore_index(key.device), group)
+            key, value = _gathered(key, value, geometry.restore_index, group)
         # The kernel has neither dropout, which training from scratch may ask for, nor sinks.
         sinks = self.softmax_offset
         reason = why_not_variable_length(query, value) or ("dropout" if dropout else "")
@@ -200,10 +194,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 query, key, value, geometry.runs, self.softmax_scale, dropout, self.window, sinks
             )
         else:
-            row = geometry.kernel_row(query.device)
-            out = attend_by_variable_length_kernel(
-                query, key, value, row, self.softmax_scale, self.window
-            )
+            out = geometry.kernel_row.attend(query, key, value, self.softmax_scale, self.window)
         return out.reshape(out.shape[0], -1)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
@@ -234,12 +225,12 @@ def _gathered(
     return key, value
 
 
-def _geometry(packed_seq_params: Any, group: dist.ProcessGroup) -> _Geometry:
+def _geometry(packed_seq_params: Any, group: dist.ProcessGroup, device: torch.device) -> _Geometry:
     """Of the row, and kept with it: layers share it."""
     geometry: _Geometry | None = getattr(packed_seq_params, "attention_geometry", None)
     # On the row's parameters, which live as long as its pass; a cache would need an end of its own.
     if geometry is None:
-        geometry = _Geometry(host_cu_seqlens(packed_seq_params), group.size(), group.rank())
+        geometry = _Geometry(host_cu_seqlens(packed_seq_params), group, device)
         packed_seq_params.attention_geometry = geometry
     return geometry
 

@@ -90,26 +90,6 @@ def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) 
     return torch.cat(held).argsort()
 
 
-def causal_mask(
-    num_queries: int, num_keys: int, window: int, device: torch.device
-) -> Tensor | None:
-    """Bool ``[queries, keys]``, True where a query sees a key; None where ``is_causal`` says it.
-
-    Args:
-        num_queries: of which the last is aligned to the last key.
-        num_keys: as many or more.
-        window: keys that a query sees before its own; or `EVERYTHING`.
-        device: of the mask.
-    """
-    is_windowed = EVERYTHING < window < num_keys
-    if num_queries == num_keys and not is_windowed:
-        return None
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    # `is_causal` aligns the first query to the first key; here the last ones align.
-    mask = mask.tril(num_keys - num_queries)
-    return mask.triu(num_keys - num_queries - window) if is_windowed else mask
-
-
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -127,16 +107,20 @@ def causal_attention(
         value: like ``key``; its dim may differ.
         scale: of the scores.
         dropout: probability.
-        window: as `causal_mask`.
+        window: keys that a query sees before its own; or `EVERYTHING`.
         sink: ``[heads]``, the score of a key that all queries see and that has no value.
     """
-    # None where `is_causal` says it: the fastest kernels take no mask.
-    mask = causal_mask(query.shape[2], key.shape[2], window, query.device)
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    is_windowed = EVERYTHING < window < num_keys
     enable_gqa = query.shape[1] != key.shape[1]
-    if sink is not None:
-        if mask is None:
-            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-            mask = mask.tril()
+    mask = None
+    # `is_causal` aligns the first query to the first key, here the last ones align; where that is
+    # the same it says all: the fastest kernels take no mask.
+    if is_windowed or sink is not None or num_queries != num_keys:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        mask = mask.tril(num_keys - num_queries)
+        mask = mask.triu(num_keys - num_queries - window) if is_windowed else mask
+    if sink is not None and mask is not None:
         # One more dim, in which the sink's key alone is 1: the score is each query head's own.
         score = (sink / scale).to(query)[None, :, None, None]
         query = torch.cat((query, score.expand(*query.shape[:3], 1)), dim=-1)
@@ -177,9 +161,9 @@ def variable_length_kernel() -> Any:
     except ImportError:
         return None
 
-    # Earlier versions take neither a model's own scale nor a window.
-    parameters = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size"} <= set(parameters) else None
+    # Earlier versions take neither a model's own scale, nor a window, nor heads that share keys.
+    needed = {"scale", "window_size", "enable_gqa"}
+    return varlen_attn if needed <= {*inspect.signature(varlen_attn).parameters} else None
 
 
 def why_not_variable_length(query: Tensor, value: Tensor) -> str:
@@ -196,7 +180,7 @@ def why_not_variable_length(query: Tensor, value: Tensor) -> str:
     if query.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {query.dtype}"
     if variable_length_kernel() is None:
-        return f"PyTorch {torch.__version__} has none with scale and window_size"
+        return f"PyTorch {torch.__version__} has none with scale, window_size and enable_gqa"
     if value_dim != dim:
         return f"heads have {dim} dims in queries and {value_dim} in values"
     if dim > MAX_HEAD_DIM or dim % HEAD_DIM_MULTIPLE:
@@ -207,77 +191,39 @@ def why_not_variable_length(query: Tensor, value: Tensor) -> str:
     return ""
 
 
-@dataclasses.dataclass(frozen=True)
 class KernelRow:
-    """The runs of a row as the variable-length kernel takes them, on the device.
+    """The runs of a row as the variable-length kernel takes them; the same in every layer.
 
-    Attributes:
-        key_index: which of the gathered keys each run sees, ``[keys of all runs]``; None where the
-            runs see all of them in order.
-        query_offsets: int32 ``[runs + 1]``.
-        key_offsets: int32 ``[runs + 1]``.
-        max_queries: of a run.
-        max_keys: of a run.
+    Args:
+        runs: of the row.
+        device: where their offsets go.
     """
 
-    key_index: Tensor | None
-    query_offsets: Tensor
-    key_offsets: Tensor
-    max_queries: int
-    max_keys: int
-
-
-def kernel_row(runs: Sequence[Run], device: torch.device) -> KernelRow:
-    """Arguments of the kernel for a row; the same in every layer."""
-    queries = [run.query_end - run.query_start for run in runs]
-    keys = [run.key_end - run.key_start for run in runs]
-    index = None
-    if queries != keys:
+    def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
+        queries = [run.query_end - run.query_start for run in runs]
+        keys = [run.key_end - run.key_start for run in runs]
+        self._key_index: Tensor | None = None
         # Runs of a context-parallel rank share keys; the kernel wants a copy for each run.
-        index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
+        if queries != keys:
+            index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
+            self._key_index = sent(index, device)
+        offsets = [
+            sent(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
+            for lengths in (queries, keys)
+        ]
+        self._offsets_and_longest = (*offsets, max(queries), max(keys))
 
-    def offsets(lengths: Sequence[int]) -> Tensor:
-        starts = torch.tensor([0, *lengths], dtype=torch.int32)
-        return sent(starts.cumsum(0, dtype=torch.int32), device)
-
-    return KernelRow(
-        key_index=None if index is None else sent(index, device),
-        query_offsets=offsets(queries),
-        key_offsets=offsets(keys),
-        max_queries=max(queries),
-        max_keys=max(keys),
-    )
-
-
-def attend_by_variable_length_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    row: KernelRow,
-    scale: float,
-    window: int = EVERYTHING,
-) -> Tensor:
-    """``[tokens, heads, dim]`` attention of all runs by one kernel."""
-    if row.key_index is not None:
-        key, value = key.index_select(0, row.key_index), value.index_select(0, row.key_index)
-    kernel = variable_length_kernel()
-    options: dict[str, Any] = {}
-    shared_by = query.shape[1] // key.shape[1]
-    # Versions that lack the option take as many key heads as query heads: copied then.
-    if shared_by > 1 and "enable_gqa" in inspect.signature(kernel).parameters:
-        options["enable_gqa"] = True
-    elif shared_by > 1:
-        key, value = (each.repeat_interleave(shared_by, dim=1) for each in (key, value))
-    out: Tensor = kernel(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        row.query_offsets,
-        row.key_offsets,
-        row.max_queries,
-        row.max_keys,
-        scale=scale,
-        window_size=(window, 0),  # 0 after: causal
-        **options,
-    )
-    return out
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = EVERYTHING
+    ) -> Tensor:
+        """``[tokens, heads, dim]`` attention of all runs by one kernel."""
+        if self._key_index is not None:
+            key, value = (each.index_select(0, self._key_index) for each in (key, value))
+        out: Tensor = variable_length_kernel()(
+            *(each.contiguous() for each in (query, key, value)),
+            *self._offsets_and_longest,
+            scale=scale,
+            window_size=(window, 0),  # 0 after: causal
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out

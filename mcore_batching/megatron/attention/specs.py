@@ -11,7 +11,9 @@ import dataclasses
 from typing import Any
 
 import torch
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import compat, cpu_emulation
@@ -26,7 +28,7 @@ def uses_transformer_engine() -> bool:
     Set ``apply_rope_fusion`` to it: unfused, packed rotary embeddings read the offsets back from
     the device in every layer.
     """
-    return compat.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
+    return compat.layers.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
 
 
 def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -46,7 +48,7 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
         )
-    return use_packed_attention(compat.local_gpt_layer_spec(config), config)
+    return use_packed_attention(compat.layers.local_gpt_layer_spec(config), config)
 
 
 def packed_mtp_block_spec(
@@ -87,12 +89,19 @@ def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleS
     parallelism.
     """
     # Without sequence parallelism Megatron's own norms do: every rank has all tokens.
-    norm = SequenceParallelNorm if config.sequence_parallel else None
-    if norm is not None:
-        compat.replace_final_norm(norm)
-    return dataclasses.replace(
-        spec, submodules=compat.packed_submodules(spec.submodules, PackedAttention, norm)
-    )
+    attention = spec.submodules.self_attention
+    inner: dict[str, Any] = {"core_attention": PackedAttention}
+    norms: dict[str, Any] = {}
+    if config.sequence_parallel:
+        transformer_block.LayerNormImpl = SequenceParallelNorm
+        norms = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), SequenceParallelNorm)
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention.submodules, name, None) is WrappedTorchNorm:
+                inner[name] = SequenceParallelNorm
+    inner = dataclasses.replace(attention.submodules, **inner)
+    attention = dataclasses.replace(attention, submodules=inner)
+    submodules = dataclasses.replace(spec.submodules, self_attention=attention, **norms)
+    return dataclasses.replace(spec, submodules=submodules)
 
 
 class SequenceParallelNorm:

@@ -33,16 +33,15 @@ def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) ->
 
 def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) -> str:
     # Of the class that runs: a subclass with a forward pass of its own may well know packed rows.
-    runs = compat.class_of_forward(layer)
+    runs = compat.layers.class_of_forward(layer)
     # Not isinstance, likewise.
     if type(layer) is DotProductAttention:
         return (
-            "is Megatron's local DotProductAttention, which cannot keep packed samples apart: "
-            "build the model with mcore_batching.megatron.packed_layer_spec(config), or with "
-            "Transformer Engine's layer spec"
+            "is Megatron's local DotProductAttention, which mixes packed samples: build the model "
+            "with mcore_batching.megatron.packed_layer_spec(config), or Transformer Engine's spec"
         )
     if runs.startswith("GatedDeltaNet"):
-        if not compat.packs_gated_delta_net(layer):
+        if not compat.layers.packs_gated_delta_net(layer):
             return (
                 "is a GatedDeltaNet, which runs packed rows from Megatron-LM 0.18 on: install a "
                 "later one, or a model without (--experimental-attention-variant)"
@@ -50,7 +49,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
         if config.deterministic_mode:
             return (
                 "is a GatedDeltaNet, which runs no packed rows in deterministic mode: unset "
-                "--deterministic-mode (deterministic_mode=False)"
+                "--deterministic-mode"
             )
         if layer.activation not in ("silu", "swish"):
             return (
@@ -58,7 +57,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
                 "--swiglu (activation_func=torch.nn.functional.silu)"
             )
     if runs == "DSAttention":
-        if not compat.packs_sparse_attention():
+        if not compat.layers.packs_sparse_attention():
             return (
                 "is DeepSeek sparse attention, which runs packed rows from Megatron-LM 0.19 on: "
                 "install a later one, or a model without (--experimental-attention-variant)"
@@ -75,7 +74,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
         )
     # Its state runs on from token to token: it must end with each sample.
     if runs == "MambaMixer":
-        lacks = compat.what_mamba_lacks(context_parallel)
+        lacks = compat.layers.what_mamba_lacks(context_parallel)
         if lacks:
             return f"is a Mamba layer, and packed rows need {lacks}"
     return ""
@@ -92,8 +91,8 @@ def _gradients_of_experts(chunks: list[Any]) -> Iterator[str]:
         # True: Megatron adds it up over the data-parallel ranks that parameters of all layers have.
         if ".mlp.experts." in name and getattr(parameter, "allreduce", True):
             yield (
-                f"before 0.19 megatron-core does not add up the gradient of {name} over "
-                "tensor-parallel ranks, which see different tokens: set "
-                f"--expert-tensor-parallel-size {size}, or --expert-model-parallel-size above 1"
+                f"before 0.19 megatron-core leaves gradients of {name} apart on tensor-parallel "
+                f"ranks: set --expert-tensor-parallel-size {size}, or --expert-model-parallel-size "
+                "above 1"
             )
             return

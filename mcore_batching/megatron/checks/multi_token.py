@@ -19,25 +19,23 @@ def multi_token_problems(config: Any) -> Iterator[str]:
     """
     if not prediction_depths(config):
         return
-    lacks = compat.what_multi_token_prediction_lacks()
+    lacks = compat.multi_token.what_multi_token_prediction_lacks()
     if lacks:
         yield f"multi-token prediction {lacks}: unset --mtp-num-layers"
     if getattr(config, "mtp_standalone", False):
+        # It would send the next stage several rows at once.
         yield (
-            "multi-token prediction on a stage of its own sends the next one several rows at once: "
-            "put its layers on the last stage (--pipeline-model-parallel-layout)"
+            "multi-token prediction has a stage of its own: put its layers on the last stage "
+            "(--pipeline-model-parallel-layout)"
         )
     is_recomputed = config.recompute_granularity == "full" and config.recompute_method == "uniform"
-    if is_recomputed and not compat.recomputes_multi_token_rows():
+    if is_recomputed and not compat.multi_token.recomputes_multi_token_rows():
         yield (
             "multi-token prediction of packed rows is recomputed from Megatron-LM 0.19 on: set "
             "--recompute-granularity selective"
         )
     if getattr(config, "mtp_hsm", False):
-        yield (
-            "multi-token prediction that mixes hidden states draws them at random, so that the "
-            "packing would change what is trained: unset --mtp-hsm"
-        )
+        yield "random draws of mixed hidden states follow the packing: unset --mtp-hsm"
 
 
 def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
@@ -65,9 +63,10 @@ def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
     if overlaps and config.grad_sync_func is None:
         yield from _weights_without_gradient(model, config)
     if getattr(model, "position_embedding_type", None) == "learned_absolute":
+        # Of the first stage, and of the last one for later tokens.
         yield (
-            "multi-token prediction embeds positions on the last stage, too, and Megatron-LM does "
-            "not add up the gradients of both stages: set --position-embedding-type rope"
+            "Megatron-LM leaves gradients of two stages' position embeddings apart: set "
+            "--position-embedding-type rope"
         )
 
 
@@ -75,10 +74,10 @@ def _weights_without_gradient(model: Any, config: Any) -> Iterator[str]:
     """Weights whose gradients overlapped reduction would wait for: Megatron asserts in step 2."""
     mend = "set --align-grad-reduce (config.grad_sync_func), unset --overlap-grad-reduce or"
     if getattr(model, "share_embeddings_and_output_weights", False):
+        # The layer reads later tokens' embedding instead of its own weight.
         yield (
-            "tied embeddings leave the last stage's output layer, which reads later tokens' "
-            "embedding instead of its own weight, without the gradient that overlapped reduction "
-            f"waits for: {mend} set --untie-embeddings-and-output-weights"
+            "tied embeddings leave the last stage's output layer without the gradient that "
+            f"overlapped reduction waits for: {mend} set --untie-embeddings-and-output-weights"
         )
     elif getattr(config, "mtp_detach_heads", False):
         yield (

@@ -12,7 +12,7 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.planning import ParallelDims, PlannerConfig
+from mcore_batching.planning import PlannerConfig
 
 _SHARED_ROWS = FLAGS["max_context_parallel"]
 
@@ -35,40 +35,32 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
                 f"--position-embedding-type rope, or unset {_SHARED_ROWS}"
             )
         for name, module in chunk.named_modules():
-            if compat.class_of_forward(module) in _STATE_SPACE_LAYERS:
+            if compat.layers.class_of_forward(module) in _STATE_SPACE_LAYERS:
                 raise DynamicBatchArgumentError(
-                    f"{name} is a state-space layer, which carries its state over a fixed "
-                    f"context-parallel group: unset {_SHARED_ROWS}"
+                    f"{name} is a state-space layer with a fixed context-parallel group: unset "
+                    f"{_SHARED_ROWS}"
                 )
             if not isinstance(module, Attention):
                 continue
             core = module.core_attention
-            known = isinstance(core, PackedAttention) or compat.is_engines_attention(core)
+            known = isinstance(core, PackedAttention) or compat.layers.is_engines_attention(core)
             # Not isinstance: a subclass may well slice by itself.
             if type(module) is not SelfAttention or not known:
                 raise DynamicBatchArgumentError(
                     f"{name}, a {type(module).__name__} with {type(core).__name__}, is not known "
-                    f"to follow a row's own context-parallel group: unset {_SHARED_ROWS}, or build "
-                    "the model with mcore_batching.megatron.packed_layer_spec(config)"
+                    f"to follow a row's own group: unset {_SHARED_ROWS}, or build the model with "
+                    "mcore_batching.megatron.packed_layer_spec(config)"
                 )
-            compat.let_rows_have_groups(module)
-
-
-def dims_of_rows(dims: ParallelDims, planner: PlannerConfig) -> list[ParallelDims]:
-    """The dims with each context-parallel size that a row may have."""
-    if planner.max_context_parallel is None:
-        return [dims]
-    return [dims.for_rows_on(size) for size in dims.row_sizes(planner.max_context_parallel)]
+            compat.packed_rows.let_rows_have_groups(module)
 
 
 def shared_row_problems(
-    config: Any, dims: ParallelDims, planner: PlannerConfig, *, has_auxiliary_loss: bool
+    config: Any, planner: PlannerConfig, *, has_auxiliary_loss: bool
 ) -> Iterator[str]:
     """Settings that do not go with a context-parallel size for every row.
 
     Args:
         config: the model's `TransformerConfig`.
-        dims: the job's parallel dims.
         planner: the planner's settings.
         has_auxiliary_loss: routers add a loss.
     """
@@ -77,16 +69,11 @@ def shared_row_problems(
     # Megatron divides by ranks or by micro-batches, which rows of several sizes count unevenly.
     if not config.calculate_per_token_loss:
         yield (
-            f"under {_SHARED_ROWS} as many ranks work on a token as its row has, and Megatron "
-            "averages over a fixed number: set --calculate-per-token-loss"
+            f"under {_SHARED_ROWS} Megatron averages over a fixed number of ranks: set "
+            "--calculate-per-token-loss"
         )
     if has_auxiliary_loss:
         yield (
-            "the mixture-of-experts auxiliary losses are computed over a fixed context-parallel "
-            f"group: set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff, or unset {_SHARED_ROWS}"
-        )
-    if config.multi_latent_attention:
-        yield (
-            "multi-latent attention slices by a fixed context-parallel group: unset "
-            f"--multi-latent-attention or {_SHARED_ROWS}"
+            "auxiliary losses of experts have a fixed context-parallel group: set "
+            f"--moe-aux-loss-coeff 0 and no --moe-z-loss-coeff, or unset {_SHARED_ROWS}"
         )

@@ -73,13 +73,13 @@ def _problems_of_chunk(chunk: Any) -> Iterator[str]:
             f"gradients in buffers: wrap the model in it, or unset {_FLAG}"
         )
         return
-    unknown = list(compat.unknown_to_split_backward(chunk))
+    unknown = list(compat.schedules.unknown_to_split_backward(chunk))
     if unknown:
         yield (
             f"this Megatron-LM has no {', '.join(unknown)} as known here: install megatron-core "
             f"0.16 to 0.19, or unset {_FLAG}"
         )
-    for name, module in compat.engine_linears(chunk).items():
+    for name, module in compat.layers.engine_linears(chunk).items():
         yield from _problems_of_engine(name, module)
 
 
@@ -99,7 +99,7 @@ def _problems_of_engine(name: str, module: Any) -> Iterator[str]:
             f"{name} of Transformer Engine has a bias, whose gradient it makes with the weight's: "
             f"set --disable-bias-linear, or unset {_FLAG}"
         )
-    if compat.debugs_engine():
+    if compat.layers.debugs_engine():
         yield (
             "Transformer Engine looks at whole backward passes while it is debugged: start "
             f"without nvdlfw_inspect, or unset {_FLAG}"

@@ -12,20 +12,11 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.layer_checks import layer_problems
+from mcore_batching.megatron.checks.low_precision import low_precision_problems
 from mcore_batching.megatron.checks.multi_token import multi_token_problems, unfit_for_later_tokens
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
-from mcore_batching.megatron.checks.shared_rows import (
-    dims_of_rows,
-    let_rows_have_groups,
-    shared_row_problems,
-)
+from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups, shared_row_problems
 from mcore_batching.megatron.checks.split_backward import check_split_backward
-from mcore_batching.megatron.checks.transformer_engine import (
-    Versions,
-    attention_problems,
-    installed_versions,
-    low_precision_problems,
-)
 from mcore_batching.megatron.errors import refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
@@ -96,14 +87,14 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     refuse(
         _PACKED_ROWS,
         [
-            *_config_problems(model_config, dims, config, _engine_of(model)),
+            *_config_problems(model_config, dims, config),
             *unfit_for_later_tokens(model),
             *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
         ],
     )
     # What packed rows need beyond settings, each where the model has such layers.
     if model_config.num_moe_experts:
-        compat.fix_router_masks()
+        compat.experts.fix_router_masks()
     mend_gradients(model)
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
@@ -128,52 +119,38 @@ def prepare_packed_model(model: Any) -> None:
         _PACKED_ROWS,
         [*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=True)],
     )
-    compat.end_states_with_samples()
-
-
-def _engine_of(chunks: list[Any]) -> Versions | None:
-    by_engine = any(
-        compat.is_engines_attention(each) for chunk in chunks for each in chunk.modules()
-    )
-    return installed_versions() if by_engine else None
+    compat.packed_rows.end_states_with_samples()
 
 
 def _pads_rows(dims: ParallelDims, planner: PlannerConfig) -> bool:
     return max(sample_multiple_tokens(dims, planner), row_multiple_tokens(dims, planner)) > 1
 
 
-def check_model_config(
-    config: Any,
-    dims: ParallelDims,
-    planner: PlannerConfig,
-    versions: Versions | None = None,
-) -> None:
+def check_model_config(config: Any, dims: ParallelDims, planner: PlannerConfig) -> None:
     """Refuse a model configuration that would hang, crash or bias the gradients.
 
     Args:
         config: the model's `TransformerConfig`.
         dims: the job's parallel dims.
         planner: the planner's settings.
-        versions: of Transformer Engine, if its attention is used.
 
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
-    refuse(_PACKED_ROWS, _config_problems(config, dims, planner, versions))
+    refuse(_PACKED_ROWS, _config_problems(config, dims, planner))
 
 
-def _config_problems(
-    config: Any, dims: ParallelDims, planner: PlannerConfig, versions: Versions | None
-) -> Iterator[str]:
+def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) -> Iterator[str]:
     yield from _row_problems(config, dims)
     yield from _loss_problems(config)
     has_loss = has_auxiliary_loss(config)
-    yield from shared_row_problems(config, dims, planner, has_auxiliary_loss=has_loss)
-    # Under dynamic CP by each size that a row may have: limits of kernels depend on it.
-    for rows in dims_of_rows(dims, planner):
-        yield from low_precision_problems(config, rows, planner)
-        if versions is not None:
-            yield from attention_problems(config, rows, versions)
+    yield from shared_row_problems(config, planner, has_auxiliary_loss=has_loss)
+    if planner.max_context_parallel is None:
+        yield from low_precision_problems(config, dims, planner)
+        return
+    # By each size that a row may have: what a rank holds of it depends on it.
+    for size in dims.row_sizes(planner.max_context_parallel):
+        yield from low_precision_problems(config, dims.for_rows_on(size), planner)
 
 
 def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
@@ -203,42 +180,34 @@ def has_auxiliary_loss(config: Any) -> bool:
 def _pipeline_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
     if dims.virtual_pipeline > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
         yield (
-            "the interleaved schedule with variable lengths swaps shapes or deadlocks when sends "
-            "and receives are batched (upstream): drop --no-overlap-p2p-communication, that is set "
-            "overlap_p2p_comm=True and batch_p2p_comm=False"
-        )
-    # Megatron raises this itself, but only in the first step.
-    if dims.virtual_pipeline == 1 and dims.pipeline_parallel > 1 and config.overlap_p2p_comm:
-        yield (
-            "the 1F1B schedule does not overlap point-to-point communication: set "
-            "overlap_p2p_comm=False and batch_p2p_comm=True (--no-overlap-p2p-communication), or "
-            "turn on virtual pipeline stages"
+            "the interleaved schedule deadlocks with batched sends of varying lengths (upstream): "
+            "drop --no-overlap-p2p-communication (overlap_p2p_comm=True, batch_p2p_comm=False)"
         )
     if config.overlap_moe_expert_parallel_comm:
         yield (
-            "overlapped expert-parallel communication asks the forward step for a schedule plan, "
-            "which packed rows do not have: unset --overlap-moe-expert-parallel-comm"
+            "overlapped expert-parallel communication needs schedule plans, which rows do not "
+            "have: unset --overlap-moe-expert-parallel-comm"
         )
 
 
 def _fixed_size_problems(config: Any) -> Iterator[str]:
     if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
         yield (
-            "CUDA graphs replay fixed shapes and a fixed number of micro-batches: set "
-            "--cuda-graph-impl none (and unset --enable-cuda-graph, --external-cuda-graph)"
+            "CUDA graphs replay fixed shapes and counts: set --cuda-graph-impl none (and unset "
+            "--enable-cuda-graph, --external-cuda-graph)"
         )
     if config.tp_comm_overlap:
         yield (
-            "overlapped tensor-parallel communication has buffers of seq_length tokens, which rows "
-            "do not have: unset --tp-comm-overlap"
+            "overlapped tensor-parallel communication has buffers of seq_length tokens: unset "
+            "--tp-comm-overlap"
         )
     if config.defer_embedding_wgrad_compute:
         yield (
-            "deferred embedding gradients are gathered as if all rows had the length of the first: "
-            "unset --defer-embedding-wgrad-compute"
+            "deferred embedding gradients take all rows for as long as the first: unset "
+            "--defer-embedding-wgrad-compute"
         )
     # A new flag upstream, which older versions do not have.
-    if compat.has_sequence_packing(config):
+    if compat.scripts.has_sequence_packing(config):
         yield (
             "Megatron's own sequence packing would pack a second time: unset "
             "--sequence-packing-scheduler"
@@ -249,14 +218,13 @@ def _loss_problems(config: Any) -> Iterator[str]:
     yield from multi_token_problems(config)
     if has_auxiliary_loss(config) and not config.calculate_per_token_loss:
         yield (
-            "the mixture-of-experts auxiliary losses would be averaged over micro-batches however "
-            "full, placeholders included, and Megatron leaves no place to rescale them: set "
-            "--calculate-per-token-loss"
+            "auxiliary losses of experts would be means over micro-batches, placeholders included: "
+            "set --calculate-per-token-loss"
         )
     if config.dsa_indexer_loss_coeff and not config.calculate_per_token_loss:
         yield (
-            "the indexer loss of sparse attention would be a mean over micro-batches however full: "
-            "set --calculate-per-token-loss"
+            "sparse attention's indexer loss would be a mean over micro-batches: set "
+            "--calculate-per-token-loss"
         )
 
 
@@ -276,14 +244,14 @@ def _expert_problems(config: Any) -> Iterator[str]:
     # A factor of 0 would be a capacity, too.
     if config.moe_expert_capacity_factor is not None:
         yield (
-            "with an expert capacity, which tokens are dropped depends on what shares their "
-            "micro-batch: unset --moe-expert-capacity-factor"
+            "an expert capacity drops tokens by what shares their micro-batch: unset "
+            "--moe-expert-capacity-factor"
         )
 
 
 def _flex_dispatcher_problems(config: Any) -> Iterator[str]:
     backend = config.moe_flex_dispatcher_backend
-    if backend == "hybridep" and not compat.pads_uneven_dispatch_inputs(config):
+    if backend == "hybridep" and not compat.experts.pads_uneven_dispatch_inputs(config):
         yield (
             "HybridEP expects equally many tokens on all ranks: set "
             "--moe-hybridep-pad-uneven-dispatch-inputs (from Megatron-LM 0.19 on), or "
@@ -291,8 +259,8 @@ def _flex_dispatcher_problems(config: Any) -> Iterator[str]:
         )
     if backend == "ncclep":
         yield (
-            "the NCCL expert-parallel dispatcher sizes its buffers by the first row that it sees: "
-            "set --moe-flex-dispatcher-backend deepep"
+            "the NCCL expert dispatcher sizes its buffers by the first row: set "
+            "--moe-flex-dispatcher-backend deepep"
         )
 
 

@@ -9,25 +9,16 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer import multi_token_prediction
-from torch import Tensor
 
 
 def patch_for_cpu() -> None:
     """Replace the megatron-core functions that insist on CUDA tensors or Transformer Engine.
 
-    Called by the CPU stand-in alone.
+    Called by the CPU stand-in alone, once `torch.cuda` is replaced.
     """
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    def get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
-        del args, kwargs
-        return torch.get_rng_state()
-
-    def set_rng_state(new_state: Tensor, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
-        torch.set_rng_state(new_state)
 
     def maybe_move_tensor_to_cpu(
         tensor: Any, as_numpy: bool = False, record_stream: bool = False
@@ -52,8 +43,8 @@ def patch_for_cpu() -> None:
 
     p2p_communication._p2p_ops = send_copies
     # The module's own setter waits for CUDA to be initialised, which never happens here.
-    megatron_random._get_cuda_rng_state = get_rng_state
-    megatron_random._set_cuda_rng_state = set_rng_state
+    megatron_random._get_cuda_rng_state = torch.cuda.get_rng_state
+    megatron_random._set_cuda_rng_state = torch.cuda.set_rng_state
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine
         moe_utils.te_general_gemm = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -11,9 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 try:
     import transformer_engine  # noqa: F401
@@ -134,26 +131,3 @@ def local_core_attention_name() -> tuple[Any, str]:
     from megatron.core.models import backends
 
     return backends, "DotProductAttention"
-
-
-def replace_final_norm(norm: Any) -> None:
-    """Make transformer blocks built from a single layer spec use ``norm`` after the last layer."""
-    transformer_block.LayerNormImpl = norm
-
-
-def packed_submodules(submodules: Any, core_attention: type, norm: Any) -> Any:
-    """A layer's submodules with another core attention and, if given, other norms."""
-    attention = submodules.self_attention
-    inner: dict[str, Any] = {"core_attention": core_attention}
-    changes: dict[str, Any] = {}
-    if norm is not None:
-        inner |= {
-            name: norm
-            for name in ("q_layernorm", "k_layernorm", "kv_layernorm")
-            if getattr(attention.submodules, name, None) is WrappedTorchNorm
-        }
-        changes |= {"input_layernorm": norm, "pre_mlp_layernorm": norm}
-    changes["self_attention"] = dataclasses.replace(
-        attention, submodules=dataclasses.replace(attention.submodules, **inner)
-    )
-    return dataclasses.replace(submodules, **changes)

@@ -63,7 +63,7 @@ def check_can_be_fused(chunks: list[Any]) -> None:
     for chunk in chunks:
         layer = getattr(unwrap_model(chunk), "output_layer", None)
         # Only the last stage's last chunk has the layer.
-        reason = "" if layer is None else compat.why_no_plain_product(layer)
+        reason = "" if layer is None else compat.layers.why_no_plain_product(layer)
         if not reason and getattr(get_model_config(chunk), "use_mup", False):
             reason = "scales its logits (--use-mup)"
         if reason:

@@ -63,15 +63,9 @@ class StatisticsOfLogits(torch.autograd.Function):
         options: Options,
         readers: list[None] | None,
     ) -> Tensor:
-        """Log-probability, and entropy if asked for.
+        """Of logits ``[1, tokens, local vocabulary]`` at positions, each token at most once.
 
-        Args:
-            ctx: autograd's.
-            logits: ``[1, tokens, local vocabulary]``.
-            positions: ``[positions]``, each token at most once.
-            targets: ``[positions]``, entries of the whole vocabulary.
-            options: of the call.
-            readers: one entry for each differentiable call on the logits; None: keep them whole.
+        Readers: one entry for each differentiable call on the logits; None: keep them whole.
         """
         rows = logits[0]
         softmax = _Softmax(targets, rows.shape[1], options)
@@ -114,16 +108,8 @@ class StatisticsOfProduct(torch.autograd.Function):
         targets: Tensor,
         options: Options,
     ) -> Tensor:
-        """Log-probability, and entropy if asked for.
-
-        Args:
-            ctx: autograd's.
-            hidden: ``[tokens, hidden size]``, the same on all tensor-parallel ranks.
-            weight: ``[local vocabulary, hidden size]``.
-            positions: ``[positions]``, each token at most once.
-            targets: ``[positions]``, entries of the whole vocabulary.
-            options: of the call.
-        """
+        """Of ``[tokens, hidden size]``, alike on tensor-parallel ranks, times the weight ``[local
+        vocabulary, hidden size]``, at positions, each token at most once."""
         softmax = _Softmax(targets, weight.shape[0], options)
         found = softmax.measure(lambda part: hidden.index_select(0, positions[part]) @ weight.t())
         ctx.save_for_backward(hidden, weight, positions)

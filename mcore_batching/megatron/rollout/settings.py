@@ -56,7 +56,7 @@ class Settings:
         config = config or job.options.planner_config(dims)
         if config.split_backward != "off" and not forward_only:
             shape = model_shape(1, get_model_config(chunks[0]))
-            gathers = any(map(compat.engine_linears, chunks))
+            gathers = any(map(compat.layers.engine_linears, chunks))
             held = shape.held_for_weights(dims, gathers_inputs=gathers)
             config = dataclasses.replace(config, split_backward_held=held)
         if forward_only:

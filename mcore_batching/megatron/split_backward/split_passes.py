@@ -45,14 +45,14 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
         kept = [weight for chunk in model for weight in _weights_of_output(chunk)]
         backward = leaving_weights(MEGATRONS.backward, deferred, kept)
         replace(MEGATRONS, "backward", staticmethod(backward))
-        stack.enter_context(compat.in_passes(deferred.passing))
+        stack.enter_context(compat.schedules.in_passes(deferred.passing))
         for name in ("_p2p_ops", "_batched_p2p_ops"):
             post = getattr(p2p_communication, name)
             replace(p2p_communication, name, _posting(post, deferred, interleaved=len(model) > 1))
         for owner, name, value in _of_reductions(model, deferred):
             replace(owner, name, value)
         for chunk in model:
-            for module in compat.engine_linears(chunk).values():
+            for module in compat.layers.engine_linears(chunk).values():
                 replace(module, "wgrad_store", EngineStore(module, deferred))
         try:
             yield

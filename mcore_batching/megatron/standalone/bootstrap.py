@@ -16,30 +16,23 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
 from mcore_batching.megatron.attention.specs import packed_layer_spec, packed_mtp_block_spec
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
 def initialize_process_group(timeout_seconds: float = 600.0) -> None:
     """Join torchrun's process group: NCCL on GPUs, gloo on the CPU stand-in.
 
-    Under ``MCORE_BATCHING_CPU=1`` the stand-in is turned on first.
-
     Raises:
         DeviceError: there is no CUDA device and the stand-in was not asked for, or the reverse.
     """
-    if cpu_emulation.is_requested():
-        cpu_emulation.enable()
     if not cpu_emulation.is_enabled():
         if not torch.cuda.is_available():
             raise cpu_emulation.DeviceError(
@@ -134,20 +127,13 @@ def build_model(
         ddp: data-parallel settings; None: Megatron's defaults, gradients reduced in float32.
         wrap: False gives bare chunks, for inference alone.
         hybrid_layer_pattern: a letter for each layer, as ``--hybrid-layer-pattern``; ``|`` cuts
-            (virtual) pipeline stages, ``/`` begins those of multi-token prediction.
+            (virtual) pipeline stages, ``/`` begins those of multi-token prediction; from
+            Megatron-LM 0.18 on.
         options: further arguments of the model.
 
     Returns:
         one chunk per virtual pipeline stage.
-
-    Raises:
-        DynamicBatchArgumentError: there is a pattern, and this Megatron has no `HybridModel`.
     """
-    if hybrid_layer_pattern is not None and not compat.has_hybrid_model():
-        raise DynamicBatchArgumentError(
-            "a pattern of layers is of HybridModel, which Megatron-LM has from 0.18 on: install a "
-            "later one, or unset --hybrid-layer-pattern"
-        )
     options = {
         "vocab_size": vocab_size,
         "max_sequence_length": max_sequence_length,
@@ -165,14 +151,6 @@ def build_model(
     if not wrap:
         return chunks
     return _wrapped(config, chunks, ddp or DistributedDataParallelConfig(grad_reduce_in_fp32=True))
-
-
-def build_optimizer(model: list[Any], config: OptimizerConfig) -> Any:
-    """Megatron's optimizer over the chunks, with ``config.grad_scale_func`` connected."""
-    optimizer = get_megatron_optimizer(config, model)
-    # In fp16 the loss is scaled up before the backward pass, and gradients down after it.
-    model[0].config.grad_scale_func = optimizer.scale_loss
-    return optimizer
 
 
 def _bare_chunks(config: TransformerConfig, model: Any, options: dict[str, Any]) -> list[Any]:
@@ -208,7 +186,7 @@ def _bare_chunks(config: TransformerConfig, model: Any, options: dict[str, Any])
 def _wrapped(
     config: TransformerConfig, chunks: list[Any], ddp: DistributedDataParallelConfig
 ) -> list[Any]:
-    """The chunks in Megatron's data-parallel wrapper, connected to ``config``."""
+    """The chunks in Megatron's data-parallel wrapper; `train_step` sets the hooks of ``config``."""
     wrapped = [
         DistributedDataParallel(
             config=config,
@@ -222,9 +200,4 @@ def _wrapped(
     ]
     for chunk in wrapped:
         chunk.broadcast_params()
-    # What the schedule calls after the last backward pass: reduces what is shared between stages.
-    config.finalize_model_grads_func = finalize_model_grads
-    if ddp.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
@@ -17,9 +15,8 @@ from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.logits.fused_output import Logits, output_layer
 from mcore_batching.megatron.rows.routing_replay import replayed
-from mcore_batching.megatron.step.model_inputs import joined_multimodal_inputs
-from mcore_batching.megatron.step.multi_token import LaterLosses, give_later_tokens
-from mcore_batching.megatron.topology import prediction_depths
+from mcore_batching.megatron.step.model_inputs import joined_multimodal_inputs, padding_mask
+from mcore_batching.megatron.step.multi_token import LaterLosses, predict_later_tokens
 
 
 def run_for_losses(
@@ -57,7 +54,7 @@ def run_chunk(
         # With labels Megatron's model would return its own loss instead of logits.
         "labels": None,
         # To every chunk, middle stages included: without them attention would cross samples.
-        "packed_seq_params": compat.packed_seq_params(
+        "packed_seq_params": compat.packed_rows.packed_seq_params(
             row.cu_seqlens_padded,
             row.max_seqlen,
             row.host_cu_seqlens_padded,
@@ -84,45 +81,3 @@ def has_half_precision_wrapper(chunk: Any) -> bool:
     while module is not None and not isinstance(module, Float16Module):
         module = getattr(module, "module", None)
     return module is not None
-
-
-def predict_later_tokens(
-    params: Any, chunk: Any, row: PackedMicroBatch, later: LaterLosses | None
-) -> None:
-    """Let a row's packed-sequence parameters say what multi-token prediction is to do with it.
-
-    Args:
-        params: of the row.
-        chunk: the model chunk that runs it.
-        row: on the device.
-        later: its losses; None leaves these layers out.
-    """
-    config = get_model_config(chunk)
-    if prediction_depths(config):
-        mask = _own_padding_mask(config, row) if config.num_moe_experts else None
-        give_later_tokens(params, row, later, mask)
-
-
-def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
-    """Bool ``[1, tokens]``, True for padding; a placeholder is padding throughout."""
-    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    # A first stage that scatters its input scatters the mask, too, and takes that of all tokens;
-    # elsewhere a stage expects the mask of its own.
-    if compat.scatters_padding_mask(model):
-        return _padding_mask(row)
-    return _own_padding_mask(get_model_config(chunk), row)
-
-
-def _padding_mask(row: PackedMicroBatch) -> Tensor:
-    return torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
-
-
-def _own_padding_mask(config: Any, row: PackedMicroBatch) -> Tensor:
-    """Of the tokens that this tensor-parallel rank holds between layers."""
-    mask = _padding_mask(row)
-    if not config.sequence_parallel:
-        return mask
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    own: Tensor = mask.chunk(size, dim=1)[rank].contiguous()
-    return own

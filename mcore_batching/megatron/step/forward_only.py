@@ -19,9 +19,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
 from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
-from mcore_batching.megatron.checks.validation import check_logits
-from mcore_batching.megatron.errors import CollationFailedError, ForwardFailedError
+from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
 from mcore_batching.megatron.rollout.data_iterator import (
@@ -34,7 +32,7 @@ from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.sample_moves import check_output
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.chunk_forward import run_for_losses
-from mcore_batching.megatron.step.logits_function import adapted, real_outputs
+from mcore_batching.megatron.step.logits_function import LogitsFunction
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -61,7 +59,7 @@ def forward_only(
             `PackedMicroBatch`) if it takes that; keywords that it does not take are left out.
             Returns a dict of lists with one tensor per sample of the micro-batch (one for a
             placeholder), or a pair whose second element is such a dict. The same names for every
-            micro-batch on every rank; for a placeholder it may leave names out.
+            micro-batch on every rank but for placeholders, whose values are dropped.
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
@@ -83,9 +81,9 @@ def forward_only(
             functions do, and these parallel dims pad samples.
     """
     job = job_of(args)
-    chunks, rollout, function = _opened(f, job, model, data_iterator)
-    with_entropy = getattr(args, "use_rollout_entropy", False)
-    function = functools.partial(function, args=args, with_entropy=with_entropy)
+    function = LogitsFunction(f, args)
+    rollout = _opened(function, job, model, data_iterator)
+    chunks = model_chunks(model)
     planned = rollout.for_forward_passes(job, chunks)
 
     def schedule_of(step: int) -> MicroBatchSchedule:
@@ -139,34 +137,24 @@ def _in_origin_order(
 
 
 def _opened(
-    f: Callable[..., Any],
-    job: Job,
-    model: Any,
-    data_iterator: Sequence[DataIterator],
-) -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
-    """Model chunks, batch and adapted ``f``, once every rank has read its arguments."""
+    function: LogitsFunction, job: Job, model: Any, data_iterator: Sequence[DataIterator]
+) -> PlannedRollout:
+    """The batch, once every rank has read its arguments."""
+    # Ranks that differ in this would wait in different planning agreements.
+    own = job.options.has_own_forward_plan
 
-    def work() -> tuple[list[Any], PlannedRollout, Callable[..., Any]]:
-        chunks = model_chunks(model)
-        get_model_config(chunks[0])  # raises for what is no model of Megatron's
-        check_logits(job.options, chunks)
+    def work() -> PlannedRollout:
+        get_model_config(model_chunks(model)[0])  # raises for what is no model of Megatron's
         rollout = rollout_of(data_iterator)
         # A plan of their own is of all steps.
-        own = job.options.has_own_forward_plan
         schedule = rollout.schedule if own else rollout.of_step(0)
-        if schedule.has_sizes_of_rows:  # the model need not be the one planned with
-            let_rows_have_groups(chunks)
         check_forward_plan(job.options, shares_rows=schedule.has_sizes_of_rows)
-        return chunks, rollout, adapted(f, schedule, fused=job.options.fuse_output_layer)
+        function.open(schedule, fused=job.options.fuse_output_layer)
+        return rollout
 
-    def says(opened: tuple[list[Any], PlannedRollout, Callable[..., Any]]) -> Statement:
-        return Statement(
-            equal={
-                "plan (sha256)": opened[1].of_step(0).plan_digest,
-                # Ranks that differ in this would wait in different planning agreements.
-                "plan of its own": job.options.has_own_forward_plan,
-            }
-        )
+    def says(rollout: PlannedRollout) -> Statement:
+        digest = rollout.of_step(0).plan_digest
+        return Statement(equal={"plan (sha256)": digest, "plan of its own": own})
 
     return job.consensus.agree(_OPERATION, work, says, failure=CollationFailedError).result
 
@@ -189,7 +177,7 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
 
 
 def _run(
-    f: Callable[..., Any], job: Job, chunks: list[Any], prepared: PreparedStep
+    function: LogitsFunction, job: Job, chunks: list[Any], prepared: PreparedStep
 ) -> tuple[list[_RowOutputs], list[Exception], Collection[float]]:
     """Outputs of a step's micro-batches on the last stage, in slot order; what ``f`` raised; the
     temperatures that it asked for."""
@@ -205,17 +193,10 @@ def _run(
         # Megatron names the second argument where it collects something else than losses.
         def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
             del non_loss_data
-            # By slime's names, whose functions run here unchanged.
-            offered = {
-                "unconcat_tokens": row.fields["tokens"],
-                "total_lengths": row.total_lengths,
-                "response_lengths": row.response_lengths,
-                "micro_batch": row,
-            }
             try:
                 logits = logits_of(output)
                 with logits_of_shape(logits):
-                    values = real_outputs(f(logits, **offered), row)
+                    values = function(logits, row)
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can be told.
                 job.defer(failed, exception, row)
@@ -257,32 +238,23 @@ def _agreed_names(
 
     Raises:
         ForwardFailedError: ``f`` raised, or returned what cannot travel, or its names differ
-            between micro-batches or ranks, or a placeholder has one that real samples lack.
+            between micro-batches or ranks.
     """
 
     def says(names: tuple[list[str] | None, list[str]]) -> Statement:
-        real, extra = names
+        real = names[0]
         equal = {} if real is None else {"names that f returned": sorted(real)}
         # Stages without logits need no names, and ranks with real samples know them.
-        asks = is_last_stage() and (real is None or not set(extra) <= set(real))
+        asks = is_last_stage() and real is None
         same = {"temperature": sorted(temperatures)}
         return Statement(equal=equal, equal_in_stage=same, tell=names, asks=asks)
 
     told = job.agree_after_pipeline(
         _OPERATION, failed, lambda: _own_names(outputs, travel=travel), says
     ).told
-    # The same decision on every rank of the last stage: all of them have heard all of this.
     known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)
     if known is None:  # placeholders everywhere
         return list(dict.fromkeys(name for _, names in told.values() for name in names))
-    unknown = {
-        rank: f"f returned {sorted(set(names) - set(known))} for a placeholder alone; return names "
-        f"of {sorted(known)}, as for real samples"
-        for rank, (_, names) in told.items()
-        if not set(names) <= set(known)
-    }
-    if unknown:
-        raise ForwardFailedError(unknown)
     return known
 
 

@@ -11,86 +11,99 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, PackedMicroBatch
 from mcore_batching.batch.fields.value_shapes import count_of, describe
+from mcore_batching.megatron.logits.fused_output import Logits
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import sample_multiple_tokens
 
 
-def adapted(
-    f: Callable[..., Any], schedule: MicroBatchSchedule, *, fused: bool = False
-) -> Callable[..., Any]:
-    """``f`` for all keywords that are offered, with logits in the layout that it expects.
+class LogitsFunction:
+    """A function of the logits, called with what it takes; what it returns is checked.
 
-    A function that does not take ``micro_batch`` expects the samples' tokens one behind the other,
-    padded to twice the context-parallel size at most: slime's layout.
-
-    Raises:
-        TypeError: ``f`` is no function.
-        ValueError: that layout cannot be had.
+    Args:
+        f: the function; nothing is asked of it before `open`.
+        args: Megatron's arguments, which it may take.
     """
-    if not callable(f):
-        raise TypeError(f"f must be a function of the logits, got {type(f).__name__}")
-    takes = inspect.signature(f).parameters
-    # slime's functions take `**kwargs` or a choice of these names; both run unchanged.
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
-    size = schedule.dims.context_parallel
-    padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
-    by_lengths = "micro_batch" not in takes
-    # Without `micro_batch` it can only find tokens by adding up lengths, each padded to 2 cp.
-    fault = f"{getattr(f, '__name__', f)} does not take micro_batch, but"
-    mend = "let it take micro_batch (gather_response and response_log_probs do)"
-    if by_lengths and schedule.has_sizes_of_rows:
+
+    def __init__(self, f: Callable[..., Any], args: Any) -> None:
+        self._f, self._args = f, args
+
+    def open(self, schedule: MicroBatchSchedule, *, fused: bool) -> None:
+        """See what the function takes, and whether it finds tokens in rows of a schedule.
+
+        One that does not take ``micro_batch`` expects the samples' tokens one behind the other,
+        padded to twice the context-parallel size at most: slime's layout.
+
+        Args:
+            schedule: of the rows.
+            fused: the output layer is fused with log-probs.
+
+        Raises:
+            TypeError: it is no function.
+            ValueError: that layout cannot be had.
+        """
+        if not callable(self._f):
+            raise TypeError(f"f must be a function of the logits, got {type(self._f).__name__}")
+        self._takes = inspect.signature(self._f).parameters
+        size = schedule.dims.context_parallel
+        padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
+        # A row that is not cut can have its padding taken out.
+        self._drops_padding = "micro_batch" not in self._takes and size == 1 and padded_to > 1
+        if "micro_batch" in self._takes:
+            return
+        if schedule.has_sizes_of_rows:
+            fault, mend = "rows are cut in other ways", "unset --dynamic-batch-context-parallel"
+        elif schedule.hosts is not None:
+            fault, mend = "samples share segments", "unset --dynamic-batch-share-prefixes"
+        elif size > 1 and padded_to != 2 * size:
+            fault = f"samples are padded to {padded_to}, not {2 * size}"
+            mend = "turn off sequence parallelism and --dynamic-batch-pad-each-to"
+        elif fused:
+            fault, mend = "no logits are made", "unset --dynamic-batch-fuse-output-layer"
+        else:
+            return
         raise ValueError(
-            f"{fault} rows are cut in ways of their own; {mend}, or unset "
-            "--dynamic-batch-context-parallel"
-        )
-    if by_lengths and schedule.hosts is not None:
-        raise ValueError(
-            f"{fault} samples share segments; {mend}, or unset --dynamic-batch-share-prefixes"
-        )
-    if by_lengths and size > 1 and padded_to != 2 * size:
-        raise ValueError(
-            f"{fault} samples are padded to {padded_to}, not {2 * size}; {mend}, or turn off "
-            "sequence parallelism and --dynamic-batch-pad-each-to"
-        )
-    if by_lengths and fused:
-        raise ValueError(
-            f"{fault} fused output layers make no logits; {mend}, or unset "
-            "--dynamic-batch-fuse-output-layer"
+            f"{getattr(self._f, '__name__', self._f)} does not take micro_batch, but {fault}; let "
+            f"it take micro_batch (gather_response and response_log_probs do), or {mend}"
         )
 
-    def with_offered(logits: Tensor, **offered: Any) -> Any:
-        # A row that is not cut can have its padding taken out; a cut one is refused above.
-        if by_lengths and size == 1 and padded_to > 1:
-            logits = _without_padding(logits, offered["micro_batch"])
-        return f(logits, **{k: v for k, v in offered.items() if takes_all or k in takes})
+    def __call__(self, logits: Logits, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
+        """The outputs for the real samples of a row, tensors copied.
 
-    return with_offered
+        Raises:
+            OrderError: no dict of lists, or not one output per sample.
+        """
+        # By slime's names, whose functions run here unchanged.
+        offered = {
+            "args": self._args,
+            "unconcat_tokens": row.fields["tokens"],
+            "total_lengths": row.total_lengths,
+            "response_lengths": row.response_lengths,
+            "with_entropy": getattr(self._args, "use_rollout_entropy", False),
+            "micro_batch": row,
+        }
+        # slime's functions take `**kwargs` or a choice of these names.
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._takes.values()):
+            offered = {name: value for name, value in offered.items() if name in self._takes}
+        if self._drops_padding:
+            logits = _without_padding(logits, row)
+        outputs = checked_outputs(self._f(logits, **offered), len(row.total_lengths))
+        return {
+            key: [
+                # A slice of the logits would keep them all in memory, and so would a gradient.
+                value.detach().clone() if isinstance(value, Tensor) else value
+                # None of a placeholder's, whose one sample is fabricated.
+                for value in values[: row.num_samples]
+            ]
+            for key, values in outputs.items()
+        }
 
 
-def _without_padding(logits: Tensor, row: PackedMicroBatch) -> Tensor:
+def _without_padding(logits: Any, row: PackedMicroBatch) -> Tensor:
     """Logits of the samples' tokens alone, of a row that is not cut."""
     starts = row.host_cu_seqlens_padded
     held = zip(starts, row.total_lengths, strict=False)
     # Not by a mask: the host would wait for the device to count.
     return torch.cat([logits[:, start : start + length] for start, length in held], dim=1)
-
-
-def real_outputs(made: Any, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
-    """The outputs of ``f`` for the real samples of a row, tensors copied.
-
-    Raises:
-        OrderError: no dict of lists, or not one output per sample.
-    """
-    outputs = checked_outputs(made, len(row.total_lengths))
-    return {
-        key: [
-            # A slice of the logits would keep them all in memory, and so would a gradient.
-            value.detach().clone() if isinstance(value, Tensor) else value
-            # None of a placeholder's, whose one sample is fabricated.
-            for value in values[: row.num_samples]
-        ]
-        for key, values in outputs.items()
-    }
 
 
 def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:

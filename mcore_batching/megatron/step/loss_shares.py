@@ -18,6 +18,7 @@ from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.megatron.job.flat_values import has_bytes
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.megatron.step.nonfinite import raise_on_all
 
 
 def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
@@ -134,13 +135,6 @@ class WatchedTotals(StepTotals):
             object.__setattr__(self, "were_read", True)
         return super().__getattribute__(name)
 
-    def __eq__(self, other: object) -> bool:
-        """As `StepTotals`, which these are."""
-        # A dataclass's own holds between objects of one class alone.
-        return isinstance(other, StepTotals) and vars(self) | vars(other) == vars(self)
-
-    __hash__ = StepTotals.__hash__
-
 
 def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) -> None:
     """Warn of a loss function that cannot know what the step adds up to, where that matters.
@@ -161,29 +155,12 @@ def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) ->
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class AgreedShares:
-    """A step's metrics and faults, as all ranks know them before the optimizer's step.
-
-    Attributes:
-        names: of the metrics, on ranks of the last stage.
-        faults: `nonfinite.faults` of this rank.
-        are_finite: True if all ranks are without faults.
-        are_refused: True if any rank does not skip steps with faults.
-    """
-
-    names: list[str]
-    faults: tuple[str, str]
-    are_finite: bool
-    are_refused: bool
-
-
 def agreed_shares(
     job: Job,
     operation: str,
     collected: CollectedShares,
     faults: Callable[[], tuple[str, str]],
-) -> AgreedShares:
+) -> tuple[list[str], bool]:
     """Agree on the metrics' names, the same for every micro-batch, and on what is not finite.
 
     And on the temperatures, among the ranks that share rows and layers.
@@ -196,8 +173,12 @@ def agreed_shares(
         collected: of this rank.
         faults: gives this rank's `nonfinite.faults`.
 
+    Returns:
+        the metrics' names, on ranks of the last stage; True if all ranks are without faults.
+
     Raises:
         ForwardFailedError: the loss function raised, or names or temperatures differ.
+        NonFiniteError: a rank has faults, and any does not skip such steps.
     """
     shares = collected.shares
 
@@ -225,8 +206,11 @@ def agreed_shares(
 
     agreed = job.agree_after_pipeline(operation, collected.failed, work, says)
     names, found = agreed.result
-    figures = agreed.figures
-    return AgreedShares(names, found, not figures["faults"], bool(figures["refusals"]))
+    is_refused = bool(agreed.figures["faults"] and agreed.figures["refusals"])
+    # If any rank refuses, all raise: those that would skip the step could not go on without it.
+    if is_refused:
+        raise_on_all(job, operation, found)
+    return names, not agreed.figures["faults"]
 
 
 def summed_metrics(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
@@ -27,6 +28,8 @@ from mcore_batching.batch.rows.packed import LaterTokens
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.logits.fused_output import FusedLogits
 from mcore_batching.megatron.logits.log_probs import log_probs_of_all
+from mcore_batching.megatron.step.model_inputs import own_padding_mask
+from mcore_batching.megatron.topology import prediction_depths
 
 
 class LaterLosses:
@@ -110,7 +113,9 @@ class LaterLosses:
         if self._counts_hits:
             targets = later.labels, later.loss_mask, output_layer
             self.hits.append(
-                compat.multi_token_hits(logits, *targets, runtime_gather_output, tp_group)
+                compat.multi_token.multi_token_hits(
+                    logits, *targets, runtime_gather_output, tp_group
+                )
             )
         return compute_language_model_loss(later.labels, logits)
 
@@ -146,22 +151,26 @@ class LossesOfRows:
         for depth, shares in enumerate(by_depth):
             guessed, trained = (torch.stack(each).sum() for each in zip(*hits[depth], strict=True))
             share = torch.stack(shares).sum() * num_microbatches
-            compat.log_multi_token_loss(share, guessed, trained, depth, len(by_depth))
+            compat.multi_token.log_multi_token_loss(share, guessed, trained, depth, len(by_depth))
 
 
-def give_later_tokens(
-    params: Any, row: PackedMicroBatch, losses: LaterLosses | None, padding_mask: Tensor | None
+def predict_later_tokens(
+    params: Any, chunk: Any, row: PackedMicroBatch, losses: LaterLosses | None
 ) -> None:
     """Let a row's packed-sequence parameters say what multi-token prediction is to do with it.
 
     Args:
         params: of the row.
+        chunk: the model chunk that runs it.
         row: on the device.
         losses: of the row; None leaves these layers out.
-        padding_mask: bool ``[1, tokens of this rank]``, for routers; None: there are none.
     """
+    config = get_model_config(chunk)
+    if not prediction_depths(config):
+        return
     _follow_parameters()
-    params.later_losses, params.own_padding_mask = losses, padding_mask
+    params.later_losses = losses
+    params.own_padding_mask = own_padding_mask(config, row) if config.num_moe_experts else None
     for before, after in itertools.pairwise((row, *row.later)):
         before.tokens.of_next_depth = after.tokens  # type: ignore[attr-defined]
         before.position_ids.of_next_depth = after.position_ids  # type: ignore[attr-defined]
@@ -200,7 +209,7 @@ def _follow_parameters() -> None:
         return made
 
     multi_token_prediction.roll_tensor, block.forward = of_next_depth, run
-    for module in compat.modules_with_multi_token_losses():
+    for module in compat.multi_token.modules_with_multi_token_losses():
         module.process_mtp_loss = with_losses(module.process_mtp_loss)
 
 

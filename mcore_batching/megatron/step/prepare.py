@@ -13,6 +13,8 @@ from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import total
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
+from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
+from mcore_batching.megatron.checks.validation import check_logits
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.consensus import digest_of
 from mcore_batching.megatron.job.job import Job
@@ -60,9 +62,14 @@ def prepare(
         # All rows at once, before the pipeline: a value that does not fit would otherwise show
         # inside it, where the other ranks wait for this one's tensors.
         found, chunks = schedule(), model_chunks(model)
-        if found.hosts is not None:  # the model need not be the one planned with
+        config = get_model_config(chunks[0])  # raises for what is no model of Megatron's
+        check_logits(job.options, chunks)
+        # The model need not be the one planned with: a reference model runs the same rows.
+        if found.hosts is not None:
             check_shared_prefixes(chunks)
-        depths = 0 if forward_only else prediction_depths(get_model_config(chunks[0]))
+        if found.has_sizes_of_rows:
+            let_rows_have_groups(chunks)
+        depths = 0 if forward_only else prediction_depths(config)
         made = PreparedStep.of_rows(found, step, found.rows(step, depths), chunks, change)
         split = () if forward_only else planned_split(job, found, step)
         return dataclasses.replace(made, split_backward=split)

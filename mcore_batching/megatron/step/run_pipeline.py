@@ -4,9 +4,11 @@ and stock scripts, inside of everything that has to hold meanwhile."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_batching.megatron.job.job import Job
@@ -14,10 +16,10 @@ from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.logits.log_probs import chunks_of_tokens
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.routing_replay import replayed_step
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.split_backward.plan import deferred_weights
 from mcore_batching.megatron.split_backward.split_passes import split_backward
 from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
-from mcore_batching.megatron.step.recording import recorded
 from mcore_batching.megatron.step.transfer_shapes import planned_transfers
 
 
@@ -57,12 +59,17 @@ def run_pipeline(
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
     deferred = None if forward_only else deferred_weights(job, prepared)
-    around = _around(job, model, prepared, operation, deferred, forward_only=forward_only)
-    # In here, not around the call: the other ranks are told what it raises.
-    if inside is not None:
-        around.append(inside)
-    # Innermost: weight gradients have to be there before any hook reads or adds up gradients.
-    around.append(split_backward(model, deferred))
+    around: list[contextlib.AbstractContextManager[Any]] = [
+        # Outermost the watch: whatever raises inside of it, the other ranks are told.
+        job.watch.reporting(operation),
+        *([] if forward_only else _timed(job, model, prepared, deferred)),
+        planned_transfers(job.options, model, prepared, forward_only=forward_only),
+        # Around all passes: the backward ones recompute with what the forward ones told routers.
+        replayed_step(model),
+        *([] if inside is None else [inside]),
+        # Innermost: weight gradients have to be there before any hook reads or adds up gradients.
+        split_backward(model, deferred),
+    ]
     with contextlib.ExitStack() as stack:
         for each in around:
             stack.enter_context(each)
@@ -80,25 +87,36 @@ def run_pipeline(
     return made, temperatures
 
 
-def _around(
-    job: Job,
-    model: list[Any],
-    prepared: PreparedStep,
-    operation: str,
-    deferred: WeightGradients | None,
-    *,
-    forward_only: bool,
-) -> list[contextlib.AbstractContextManager[Any]]:
-    """Context managers around the pipeline, the outermost first."""
-    # Outermost the watch: whatever raises inside of it, the other ranks are told.
-    around: list[contextlib.AbstractContextManager[Any]] = [job.watch.reporting(operation)]
-    # Forward passes alone are neither recorded nor timed: costs are of both directions.
-    if not forward_only:
-        around.append(recorded(job, prepared.schedule, prepared.step))
-        if job.options.learns_cost_model:
-            weights = [] if deferred is None else deferred.timed
-            around.append(learners_of(job).of(model).timing(prepared, weights))
-    around.append(planned_transfers(job.options, model, prepared, forward_only=forward_only))
-    # Around all passes: the backward ones recompute with what the forward ones told routers.
-    around.append(replayed_step(model))
-    return around
+def _timed(
+    job: Job, model: list[Any], prepared: PreparedStep, deferred: WeightGradients | None
+) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """What records and times a training step; forward passes alone have no costs to learn."""
+    yield _recorded(job, prepared.schedule, prepared.step)
+    if job.options.learns_cost_model:
+        weights = [] if deferred is None else deferred.timed
+        yield learners_of(job).of(model).timing(prepared, weights)
+
+
+@contextlib.contextmanager
+def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
+    """Write down a step whose passes run inside, for ``mcore-batching replay``.
+
+    A collective over all ranks where steps are recorded.
+    """
+    recorder = job.recorder
+    if recorder is None:
+        yield
+        return
+    # The device runs behind the host: without these two waits the clock would time launches.
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    yield
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - started  # without the wait for the other ranks' plans
+    learnt = schedule.learnt
+    # After the clock has stopped: `step_plan` gathers the plans of all ranks the first time.
+    recorder.append(
+        *schedule.step_plan(step),
+        seconds,
+        seconds_per_unit=None if learnt is None else learnt.seconds_per_unit,
+    )

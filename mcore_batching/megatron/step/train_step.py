@@ -26,8 +26,6 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
-from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
-from mcore_batching.megatron.checks.validation import check_logits
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.fused_output import tensors_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
@@ -45,12 +43,7 @@ from mcore_batching.megatron.step.loss_shares import (
     warn_of_unread_totals,
 )
 from mcore_batching.megatron.step.multi_token import LaterLosses
-from mcore_batching.megatron.step.nonfinite import (
-    faults,
-    gradients_measured,
-    is_checked,
-    raise_on_all,
-)
+from mcore_batching.megatron.step.nonfinite import faults, gradients_measured, is_checked
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.step.weight_update import (
@@ -148,11 +141,11 @@ def train_step(
     job = job_of(args)
 
     def schedule() -> MicroBatchSchedule:
-        _check_arguments(loss_function, job, model, optimizer)
+        if not callable(loss_function):
+            raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
+        check_updates(model_chunks(model), optimizer)
         found = rollout_of(data_iterator).of_step(step)
         found.check_step(step, num_microbatches)
-        if found.has_sizes_of_rows:  # the model need not be the one planned with
-            let_rows_have_groups(model_chunks(model))
         return found
 
     def alike(found: MicroBatchSchedule) -> dict[str, Any]:
@@ -174,15 +167,12 @@ def train_step(
         return faults(made.shares, largest, model, prepared) if checked else ("", "")
 
     # Before the update, which no rank may do if another one's loss or gradient is at fault.
-    agreed = agreed_shares(job, _OPERATION, made, nonfinite)
-    # If any rank refuses, all raise: those that would skip the step could not go on without it.
-    if agreed.are_refused and not agreed.are_finite:
-        raise_on_all(job, _OPERATION, agreed.faults)
+    names, are_finite = agreed_shares(job, _OPERATION, made, nonfinite)
     with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
-        metrics = summed_metrics(made.shares, agreed.names) if is_last_stage() else {}
+        metrics = summed_metrics(made.shares, names) if is_last_stage() else {}
         # Without a sample there is no gradient, but weight decay and momentum would move weights.
         has_samples = prepared.totals.num_samples > 0
-        is_skipped = not (has_samples and agreed.are_finite)
+        is_skipped = not (has_samples and are_finite)
         update_successful, grad_norm = updated(model, optimizer, skip=is_skipped)
         # A step of padding alone is no step of the scheduler's.
         counted = samples_counted(increment, prepared.schedule) if has_samples else 0
@@ -196,15 +186,6 @@ def train_step(
         num_microbatches=len(prepared.rows),
         consumed_samples=counted,
     )
-
-
-def _check_arguments(loss_function: LossFunction, job: Job, model: Any, optimizer: Any) -> None:
-    chunks = model_chunks(model)
-    get_model_config(chunks[0])  # raises for what is no model of Megatron's
-    check_logits(job.options, chunks)
-    if not callable(loss_function):
-        raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
-    check_updates(chunks, optimizer)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def planned_transfers(
     ]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     transfers = PlannedTransfers(shapes, dims, stage, forward_only=forward_only)
-    with compat.shapes_of_transfers(transfers):
+    with compat.schedules.shapes_of_transfers(transfers):
         yield
 
 

@@ -29,7 +29,6 @@ from kit.transfers import counted_transfers
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.megatron import (
     add_fields,
-    compat,
     cpu_kernels,
     forward_only,
     get_data_iterator,
@@ -103,18 +102,18 @@ def compare_rows_of_frameworks(**parameters: Any) -> dict[str, Any]:
     """`compare`, where a row's parameters leave out what Mamba layers need, as frameworks' do."""
     from kit.state_space import Mixer
 
-    give, base = compat.give_offsets, Mixer.__base__
+    give, base = packed_rows.give_offsets, Mixer.__base__
     before = dict(vars(base))
 
     def without_total(params: Any, offsets: Any) -> None:
         params.host_cu_seqlens = tuple(offsets)
 
-    compat.give_offsets = packed_rows.give_offsets = without_total
-    compat.end_states_with_samples()
+    packed_rows.give_offsets = without_total
+    packed_rows.end_states_with_samples()
     try:
         return compare(**parameters)
     finally:
-        compat.give_offsets = packed_rows.give_offsets = give
+        packed_rows.give_offsets = give
         base._ssm_training = before["_ssm_training"]
         if "states_end_with_samples" in vars(base):
             del base.states_end_with_samples

@@ -34,7 +34,6 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.job.failure_watch import FailureWatch
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout import exchange
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -55,54 +54,6 @@ def my_samples(dims: dict[str, Any], spread: str = "uneven") -> dict[str, list[A
     ranks = dims.get("data_parallel", 1)
     mine = share(samples, spread, parallel_state.get_data_parallel_rank(), ranks)
     return take(samples, mine)
-
-
-def one_rank_fails(
-    dims: dict[str, Any], reference: str, what: str, planner: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Something is wrong on the last rank alone; what every rank raises, and how soon."""
-    model = small_model(dims, reference)
-    args = arguments(ParallelDims(**dims), **(planner or {}))
-    data = my_samples(dims)
-    at_fault = dist.get_rank() == dist.get_world_size() - 1
-    if at_fault and what == "undeclared field":
-        data["my_scores"] = [torch.zeros(3, 2) for _ in data["tokens"]]
-    if at_fault and what == "more fields":
-        data["teacher_log_probs"] = data["ref_log_probs"]
-    if at_fault and what == "other settings":
-        args.max_tokens_per_gpu += 8
-    if at_fault and what == "other lengths":
-        data["tokens"] = [torch.cat((t, t[-1:])) for t in data["tokens"]]
-        data["total_lengths"] = [length + 1 for length in data["total_lengths"]]
-    if at_fault and what == "missing field":
-        del data["total_lengths"]
-    if at_fault and what == "other plan":
-        planned = exchange.plan_step
-        exchange.plan_step = lambda *given, **named: dataclasses.replace(
-            planned(*given, **named), config=dataclasses.replace(given[2], plan_effort=1)
-        )
-    if at_fault and what == "no cost model":
-        args.dynamic_batch_cost_model = "/nowhere/cost.json"
-    if what == "oversize sample refused":
-        args.dynamic_batch_on_oversize = "error"
-    begun = time.monotonic()
-    try:
-        iterators, counts = get_data_iterator(args, model, data)
-        if at_fault and what == "data changed before collating":
-            held = schedule_of(iterators).rollout_data
-            held["tokens"][0] = held["tokens"][0][:0]
-        forward_only(log_probs_of, args, model, iterators, counts)
-    except Exception as error:
-        return {
-            "type": type(error).__name__,
-            "message": str(error),
-            "cause": type(error.__cause__).__name__,
-            "seconds": time.monotonic() - begun,
-        }
-    finally:
-        if at_fault and what == "other plan":
-            exchange.plan_step = planned
-    return {"type": None}
 
 
 def groups_made_anew(dims: dict[str, Any], reference: str) -> list[dict[str, Any]]:
@@ -299,49 +250,6 @@ def several_steps(
     }
 
 
-def function_fails(
-    dims: dict[str, Any], reference: str, where: str, planner: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A function of the logits raises on the last rank alone; then everything goes on.
-
-    Under dynamic CP on all ranks that share a row: on one alone it ends the job.
-    """
-    model = small_model(dims, reference)
-    args = arguments(ParallelDims(**dims), **(planner or {}))
-    iterators, counts = get_data_iterator(args, model, my_samples(dims))
-    optimizer = adam(model, distributed=False)
-    before = {name: p.detach().clone() for name, p in named_parameters(model)}
-    at_fault = dist.get_rank() == dist.get_world_size() - 1
-
-    def fails(row: Any) -> bool:
-        if planner is not None:
-            return bool(row.context_parallel_size > 1)
-        return at_fault and not row.is_placeholder
-
-    def f(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, list[torch.Tensor]]:
-        if fails(micro_batch):
-            raise ZeroDivisionError("in f")
-        return log_probs_of(logits, micro_batch=micro_batch)
-
-    def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-        if fails(row):
-            raise ZeroDivisionError("in the loss")
-        return packed_objective(logits, row, totals)
-
-    try:
-        if where == "forward_only":
-            forward_only(f, args, model, iterators, counts)
-        elif where == "train_step":
-            train_step(loss, args, model, iterators, counts, optimizer)
-        else:
-            forward_only(f, args, model, iterators, [counts[0] + at_fault])
-    except Exception as error:
-        caught = {"type": type(error).__name__, "message": str(error)}
-    unchanged = all(torch.equal(p, before[name]) for name, p in named_parameters(model))
-    result = train_step(packed_objective, args, model, iterators, counts, optimizer)
-    return caught | {"unchanged": unchanged, "grad_norm": result.grad_norm}
-
-
 def found_by_lengths(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """A function that walks through the logits by total lengths, as slime's do."""
     model = small_model(dims, reference)
@@ -460,17 +368,12 @@ def expert_bias_counts(dims: dict[str, Any], reference: str, kind: str = "moe") 
     }
 
 
-def adds_fields(dims: dict[str, Any], reference: str, spread: str, fault: str) -> dict[str, Any]:
+def adds_fields(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """Log-probs of the last stage become a field of the samples, and the loss reads them."""
     model = small_model(dims, reference)
     args = arguments(ParallelDims(**dims))
-    iterators, counts = get_data_iterator(args, model, my_samples(dims, spread))
-    outputs = forward_only(log_probs_of, args, model, iterators, counts)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        if fault == "wrong length":
-            outputs["log_probs"][0] = outputs["log_probs"][0][:-1]
-        if fault == "undeclared":
-            outputs["mine"] = outputs["log_probs"]
+    iterators, counts = get_data_iterator(args, model, my_samples(dims, "empty"))
+    add_fields(iterators, forward_only(log_probs_of, args, model, iterators, counts))
 
     def ratio(logits: torch.Tensor, row: Any, totals: Any) -> tuple[torch.Tensor, dict[str, Any]]:
         log_probs = response_log_probs(logits, row)
@@ -478,10 +381,6 @@ def adds_fields(dims: dict[str, Any], reference: str, spread: str, fault: str) -
         share = token_mean([(new - old).exp() for new, old in pairs], row, totals)
         return share, {}
 
-    try:
-        add_fields(iterators, outputs)
-    except Exception as error:
-        return {"type": type(error).__name__, "message": str(error)}
     result = train_step(ratio, args, model, iterators, counts, adam(model, distributed=False))
     return {"last_stage": is_last_stage(), "metrics": result.metrics}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import (
@@ -25,7 +25,6 @@ from mcore_batching.megatron import packed_layer_spec
 from mcore_batching.megatron.standalone import bootstrap
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
-    build_optimizer,
     pipeline_config,
 )
 from mcore_batching.planning import ParallelDims
@@ -287,7 +286,7 @@ def adam(
         bf16=bf16,
         **ADAM,
     )
-    return build_optimizer(model, config)
+    return get_megatron_optimizer(config, model)
 
 
 def named_parameters(model: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from kit.exactness import arguments
 from kit.faults import my_samples
 from kit.model import ADAM, adam, named_parameters, sharded_model
 from kit.objective import packed_objective
 from mcore_batching.megatron import get_data_iterator, train_step
-from mcore_batching.megatron.standalone.bootstrap import build_optimizer
 from mcore_batching.planning import ParallelDims
 
 
@@ -92,7 +91,7 @@ def loss_scaling(dims: dict[str, Any], reference: str) -> list[Any]:
         hysteresis=1,
         **ADAM,
     )
-    optimizer = build_optimizer(model, config)
+    optimizer = get_megatron_optimizer(config, model)
     args = arguments(ParallelDims(**dims))
     iterators, counts = get_data_iterator(args, model, my_samples(dims))
     steps = []

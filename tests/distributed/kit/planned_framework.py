@@ -45,7 +45,7 @@ def get_batch(data_iterator: Any, keys: Sequence[str]) -> dict[str, Any]:
     ends = [0, *torch.tensor(batch["total_lengths"]).cumsum(0).tolist()]
     ends[-1] = len(row)
     places = torch.tensor(ends, dtype=torch.int32, device=row.device)
-    batch["packed_seq_params"] = compat.packed_seq_params(places, len(row), ends)
+    batch["packed_seq_params"] = compat.packed_rows.packed_seq_params(places, len(row), ends)
     return batch | {"row": row[None]}
 
 

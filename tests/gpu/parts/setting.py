@@ -29,8 +29,8 @@ from mcore_batching.megatron import (
     train_step,
     use_packed_attention,
 )
-from mcore_batching.megatron.attention import uses_transformer_engine
-from mcore_batching.megatron.compat import local_gpt_layer_spec
+from mcore_batching.megatron.attention.specs import uses_transformer_engine
+from mcore_batching.megatron.compat.layers import local_gpt_layer_spec
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
