@@ -11,7 +11,7 @@ import functools
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +54,7 @@ class Hook:
 
     Args:
         modules: searched besides those that are loaded.
-        replacements: what to replace.
+        replacements: what to replace, wherever it is found.
         copies: replace also in copies of a module's globals, as functions have that Ray pickled by
             value.
 
@@ -64,30 +64,51 @@ class Hook:
 
     def __init__(
         self,
-        modules: Sequence[ModuleType],
-        replacements: list[Replacement],
+        modules: Sequence[ModuleType] = (),
+        replacements: Sequence[Replacement] = (),
         *,
         copies: bool = False,
     ) -> None:
-        self._modules = modules
-        self._replacements = replacements
+        self._scopes = [vars(module) for module in modules]
         self._copies = copies
+        self._done: list[Replacement] = []
         self.hooked: list[str] = []
         for each in replacements:
-            for holder in self._holders(each.name, each.original):
-                holder[each.name] = each.ours
-                self.hooked.append(f"{holder['__name__']}.{each.name}")
+            for scope in self._scopes_with(each.name, each.original):
+                self._put(scope, each)
+            self._done.append(each)
+
+    def replace(self, scope: dict[str, Any], name: str, ours: Any) -> None:
+        """Replace a name in one module's globals alone.
+
+        Args:
+            scope: the globals.
+            name: of the original in them.
+            ours: a class, or a function that is called with the original before its arguments.
+        """
+        original = scope[name]
+        if not inspect.isclass(ours):
+            ours = in_place_of(original, functools.partial(ours, original))
+        replacement = Replacement(name, original, ours)
+        self._scopes.append(scope)
+        self._put(scope, replacement)
+        self._done.append(replacement)
+
+    def _put(self, scope: dict[str, Any], replacement: Replacement) -> None:
+        scope[replacement.name] = replacement.ours
+        self.hooked.append(f"{scope['__name__']}.{replacement.name}")
 
     def undo(self) -> None:
         """Put the originals back. A second call does nothing.
 
         Where somebody wrapped a replacement since, the wrapper stays and calls the original.
         """
-        while self._replacements:
-            each = self._replacements.pop()
-            getattr(each.ours, MARK).is_ours = False  # references nobody knows call theirs now
-            for holder in self._holders(each.name, each.ours):
-                holder[each.name] = each.original
+        while self._done:
+            each = self._done.pop()
+            # References that nobody can reach call the original from now on. A class has no mark.
+            getattr(each.ours, MARK, _Place()).is_ours = False
+            for scope in self._scopes_with(each.name, each.ours):
+                scope[each.name] = each.original
         self.hooked.clear()
 
     def __call__(self) -> None:
@@ -106,22 +127,19 @@ class Hook:
         """One line for a log."""
         return f"mcore_batching: hooked {', '.join(self.hooked) or 'nothing'}"
 
-    def _holders(self, name: str, function: Function) -> Iterator[dict[str, Any]]:
+    def _scopes_with(self, name: str, function: Function) -> list[dict[str, Any]]:
         """Globals of modules, and copies of them, with this very function under this name."""
         # A copy of the list: other threads may import meanwhile.
-        loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
-        holders = [vars(each) for each in dict.fromkeys([*self._modules, *loaded])]
+        loaded = [vars(each) for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+        scopes = {id(each): each for each in [*self._scopes, *loaded]}
         if self._copies:
-            known = set(map(id, holders))
             # Only globals of functions have __builtins__; other dicts that refer to it do not.
-            holders += [
-                each
+            scopes |= {
+                id(each): each
                 for each in gc.get_referrers(function)
-                if type(each) is dict and "__builtins__" in each and id(each) not in known
-            ]
-        for holder in holders:
-            if holder.get(name) is function:
-                yield holder
+                if type(each) is dict and "__builtins__" in each
+            }
+        return [scope for scope in scopes.values() if scope.get(name) is function]
 
 
 def in_place_of(original: Function, ours: Function, place: _Place | None = None) -> Function:
@@ -134,6 +152,7 @@ def in_place_of(original: Function, ours: Function, place: _Place | None = None)
     """
     place = place or _Place()
 
+    # Modules that import it meanwhile keep a reference that `undo` cannot reach.
     @functools.wraps(original)
     def replacement(*arguments: Any, **keywords: Any) -> Any:
         return (ours if place.is_ours else original)(*arguments, **keywords)
