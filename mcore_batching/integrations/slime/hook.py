@@ -93,9 +93,15 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
 
     schema = DEFAULT_SCHEMA if schema is None else schema
     holders = _holders(modules)
-    if _is_scheduled(holders):
-        return Hook(modules, _scheduled_replacements(holders, schema))
-    return Hook(modules, _replacements(holders, schema))
+    in_place = _of_manager if _is_scheduled(holders) else _of_trainer
+    replacements = []
+    for name in NAMES:
+        for module in holders[name]:
+            original = getattr(module, name)
+            ours = in_place(name, f"{module.__name__}.{name}", original, schema)
+            if ours is not None:
+                replacements.append(Replacement(name, original, in_place_of(original, ours)))
+    return Hook(modules, replacements)
 
 
 def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
@@ -118,24 +124,6 @@ def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
     return found
 
 
-def _replacements(holders: dict[str, list[ModuleType]], schema: Schema) -> list[Replacement]:
-    """Replacements in a framework that plans where it trains."""
-    from mcore_batching.integrations.slime import batching
-
-    ours: dict[str, Function] = {
-        "get_data_iterator": functools.partial(batching.get_data_iterator, schema=schema),
-        "forward_only": batching.forward_only,
-        "get_batch": batching.get_batch,
-    }
-    replacements = []
-    for name in NAMES:
-        for module in holders[name]:
-            original = getattr(module, name)
-            check_signature(f"{module.__name__}.{name}", original, getattr(batching, name))
-            replacements.append(Replacement(name, original, in_place_of(original, ours[name])))
-    return replacements
-
-
 def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
     """True if the framework plans in its rollout manager."""
     # By parameters, since checkouts are rarely of a release.
@@ -143,26 +131,26 @@ def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
     return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
 
 
-def _scheduled_replacements(
-    holders: dict[str, list[ModuleType]], schema: Schema
-) -> list[Replacement]:
-    """Replacements in a framework that plans in its rollout manager."""
+def _of_trainer(name: str, where: str, original: Any, schema: Schema) -> Function:
+    """Ours in a framework that plans where it trains."""
+    from mcore_batching.integrations.slime import batching
+
+    ours: Function = getattr(batching, name)
+    check_signature(where, original, ours)
+    return functools.partial(ours, schema=schema) if name == "get_data_iterator" else ours
+
+
+def _of_manager(name: str, where: str, original: Any, schema: Schema) -> Function | None:
+    """Ours in a framework that plans in its rollout manager; None: its own stays."""
     from mcore_batching.integrations.slime import scheduled
     from mcore_batching.integrations.slime.model_checks import checking_model
 
-    made: dict[str, Function] = {
-        "get_data_iterator": functools.partial(scheduled.get_data_iterator, schema=schema),
-        "forward_only": scheduled.forward_only,
-    }
-    replacements = []
-    for name in NAMES:
-        for module in holders[name]:
-            original = getattr(module, name)
-            _check_leading(f"{module.__name__}.{name}", original, scheduled.LEADING[name])
-            if name in made:
-                ours = checking_model(original, functools.partial(made[name], original))
-                replacements.append(Replacement(name, original, in_place_of(original, ours)))
-    return replacements
+    _check_leading(where, original, scheduled.LEADING[name])
+    if name == "get_batch":
+        return None
+    settings = {"schema": schema} if name == "get_data_iterator" else {}
+    ours = functools.partial(getattr(scheduled, name), original, **settings)
+    return checking_model(original, ours)
 
 
 def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from mcore_batching.flags import PLANNER_DEFAULTS
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import (
     Hook,
@@ -54,6 +55,15 @@ _FRAMEWORKS = {
     "miles": "(its pull request 1927): use a later miles",
 }
 """Packages that have the function, and what to do if an older version lacks it."""
+
+NO_SHARING = (
+    "the framework finds tokens by lengths, so samples cannot share them: unset "
+    "--dynamic-batch-share-prefixes"
+)
+NO_LEARNING = (
+    "the engine's own train_step alone learns costs: set dynamic_batch_cost_model to fixed, or to "
+    "a file of CostModel.to_json"
+)
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
@@ -199,18 +209,14 @@ def planner_config(args: Any) -> PlannerConfig:
         ConfigError: rows are to have context-parallel sizes of their own, or to share tokens.
     """
     if getattr(args, "dynamic_batch_share_prefixes", False):
-        raise ConfigError(
-            "the framework finds tokens by lengths, so samples cannot share them: unset "
-            "--dynamic-batch-share-prefixes"
-        )
+        raise ConfigError(NO_SHARING)
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
         raise ConfigError(
             "the framework's context-parallel size is fixed: unset --dynamic-batch-context-parallel"
         )
     options = {
-        each.name: getattr(args, f"dynamic_batch_{each.name}", each.default)
-        for each in dataclasses.fields(PlannerConfig)
-        if each.default is not dataclasses.MISSING
+        name: getattr(args, f"dynamic_batch_{name}", default)
+        for name, default in PLANNER_DEFAULTS.items()
     }
     # get_batch pads each rank's part to this times the tensor-parallel size.
     local = getattr(args, "data_pad_size_multiplier", 1)
@@ -223,10 +229,7 @@ def planner_config(args: Any) -> PlannerConfig:
 def _cost_model(args: Any) -> CostModel | None:
     chosen = getattr(args, "dynamic_batch_cost_model", None)
     if chosen == "auto":
-        raise HookError(
-            "the framework trains itself, so no costs are learnt: set dynamic_batch_cost_model to "
-            "fixed, or to a file of CostModel.to_json"
-        )
+        raise HookError(NO_LEARNING)
     if chosen in (None, "fixed"):
         with contextlib.suppress(ConfigError, TypeError):  # no transformer's sizes: the defaults
             return first_guess(vars(args))
@@ -260,10 +263,8 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
             f"data-parallel rank {idle[0]} would train no sample: set --global-batch-size to "
             f"{dims.data_parallel} rollouts or more"
         )
-    empty = any(
-        not samples for step in plan.steps for rank in step.micro_batches for samples in rank
-    )
-    if empty and getattr(args, "enable_mtp_training", False):
+    full = all(all(rank) for step in plan.steps for rank in step.micro_batches)
+    if not full and getattr(args, "enable_mtp_training", False):
         raise HookError(
             "multi-token prediction would divide by a placeholder's 0 tokens: unset "
             "--enable-mtp-training, or set --global-batch-size higher"
@@ -271,16 +272,18 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
 
 
 def _in_place_of_own(
-    original: Callable[..., Any], args: Any, *lengths: Any, **rollouts: Any
+    original: Callable[..., Any],
+    args: Any,
+    *lengths: Any,
+    global_batch_size: int,
+    rollout_indices: list[int],
 ) -> Any:
-    if not args.use_dynamic_batch_size or _lacks_a_step(**rollouts):
-        return original(args, *lengths, **rollouts)  # plans, or says what is wrong
-    return build_dp_schedule(args, *lengths, **rollouts)
+    plans = args.use_dynamic_batch_size and len(set(rollout_indices)) >= global_batch_size
+    # Of too few rollouts for a step the framework itself says what is wrong.
+    return (build_dp_schedule if plans else original)(
+        args, *lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices
+    )
 
 
 def _installed() -> list[str]:
     return [name for name in _FRAMEWORKS if importlib.util.find_spec(name) is not None]
-
-
-def _lacks_a_step(*, global_batch_size: int, rollout_indices: Sequence[int]) -> bool:
-    return len(set(rollout_indices)) < global_batch_size
