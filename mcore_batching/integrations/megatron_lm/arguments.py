@@ -22,6 +22,11 @@ from mcore_batching.planning import ConfigError, ParallelDimsError
 
 FLAG = "--use-dynamic-batch-size"
 
+NO_NON_LOSS_DATA = (
+    "process_non_loss_data_func runs the model on one rank, planning needs all: do not give it to "
+    f"pretrain, or unset {FLAG}"
+)
+
 _REFUSED = {
     "dynamic_batch_share_prefixes": (
         "stock scripts train every token of a sample, so samples cannot share any: unset "
@@ -120,10 +125,7 @@ def check_training(
     if not is_on(get_args()):
         return
     if process_non_loss_data_func is not None:
-        raise DynamicBatchArgumentError(
-            "process_non_loss_data_func runs the model on one rank, planning needs all: do not "
-            f"give it to pretrain, or unset {FLAG}"
-        )
+        raise DynamicBatchArgumentError(NO_NON_LOSS_DATA)
     use_packed_batches(forward_step_func)
 
 

@@ -203,7 +203,8 @@ def _packed_row(
 def _row_multiple(pad_multiplier: int) -> int:
     """The multiple, in tokens, to which a whole row is padded."""
     ranks: int = parallel_state.get_context_parallel_world_size()
-    return ranks * parallel_state.get_tensor_model_parallel_world_size() * pad_multiplier
+    ranks *= parallel_state.get_tensor_model_parallel_world_size()
+    return ranks * pad_multiplier
 
 
 def _live(data_iterator: Any) -> LiveDataIterator:
