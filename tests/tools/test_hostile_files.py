@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 from recorded_jobs import recorded_job, the_file
 
-from mcore_batching.integrations.megatron_lm.sft.conversations import parse_record
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError, records_of
+from mcore_batching.integrations.megatron_lm.sft.records import (
+    SftDataError,
+    parse_record,
+    records_of,
+)
 from mcore_batching.planning import CostModel, MCoreBatchingError, Plan, json_text
 from mcore_batching.planning.plans import records
 from mcore_batching.planning.plans.records import RecordError, read_records

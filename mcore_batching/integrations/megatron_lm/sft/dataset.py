@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from mcore_batching.integrations.megatron_lm.sft.conversations import parse_record
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError, records_of
+from mcore_batching.integrations.megatron_lm.sft.records import (
+    SftDataError,
+    parse_record,
+    records_of,
+)
 from mcore_batching.integrations.megatron_lm.sft.tokenization import SampleTokenizer, SampleTokens
 
 

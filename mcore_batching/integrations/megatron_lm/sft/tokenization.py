@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from mcore_batching.integrations.megatron_lm.sft.conversations import (
+from mcore_batching.integrations.megatron_lm.sft.records import (
     TRAINED_ROLE,
     Completion,
     Conversation,
+    SftDataError,
 )
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
 
 IGNORED_TARGET = -100
 """An ``SFTTokenizer``'s target where a token is not trained."""
