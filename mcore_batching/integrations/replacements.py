@@ -142,6 +142,29 @@ class Hook:
         return [scope for scope in scopes.values() if scope.get(name) is function]
 
 
+def replacing(
+    module: Any, name: str, ours: Function, *, like: Function | None = None, mark: Any = None
+) -> Replacement:
+    """A function of a framework and ours for it, if it has the expected signature.
+
+    Args:
+        module: that has the function; or a class.
+        name: of the function there.
+        ours: called with the framework's own function before its arguments.
+        like: has the expected parameters; those with a default may be missing. None: those of
+            `ours` but the first.
+        mark: of another replacement, to be undone together.
+
+    Raises:
+        HookError: saying what was expected and what was found.
+    """
+    original: Any = getattr(module, name, None)
+    bound = functools.partial(ours, original)
+    owner = f"{module.__module__}.{module.__name__}" if inspect.isclass(module) else module.__name__
+    check_signature(f"{owner}.{name}", original, like or bound)
+    return Replacement(name, original, in_place_of(original, bound, mark))
+
+
 def in_place_of(original: Function, ours: Function, place: _Place | None = None) -> Function:
     """Our function under the original's name and signature, marked as what replaces it.
 
@@ -166,25 +189,29 @@ def is_replacement(function: Any) -> bool:
     return getattr(function, MARK, _Place(is_ours=False)).is_ours
 
 
-def check_signature(where: str, function: Any, ours: Function, *, whole: bool = False) -> None:
-    """Refuse to replace a function of another signature than ours.
+def refuse_hooked(where: str, function: Any) -> None:
+    """Refuse to replace what is a replacement.
+
+    Raises:
+        HookError: it is one.
+    """
+    if is_replacement(function):
+        raise HookError(f"{where} is hooked already: undo that hook first")
+
+
+def check_signature(where: str, function: Any, like: Function) -> None:
+    """Refuse to replace a function of another signature.
 
     Args:
         where: dotted name of the function, for the message.
         function: the framework's.
-        ours: has the expected parameters; those with a default may be missing.
-        whole: True compares keyword-only parameters too; else ours may have more.
+        like: has the expected parameters; those with a default may be missing.
 
     Raises:
         HookError: saying what was expected and what was found.
     """
-    if is_replacement(function):
-        raise HookError(f"{where} is hooked already: undo that hook first")
-    expected = [
-        each
-        for each in inspect.signature(ours).parameters.values()
-        if whole or each.kind is not each.KEYWORD_ONLY
-    ]
+    refuse_hooked(where, function)
+    expected = list(inspect.signature(like).parameters.values())
     if not callable(function) or inspect.isclass(function):
         raise HookError(
             f"{where} cannot be replaced: expected a function {_shown(where, expected)}, found a "

@@ -260,7 +260,7 @@ def test_the_schema_reaches_the_iterators(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         batching,
         "get_data_iterator",
-        lambda args, model, rollout_data, *, schema: given.update(
+        lambda schema, args, model, rollout_data: given.update(
             arguments=(args, model, rollout_data), schema=schema
         ),
     )

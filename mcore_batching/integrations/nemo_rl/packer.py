@@ -19,13 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_batching.integrations.models import costs_of_config
-from mcore_batching.integrations.replacements import (
-    Hook,
-    HookError,
-    Replacement,
-    check_signature,
-    in_place_of,
-)
+from mcore_batching.integrations.replacements import Hook, HookError, replacing
 from mcore_batching.planning import (
     CostModel,
     LengthError,
@@ -37,8 +31,6 @@ from mcore_batching.planning import (
 
 ALGORITHM = "mcore_batching"
 """Value of NeMo-RL's ``sequence_packing.algorithm`` that selects this packer."""
-
-_MODULE = "nemo_rl.data.packing.algorithms"
 
 
 def hook(
@@ -83,16 +75,15 @@ def hook(
     costs = None
     if model is not None:
         costs = costs_of_config(model, expert_model_parallel_size=expert_parallel)
-    module = importlib.import_module(_MODULE)
-    original, packer = module.get_packer, _packer_class(module.SequencePacker, dims, costs)
-    ours = functools.partial(_get_packer, original, packer)
-    check_signature(f"{_MODULE}.get_packer", original, ours, whole=True)
-    return Hook([module], [Replacement("get_packer", original, in_place_of(original, ours))])
+    module = importlib.import_module("nemo_rl.data.packing.algorithms")
+    packer = _packer_class(module.SequencePacker, dims, costs)
+    get_packer = functools.partial(_get_packer, packer)
+    return Hook([module], [replacing(module, "get_packer", get_packer)])
 
 
 def _get_packer(
-    original: Callable[..., Any],
     packer: Callable[..., Any],
+    original: Callable[..., Any],
     algorithm: Any,
     bin_capacity: int,
     collect_metrics: bool = False,

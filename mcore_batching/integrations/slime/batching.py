@@ -45,23 +45,19 @@ _PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_gl
 
 
 def get_data_iterator(
-    args: Any,
-    model: Any,
-    rollout_data: dict[str, Any] | None,
-    *,
-    schema: Schema = DEFAULT_SCHEMA,
+    schema: Schema, args: Any, model: Any, rollout_data: dict[str, Any] | None
 ) -> tuple[list[PlaceholderIterator], list[int]]:
     """`mcore_batching.megatron.get_data_iterator`, with rows padded as slime pads them.
 
     A collective over all ranks.
 
     Args:
+        schema: the kind of every field that `get_batch` will be asked for.
         args: the framework's and Megatron's arguments; ``data_pad_size_multiplier`` must equal the
             ``pad_multiplier`` of `get_batch`.
         model: this rank's model chunks.
         rollout_data: field name to one value per sample of this data-parallel rank; fields added
             later are seen. None if another rank of the replica (pipeline, tensor, context) has it.
-        schema: the kind of every field that `get_batch` will be asked for.
 
     Returns:
         one iterator per virtual pipeline stage, and the number of micro-batches of each step.

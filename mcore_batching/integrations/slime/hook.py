@@ -30,9 +30,9 @@ from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
     Replacement,
-    check_signature,
     in_place_of,
-    is_replacement,
+    refuse_hooked,
+    replacing,
 )
 from mcore_batching.integrations.slime.schedule import framework, planning_modules
 
@@ -94,14 +94,8 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     schema = DEFAULT_SCHEMA if schema is None else schema
     holders = _holders(modules)
     in_place = _of_manager if _is_scheduled(holders) else _of_trainer
-    replacements = []
-    for name in NAMES:
-        for module in holders[name]:
-            original = getattr(module, name)
-            ours = in_place(name, f"{module.__name__}.{name}", original, schema)
-            if ours is not None:
-                replacements.append(Replacement(name, original, in_place_of(original, ours)))
-    return Hook(modules, replacements)
+    found = [in_place(name, module, schema) for name in NAMES for module in holders[name]]
+    return Hook(modules, [each for each in found if each is not None])
 
 
 def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
@@ -131,26 +125,31 @@ def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
     return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
 
 
-def _of_trainer(name: str, where: str, original: Any, schema: Schema) -> Function:
-    """Ours in a framework that plans where it trains."""
+def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
+    """For a framework that plans where it trains."""
     from mcore_batching.integrations.slime import batching
 
     ours: Function = getattr(batching, name)
-    check_signature(where, original, ours)
-    return functools.partial(ours, schema=schema) if name == "get_data_iterator" else ours
+    if name == "get_data_iterator":
+        ours = functools.partial(ours, schema)
+    return replacing(
+        module, name, lambda original, *given, **by_name: ours(*given, **by_name), like=ours
+    )
 
 
-def _of_manager(name: str, where: str, original: Any, schema: Schema) -> Function | None:
-    """Ours in a framework that plans in its rollout manager; None: its own stays."""
+def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | None:
+    """For a framework that plans in its rollout manager; None: its own stays."""
     from mcore_batching.integrations.slime import scheduled
     from mcore_batching.integrations.slime.model_checks import checking_model
 
-    _check_leading(where, original, scheduled.LEADING[name])
+    original = getattr(module, name)
+    _check_leading(f"{module.__name__}.{name}", original, scheduled.LEADING[name])
     if name == "get_batch":
         return None
-    settings = {"schema": schema} if name == "get_data_iterator" else {}
-    ours = functools.partial(getattr(scheduled, name), original, **settings)
-    return checking_model(original, ours)
+    ours = functools.partial(getattr(scheduled, name), original)
+    if name == "get_data_iterator":
+        ours = functools.partial(ours, schema=schema)
+    return Replacement(name, original, in_place_of(original, checking_model(original, ours)))
 
 
 def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]) -> None:
@@ -159,8 +158,7 @@ def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]
     Raises:
         HookError: saying what was expected and what was found.
     """
-    if is_replacement(function):
-        raise HookError(f"{where} is hooked already: undo that hook first")
+    refuse_hooked(where, function)
     names = _parameters(function)
     if not any(names[: len(each)] == each for each in known):
         name = where.rpartition(".")[2]

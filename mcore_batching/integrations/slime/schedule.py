@@ -25,14 +25,7 @@ from typing import Any
 
 from mcore_batching.flags import PLANNER_DEFAULTS
 from mcore_batching.integrations.dims import job_dims
-from mcore_batching.integrations.replacements import (
-    Hook,
-    HookError,
-    Replacement,
-    check_signature,
-    in_place_of,
-    is_replacement,
-)
+from mcore_batching.integrations.replacements import Hook, HookError, is_replacement, replacing
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
@@ -111,12 +104,8 @@ def hook_schedule() -> Hook | None:
     """
     modules, replacements = planning_modules(_installed()), []
     for module in modules:
-        original = getattr(module, NAME)
-        if is_replacement(original):
-            continue
-        check_signature(f"{module.__name__}.{NAME}", original, build_dp_schedule, whole=True)
-        ours = functools.partial(_in_place_of_own, original)
-        replacements.append(Replacement(NAME, original, in_place_of(original, ours)))
+        if not is_replacement(getattr(module, NAME)):
+            replacements.append(replacing(module, NAME, _in_place_of_own, like=build_dp_schedule))
     if not replacements:
         return None
     # Ray sends the manager's class by value: its globals are copies by now.

@@ -47,8 +47,8 @@ _Function = Callable[..., Any]
 
 
 def rearrange_micro_batches(
-    original: _Function,
     sharing: SharedPrefixes | None,
+    original: _Function,
     batch: Any,
     max_token_len: int,
     dp_group: Any = None,
