@@ -217,13 +217,13 @@ def check_signature(where: str, function: Any, like: Function) -> None:
             f"{where} cannot be replaced: expected a function {_shown(where, expected)}, found a "
             f"{type(function).__name__}"
         )
-    signature = inspect.signature(function)
-    difference = _difference(list(signature.parameters.values()), expected)
+    found = list(inspect.signature(function).parameters.values())
+    difference = _difference(found, expected)
     if difference:
         raise HookError(
             f"{where} cannot be replaced: expected {_shown(where, expected)}, found "
-            f"{_shown(where, list(signature.parameters.values()))}: {difference}; hook a version "
-            "of the framework with that signature"
+            f"{_shown(where, found)}: {difference}; hook a version of the framework with that "
+            "signature"
         )
 
 

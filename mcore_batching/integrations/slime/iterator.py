@@ -103,12 +103,7 @@ class PlaceholderIterator:
 
 
 class LiveDataIterator(DataIterator):
-    """A `DataIterator` whose values are those that the framework's dict has when they are drawn.
-
-    Args:
-        rollout: the planned batch, shared by all stages' iterators.
-        rollout_data: the framework's dict, kept and not copied.
-    """
+    """A `DataIterator` whose values are those that the framework's dict has when they are drawn."""
 
     def __init__(self, rollout: PlannedRollout, rollout_data: dict[str, Any]) -> None:
         super().__init__(rollout)
@@ -116,7 +111,7 @@ class LiveDataIterator(DataIterator):
 
     @property
     def rollout_data(self) -> dict[str, Any]:
-        """The framework's own dict."""
+        """The framework's own dict, not a copy."""
         return self._live
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:

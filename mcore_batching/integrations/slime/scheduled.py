@@ -41,12 +41,6 @@ def get_data_iterator(
     """The result of the framework's function, its iterators with placeholders.
 
     Data that miles plans in the trainer (several modalities or adapters) stay its own.
-
-    Args:
-        original: the framework's function.
-        arguments: of `original`.
-        schema: the kind of every field that will be asked for.
-        keywords: of `original`.
     """
     made = original(*arguments, **keywords)
     iterators, *counts = made if isinstance(made, tuple) else (made,)
@@ -71,16 +65,6 @@ def forward_only(
 
     A collective over all ranks if the rollout manager planned. Otherwise (fixed micro-batches,
     miles' own plans) errors are raised on their own rank.
-
-    Args:
-        original: the framework's function; it gets all further arguments.
-        f: the function of the logits; gets ``total_lengths`` by keyword.
-        args: the framework's arguments.
-        model: this rank's model chunks.
-        data_iterator: from `get_data_iterator`.
-        num_microbatches: of each step.
-        arguments: of `original`.
-        keywords: likewise.
 
     Raises:
         CollationFailedError: on every rank, if any rank's micro-batches do not hold each sample

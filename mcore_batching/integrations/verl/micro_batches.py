@@ -61,17 +61,12 @@ def rearrange_micro_batches(
     """The rank's samples in micro-batches. A collective over ``dp_group``.
 
     Args:
-        original: verl's function; called if ``force_group_size`` is above 1.
         sharing: finds samples that are computed in others, which come into one micro-batch; None:
             all are computed themselves.
+        original: verl's function; called if ``force_group_size``, the consecutive samples that stay
+            in one micro-batch, is above 1.
         batch: TensorDict with ``input_ids``, nested or beside an ``attention_mask``.
-        max_token_len: most tokens of a micro-batch.
-        dp_group: ranks that need the same number of micro-batches; None: this rank alone.
-        num_batches_divided_by: the number is a multiple of this (interleaved schedule).
-        same_micro_num_in_dp: False plans for this rank alone.
-        min_num_micro_batch: least number of micro-batches.
-        use_dynamic_bsz_balance: passed to `original`.
-        force_group_size: consecutive samples that stay in one micro-batch.
+        max_token_len: most tokens of a micro-batch; this and the rest as in verl.
 
     Returns:
         the micro-batches, and the samples in each.
@@ -83,16 +78,9 @@ def rearrange_micro_batches(
         HookError: on every rank: a sample would run twice where verl counts its tokens.
     """
     if force_group_size != 1:
-        return original(  # type: ignore[no-any-return]
-            batch,
-            max_token_len,
-            dp_group,
-            num_batches_divided_by,
-            same_micro_num_in_dp,
-            min_num_micro_batch,
-            use_dynamic_bsz_balance,
-            force_group_size,
-        )
+        rest = num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch
+        balance = use_dynamic_bsz_balance, force_group_size
+        return original(batch, max_token_len, dp_group, *rest, *balance)  # type: ignore[no-any-return]
     agrees = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     group = dp_group if agrees else None
     multiple = num_batches_divided_by or 1
@@ -129,13 +117,7 @@ def rearrange_micro_batches(
 def restore_dynamic_batch(
     original: _Function, data: torch.Tensor, batch_idx_list: list[list[int]]
 ) -> torch.Tensor:
-    """Outputs in the order of the batch, one row per sample.
-
-    Args:
-        original: verl's function.
-        data: rows of all micro-batches, dense or nested.
-        batch_idx_list: from `rearrange_micro_batches`. Of a repeated sample the rows are equal, and
-            the first is kept.
+    """Rows of all micro-batches, dense or nested, in the order of the batch, one per sample.
 
     Raises:
         OrderError: on this rank: there is not one row for each index, or a sample has none.
