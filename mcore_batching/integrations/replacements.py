@@ -19,8 +19,8 @@ from mcore_batching.planning.errors import MCoreBatchingError
 
 Function = Callable[..., Any]
 
+# Attribute that marks a replacement; a wrapper of one has it, too, as functools.wraps copies it.
 MARK = "_mcore_batching_original"
-"""Attribute that marks a replacement."""
 
 
 class HookError(MCoreBatchingError, ValueError):
@@ -69,6 +69,7 @@ class Hook:
         *,
         copies: bool = False,
     ) -> None:
+        # Modules of people who built them by hand may not be in sys.modules.
         self._scopes = [vars(module) for module in modules]
         self._copies = copies
         self._done: list[Replacement] = []
@@ -133,6 +134,7 @@ class Hook:
         loaded = [vars(each) for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
         scopes = {id(each): each for each in [*self._scopes, *loaded]}
         if self._copies:
+            # A copy knows the function, so the collector knows the copy, though nobody else does.
             # Only globals of functions have __builtins__; other dicts that refer to it do not.
             scopes |= {
                 id(each): each
@@ -210,6 +212,7 @@ def check_signature(where: str, function: Any, like: Function) -> None:
     Raises:
         HookError: saying what was expected and what was found.
     """
+    # First, since a replacement has the signature that is looked for.
     refuse_hooked(where, function)
     expected = list(inspect.signature(like).parameters.values())
     if not callable(function) or inspect.isclass(function):
@@ -229,6 +232,7 @@ def check_signature(where: str, function: Any, like: Function) -> None:
 
 def _difference(found: list[inspect.Parameter], expected: list[inspect.Parameter]) -> str | None:
     """The first difference of two signatures; None if ours takes every call that theirs takes."""
+    # Annotations may differ; a name, a default or the order may not.
     for place, (theirs, ours) in enumerate(zip(found, expected, strict=False), start=1):
         if (theirs.name, theirs.kind, theirs.default) != (ours.name, ours.kind, ours.default):
             return f"parameter {place} is {_bare(theirs)} and not {_bare(ours)}"

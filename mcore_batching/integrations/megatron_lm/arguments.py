@@ -80,6 +80,7 @@ def check_arguments(args: Any) -> None:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
     options = Options.of(args)
+    # Alone these two change nothing, which a user would take for a gain that does not come.
     if not is_on(args):
         if options.exchanges_samples:
             raise DynamicBatchArgumentError(

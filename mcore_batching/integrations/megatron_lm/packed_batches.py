@@ -47,6 +47,7 @@ _NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
     """The row with the labels and loss mask of the stock batches, and without fields."""
+    # Further tokens are of multi-token prediction; depth 0 is the next one.
     masks, depths = row["loss_mask"], range(len(row.later) + 1)
     labels, loss_masks = (
         [row.packed(name, later=depth) for depth in depths] for name in ("labels", "loss_mask")

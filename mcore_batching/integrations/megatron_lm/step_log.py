@@ -57,6 +57,7 @@ def record_step(
         learnt: entries of learnt costs; its predicted seconds replace the median's.
         log_all: True logs every value, False those of `LOGGED`.
     """
+    # First, as the last step's time is among the values logged with this one.
     _read_times()
     values = {
         "fill": made.fill,

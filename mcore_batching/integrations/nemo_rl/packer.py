@@ -90,6 +90,7 @@ def _get_packer(
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> Any:
+    # NeMo-RL's own are members of an enumeration, or their names in any case.
     ours = isinstance(algorithm, str) and algorithm.lower() == ALGORITHM
     make = packer if ours else functools.partial(original, algorithm)
     return make(
@@ -103,6 +104,7 @@ def _get_packer(
 def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any:
     """A subclass of NeMo-RL's packer with bins planned for these dims and costs."""
 
+    # Made here, since its base is there only where NeMo-RL is.
     class PipelinePacker(base):  # type: ignore[misc]
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
             self._validate_sequence_lengths(sequence_lengths)

@@ -64,6 +64,7 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     module = importlib.import_module(_MODULE)
     original = getattr(module, _CLASS, None)
     where = f"{_MODULE}.{_CLASS}"
+    # A function of this name would be called, not subclassed.
     if not isinstance(original, type):
         raise HookError(f"{where} cannot be replaced: there is none in this version of SkyRL")
     count = replacing(original, _NAMES[2], _sync_num_microbatches)
@@ -128,6 +129,7 @@ def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batche
             f"expected the outputs of {len(self)} micro-batches, got {len(batches)}: return one "
             "each, for padding too"
         )
+    # SkyRL looks rows up by sample: one too many would be taken for another sample's.
     outputs = zip(self._microbatches, batches, strict=False)  # padding micro-batches come last
     for number, (samples, batch) in enumerate(outputs):
         for name, values in batch.items():

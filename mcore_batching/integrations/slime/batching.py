@@ -69,6 +69,7 @@ def get_data_iterator(
     """
     layout = getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False)
     refuse("the hooked batching", [*_layout_problems(*layout), *_option_problems(args)])
+    # A copy, since the framework goes on with its own.
     planning_args = copy.copy(args)
     planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
     # Of all steps at once: slime takes their counts as a list.
@@ -151,6 +152,7 @@ def get_batch(
     refuse("the hooked get_batch", _layout_problems(qkv_format, allgather_cp))
     live = _live(data_iterator)
     schedule, slot = schedule_of([live]), live.offset
+    # The row needs more than the keys that the framework asks for.
     values = data_iterator.get_next(list(dict.fromkeys([*keys, *_ROW_FIELDS])))
     row = _packed_row(schedule, schedule.micro_batches[slot], values, pad_multiplier)
     masks, images = values["loss_masks"], values.get("multimodal_train_inputs")

@@ -66,6 +66,7 @@ class PlaceholderIterator:
         if self.own.offset >= len(self._micro_batches):
             count = len(self._micro_batches)
             raise IndexError(f"all {count} micro-batches have been drawn: call reset() first")
+        # Read anew each time: log-probs and advantages are added between the passes.
         data = self.own.rollout_data
         present = tuple(key for key in keys if data.get(key) is not None)
         has_samples = bool(self._micro_batches[self.own.offset])
@@ -95,6 +96,7 @@ class PlaceholderIterator:
         made = make_placeholder(self._schema, keys, data if count else self._template)
         if not count:  # no sample shows where values are
             made = {key: [_on_device(value) for value in values] for key, values in made.items()}
+        # Two marks: forward_only knows a placeholder by its lengths, a loss's mask counts none.
         if "total_lengths" in made:
             made["total_lengths"] = PlaceholderLengths(made["total_lengths"])
         if "loss_masks" in made:

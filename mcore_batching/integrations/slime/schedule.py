@@ -67,6 +67,7 @@ def framework(module: str) -> str:
     Raises:
         HookError: neither is.
     """
+    # Both may be installed; the trainer has imported its own.
     loaded = [name for name in _FRAMEWORKS if f"{name}.{module}" in sys.modules]
     for name in [*loaded, *_installed()]:
         return name
@@ -172,6 +173,7 @@ def build_dp_schedule(
                 micro_batches[rank].append(list(range(first, first + len(samples))))
     counts = [step.num_microbatches for step in plan.steps]
     steps = group_steps(rollout_indices, global_batch_size, last=last)
+    # slime scales a step's loss by its rollouts, which may have several samples each.
     sizes = [len({rollout_indices[sample] for sample in step}) for step in steps]
     return partitions, micro_batches, counts, sizes
 

@@ -122,6 +122,7 @@ def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) 
         )
 
 
+# Where each rank runs by itself, what fails is raised at once.
 def _raise(exception: Exception) -> None:
     raise exception
 
@@ -171,6 +172,7 @@ class _Guarded:
 
     def _checked(self, made: Any, num_samples: int) -> dict[str, list[Any]]:
         values = checked_outputs(made, num_samples)
+        # The framework collects outputs by the first micro-batch's names: others would be lost.
         if self.names is None:
             self.names = set(values)
         if self.names != set(values):

@@ -41,6 +41,7 @@ from mcore_batching.planning import (
     PlannerConfig,
 )
 
+# Either may be what a loss reads, by verl's version.
 _MASKS = ("loss_mask", "response_mask")
 
 _Function = Callable[..., Any]
@@ -84,12 +85,14 @@ def rearrange_micro_batches(
     agrees = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     group = dp_group if agrees else None
     multiple = num_batches_divided_by or 1
+    # Every step below is agreed on: a rank that raised alone would leave the others waiting.
     consensus = Consensus(group)
     costs = _costs_of_engine() if agrees else None
     lengths = _checked_lengths(batch, max_token_len, consensus)
     hosts: Sequence[int] = range(len(lengths))
     if sharing is not None:
         hosts = consensus.agree("finding prefixes", lambda: sharing.hosts(batch)).result
+    # Hosts alone are packed, by their own lengths: what they host takes no room.
     members = samples_of_hosts(hosts)
     held = sorted(members)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
@@ -123,6 +126,7 @@ def restore_dynamic_batch(
         OrderError: on this rank: there is not one row for each index, or a sample has none.
     """
     indices = [sample for samples in batch_idx_list for sample in samples]
+    # The sample of the highest number may be missing unseen: the batch's size is not told here.
     first: dict[int, int] = {}
     for row, sample in enumerate(indices):
         first.setdefault(sample, row)  # a repeated sample's rows are equal

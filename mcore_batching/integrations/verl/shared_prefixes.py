@@ -134,6 +134,7 @@ def _forward(
     Raises:
         HookError: the model, or what comes with the samples, does not allow it.
     """
+    # verl plans and runs in two places: what the plan put into one row is found again here.
     given = dict(logits_processor_args or {})
     problems = list(_problems(model, multi_modal_inputs, given, options))
     if problems:
@@ -152,6 +153,7 @@ def _forward(
         {name: _rows(values, held) for name, values in arguments.items()} or None,
         **options,
     )
+    # A sample's outputs are the beginning of its host's, as both see the same tokens until there.
     place = {i: at for at, i in enumerate(held)}
     sources = [place[own] for own in host]
     lengths = [len(row) for row in columns["tokens"]]

@@ -134,6 +134,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 def _order(count: int, num_samples: int | None, seed: int | None) -> Any:
     """The place in the samples that each index draws, int64 [num_samples]."""
     num_samples = count if num_samples is None else num_samples
+    # Evaluation sees the same samples every time.
     if seed is None:
         return np.arange(num_samples) % count
     # numpy promises that RandomState draws the same in every version.

@@ -146,6 +146,7 @@ def _shares(
     Raises:
         SftDataError: ``split``, as ``--split`` spells it, cannot be read.
     """
+    # By Megatron's own functions, so that the same --split gives the same shares.
     try:
         with np.errstate(invalid="ignore"):  # shares that add up to 0
             vector = parse_and_normalize_split(split or _DEFAULT_SPLIT)
