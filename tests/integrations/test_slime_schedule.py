@@ -24,7 +24,7 @@ from planning_cases import examples, real_lengths
 from slime_package import forget, own_tests_of, slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
-from mcore_batching.integrations.slime.schedule import _cost_model, build_dp_schedule
+from mcore_batching.integrations.slime.rollout_manager import _cost_model, build_dp_schedule
 from mcore_batching.planning import ConfigError
 from mcore_batching.planning.costs.layers_of import first_guess
 

@@ -7,13 +7,11 @@
     print(hooked)                               # the names that were replaced
     hooked.undo()                               # or: with mcore_batching.hook(data, model): ...
 
-The framework needs ``get_data_iterator``, ``forward_only`` and ``get_batch`` with slime's
-signatures; all are checked before any is replaced. They are replaced together: the framework's own
+All three are checked before any is replaced, and replaced together: the framework's own
 ``forward_only`` would take placeholders' outputs for samples'.
 
-Newer versions (``get_data_iterator`` takes only the rollout data in slime, ``forward_only`` a
-``rollout_id`` in miles) plan in the rollout manager, before samples are dealt to ranks. There
-`mcore_batching.integrations.slime.schedule` is hooked as well.
+Versions that plan in the rollout manager, before samples are dealt to ranks, are hooked there as
+well, by `mcore_batching.integrations.slime.rollout_manager`.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from mcore_batching.integrations.replacements import (
     refuse_hooked,
     replacing,
 )
-from mcore_batching.integrations.slime.schedule import framework, planning_modules
+from mcore_batching.integrations.slime.rollout_manager import framework, planning_modules
 
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
@@ -72,11 +70,9 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
         get_batch(data_iterator, keys, pad_multiplier=128, qkv_format="thd", allgather_cp=False)
 
     or ``get_data_iterator(rollout_data)`` (slime since its pull request 1926) or
-    ``forward_only(..., rollout_id)`` (miles since 1927); then ``get_batch`` stays the framework's,
-    and further parameters are passed on.
-
-    The framework's forward step, loss and log-prob functions stay, and get slime's layout; see
-    `mcore_batching.integrations.slime.batching` and `.scheduled`.
+    ``forward_only(..., rollout_id)`` (miles since 1927), which plan in the rollout manager; then
+    ``get_batch`` stays the framework's, and further parameters are passed on. The framework's
+    forward step, loss and log-prob functions stay in all: see `.before_1860` and `.trainer`.
 
     Args:
         modules: the modules that have the three functions.
@@ -127,9 +123,9 @@ def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
 
 def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
     """For a framework that plans where it trains."""
-    from mcore_batching.integrations.slime import batching
+    from mcore_batching.integrations.slime import before_1860
 
-    ours: Function = getattr(batching, name)
+    ours: Function = getattr(before_1860, name)
     if name == "get_data_iterator":
         ours = functools.partial(ours, schema)
     return replacing(
@@ -139,14 +135,14 @@ def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
 
 def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | None:
     """For a framework that plans in its rollout manager; None: its own stays."""
-    from mcore_batching.integrations.slime import scheduled
+    from mcore_batching.integrations.slime import trainer
     from mcore_batching.integrations.slime.model_checks import checking_model
 
     original = getattr(module, name)
-    _check_leading(f"{module.__name__}.{name}", original, scheduled.LEADING[name])
+    _check_leading(f"{module.__name__}.{name}", original, trainer.LEADING[name])
     if name == "get_batch":
         return None
-    ours = functools.partial(getattr(scheduled, name), original)
+    ours = functools.partial(getattr(trainer, name), original)
     if name == "get_data_iterator":
         ours = functools.partial(ours, schema=schema)
     return Replacement(name, original, in_place_of(original, checking_model(original, ours)))

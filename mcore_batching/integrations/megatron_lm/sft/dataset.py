@@ -36,7 +36,8 @@ def read_samples(path: str, tokenizer: SampleTokenizer) -> dict[int, SampleToken
         try:
             samples[line] = tokenizer(parse_record(record))
         except SftDataError as error:
-            raise SftDataError(str(error), path, line) from error
+            # The cause alone: otherwise the same line is printed twice, once without its number.
+            raise SftDataError(str(error), path, line) from error.__cause__
     return samples
 
 
