@@ -67,12 +67,7 @@ def wrap_forward_backward(forward_backward_func: ForwardBackward) -> ForwardBack
 
 
 class PackedForwardBackward:
-    """A forward-backward function that draws ordinary micro-batches and runs packed ones.
-
-    Args:
-        forward_backward_func: Megatron's own.
-        args: Megatron's arguments.
-    """
+    """A forward-backward function that draws ordinary micro-batches and runs packed ones."""
 
     def __init__(self, forward_backward_func: ForwardBackward, args: Any) -> None:
         self._run = forward_backward_func

@@ -175,9 +175,8 @@ def check_fields(names: Sequence[str], where: str) -> None:
         problems = [f"has {', '.join(unknown)}"] if unknown else []
         problems += [f"lacks {', '.join(lacking)}"] if lacking else []
         raise DynamicBatchArgumentError(
-            f"the batch that {where} unpacks {' and '.join(problems)}; dynamic micro-batches know "
-            f"({', '.join(SIX_FIELDS)}), as in pretrain_gpt.py up to 0.17, and "
-            f"({', '.join(TEN_FIELDS)}) from 0.18 on"
+            f"the batch of {where} {' and '.join(problems)}; known are "
+            f"({', '.join(SIX_FIELDS)}) up to 0.17 and ({', '.join(TEN_FIELDS)}) from 0.18 on"
         )
 
 

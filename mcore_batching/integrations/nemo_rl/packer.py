@@ -125,8 +125,6 @@ def planned_bins(
     Args:
         lengths: of each sample, padded, in tokens.
         capacity: most tokens of a bin.
-        dims: sizes of the parallel groups.
-        costs: of samples; None: the default.
 
     Raises:
         LengthError: there are fewer samples than bins.

@@ -59,7 +59,7 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     if share_prefixes:
         raise HookError(
             "SkyRL reads a row by one segment a sample, so samples cannot share them: leave out "
-            "share_prefixes; generator.merge_stepwise_output saves tokens by other samples"
+            "share_prefixes"
         )
     module = importlib.import_module(_MODULE)
     original = getattr(module, _CLASS, None)

@@ -28,7 +28,7 @@ class PlaceholderIterator:
     """An iterator over rollout data, with a fabricated sample where a micro-batch has none.
 
     Args:
-        own: walks through the micro-batches: the framework's own iterator, or a `LiveDataIterator`.
+        own: the framework's own iterator, or a `LiveDataIterator`.
         schema: the kind of every field that will be asked for.
         template: field name to values of one sample, for ranks without any; None: no such rank.
     """

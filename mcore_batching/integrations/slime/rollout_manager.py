@@ -126,10 +126,9 @@ def build_dp_schedule(
     """The samples of each rank, and of each of its micro-batches.
 
     Args:
-        args: the framework's arguments, with ``dynamic_batch_*`` from ``--custom-config-path`` for
-            the planner's options.
-        train_parallel_config: ``dp_size``, ``cp_size``, ``vpp_size`` and
-            ``microbatch_group_size_per_vp_stage``.
+        args: the framework's, with ``dynamic_batch_*`` from ``--custom-config-path`` for the
+            planner's options.
+        train_parallel_config: the trainer's sizes.
         total_lengths: of each sample, in tokens.
         global_batch_size: rollouts of each step.
         rollout_indices: the rollout of each sample.

@@ -130,10 +130,6 @@ def _raise(exception: Exception) -> None:
 class _Guarded:
     """The function of the logits, with checked outputs, and empty ones for a placeholder.
 
-    Args:
-        f: the function.
-        failed: called with an exception, of `f` or of the check.
-
     Attributes:
         names: of its outputs; None before its first call.
     """
@@ -141,7 +137,7 @@ class _Guarded:
     def __init__(self, f: Callable[..., Any], failed: Callable[[Exception], None]) -> None:
         functools.update_wrapper(self, f)
         self._f = f
-        self._failed = failed
+        self._failed = failed  # called with what f or the check raises
         self.names: set[str] | None = None
 
     def __call__(self, logits: Any, **keywords: Any) -> Any:

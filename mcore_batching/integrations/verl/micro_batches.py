@@ -230,8 +230,8 @@ def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> N
     # Megatron's calculate_per_token_loss, seen by what verl then puts into the batch.
     if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
-            f"a rank has fewer samples than {len(chosen)} micro-batches, and a repeated one would "
-            "count twice: set ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
+            f"fewer samples than {len(chosen)} micro-batches, and a repeat would count twice: "
+            "set ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
         )
 
 
