@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.integrations.megatron_lm.arguments import FLAG, NO_NON_LOSS_DATA, is_on
 from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
-from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
+from mcore_batching.integrations.megatron_lm.packed_batches import packed_rows
 from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.script_forward_step import with_deferred_errors
@@ -108,11 +108,7 @@ class PackedForwardBackward:
         next_step = None
         if not forward_only:
             next_step = self._steps.making_next(job, chunks, data_iterator, num_microbatches)
-        # Every model chunk of a rank runs every row: only the first counts its tokens.
-        rows = [
-            PackedRows(stage, counts_flops=not forward_only and number == 0)
-            for number, stage in enumerate(prepared.iterators(len(chunks)))
-        ]
+        rows = packed_rows(prepared.iterators(len(chunks)), counts_flops=not forward_only)
         operation = "evaluation" if forward_only else "training"
         failed: list[Exception] = []
         later = LossesOfRows(prepared.token_weights, undo=prepared.token_weights[0])
@@ -132,8 +128,7 @@ class PackedForwardBackward:
         if forward_only:
             job.agree_after_pipeline(operation, failed)
             return losses
-        run = begun, mark()
-        self._log(job, chunks, prepared.schedule, failed, run, ready - started)
+        self._log(job, chunks, prepared.schedule, failed, (begun, mark()), ready - started)
         # Megatron divides by the micro-batches that it was asked for; other rows were run.
         compat.scale_moe_metrics(num_microbatches / len(prepared.rows))
         later.log(num_microbatches)

@@ -131,6 +131,14 @@ def _times_counted(row: PackedMicroBatch) -> int:
     return after - before
 
 
+def packed_rows(stages: Sequence[Iterator[PreparedRow]], *, counts_flops: bool) -> list[PackedRows]:
+    """One data iterator per model chunk; the first alone counts tokens, as all run every row."""
+    return [
+        PackedRows(rows, counts_flops=counts_flops and number == 0)
+        for number, rows in enumerate(stages)
+    ]
+
+
 def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | None:
     """The next packed micro-batch's values, for the first lines of a script's ``get_batch``.
 

@@ -96,25 +96,18 @@ def rearrange_micro_batches(
     members = samples_of_hosts(hosts)
     held = sorted(members)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
-    fewest = min_num_micro_batch or 1
     planned = planned_shard(
         [lengths[i] for i in held],
         dims,
         config,
         consensus,
         cost_model=costs,
-        fewest=fewest,
+        fewest=min_num_micro_batch or 1,
         multiple=multiple,
     )
     chosen = tuple(tuple(i for place in row for i in members[held[place]]) for row in planned)
     _check_repeated(batch, chosen, consensus)
-    # verl runs no empty micro-batch: the shortest sample, masked, takes a placeholder's place.
-    shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
-    indices = [list(samples) or [shortest] for samples in chosen]
-    made = [
-        _select(batch, list(samples)) if samples else _masked(batch, shortest) for samples in chosen
-    ]
-    return made, indices
+    return _filled(batch, lengths, chosen)
 
 
 def restore_dynamic_batch(
@@ -233,6 +226,18 @@ def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> N
             f"fewer samples than {len(chosen)} micro-batches, and a repeat would count twice: "
             "set ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
         )
+
+
+def _filled(
+    batch: Any, lengths: Sequence[int], chosen: MicroBatches
+) -> tuple[list[Any], list[list[int]]]:
+    """The micro-batches and the samples in each, none empty: verl runs no empty one."""
+    # The shortest sample, masked, takes a placeholder's place.
+    shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
+    made = [
+        _select(batch, list(samples)) if samples else _masked(batch, shortest) for samples in chosen
+    ]
+    return made, [list(samples) or [shortest] for samples in chosen]
 
 
 def _masked(batch: Any, sample: int) -> Any:
