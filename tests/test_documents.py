@@ -80,7 +80,7 @@ def test_the_readmes_own_loop_runs_as_it_stands(tmp_path: Path) -> None:
 
 def test_the_readmes_lines_of_fine_tuning_data_are_read() -> None:
     pytest.importorskip("megatron.core")
-    from mcore_batching.integrations.megatron_lm.sft.conversations import (
+    from mcore_batching.integrations.megatron_lm.sft.records import (
         Completion,
         Conversation,
         parse_record,

@@ -38,7 +38,6 @@ def train_online(
 
     Args:
         options: the job's flags.
-        dims: of the job.
         on_warm_start: called after each warm-start step with its number and loss, on every rank.
         on_iteration: called with each iteration's metrics, on every rank.
 

@@ -58,8 +58,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of the job, those of the engine among them."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="GRPO with dynamic micro-batches, on recorded rollouts or on games in play."
     )
@@ -108,6 +107,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     online.add_argument("--groups-per-step", type=int, default=8, help="prompts per step")
     online.add_argument("--warm-start-steps", type=int, default=80, help="supervised, before play")
     online.add_argument("--warm-start-lr", type=float, default=3e-3)
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of the job, those of the engine among them."""
+    parser = _parser()
     given = parser.parse_known_args(arguments)[0]
     if given.online:
         parser.set_defaults(**ONLINE_DEFAULTS)

@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_batching.planning import ParallelDims
 
+# Fields of `ParallelDims`, by Megatron's names of them.
 _SIZES = {
     "data_parallel": "data_parallel",
     "pipeline_parallel": "pipeline_model_parallel",
@@ -18,7 +19,6 @@ _SIZES = {
     "tensor_parallel": "tensor_model_parallel",
     "expert_parallel": "expert_model_parallel",
 }
-"""Fields of `ParallelDims`, by Megatron's names of them."""
 
 
 def job_dims(args: Any = None, **known: Any) -> ParallelDims:
@@ -33,6 +33,7 @@ def job_dims(args: Any = None, **known: Any) -> ParallelDims:
         known: fields that are not to be read there. ``microbatch_group_size`` counts for
             interleaved schedules only.
     """
+    # Looked up, not imported: other engines' processes have no Megatron.
     groups = sys.modules.get("megatron.core.parallel_state")
     has_groups = groups is not None and groups.model_parallel_is_initialized()
     sizes = dict(known)

@@ -17,12 +17,13 @@ from mcore_batching.planning import ConfigError, CostModel
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess, language_model
 from mcore_batching.planning.json_text import read_document
 
+# By the first chunk of each model that was checked; a model that is gone takes its costs along.
 _costs: WeakKeyDictionary[Any, CostModel] = WeakKeyDictionary()
-"""Of the first chunk of each model that was checked."""
 
 
 def caller_with(attribute: str) -> Any:
     """The nearest caller's ``self`` with this attribute of its own; None where no caller has it."""
+    # The frameworks hand over a batch alone, and no public name leads from there to the model.
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

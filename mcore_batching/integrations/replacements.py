@@ -11,7 +11,7 @@ import functools
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +19,8 @@ from mcore_batching.planning.errors import MCoreBatchingError
 
 Function = Callable[..., Any]
 
+# Attribute that marks a replacement; a wrapper of one has it, too, as functools.wraps copies it.
 MARK = "_mcore_batching_original"
-"""Attribute that marks a replacement."""
 
 
 class HookError(MCoreBatchingError, ValueError):
@@ -54,7 +54,7 @@ class Hook:
 
     Args:
         modules: searched besides those that are loaded.
-        replacements: what to replace.
+        replacements: what to replace, wherever it is found.
         copies: replace also in copies of a module's globals, as functions have that Ray pickled by
             value.
 
@@ -64,30 +64,52 @@ class Hook:
 
     def __init__(
         self,
-        modules: Sequence[ModuleType],
-        replacements: list[Replacement],
+        modules: Sequence[ModuleType] = (),
+        replacements: Sequence[Replacement] = (),
         *,
         copies: bool = False,
     ) -> None:
-        self._modules = modules
-        self._replacements = replacements
+        # Modules of people who built them by hand may not be in sys.modules.
+        self._scopes = [vars(module) for module in modules]
         self._copies = copies
+        self._done: list[Replacement] = []
         self.hooked: list[str] = []
         for each in replacements:
-            for holder in self._holders(each.name, each.original):
-                holder[each.name] = each.ours
-                self.hooked.append(f"{holder['__name__']}.{each.name}")
+            for scope in self._scopes_with(each.name, each.original):
+                self._put(scope, each)
+            self._done.append(each)
+
+    def replace(self, scope: dict[str, Any], name: str, ours: Any) -> None:
+        """Replace a name in one module's globals alone.
+
+        Args:
+            scope: the globals.
+            name: of the original in them.
+            ours: a class, or a function that is called with the original before its arguments.
+        """
+        original = scope[name]
+        if not inspect.isclass(ours):
+            ours = in_place_of(original, functools.partial(ours, original))
+        replacement = Replacement(name, original, ours)
+        self._scopes.append(scope)
+        self._put(scope, replacement)
+        self._done.append(replacement)
+
+    def _put(self, scope: dict[str, Any], replacement: Replacement) -> None:
+        scope[replacement.name] = replacement.ours
+        self.hooked.append(f"{scope['__name__']}.{replacement.name}")
 
     def undo(self) -> None:
         """Put the originals back. A second call does nothing.
 
         Where somebody wrapped a replacement since, the wrapper stays and calls the original.
         """
-        while self._replacements:
-            each = self._replacements.pop()
-            getattr(each.ours, MARK).is_ours = False  # references nobody knows call theirs now
-            for holder in self._holders(each.name, each.ours):
-                holder[each.name] = each.original
+        while self._done:
+            each = self._done.pop()
+            # References that nobody can reach call the original from now on. A class has no mark.
+            getattr(each.ours, MARK, _Place()).is_ours = False
+            for scope in self._scopes_with(each.name, each.ours):
+                scope[each.name] = each.original
         self.hooked.clear()
 
     def __call__(self) -> None:
@@ -106,22 +128,43 @@ class Hook:
         """One line for a log."""
         return f"mcore_batching: hooked {', '.join(self.hooked) or 'nothing'}"
 
-    def _holders(self, name: str, function: Function) -> Iterator[dict[str, Any]]:
+    def _scopes_with(self, name: str, function: Function) -> list[dict[str, Any]]:
         """Globals of modules, and copies of them, with this very function under this name."""
         # A copy of the list: other threads may import meanwhile.
-        loaded = [each for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
-        holders = [vars(each) for each in dict.fromkeys([*self._modules, *loaded])]
+        loaded = [vars(each) for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
+        scopes = {id(each): each for each in [*self._scopes, *loaded]}
         if self._copies:
-            known = set(map(id, holders))
+            # A copy knows the function, so the collector knows the copy, though nobody else does.
             # Only globals of functions have __builtins__; other dicts that refer to it do not.
-            holders += [
-                each
+            scopes |= {
+                id(each): each
                 for each in gc.get_referrers(function)
-                if type(each) is dict and "__builtins__" in each and id(each) not in known
-            ]
-        for holder in holders:
-            if holder.get(name) is function:
-                yield holder
+                if type(each) is dict and "__builtins__" in each
+            }
+        return [scope for scope in scopes.values() if scope.get(name) is function]
+
+
+def replacing(
+    module: Any, name: str, ours: Function, *, like: Function | None = None, mark: Any = None
+) -> Replacement:
+    """A function of a framework and ours for it, if it has the expected signature.
+
+    Args:
+        module: that has the function; or a class.
+        name: of the function there.
+        ours: called with the framework's own function before its arguments.
+        like: has the expected parameters; those with a default may be missing. None: those of
+            `ours` but the first.
+        mark: of another replacement, to be undone together.
+
+    Raises:
+        HookError: saying what was expected and what was found.
+    """
+    original: Any = getattr(module, name, None)
+    bound = functools.partial(ours, original)
+    owner = f"{module.__module__}.{module.__name__}" if inspect.isclass(module) else module.__name__
+    check_signature(f"{owner}.{name}", original, like or bound)
+    return Replacement(name, original, in_place_of(original, bound, mark))
 
 
 def in_place_of(original: Function, ours: Function, place: _Place | None = None) -> Function:
@@ -134,6 +177,7 @@ def in_place_of(original: Function, ours: Function, place: _Place | None = None)
     """
     place = place or _Place()
 
+    # Modules that import it meanwhile keep a reference that `undo` cannot reach.
     @functools.wraps(original)
     def replacement(*arguments: Any, **keywords: Any) -> Any:
         return (ours if place.is_ours else original)(*arguments, **keywords)
@@ -147,42 +191,48 @@ def is_replacement(function: Any) -> bool:
     return getattr(function, MARK, _Place(is_ours=False)).is_ours
 
 
-def check_signature(where: str, function: Any, ours: Function, *, whole: bool = False) -> None:
-    """Refuse to replace a function of another signature than ours.
+def refuse_hooked(where: str, function: Any) -> None:
+    """Refuse to replace what is a replacement.
+
+    Raises:
+        HookError: it is one.
+    """
+    if is_replacement(function):
+        raise HookError(f"{where} is hooked already: undo that hook first")
+
+
+def check_signature(where: str, function: Any, like: Function) -> None:
+    """Refuse to replace a function of another signature.
 
     Args:
         where: dotted name of the function, for the message.
         function: the framework's.
-        ours: has the expected parameters; those with a default may be missing.
-        whole: True compares keyword-only parameters too; else ours may have more.
+        like: has the expected parameters; those with a default may be missing.
 
     Raises:
         HookError: saying what was expected and what was found.
     """
-    if is_replacement(function):
-        raise HookError(f"{where} is hooked already: undo that hook first")
-    expected = [
-        each
-        for each in inspect.signature(ours).parameters.values()
-        if whole or each.kind is not each.KEYWORD_ONLY
-    ]
+    # First, since a replacement has the signature that is looked for.
+    refuse_hooked(where, function)
+    expected = list(inspect.signature(like).parameters.values())
     if not callable(function) or inspect.isclass(function):
         raise HookError(
             f"{where} cannot be replaced: expected a function {_shown(where, expected)}, found a "
             f"{type(function).__name__}"
         )
-    signature = inspect.signature(function)
-    difference = _difference(list(signature.parameters.values()), expected)
+    found = list(inspect.signature(function).parameters.values())
+    difference = _difference(found, expected)
     if difference:
         raise HookError(
             f"{where} cannot be replaced: expected {_shown(where, expected)}, found "
-            f"{_shown(where, list(signature.parameters.values()))}: {difference}; hook a version "
-            "of the framework with that signature"
+            f"{_shown(where, found)}: {difference}; hook a version of the framework with that "
+            "signature"
         )
 
 
 def _difference(found: list[inspect.Parameter], expected: list[inspect.Parameter]) -> str | None:
     """The first difference of two signatures; None if ours takes every call that theirs takes."""
+    # Annotations may differ; a name, a default or the order may not.
     for place, (theirs, ours) in enumerate(zip(found, expected, strict=False), start=1):
         if (theirs.name, theirs.kind, theirs.default) != (ours.name, ours.kind, ours.default):
             return f"parameter {place} is {_bare(theirs)} and not {_bare(ours)}"

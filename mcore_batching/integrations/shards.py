@@ -32,13 +32,13 @@ def planned_shard(
 ) -> MicroBatches:
     """This rank's micro-batches, the same number on every rank; empty ones are placeholders.
 
-    A collective over the ranks of ``consensus``.
+    A collective over the ranks of ``consensus``, which need the same number of micro-batches.
 
     Args:
         lengths: of the rank's samples.
         dims: parallel dims.
         config: the planner's settings, without a bound on tokens in flight.
-        consensus: of the ranks that need the same number of micro-batches.
+        consensus: of those ranks.
         cost_model: the same on all ranks; None: the default.
         fewest: the least number of micro-batches.
         multiple: their number is a multiple of this.
@@ -51,6 +51,7 @@ def planned_shard(
         problem = Problem.of(lengths, dims, config, cost_model)
         return problem, pack_shard(problem)
 
+    # Each rank says at every count when its own step would end, so that all choose the same one.
     packed = consensus.agree(
         "packing",
         pack,
@@ -59,4 +60,5 @@ def planned_shard(
     # No bound on tokens in flight, so there is one count to choose.
     [soonest] = soonest_counts(packed.figures["ends"], dims, config)
     count = round_up(max(soonest, fewest), multiple)
+    # Ranks with fewer split what they have before they add placeholders.
     return consensus.agree("filling", lambda: fill_shard(*packed.result, count)).result

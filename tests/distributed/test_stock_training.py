@@ -497,6 +497,7 @@ def test_flag_decides_what_is_hooked(records: list[Ranks]) -> None:
             "megatron.training.training.train",
             "megatron.training.training.evaluate",
             "megatron.training.training.training_log",
+            "megatron.training.checkpointing.check_checkpoint_args",
             "megatron.core.models.backends.DotProductAttention",
         )
     }

@@ -90,9 +90,3 @@ def test_turns_and_whole_games_train_the_same_tokens(seed, slip):
     whole = trained(games, step_wise=False)
     assert trained(games, step_wise=True) == whole
     assert len(whole) == sum(len(turn) for game in games for turn in game.turns)
-
-
-@pytest.fixture
-def sampling():
-    pytest.importorskip("megatron.core")
-    return __import__("sampling")

@@ -1,16 +1,10 @@
-"""What runs report: metrics that are read back, comparisons, and the measured passes of a step."""
+"""What runs report: metrics that are read back, and comparisons."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
-import torch
 from comparison import compare
 from metrics import IterationMetrics, StepMetrics, append, read
-
-pytest.importorskip("megatron.core")
-
-from timeline import record
 
 STEP = dict.fromkeys(
     ("policy_loss", "kl", "clipped", "entropy", "grad_norm", "learning_rate"), 0.1 + 0.2
@@ -48,34 +42,3 @@ def test_comparison_leaves_the_warm_up_out_of_times_but_not_of_losses():
     for other in ([BASELINE[0], dataclasses.replace(BASELINE[1], samples=7)], BASELINE[:1]):
         with pytest.raises(ValueError, match="run both with the same settings"):
             compare(DYNAMIC, other)
-
-
-def test_every_pass_is_noted_in_any_order_and_no_gradient_changes():
-    config = SimpleNamespace(timers="before")
-    model = [torch.nn.Linear(2, 2) for _ in range(2)]
-    for chunk in model:
-        chunk.config = config
-
-    def forward(chunk):
-        config.timers("forward-compute", log_level=2).start()
-        output = chunk(torch.ones(1, 2)).sum()
-        config.timers("forward-compute").stop()
-        return output
-
-    with record(model) as recorder:
-        outputs = [forward(model[chunk]) for chunk in (0, 0, 1, 1)]
-        for output in (outputs[2], outputs[0], outputs[3], outputs[1]):
-            config.timers("backward-compute", log_level=2).start()
-            output.backward()
-            config.timers("backward-compute").stop()
-    assert [(chunk, slot, back) for chunk, slot, back, _, _ in recorder.passes] == [
-        *[(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False)],
-        *[(1, 0, True), (0, 0, True), (1, 1, True), (0, 1, True)],
-    ]
-    times = [time for _, _, _, start, end in recorder.passes for time in (start, end)]
-    assert times == sorted(times)
-    assert torch.equal(model[0].weight.grad, torch.full((2, 2), 2.0))
-    with pytest.raises(RuntimeError, match="in the step"), record(model):
-        raise RuntimeError("in the step")
-    assert config.timers == "before"
-    assert not model[0]._forward_hooks

@@ -1,8 +1,6 @@
 """The fine-tuning example: its command line, and the comparison of its logs."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +84,25 @@ def test_a_directory_of_two_logs_is_compared_in_words_and_drawn(tmp_path, capsys
         sft_figure.main([str(tmp_path)])
 
 
+def sft_sh(tmp_path, version, *arguments):
+    """The command with a Python that says this version, whatever it is asked for."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {version}\n")
+    python.chmod(0o755)
+    venv = tmp_path / "made" / "deep"
+    return subprocess.run(
+        ["bash", str(EXAMPLES / "sft.sh"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=patience(60),
+        env={
+            "PATH": "/usr/bin:/bin",
+            "MCORE_BATCHING_PYTHON": str(python),
+            "MCORE_BATCHING_VENV": str(venv),
+        },
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
@@ -99,97 +116,17 @@ def test_a_directory_of_two_logs_is_compared_in_words_and_drawn(tmp_path, capsys
 def test_the_command_explains_itself_and_refuses_before_it_installs(
     tmp_path, arguments, status, says
 ):
-    old = tmp_path / "python3.11"
-    old.write_text("#!/bin/sh\necho 3.11\n")
-    old.chmod(0o755)
-    environment = {"MCORE_BATCHING_PYTHON": old, "MCORE_BATCHING_VENV": tmp_path / "none"}
-    done = subprocess.run(
-        ["bash", str(EXAMPLES / "sft.sh"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-        env={"PATH": "/usr/bin:/bin", **environment},
-    )
+    done = sft_sh(tmp_path, "3.11", *arguments)
     assert done.returncode == status
     assert says in done.stdout + done.stderr
-    assert not (tmp_path / "none").exists()
-
-
-def sft(tmp_path, *arguments, **environment):
-    """The command with the pythons of `tmp_path` on its path, and a pyenv that has them all."""
-    for name in ("3.11", "3.12"):
-        python = tmp_path / "pyenv" / "versions" / f"{name}.1" / "bin" / "python"
-        python.parent.mkdir(parents=True, exist_ok=True)
-        # Whatever it is asked for, it says its version; it makes no environment.
-        python.write_text(f"#!/bin/sh\n[ $1 = -m ] && exit 1\necho {name}\n")
-        python.chmod(0o755)
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    (commands / "python3.11").symlink_to(tmp_path / "pyenv/versions/3.11.1/bin/python")
-    pyenv = commands / "pyenv"
-    pyenv.write_text(f"#!/bin/sh\necho {tmp_path / 'pyenv'}\n")
-    for name in ("python3.12", "python3.13", "python3", "python"):
-        # As pyenv's shims: there, and of no use.
-        (commands / name).write_text("#!/bin/sh\nexit 127\n")
-    for command in commands.iterdir():
-        command.chmod(0o755)
-    return subprocess.run(
-        ["bash", str(EXAMPLES / "sft.sh"), "--out", str(tmp_path / "runs"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-        env={"PATH": f"{commands}:/usr/bin:/bin", **environment},
-    )
-
-
-def test_a_python_that_can_do_the_job_is_looked_for(tmp_path):
-    """A 3.11 on the path comes first for quickstart.sh, and will not do here."""
-    done = sft(tmp_path, MCORE_BATCHING_VENV=str(tmp_path / "made"))
-    assert f"({tmp_path}/pyenv/versions/3.12.1/bin/python)" in done.stdout
-    assert "cannot make environments" in done.stderr
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("folder", ["made", "runs"])
 def test_folders_that_cannot_be_written_name_what_to_set(tmp_path, folder):
     (tmp_path / folder).touch()  # no folder can be made there, not even by root
-    done = sft(tmp_path, MCORE_BATCHING_VENV=str(tmp_path / "made" / "deep"))
+    done = sft_sh(tmp_path, "3.12", "--out", str(tmp_path / "runs"))
     variable = {"made": "set MCORE_BATCHING_VENV to", "runs": "set --out to"}[folder]
     assert done.returncode == 1
     assert f"cannot write to {tmp_path / folder}" in done.stderr
     assert f"{variable} another folder" in done.stderr
-
-
-@pytest.mark.long
-def test_rows_shared_by_ranks_have_the_padded_runs_curve(tmp_path):
-    """The whole command, by this Python in an environment that counts as complete."""
-    pytest.importorskip("megatron.training")
-    made = tmp_path / "made"
-    (made / "bin").mkdir(parents=True)
-    python = made / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    key = subprocess.run(
-        ["bash", "-c", f". {EXAMPLES}/environment.sh && mcb_environment_key {python}"],
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-        check=True,
-    ).stdout
-    stamp = f"{key}{EXAMPLES.parent}\nmegatron,plot\n"
-    (made / "mcore_batching.complete").write_text(stamp)
-    out = tmp_path / "runs"
-    flags = ["--short", "--dynamic-batch-context-parallel", "2", "--max-tokens-per-gpu", "512"]
-    done = subprocess.run(
-        ["bash", str(EXAMPLES / "sft.sh"), "--out", str(out), *flags],
-        capture_output=True,
-        text=True,
-        timeout=patience(400),
-        env=os.environ | {"MCORE_BATCHING_VENV": str(made)},
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    dynamic, padded = (read_log(out / f"{run}.log") for run in ("dynamic", "padded"))
-    assert len(dynamic) == len(padded) == 3
-    for ours, theirs in zip(dynamic, padded, strict=True):
-        assert ours.consumed_samples == theirs.consumed_samples
-        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)  # logged to 7 digits
-        assert ours.computed_tokens < theirs.computed_tokens

@@ -2,7 +2,7 @@
 
 import json
 
-from mcore_batching.integrations.megatron_lm.sft.conversations import Conversation
+from mcore_batching.integrations.megatron_lm.sft.records import Conversation
 from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     byte_level_tokenizer,

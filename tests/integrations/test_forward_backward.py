@@ -13,6 +13,7 @@ from packed_row_cases import rows
 from mcore_batching.batch import SchemaError
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.integrations.megatron_lm.script_forward_step import check_loss, row_given
+from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.megatron import DynamicBatchArgumentError
 from mcore_batching.planning import CostModel
 
@@ -40,28 +41,28 @@ def test_refused_calls(options: dict[str, Any], message: str) -> None:
 def test_a_step_that_megatron_reruns_is_planned_by_the_same_costs() -> None:
     """What was learnt meanwhile would change its rounding, which Megatron compares."""
     args = SimpleNamespace(curr_iteration=3)
-    schedule = PackedForwardBackward(lambda **_: None, args)
+    steps = StockSteps(args)
     planned = CostModel(per_micro_batch=7.0)
-    assert schedule._cost_model_of_rerun() is None
-    schedule._last_planned = 3, planned
-    assert schedule._cost_model_of_rerun() is planned
+    assert steps._cost_model_of_rerun() is None
+    steps._last_planned = 3, planned
+    assert steps._cost_model_of_rerun() is planned
     args.curr_iteration = 4
-    assert schedule._cost_model_of_rerun() is None
+    assert steps._cost_model_of_rerun() is None
     del args.curr_iteration
-    assert schedule._cost_model_of_rerun() is None
+    assert steps._cost_model_of_rerun() is None
 
 
 def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
-    schedule = PackedForwardBackward(lambda **_: None, SimpleNamespace())
+    steps = StockSteps(SimpleNamespace())
     batch = {
         "tokens": torch.tensor([[1, 2, 3]]),
         "labels": torch.tensor([[2, -100, 64]]),
         "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
         "position_ids": torch.arange(3)[None],
     }
-    assert schedule._read([batch], 65)
+    assert steps._read([batch], 65)
     with pytest.raises(SchemaError, match=r"'labels', sample 0: .* found 64 at place 2"):
-        schedule._read([batch], 64)
+        steps._read([batch], 64)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ from mcore_batching.megatron import cpu_emulation
 cpu_emulation.enable(force=True)
 import importlib, types
 MODULES = [importlib.import_module(name) for name in (
-    "megatron.training", "megatron.training.arguments", "megatron.training.initialize",
+    "megatron.training", "megatron.training.arguments", "megatron.training.checkpointing",
+    "megatron.training.initialize",
     "megatron.training.training", "megatron.training.global_vars", "megatron.training.utils",
     "megatron.core.models.backends", "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.pipeline_parallel.schedules", "megatron.core.num_microbatches_calculator",
@@ -310,6 +311,6 @@ def test_without_megatron_training_the_flag_says_where_to_get_it(tmp_path: Path)
 def test_a_module_that_lacks_what_is_replaced_is_named() -> None:
     module = importlib.import_module("mcore_batching.integrations.megatron_lm.install")
     with pytest.raises(DynamicBatchArgumentError, match="later has no pretrain: use Megatron-LM 0"):
-        module._original(ModuleType("later"), "pretrain")
+        module._require(ModuleType("later"), "pretrain")
     with pytest.raises(DynamicBatchArgumentError, match=r"cannot import megatron\.training"):
         module._module("later")

@@ -6,13 +6,13 @@ import pytest
 from sft_cases import BYTES
 
 from mcore_batching.integrations.megatron_lm.sft import SftDataError
-from mcore_batching.integrations.megatron_lm.sft.conversations import (
+from mcore_batching.integrations.megatron_lm.sft.dataset import read_samples
+from mcore_batching.integrations.megatron_lm.sft.records import (
     Completion,
     Conversation,
     parse_record,
+    records_of,
 )
-from mcore_batching.integrations.megatron_lm.sft.dataset import read_samples
-from mcore_batching.integrations.megatron_lm.sft.jsonl import records_of
 
 
 def test_blank_lines_are_skipped_and_counted(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sft_cases import BYTES, END, Wrapped, conversation, trained_text, whole_text
 
 from mcore_batching.integrations.megatron_lm.sft import SftDataError
-from mcore_batching.integrations.megatron_lm.sft.conversations import Completion
+from mcore_batching.integrations.megatron_lm.sft.records import Completion
 from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     byte_level_tokenizer,

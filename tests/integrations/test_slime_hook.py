@@ -16,7 +16,7 @@ import torch
 from kit.patience import patience
 
 import mcore_batching
-from mcore_batching.integrations.slime import HookError, batching
+from mcore_batching.integrations.slime import HookError, before_1860
 from mcore_batching.integrations.slime.hook import NAMES
 
 SOURCES = {
@@ -258,9 +258,9 @@ def test_only_modules_are_taken() -> None:
 def test_the_schema_reaches_the_iterators(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(
-        batching,
+        before_1860,
         "get_data_iterator",
-        lambda args, model, rollout_data, *, schema: given.update(
+        lambda schema, args, model, rollout_data: given.update(
             arguments=(args, model, rollout_data), schema=schema
         ),
     )

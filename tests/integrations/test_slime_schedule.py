@@ -24,7 +24,7 @@ from planning_cases import examples, real_lengths
 from slime_package import forget, own_tests_of, slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
-from mcore_batching.integrations.slime.schedule import _cost_model, build_dp_schedule
+from mcore_batching.integrations.slime.rollout_manager import _cost_model, build_dp_schedule
 from mcore_batching.planning import ConfigError
 from mcore_batching.planning.costs.layers_of import first_guess
 
@@ -174,7 +174,7 @@ def test_a_cost_model_is_read_from_its_file(tmp_path: Path) -> None:
     plan(arguments(20, dynamic_batch_cost_model="fixed"), parallel(1), [5], [0], 1)
     sizes = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256}
     assert _cost_model(arguments(20, **sizes)) == first_guess(sizes)
-    with pytest.raises(HookError, match=r"no costs are learnt.* to a file"):
+    with pytest.raises(HookError, match=r"learns costs.* to a file"):
         plan(arguments(20, dynamic_batch_cost_model="auto"), parallel(1), [5], [0], 1)
 
 

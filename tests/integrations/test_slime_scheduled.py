@@ -15,7 +15,7 @@ import mcore_batching
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
 from mcore_batching.integrations.slime import HookError, init
 from mcore_batching.integrations.slime.iterator import PlaceholderLengths
-from mcore_batching.integrations.slime.scheduled import _Guarded
+from mcore_batching.integrations.slime.trainer import _Guarded
 
 __all__ = ["slime"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_batching.integrations.megatron_lm.start_messages import (
+from mcore_batching.integrations.megatron_lm.arguments import (
     print_start_messages,
     start_messages,
 )

@@ -1,16 +1,10 @@
-"""verl's micro-batches made by this package: the contract, agreement between ranks, losses.
-
-verl's own functions take part where ``MCORE_BATCHING_VERL_SOURCE`` names a folder with verl, an
-unpacked wheel of 0.9.1 or a checkout, and tensordict is installed.
-"""
+"""verl's micro-batches made by this package: the contract, agreement between ranks, the hook."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import itertools
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,18 +15,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.patience import patience
-from planning_cases import examples, real_lengths
+from planning_cases import examples
 from spawned import reports_of
-from verl_package import SOURCE, forget, own_verl, small_verl
+from verl_package import forget, small_verl
 from verl_worker import CAP, CASES, batch_of, rearrange_all
 
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.verl import hook, micro_batches, shared_prefixes
+from mcore_batching.integrations.verl import hook, micro_batches
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
 
-__all__ = ["own_verl", "small_verl"]
+__all__ = ["small_verl"]
 
 
 def rearranged(
@@ -202,273 +195,3 @@ def test_another_signature_is_refused_by_name(small_verl: Path) -> None:
     forget()
     with pytest.raises(HookError, match=r"parameter 6 is least=None and not min_num_micro_batch"):
         hook()
-
-
-PLUGIN = "mcore_batching.integrations.verl.plugin"
-
-
-def load_plugin() -> Any:
-    """As verl loads it: an import."""
-    sys.modules.pop(PLUGIN, None)
-    return importlib.import_module(PLUGIN)
-
-
-@pytest.mark.parametrize("value", [None, "", "0"])
-def test_the_plugin_does_nothing_unless_asked(
-    small_verl: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, capfd: Any
-) -> None:
-    if value is not None:
-        monkeypatch.setenv("MCORE_BATCHING_VERL", value)
-    load_plugin()
-    assert "verl" not in sys.modules
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
-    small_verl: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    monkeypatch.setenv("MCORE_BATCHING_VERL", "yes")
-    with pytest.raises(HookError):
-        load_plugin()
-    shown = capfd.readouterr().err
-    assert "verl keeps its own micro-batches, because" in shown
-    assert "MCORE_BATCHING_VERL must be 1, 0 or unset, got 'yes'" in shown
-    monkeypatch.setenv("MCORE_BATCHING_VERL", "1")
-    load_plugin()
-    assert "hooked verl.utils.seqlen_balancing.rearrange_micro_batches" in capfd.readouterr().out
-    module = importlib.import_module("verl.utils.seqlen_balancing")
-    assert module.rearrange_micro_batches.__wrapped__ is not None
-
-
-def test_the_plugin_shares_prefixes_in_verls_megatron_engine_alone(
-    small_verl: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MCORE_BATCHING_VERL", "1")
-    monkeypatch.setenv("MCORE_BATCHING_VERL_SHARE_PREFIXES", "1")
-    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
-    load_plugin()
-    module = importlib.import_module("verl.utils.seqlen_balancing")
-    with pytest.raises(HookError, match="unset MCORE_BATCHING_VERL_SHARE_PREFIXES"):
-        module.rearrange_micro_batches(batch_of([60, 30]), max_token_len=100)
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"enable_routing_replay": True}, {}, "set router_replay off"),
-        ({"hidden_dropout": 0.1}, {}, "set --hidden-dropout 0"),
-        ({}, {"multi_modal_inputs": {"pixel_values": 1}}, "images"),
-        ({}, {"vision_model": True}, "images"),
-        ({}, {"mtp_enable_train": True}, "multi-token prediction"),
-        ({}, {"local_cp_size": 2}, "dynamic context parallelism"),
-        ({}, {"logits_processor_args": {"teacher": 1}}, "also passes teacher"),
-    ],
-)
-def test_what_cannot_share_prefixes_is_refused_by_name(
-    settings: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    pytest.importorskip("megatron.core")
-    model = torch.nn.Linear(1, 1)
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    vars(model).update(
-        config=SimpleNamespace(**plain | settings), position_embedding_type="learned_absolute"
-    )
-    given = {"multi_modal_inputs": {}} | options
-    with pytest.raises(HookError, match=message):
-        shared_prefixes._forward(lambda *_: pytest.fail("ran"), model, torch.zeros(1), **given)
-    with pytest.raises(HookError, match="use_fused_kernels"):
-        shared_prefixes._refuse_fused()
-
-
-def test_the_forward_computes_hosts_alone_and_other_temperatures_themselves() -> None:
-    pytest.importorskip("megatron.core")
-    model = torch.nn.Linear(1, 1)
-    settings = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
-    vars(model).update(config=settings, position_embedding_type="rope")
-    whole = torch.arange(1.0, 9.0, requires_grad=True)
-    rows = [whole[:2], whole[:5], whole[:3], whole[:5]]
-    temperature = [torch.full((len(row),), 1.0 + (i == 2)) for i, row in enumerate(rows)]
-    ran: list[int] = []
-
-    def forward(_model: Any, input_ids: Any, _inputs: Any, _processor: Any, given: Any) -> Any:
-        pairs = zip(input_ids.unbind(), given["temperature"].unbind(), strict=True)
-        outputs = [row.cumsum(0) / each for row, each in pairs]
-        ran.extend(map(len, outputs))
-        return {"sums": nested(outputs)}
-
-    given = {"temperature": nested(temperature), "loss_mask": None}
-    outputs = shared_prefixes._forward(forward, model, nested(rows), {}, None, given)
-    assert sorted(ran) == [3, 5]
-    expected = [row.cumsum(0) / each for row, each in zip(rows, temperature, strict=True)]
-    for one, other in zip(outputs["sums"].unbind(), expected, strict=True):
-        torch.testing.assert_close(one, other)
-    gradients = [
-        torch.autograd.grad(sum(map(torch.sum, each)), whole, retain_graph=True)[0]
-        for each in ([outputs["sums"].values()], expected)
-    ]
-    torch.testing.assert_close(*gradients)
-
-
-def test_verl_finds_the_plugin() -> None:
-    tomllib = importlib.import_module("tomllib")
-    path = Path(__file__).resolve().parents[2] / "pyproject.toml"
-    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
-    assert project["entry-points"]["verl.plugins"] == {"mcore_batching": PLUGIN}
-
-
-# verl's own functions
-
-START_UP = """
-import sys
-from verl_package import StandIns
-sys.meta_path.append(StandIns())
-import verl
-import verl.utils.seqlen_balancing as balancing
-print("replaced", hasattr(balancing.rearrange_micro_batches, "_mcore_batching_original"))
-"""
-
-
-@pytest.mark.parametrize(("value", "replaced"), [("1", True), ("", False), ("2", False)])
-def test_verl_loads_the_plugin_on_import(
-    own_verl: Any, tmp_path: Path, value: str, replaced: bool
-) -> None:
-    metadata = tmp_path / "mcore_batching-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Name: mcore_batching\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(f"[verl.plugins]\nmcore_batching = {PLUGIN}\n")
-    paths = [tmp_path, SOURCE, Path(__file__).parent, *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-c", START_UP],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MCORE_BATCHING_VERL": value},
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"replaced {replaced}" in done.stdout
-    assert ("hooked verl.utils.seqlen_balancing" in done.stdout) == replaced
-    assert ("must be 1, 0 or unset" in done.stderr) == (value == "2")
-
-
-def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def tensordict_of(own_verl: Any, lengths: list[int], cap: int) -> Any:
-    generator = torch.Generator().manual_seed(5)
-    tokens = [torch.randint(16, (length,), generator=generator) for length in lengths]
-    masks = [torch.rand(length, generator=generator) > 0.3 for length in lengths]
-    batch = own_verl.tensors.get_tensordict(
-        {"input_ids": nested(tokens), "loss_mask": nested(masks)}
-    )
-    own_verl.tensors.assign_non_tensor(batch, use_dynamic_bsz=True, max_token_len_per_gpu=cap)
-    return batch
-
-
-LENGTHS = [61, 3, 45, 17, 90, 12, 33, 28, 71, 9, 54, 20]
-
-
-def run(own_verl: Any, lengths: list[int], mode: str, **options: Any) -> dict[str, Any]:
-    """verl's micro-batches through a small model, as its engines loop over them."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 1)).double()
-    batch = tensordict_of(own_verl, lengths, 100)
-    tokens = int(batch["loss_mask"].values().sum())
-    own_verl.tensors.assign_non_tensor(batch, batch_num_tokens=tokens)
-    made, indices = own_verl.engine.prepare_micro_batches(batch, **options)
-    outputs, total = [], 0.0
-    for micro_batch in made:
-        values = nested([model(row).squeeze(-1) for row in micro_batch["input_ids"].unbind()])
-        width = max(lengths)
-        mask = micro_batch["loss_mask"].to_padded_tensor(0.0, (len(values), width))
-        loss = own_verl.algorithms.agg_loss(
-            values.to_padded_tensor(0.0, (len(values), width)).square(),
-            mask,
-            mode,
-            batch_num_tokens=tokens,
-            global_batch_size=len(lengths),
-        )
-        loss.backward()
-        total += float(loss.detach())
-        outputs.append({"model_output": {"values": nested(list(values.detach().unbind()))}})
-    restored = own_verl.engine.postprocess_batch_func(outputs, indices, batch)
-    return {
-        "count": len(made),
-        "indices": indices,
-        "loss": total,
-        "gradients": [parameter.grad for parameter in model.parameters()],
-        "values": restored["model_output"]["values"].unbind(),
-        "rows": [row.tolist() for row in batch["input_ids"].unbind()],
-        "model": model,
-    }
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_losses_gradients_and_order_are_those_of_verls_own(own_verl: Any, mode: str) -> None:
-    theirs = run(own_verl, LENGTHS, mode)
-    with hook() as hooked:
-        assert len(hooked.hooked) == 4
-        runs = [
-            run(own_verl, LENGTHS, mode),
-            run(own_verl, LENGTHS, mode, num_batches_divided_by=8),
-            run(own_verl, LENGTHS, mode, num_batches_divided_by=16),  # four samples run twice
-        ]
-    assert [each["count"] % 8 for each in runs[1:]] == [0, 0]
-    assert runs[2]["count"] == 16
-    for ours in runs:
-        # Sums of the same float64 terms in another order.
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
-        for one, other in zip(ours["gradients"], theirs["gradients"], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-        for row, one, other in zip(ours["rows"], ours["values"], theirs["values"], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-            expected = ours["model"](torch.tensor(row)).squeeze(-1)
-            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
-    again = run(own_verl, LENGTHS, mode)
-    assert again["indices"] == theirs["indices"]
-    assert again["loss"] == theirs["loss"]
-
-
-def test_real_lengths_through_verls_own_names(own_verl: Any) -> None:
-    lengths = real_lengths(64)
-    batch = tensordict_of(own_verl, lengths, 16384)
-    for multiple in (None, 4):
-        with hook():
-            made, indices = own_verl.engine.prepare_micro_batches(
-                batch, num_batches_divided_by=multiple
-            )
-            rows = torch.nested.as_nested_tensor(
-                [row for each in made for row in each["input_ids"].unbind()], layout=torch.jagged
-            )
-            restored = own_verl.engine.restore_dynamic_batch(rows, indices)
-        assert len(made) % (multiple or 1) == 0
-        assert max(sum(lengths[i] for i in samples) for samples in indices) <= 16384
-        assert torch.equal(restored.values(), batch["input_ids"].values())
-
-
-def test_verls_own_tests_pass_with_ours(own_verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one process; the others need two devices of one's own."""
-    path = Path(SOURCE, "tests", "utils", "test_seqlen_balancing.py")
-    if not path.exists():
-        pytest.skip(f"{path} is not there: a wheel has no tests")
-    monkeypatch.setitem(sys.modules, "verl.utils.model", SimpleNamespace(create_random_mask=mask))
-    spec = importlib.util.spec_from_file_location("verls_own_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
-    with hook():
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.test_seqlen_balancing()
-        module.test_dynamic_batch()
-
-
-def mask(input_ids: torch.Tensor, **ratios: float) -> torch.Tensor:
-    """A random mask with padding on both sides, as verl's tests make them."""
-    rows, width = input_ids.shape
-    first = torch.randint(int(width * ratios["max_ratio_of_left_padding"]) + 1, (rows, 1))
-    least, most = ratios["min_ratio_of_valid_token"], ratios["max_ratio_of_valid_token"]
-    valid = torch.randint(int(width * least), int(width * most) + 1, (rows, 1))
-    places = torch.arange(width)
-    return ((places >= first) & (places < first + valid)).long()

@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching.integrations.megatron_lm.sft.conversations import parse_record
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError, records_of
+from mcore_batching.integrations.megatron_lm.sft.records import (
+    SftDataError,
+    parse_record,
+    records_of,
+)
 from mcore_batching.planning import CostModel, MCoreBatchingError, Plan, json_text
 from mcore_batching.tools.cli import main
 

@@ -1,6 +1,7 @@
-"""The plugin's flags in stock training scripts, and the settings that cannot be combined with them.
+"""The plugin's flags in stock training scripts, and the settings that do not go with them.
 
-All problems are listed at once, each with the fix, before any process group or model is made.
+All that are refused are listed at once, each with the fix, before any process group or model is
+made; those that train slightly differently are printed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from typing import Any
 from mcore_batching.flags import PREFIX, THEMES, add_flags
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
-from mcore_batching.integrations.megatron_lm.start_messages import print_start_messages
-from mcore_batching.megatron.checks.validation import check_model_config
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.checks.validation import check_model_config, has_auxiliary_loss
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import ConfigError, ParallelDimsError
 
 FLAG = "--use-dynamic-batch-size"
+
+NO_NON_LOSS_DATA = (
+    "process_non_loss_data_func runs the model on one rank, planning needs all: do not give it to "
+    f"pretrain, or unset {FLAG}"
+)
 
 _REFUSED = {
     "dynamic_batch_share_prefixes": (
@@ -73,6 +79,7 @@ def check_arguments(args: Any) -> None:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
     options = Options.of(args)
+    # Alone these two change nothing, which a user would take for a gain that does not come.
     if not is_on(args):
         if options.exchanges_samples:
             raise DynamicBatchArgumentError(
@@ -117,10 +124,7 @@ def check_training(
     if not is_on(get_args()):
         return
     if process_non_loss_data_func is not None:
-        raise DynamicBatchArgumentError(
-            "process_non_loss_data_func runs the model on one rank, planning needs all: do not "
-            f"give it to pretrain, or unset {FLAG}"
-        )
+        raise DynamicBatchArgumentError(NO_NON_LOSS_DATA)
     use_packed_batches(forward_step_func)
 
 
@@ -144,3 +148,41 @@ def _problems(args: Any) -> list[str]:
             "--moe-expert-rank-capacity-factor"
         )
     return problems
+
+
+def print_start_messages(args: Any, config: Any) -> None:
+    """Print `start_messages` on rank 0."""
+    if args.rank == 0:
+        for message in start_messages(args, config):
+            print(f"mcore_batching: {message}", flush=True)
+
+
+def start_messages(args: Any, config: Any) -> list[str]:
+    """Differences from the same job without ``--use-dynamic-batch-size``, a sentence each.
+
+    Args:
+        args: Megatron's arguments, validated.
+        config: the model's `TransformerConfig`.
+    """
+    messages = []
+    if has_auxiliary_loss(config):
+        messages.append(
+            "the routers' load-balancing and z-losses are weighted by real tokens; without "
+            "--use-dynamic-batch-size by padded ones, so there they weigh more against the "
+            "language-model loss at the same --moe-aux-loss-coeff and --moe-z-loss-coeff"
+        )
+    if getattr(args, "log_throughput", False) and not compat.scripts.counts_operations_of_samples():
+        messages.append(
+            "this Megatron-LM computes TFLOP/s (--log-throughput) as if samples were padded to "
+            "--seq-length: read them as too high by that padding; 0.18 and later count real tokens"
+        )
+    if (
+        getattr(args, "reset_attention_mask", False)
+        and getattr(args, "transformer_impl", None) == "transformer_engine"
+    ):
+        messages.append(
+            "documents are separate, as --reset-attention-mask says; without "
+            "--use-dynamic-batch-size Transformer Engine ignores that mask, and attention crosses "
+            "documents"
+        )
+    return messages

@@ -7,11 +7,10 @@ datasets, padded as stock code needs them. `Installation` lists what was replace
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mcore_batching.flags import PREFIX
@@ -20,7 +19,6 @@ from mcore_batching.integrations.megatron_lm.arguments import (
     add_arguments,
     check_arguments,
     check_training,
-    is_on,
 )
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
 from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learnt_costs
@@ -30,64 +28,34 @@ from mcore_batching.integrations.megatron_lm.script_batches import (
 )
 from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
+from mcore_batching.integrations.replacements import Function, Hook
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job.options import Options
+
+Replaced = tuple[Any, str, Any]
+"""A module, a name in it, and what `Hook.replace` takes in its place."""
+Part = Callable[[], Iterator[Replaced]]
 
 _installed: Installation | None = None
 
 
-class Installation:
+class Installation(Hook):
     """The names that `install` replaced.
 
     Attributes:
         hooked: dotted names of what was replaced, in order.
+        parts: what of the plugin is there.
     """
 
     def __init__(self) -> None:
-        self.hooked: list[str] = []
-        self._parts: set[Callable[[Installation], None]] = set()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._is_undone = False
+        super().__init__()
+        self.parts: set[Part] = set()
 
     def __str__(self) -> str:
         if not self.hooked:
             return f"mcore_batching: nothing hooked ({FLAG} is not given)"
-        return "mcore_batching: hooked " + ", ".join(self.hooked)
-
-    def replace(self, module: Any, name: str, replacement: Any) -> None:
-        """Replace a module's name, and remember the original."""
-        original = getattr(module, name)
-        ours = replacement if inspect.isclass(original) else self._undoable(original, replacement)
-        self._replaced.append((module, name, original, ours))
-        self.hooked.append(f"{module.__name__}.{name}")
-        setattr(module, name, ours)
-
-    def _undoable(self, original: Any, replacement: Any) -> Callable[..., Any]:
-        """A function that is the replacement until `undo`, then the original.
-
-        Modules that imported it keep a reference that `undo` cannot reach.
-        """
-
-        @functools.wraps(original)
-        def current(*arguments: Any, **options: Any) -> Any:
-            function = original if self._is_undone else replacement
-            return function(*arguments, **options)
-
-        return current
-
-    def _hook(self, parts: Sequence[Callable[[Installation], None]]) -> None:
-        """Hook the parts that are not hooked yet: all, or after an error none."""
-        before = len(self._replaced)  # what an earlier call hooked stays, even after an error
-        missing = [part for part in parts if part not in self._parts]
-        try:
-            for part in missing:
-                part(self)
-        except BaseException:
-            self._put_back(before)
-            raise
-        self._parts |= set(missing)
+        return super().__str__()
 
     def undo(self) -> None:
         """Put the originals back. A second call does nothing.
@@ -95,19 +63,10 @@ class Installation:
         Where somebody wrapped a replacement since, the wrapper stays and calls Megatron's function.
         """
         global _installed
-        self._put_back(0)
-        self._is_undone = True
+        super().undo()
         if _installed is self:
             restore_batches()
             _installed = None
-
-    def _put_back(self, kept: int) -> None:
-        while len(self._replaced) > kept:
-            module, name, original, ours = self._replaced.pop()
-            # Somebody's wrapper stays; ours inside it calls the original once undone.
-            if getattr(module, name, None) is ours:
-                setattr(module, name, original)
-        del self.hooked[kept:]
 
 
 def install(
@@ -140,108 +99,88 @@ def install(
             f"--yaml-cfg overrides the command line, {FLAG} included: unset it, and give flags "
             "instead"
         )
-    parts: list[Callable[[Installation], None]] = []
+    parts: list[Part] = []
     if enabled or any(word.startswith((PREFIX, "--max-tokens-per-gpu")) for word in given):
-        parts.append(_hook_arguments)
+        parts.append(_arguments)
     if f"{PREFIX}data" in given:
-        parts.append(_hook_datasets)
+        parts.append(_datasets)
     if enabled:
-        parts.append(_hook_training)
+        parts.append(_training)
     if enabled and batch_fields is not None:
         declare_batch_fields(batch_fields)
     installation = _installed or Installation()
-    installation._hook(parts)
-    if installation._parts:
+    missing = [part for part in parts if part not in installation.parts]
+    # All names are looked up before one is replaced: after an error nothing is hooked.
+    found = [each for part in missing for each in part()]
+    for module, name, _ in found:
+        _require(module, name)
+    for module, name, ours in found:
+        installation.replace(module.__dict__, name, ours)
+    installation.parts.update(missing)
+    if installation.parts:
         _installed = installation
     return installation
 
 
-def _hook_arguments(installation: Installation) -> None:
+def _arguments() -> Iterator[Replaced]:
+    """The parser and what checks its arguments."""
     arguments = _module("arguments")
-    installation.replace(
-        arguments,
-        "add_megatron_arguments",
-        _then(_original(arguments, "add_megatron_arguments"), add_arguments),
-    )
-    validate = _original(arguments, "validate_args")
-
-    @functools.wraps(validate)
-    def validate_args(args: Any, *rest: Any, **options: Any) -> Any:
-        validated = validate(args, *rest, **options)
-        check_arguments(args)
-        # Only now the arguments say whether costs are learnt. Some jobs validate them twice.
-        checkpointing = _module("checkpointing")
-        name = f"{checkpointing.__name__}.check_checkpoint_args"
-        if Options.of(args).learns_cost_model and is_on(args) and name not in installation.hooked:
-            check = _original(checkpointing, "check_checkpoint_args")
-
-            @functools.wraps(check)
-            def check_checkpoint_args(saved: Any, *rest: Any, **options: Any) -> Any:
-                checked = check(saved, *rest, **options)
-                take_over_learnt_costs(args, saved)
-                return checked
-
-            installation.replace(checkpointing, "check_checkpoint_args", check_checkpoint_args)
-        return validated
-
+    yield arguments, "add_megatron_arguments", _then(add_arguments)
     for module in compat.scripts.modules_with_validate_args(arguments, _module("initialize")):
-        installation.replace(module, "validate_args", validate_args)
+        yield module, "validate_args", _validate_args
 
 
-def _hook_datasets(installation: Installation) -> None:
+def _datasets() -> Iterator[Replaced]:
+    """The script's data."""
+    yield _module("training"), "build_train_valid_test_data_iterators", _build_data_iterators
+
+
+def _training() -> Iterator[Replaced]:
+    """Steps, evaluation, their log, and what checkpoints keep."""
     training = _module("training")
-    build = _original(training, "build_train_valid_test_data_iterators")
-
-    @functools.wraps(build)
-    def build_train_valid_test_data_iterators(provider: Any) -> Any:
-        from megatron.training import get_args
-
-        return build(datasets_provider_for(get_args(), provider))
-
-    installation.replace(
-        training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators
-    )
-
-
-def _hook_training(installation: Installation) -> None:
-    training = _module("training")
-    installation.replace(
-        training,
-        "get_forward_backward_func",
-        _then(_original(training, "get_forward_backward_func"), wrap_forward_backward),
-    )
-    for name in ("train", "evaluate"):
-        installation.replace(training, name, _checked(_original(training, name)))
-    log = _original(training, "training_log")
-
-    @functools.wraps(log)
-    def training_log(loss_dict: Any, *rest: Any, **options: Any) -> Any:
-        return log(with_batching_statistics(loss_dict), *rest, **options)
-
-    installation.replace(training, "training_log", training_log)
+    yield training, "get_forward_backward_func", _then(wrap_forward_backward)
+    yield training, "train", _checked
+    yield training, "evaluate", _checked
+    yield training, "training_log", _training_log
+    yield _module("checkpointing"), "check_checkpoint_args", _check_checkpoint_args
     # Megatron's attention without Transformer Engine would let tokens see other samples of a row.
-    installation.replace(*compat.layers.local_core_attention_name(), PackedAttention)
+    yield *compat.layers.local_core_attention_name(), PackedAttention
 
 
-def _then(function: Callable[..., Any], after: Callable[[Any], Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def composed(*arguments: Any, **options: Any) -> Any:
-        return after(function(*arguments, **options))
-
-    return composed
+def _then(after: Callable[[Any], Any]) -> Function:
+    """A replacement that changes what the original returns."""
+    return lambda original, *arguments, **options: after(original(*arguments, **options))
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``train`` or ``evaluate``, behind a check of the script."""
-    signature = inspect.signature(function)
+def _validate_args(original: Function, args: Any, *rest: Any, **options: Any) -> Any:
+    validated = original(args, *rest, **options)
+    check_arguments(args)
+    return validated
 
-    @functools.wraps(function)
-    def checked(*arguments: Any, **options: Any) -> Any:
-        given = signature.bind(*arguments, **options).arguments
-        check_training(given["forward_step_func"], given.get("process_non_loss_data_func"))
-        return function(*arguments, **options)
 
+def _build_data_iterators(original: Function, provider: Any) -> Any:
+    from megatron.training import get_args
+
+    return original(datasets_provider_for(get_args(), provider))
+
+
+def _training_log(original: Function, loss_dict: Any, *rest: Any, **options: Any) -> Any:
+    return original(with_batching_statistics(loss_dict), *rest, **options)
+
+
+def _check_checkpoint_args(original: Function, saved: Any, *rest: Any, **options: Any) -> Any:
+    from megatron.training import get_args
+
+    checked = original(saved, *rest, **options)
+    take_over_learnt_costs(get_args(), saved)
     return checked
+
+
+def _checked(original: Function, *arguments: Any, **options: Any) -> Any:
+    """``train`` or ``evaluate``, behind a check of the script."""
+    given = inspect.signature(original).bind(*arguments, **options).arguments
+    check_training(given["forward_step_func"], given.get("process_non_loss_data_func"))
+    return original(*arguments, **options)
 
 
 def _module(name: str) -> Any:
@@ -254,11 +193,9 @@ def _module(name: str) -> Any:
         ) from error
 
 
-def _original(module: Any, name: str) -> Callable[..., Any]:
+def _require(module: Any, name: str) -> None:
     if not hasattr(module, name):
         raise DynamicBatchArgumentError(
             f"{module.__name__} has no {name}: use Megatron-LM 0.16 to 0.19, or hook it by hand as "
             "in patches/"
         )
-    original: Callable[..., Any] = getattr(module, name)
-    return original

@@ -23,7 +23,7 @@ def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]
     Args:
         args: Megatron's arguments.
         job: the present one.
-        predicted: predicted seconds of the slowest rank in the last step; 0 if not known.
+        predicted: seconds of the slowest rank in the last step; 0 if not known.
 
     Returns:
         figures to log; empty if costs are not learnt.
@@ -39,10 +39,6 @@ def take_over_learnt_costs(args: Any, checkpoint_args: Any) -> None:
     """Continue with a checkpoint's learnt costs, if this job learns; call it on every rank.
 
     Costs that cannot be read, say of another version, are learnt anew, in a few steps.
-
-    Args:
-        args: Megatron's arguments.
-        checkpoint_args: those that the checkpoint holds.
     """
     if not (is_on(args) and Options.of(args).learns_cost_model):
         return

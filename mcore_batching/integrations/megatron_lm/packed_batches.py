@@ -47,6 +47,7 @@ _NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
     """The row with the labels and loss mask of the stock batches, and without fields."""
+    # Further tokens are of multi-token prediction; depth 0 is the next one.
     masks, depths = row["loss_mask"], range(len(row.later) + 1)
     labels, loss_masks = (
         [row.packed(name, later=depth) for depth in depths] for name in ("labels", "loss_mask")
@@ -130,6 +131,14 @@ def _times_counted(row: PackedMicroBatch) -> int:
     return after - before
 
 
+def packed_rows(stages: Sequence[Iterator[PreparedRow]], *, counts_flops: bool) -> list[PackedRows]:
+    """One data iterator per model chunk; the first alone counts tokens, as all run every row."""
+    return [
+        PackedRows(rows, counts_flops=counts_flops and number == 0)
+        for number, rows in enumerate(stages)
+    ]
+
+
 def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | None:
     """The next packed micro-batch's values, for the first lines of a script's ``get_batch``.
 
@@ -174,9 +183,8 @@ def check_fields(names: Sequence[str], where: str) -> None:
         problems = [f"has {', '.join(unknown)}"] if unknown else []
         problems += [f"lacks {', '.join(lacking)}"] if lacking else []
         raise DynamicBatchArgumentError(
-            f"the batch that {where} unpacks {' and '.join(problems)}; dynamic micro-batches know "
-            f"({', '.join(SIX_FIELDS)}), as in pretrain_gpt.py up to 0.17, and "
-            f"({', '.join(TEN_FIELDS)}) from 0.18 on"
+            f"the batch of {where} {' and '.join(problems)}; known are "
+            f"({', '.join(SIX_FIELDS)}) up to 0.17 and ({', '.join(TEN_FIELDS)}) from 0.18 on"
         )
 
 

@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_batching.integrations.megatron_lm.packed_batches import check_fields, fits, next_batch
+from mcore_batching.integrations.replacements import Function, Hook, is_replacement
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
-_MARK = "_mcore_batching_own"
-
 _declared_fields: tuple[str, ...] | None = None
-_changed: list[tuple[dict[str, Any], Callable[..., Any], Callable[..., Any]]] = []
-"""By script: its globals, its own ``get_batch``, and ours in its place."""
+_scripts = Hook()
+"""Those whose ``get_batch`` was replaced."""
 
 
 def declare_batch_fields(names: Sequence[str]) -> None:
@@ -58,31 +57,24 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
             "that reads the batch so"
         )
     # Ours already, or of a script that is patched.
-    if hasattr(original, _MARK) or "next_batch" in _names_used_by(original):
+    if is_replacement(original) or "next_batch" in _names_used_by(original):
         return
     fields = _declared_fields or fields_unpacked_by(function)
+    _scripts.replace(scope, "get_batch", functools.partial(_get_batch, fields))
 
-    @functools.wraps(original)
-    def get_batch(data_iterator: Any, *arguments: Any, **keywords: Any) -> Any:
-        packed = next_batch(data_iterator, fields)
-        return original(data_iterator, *arguments, **keywords) if packed is None else packed
 
-    setattr(get_batch, _MARK, original)
-    scope["get_batch"] = get_batch
-    _changed.append((scope, original, get_batch))
+def _get_batch(
+    fields: Sequence[str], original: Function, data_iterator: Any, *rest: Any, **options: Any
+) -> Any:
+    packed = next_batch(data_iterator, fields)
+    return original(data_iterator, *rest, **options) if packed is None else packed
 
 
 def restore_batches() -> None:
-    """Undo `declare_batch_fields`, and `use_packed_batches` in every script.
-
-    A ``get_batch`` that somebody wrapped since stays; ours then reads ordinary batches as before.
-    """
+    """Undo `declare_batch_fields`, and `use_packed_batches` in every script."""
     global _declared_fields
     _declared_fields = None
-    while _changed:
-        scope, original, ours = _changed.pop()
-        if scope.get("get_batch") is ours:
-            scope["get_batch"] = original
+    _scripts.undo()
 
 
 def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:

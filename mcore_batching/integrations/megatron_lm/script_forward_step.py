@@ -27,16 +27,11 @@ def with_deferred_errors(
     job: Job,
     later_of: Callable[[PackedMicroBatch], LaterLosses | None],
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
-    """The forward step, with errors of its loss function collected instead of raised.
+    """The forward step, with errors of its loss function in ``failed`` instead of raised.
 
     Raised in the middle of the pipeline, they would leave the other ranks waiting. The micro-batch
-    counts as 0, and all ranks raise together at the end.
-
-    Args:
-        forward_step_func: the script's.
-        failed: gets the exceptions.
-        job: the present one.
-        later_of: gives a row's losses of multi-token prediction; None leaves its layers out.
+    counts as 0, and all ranks raise together at the end. ``later_of`` gives a row's losses of
+    multi-token prediction; None leaves its layers out.
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
@@ -66,33 +61,26 @@ def check_loss(result: Any) -> None:
         DynamicBatchArgumentError: it is no ``(sum, number of tokens, report)``, the sum has no
             gradient, or a report's entry is no ``[sum, number]``.
     """
+    problem = _problem_of(result)
+    if problem:
+        raise DynamicBatchArgumentError(f"the loss function must {problem}")
+
+
+def _problem_of(result: Any) -> str | None:
     if not isinstance(result, tuple) or len(result) != 3:
-        raise DynamicBatchArgumentError(
-            "the loss function must return (sum over tokens, number of tokens, report), got "
-            f"{_described(result)}"
-        )
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        return f"return (sum over tokens, number of tokens, report), got {found}"
     loss, _, report = result
     if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.is_floating_point():
         # An integer has no backward pass: the stages before would wait for its gradient.
-        raise DynamicBatchArgumentError(
-            "the loss function must return a sum over tokens, a float tensor of one value, got "
-            f"{describe(loss)}"
-        )
+        return f"return a sum over tokens, a float tensor of one value, got {describe(loss)}"
     if not isinstance(report, Mapping):
-        raise DynamicBatchArgumentError(
-            "the loss function must return its report as a dict of [sum, number of tokens], got "
-            f"{type(report).__name__}"
-        )
+        kind = type(report).__name__
+        return f"return its report as a dict of [sum, number of tokens], got {kind}"
     single = [key for key, value in report.items() if torch.is_tensor(value) and value.numel() != 2]
     if single:
-        raise DynamicBatchArgumentError(
-            f"the loss function must report {', '.join(single)} as [sum, number of tokens], got a "
-            "single value"
-        )
-
-
-def _described(result: Any) -> str:
-    return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        return f"report {', '.join(single)} as [sum, number of tokens], got a single value"
+    return None
 
 
 @contextlib.contextmanager

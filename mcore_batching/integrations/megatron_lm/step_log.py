@@ -1,13 +1,6 @@
 """Statistics of a training step's plan, for Megatron's log line, TensorBoard and W&B.
 
-| logged | meaning |
-|---|---|
-| ``batching/micro-batches a rank`` | micro-batches of each data-parallel rank, placeholders too |
-| ``batching/fill`` | real tokens over what the caps of all micro-batches would hold |
-| ``batching/padding`` | share of the tokens in the rows that are padding |
-| ``batching/time over floor`` | predicted end of the step, over a time before which no plan ends |
-| ``batching/plan seconds`` | reading, planning and collating, on this rank |
-
+The README of this folder explains the five entries of every log.
 ``--dynamic-batch-log-all`` logs every value of `record_step`, learnt costs and predicted seconds
 included. A plan predicts units of cost. They become seconds by the median of earlier steps' seconds
 per unit, which the first two steps do not have; learnt costs are in seconds to begin with.
@@ -64,6 +57,7 @@ def record_step(
         learnt: entries of learnt costs; its predicted seconds replace the median's.
         log_all: True logs every value, False those of `LOGGED`.
     """
+    # First, as the last step's time is among the values logged with this one.
     _read_times()
     values = {
         "fill": made.fill,

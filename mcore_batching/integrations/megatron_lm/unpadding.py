@@ -43,8 +43,7 @@ def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]
         num_batches: number of micro-batches to take.
 
     Returns:
-        the batches, or None if this rank has no iterator. Iterators of further model chunks yield
-        the same batches and are advanced alike.
+        the batches, or None if this rank has no iterator.
 
     Raises:
         StockDataError: the iterator ended.
@@ -53,13 +52,13 @@ def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]
     present = [iterator for iterator in iterators if iterator is not None]
     if not present:
         return None
-    # All are drawn from, though one is read: the next step's batches must be the same on each.
-    drawn: list[list[Mapping[str, Any]]] = []
-    for iterator in present:
-        drawn.append([])
+    # All are drawn from, though one is read: those of further model chunks yield the same batches,
+    # and must go on with the same ones in the next step.
+    drawn: list[list[Mapping[str, Any]]] = [[] for _ in present]
+    for iterator, batches in zip(present, drawn, strict=True):
         for number in range(num_batches):
             try:
-                drawn[-1].append(next(iterator))
+                batches.append(next(iterator))
             except StopIteration:
                 raise StockDataError(
                     f"the data iterator ended after {number} of {num_batches} micro-batches: give "
@@ -76,8 +75,7 @@ def unpadded_samples(
     Args:
         batches: from `draw_batches`.
         split_documents: position 0 inside a row begins a sample of its own, as documents are
-            separate under ``--reset-attention-mask``. (Transformer Engine ignores that mask: in
-            stock training attention crosses documents there, and does not here.)
+            separate under ``--reset-attention-mask``.
 
     Returns:
         ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` ``[length]`` for each sample,

@@ -19,13 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_batching.integrations.models import costs_of_config
-from mcore_batching.integrations.replacements import (
-    Hook,
-    HookError,
-    Replacement,
-    check_signature,
-    in_place_of,
-)
+from mcore_batching.integrations.replacements import Hook, HookError, replacing
 from mcore_batching.planning import (
     CostModel,
     LengthError,
@@ -37,8 +31,6 @@ from mcore_batching.planning import (
 
 ALGORITHM = "mcore_batching"
 """Value of NeMo-RL's ``sequence_packing.algorithm`` that selects this packer."""
-
-_MODULE = "nemo_rl.data.packing.algorithms"
 
 
 def hook(
@@ -83,22 +75,22 @@ def hook(
     costs = None
     if model is not None:
         costs = costs_of_config(model, expert_model_parallel_size=expert_parallel)
-    module = importlib.import_module(_MODULE)
-    original, packer = module.get_packer, _packer_class(module.SequencePacker, dims, costs)
-    ours = functools.partial(_get_packer, original, packer)
-    check_signature(f"{_MODULE}.get_packer", original, ours, whole=True)
-    return Hook([module], [Replacement("get_packer", original, in_place_of(original, ours))])
+    module = importlib.import_module("nemo_rl.data.packing.algorithms")
+    packer = _packer_class(module.SequencePacker, dims, costs)
+    get_packer = functools.partial(_get_packer, packer)
+    return Hook([module], [replacing(module, "get_packer", get_packer)])
 
 
 def _get_packer(
-    original: Callable[..., Any],
     packer: Callable[..., Any],
+    original: Callable[..., Any],
     algorithm: Any,
     bin_capacity: int,
     collect_metrics: bool = False,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
 ) -> Any:
+    # NeMo-RL's own are members of an enumeration, or their names in any case.
     ours = isinstance(algorithm, str) and algorithm.lower() == ALGORITHM
     make = packer if ours else functools.partial(original, algorithm)
     return make(
@@ -112,6 +104,7 @@ def _get_packer(
 def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any:
     """A subclass of NeMo-RL's packer with bins planned for these dims and costs."""
 
+    # Made here, since its base is there only where NeMo-RL is.
     class PipelinePacker(base):  # type: ignore[misc]
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
             self._validate_sequence_lengths(sequence_lengths)
@@ -132,8 +125,6 @@ def planned_bins(
     Args:
         lengths: of each sample, padded, in tokens.
         capacity: most tokens of a bin.
-        dims: sizes of the parallel groups.
-        costs: of samples; None: the default.
 
     Raises:
         LengthError: there are fewer samples than bins.

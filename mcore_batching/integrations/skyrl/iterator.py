@@ -15,7 +15,6 @@ Guarantees
 
 from __future__ import annotations
 
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +31,7 @@ from mcore_batching.integrations.replacements import (
     HookError,
     Replacement,
     check_signature,
-    in_place_of,
+    replacing,
 )
 from mcore_batching.integrations.shards import planned_shard
 from mcore_batching.planning import PlannerConfig
@@ -60,16 +59,18 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     if share_prefixes:
         raise HookError(
             "SkyRL reads a row by one segment a sample, so samples cannot share them: leave out "
-            "share_prefixes; generator.merge_stepwise_output saves tokens by other samples"
+            "share_prefixes"
         )
     module = importlib.import_module(_MODULE)
     original = getattr(module, _CLASS, None)
     where = f"{_MODULE}.{_CLASS}"
+    # A function of this name would be called, not subclassed.
     if not isinstance(original, type):
         raise HookError(f"{where} cannot be replaced: there is none in this version of SkyRL")
-    count: Any = getattr(original, _NAMES[2], None)
-    check_signature(f"{where}.{_NAMES[2]}", count, _sync_num_microbatches, whole=True)
-    check_signature(f"{where}.__init__", original.__init__, _init, whole=True)  # type: ignore[misc]
+    count = replacing(original, _NAMES[2], _sync_num_microbatches)
+    mark = getattr(count.ours, MARK)  # one mark, so that both methods are undone together
+    reorder = replacing(original, _REORDER, _reorder_and_combine_batches, mark=mark)
+    check_signature(f"{where}.__init__", original.__init__, _init)  # type: ignore[misc]
     # __init__ packs, has the number agreed on, then adds padding: ours comes between the two. In
     # another order its own micro-batches would be padded, or ours overwritten.
     used = [name for name in original.__init__.__code__.co_names if name in _NAMES]  # type: ignore[misc]
@@ -78,26 +79,15 @@ def hook(*, share_prefixes: bool = False) -> Hook:
             f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'}, expected "
             f"{', '.join(_NAMES)} in this order; hook a version of SkyRL that does"
         )
-    reorder: Any = getattr(original, _REORDER, None)
-    reordered = functools.partial(_reorder_and_combine_batches, reorder)
-    check_signature(f"{where}.{_REORDER}", reorder, reordered, whole=True)
-    planned = in_place_of(count, _sync_num_microbatches)
-    place = getattr(planned, MARK)  # one mark, so that both methods are undone together
-    body = {
-        _NAMES[2]: planned,
-        _REORDER: in_place_of(reorder, reordered, place),
-        MARK: place,
-        "__module__": _MODULE,
-    }
-    ours = type(_CLASS, (original,), body)
-    return Hook([module], [Replacement(_CLASS, original, ours)])
+    body = {count.name: count.ours, reorder.name: reorder.ours, MARK: mark, "__module__": _MODULE}
+    return Hook([module], [Replacement(_CLASS, original, type(_CLASS, (original,), body))])
 
 
 def _init(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
     """The signature of SkyRL's."""
 
 
-def _sync_num_microbatches(self: Any) -> int:
+def _sync_num_microbatches(original: Callable[..., Any], self: Any) -> int:
     """Plan this rank's micro-batches and return every rank's number. A collective over all ranks.
 
     SkyRL's ``__init__`` calls it after its own packing, and then adds padding micro-batches up to
@@ -107,6 +97,7 @@ def _sync_num_microbatches(self: Any) -> int:
         RankFailedError: on every rank: planning failed on some, or the model of a Megatron worker
             cannot run packed rows.
     """
+    del original
     consensus = Consensus(dist.group.WORLD if dist.is_initialized() else None)
     # Other workers have one stage: what samples cost changes no plan's end.
     worker = caller_with("actor_module")
@@ -138,6 +129,7 @@ def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batche
             f"expected the outputs of {len(self)} micro-batches, got {len(batches)}: return one "
             "each, for padding too"
         )
+    # SkyRL looks rows up by sample: one too many would be taken for another sample's.
     outputs = zip(self._microbatches, batches, strict=False)  # padding micro-batches come last
     for number, (samples, batch) in enumerate(outputs):
         for name, values in batch.items():

@@ -2,6 +2,6 @@
 
 from mcore_batching.integrations.replacements import Hook, HookError
 from mcore_batching.integrations.slime.hook import hook, init
-from mcore_batching.integrations.slime.schedule import hook_schedule
+from mcore_batching.integrations.slime.rollout_manager import hook_schedule
 
 __all__ = ["Hook", "HookError", "hook", "hook_schedule", "init"]

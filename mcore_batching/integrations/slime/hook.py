@@ -7,13 +7,11 @@
     print(hooked)                               # the names that were replaced
     hooked.undo()                               # or: with mcore_batching.hook(data, model): ...
 
-The framework needs ``get_data_iterator``, ``forward_only`` and ``get_batch`` with slime's
-signatures; all are checked before any is replaced. They are replaced together: the framework's own
+All three are checked before any is replaced, and replaced together: the framework's own
 ``forward_only`` would take placeholders' outputs for samples'.
 
-Newer versions (``get_data_iterator`` takes only the rollout data in slime, ``forward_only`` a
-``rollout_id`` in miles) plan in the rollout manager, before samples are dealt to ranks. There
-`mcore_batching.integrations.slime.schedule` is hooked as well.
+Versions that plan in the rollout manager, before samples are dealt to ranks, are hooked there as
+well, by `mcore_batching.integrations.slime.rollout_manager`.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
     Replacement,
-    check_signature,
     in_place_of,
-    is_replacement,
+    refuse_hooked,
+    replacing,
 )
-from mcore_batching.integrations.slime.schedule import framework, planning_modules
+from mcore_batching.integrations.slime.rollout_manager import framework, planning_modules
 
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
@@ -72,11 +70,9 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
         get_batch(data_iterator, keys, pad_multiplier=128, qkv_format="thd", allgather_cp=False)
 
     or ``get_data_iterator(rollout_data)`` (slime since its pull request 1926) or
-    ``forward_only(..., rollout_id)`` (miles since 1927); then ``get_batch`` stays the framework's,
-    and further parameters are passed on.
-
-    The framework's forward step, loss and log-prob functions stay, and get slime's layout; see
-    `mcore_batching.integrations.slime.batching` and `.scheduled`.
+    ``forward_only(..., rollout_id)`` (miles since 1927), which plan in the rollout manager; then
+    ``get_batch`` stays the framework's, and further parameters are passed on. The framework's
+    forward step, loss and log-prob functions stay in all: see `.before_1860` and `.trainer`.
 
     Args:
         modules: the modules that have the three functions.
@@ -93,9 +89,9 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
 
     schema = DEFAULT_SCHEMA if schema is None else schema
     holders = _holders(modules)
-    if _is_scheduled(holders):
-        return Hook(modules, _scheduled_replacements(holders, schema))
-    return Hook(modules, _replacements(holders, schema))
+    in_place = _of_manager if _is_scheduled(holders) else _of_trainer
+    found = [in_place(name, module, schema) for name in NAMES for module in holders[name]]
+    return Hook(modules, [each for each in found if each is not None])
 
 
 def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
@@ -118,24 +114,6 @@ def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
     return found
 
 
-def _replacements(holders: dict[str, list[ModuleType]], schema: Schema) -> list[Replacement]:
-    """Replacements in a framework that plans where it trains."""
-    from mcore_batching.integrations.slime import batching
-
-    ours: dict[str, Function] = {
-        "get_data_iterator": functools.partial(batching.get_data_iterator, schema=schema),
-        "forward_only": batching.forward_only,
-        "get_batch": batching.get_batch,
-    }
-    replacements = []
-    for name in NAMES:
-        for module in holders[name]:
-            original = getattr(module, name)
-            check_signature(f"{module.__name__}.{name}", original, getattr(batching, name))
-            replacements.append(Replacement(name, original, in_place_of(original, ours[name])))
-    return replacements
-
-
 def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
     """True if the framework plans in its rollout manager."""
     # By parameters, since checkouts are rarely of a release.
@@ -143,26 +121,31 @@ def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
     return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
 
 
-def _scheduled_replacements(
-    holders: dict[str, list[ModuleType]], schema: Schema
-) -> list[Replacement]:
-    """Replacements in a framework that plans in its rollout manager."""
-    from mcore_batching.integrations.slime import scheduled
+def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
+    """For a framework that plans where it trains."""
+    from mcore_batching.integrations.slime import before_1860
+
+    ours: Function = getattr(before_1860, name)
+    if name == "get_data_iterator":
+        ours = functools.partial(ours, schema)
+    return replacing(
+        module, name, lambda original, *given, **by_name: ours(*given, **by_name), like=ours
+    )
+
+
+def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | None:
+    """For a framework that plans in its rollout manager; None: its own stays."""
+    from mcore_batching.integrations.slime import trainer
     from mcore_batching.integrations.slime.model_checks import checking_model
 
-    made: dict[str, Function] = {
-        "get_data_iterator": functools.partial(scheduled.get_data_iterator, schema=schema),
-        "forward_only": scheduled.forward_only,
-    }
-    replacements = []
-    for name in NAMES:
-        for module in holders[name]:
-            original = getattr(module, name)
-            _check_leading(f"{module.__name__}.{name}", original, scheduled.LEADING[name])
-            if name in made:
-                ours = checking_model(original, functools.partial(made[name], original))
-                replacements.append(Replacement(name, original, in_place_of(original, ours)))
-    return replacements
+    original = getattr(module, name)
+    _check_leading(f"{module.__name__}.{name}", original, trainer.LEADING[name])
+    if name == "get_batch":
+        return None
+    ours = functools.partial(getattr(trainer, name), original)
+    if name == "get_data_iterator":
+        ours = functools.partial(ours, schema=schema)
+    return Replacement(name, original, in_place_of(original, checking_model(original, ours)))
 
 
 def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]) -> None:
@@ -171,8 +154,7 @@ def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]
     Raises:
         HookError: saying what was expected and what was found.
     """
-    if is_replacement(function):
-        raise HookError(f"{where} is hooked already: undo that hook first")
+    refuse_hooked(where, function)
     names = _parameters(function)
     if not any(names[: len(each)] == each for each in known):
         name = where.rpartition(".")[2]

@@ -28,7 +28,7 @@ class PlaceholderIterator:
     """An iterator over rollout data, with a fabricated sample where a micro-batch has none.
 
     Args:
-        own: walks through the micro-batches: the framework's own iterator, or a `LiveDataIterator`.
+        own: the framework's own iterator, or a `LiveDataIterator`.
         schema: the kind of every field that will be asked for.
         template: field name to values of one sample, for ranks without any; None: no such rank.
     """
@@ -66,6 +66,7 @@ class PlaceholderIterator:
         if self.own.offset >= len(self._micro_batches):
             count = len(self._micro_batches)
             raise IndexError(f"all {count} micro-batches have been drawn: call reset() first")
+        # Read anew each time: log-probs and advantages are added between the passes.
         data = self.own.rollout_data
         present = tuple(key for key in keys if data.get(key) is not None)
         has_samples = bool(self._micro_batches[self.own.offset])
@@ -95,6 +96,7 @@ class PlaceholderIterator:
         made = make_placeholder(self._schema, keys, data if count else self._template)
         if not count:  # no sample shows where values are
             made = {key: [_on_device(value) for value in values] for key, values in made.items()}
+        # Two marks: forward_only knows a placeholder by its lengths, a loss's mask counts none.
         if "total_lengths" in made:
             made["total_lengths"] = PlaceholderLengths(made["total_lengths"])
         if "loss_masks" in made:
@@ -103,12 +105,7 @@ class PlaceholderIterator:
 
 
 class LiveDataIterator(DataIterator):
-    """A `DataIterator` whose values are those that the framework's dict has when they are drawn.
-
-    Args:
-        rollout: the planned batch, shared by all stages' iterators.
-        rollout_data: the framework's dict, kept and not copied.
-    """
+    """A `DataIterator` whose values are those that the framework's dict has when they are drawn."""
 
     def __init__(self, rollout: PlannedRollout, rollout_data: dict[str, Any]) -> None:
         super().__init__(rollout)
@@ -116,7 +113,7 @@ class LiveDataIterator(DataIterator):
 
     @property
     def rollout_data(self) -> dict[str, Any]:
-        """The framework's own dict."""
+        """The framework's own dict, not a copy."""
         return self._live
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:

@@ -7,7 +7,6 @@ which slime's and miles' rows do not say.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -22,20 +21,10 @@ from mcore_batching.megatron.topology import model_chunks
 def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     """`ours`, with a check of the model before: a collective over all ranks, once per model.
 
-    Only in calls that run the manager's plan: slime's server runs data-parallel ranks separately,
-    so a collective would hang.
-
-    Args:
-        original: the framework's function, for its parameters.
-        ours: called with the same arguments.
-
-    Returns:
-        the function; raises `PlanningFailedError` on every rank if any rank's model cannot run
-        packed rows.
+    It raises `PlanningFailedError` on every rank if any rank's model cannot run packed rows.
     """
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def checked(*arguments: Any, **keywords: Any) -> Any:
         compat.packed_rows.end_states_with_samples()
         given = signature.bind(*arguments, **keywords).arguments
@@ -47,6 +36,7 @@ def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Ca
 
 
 def _is_planned(given: dict[str, Any]) -> bool:
+    # Other calls may be of one rank: slime's server runs data-parallel ranks separately.
     if not getattr(given["args"], "use_dynamic_batch_size", False):
         return False
     data = given["data_iterator"][0] if "data_iterator" in given else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from mcore_batching.integrations.slime.schedule import framework, hook_schedule
+from mcore_batching.integrations.slime.rollout_manager import framework, hook_schedule
 
 hook_schedule()
 

@@ -41,26 +41,11 @@ def zero_count_mask(mask: Tensor) -> Tensor:
             expected="the empty mask of a placeholder",
             found=f"one of shape {list(mask.shape)}",
         )
-    return mask.as_subclass(_ZeroCountMask)
-
-
-class _ZeroCountMask(Tensor):
-    """The mask: its sum is a `_ZeroCount`."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = _plainly(func, args, kwargs)
-        return result.as_subclass(_ZeroCount) if func in _SUMS and not result.dim() else result
+    return mask.as_subclass(_ZeroCount)
 
 
 class _ZeroCount(Tensor):
-    """A 0 that a clamp leaves unchanged, and that divides like 1."""
+    """An empty mask, or its sum: a 0 that a clamp leaves unchanged, and that divides like 1."""
 
     @classmethod
     def __torch_function__(
@@ -70,16 +55,13 @@ class _ZeroCount(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _CLAMPS and isinstance(args[0], cls):
-            return args[0]
-        if func in _DIVISIONS and isinstance(args[1], cls):
-            args = (args[0], 1, *args[2:])
-        return _plainly(func, args, kwargs)
-
-
-def _plainly(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> Any:
-    """The result for plain tensors."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **(kwargs or {}))
+        # A mask has one dimension, its sum none.
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _CLAMPS and isinstance(args[0], cls) and not args[0].dim():
+                return args[0]
+            if func in _DIVISIONS and isinstance(args[1], cls) and not args[1].dim():
+                args = (args[0], 1, *args[2:])
+            result = func(*args, **(kwargs or {}))
+        # Of the sum a further sum is plain: it is what other samples' counts were added to.
+        is_sum = func in _SUMS and isinstance(args[0], cls) and args[0].dim() and not result.dim()
+        return result.as_subclass(cls) if is_sum else result

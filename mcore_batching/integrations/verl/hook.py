@@ -5,15 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-from mcore_batching.integrations.replacements import (
-    MARK,
-    Hook,
-    Replacement,
-    check_signature,
-    in_place_of,
-)
-
-_MODULE = "verl.utils.seqlen_balancing"
+from mcore_batching.integrations.replacements import MARK, Hook, replacing
 
 
 def hook(*, share_prefixes: bool = False) -> Hook:
@@ -32,14 +24,13 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     from mcore_batching.integrations.verl import micro_batches
     from mcore_batching.integrations.verl.shared_prefixes import SharedPrefixes
 
-    module = importlib.import_module(_MODULE)
+    module = importlib.import_module("verl.utils.seqlen_balancing")
     sharing = SharedPrefixes() if share_prefixes else None
-    replacements = []
-    for name, settings in (("rearrange_micro_batches", [sharing]), ("restore_dynamic_batch", [])):
-        original, ours = getattr(module, name), getattr(micro_batches, name)
-        stand_in = functools.partial(ours, original, *settings)
-        check_signature(f"{_MODULE}.{name}", original, stand_in, whole=True)
-        replacements.append(Replacement(name, original, in_place_of(original, stand_in)))
+    rearrange = functools.partial(micro_batches.rearrange_micro_batches, sharing)
+    replacements = [
+        replacing(module, "rearrange_micro_batches", rearrange),
+        replacing(module, "restore_dynamic_batch", micro_batches.restore_dynamic_batch),
+    ]
     if sharing is not None:
-        sharing.place = getattr(replacements[0].ours, MARK)
+        sharing.mark = getattr(replacements[0].ours, MARK)
     return Hook([module], replacements)

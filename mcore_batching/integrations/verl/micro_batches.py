@@ -41,14 +41,15 @@ from mcore_batching.planning import (
     PlannerConfig,
 )
 
+# Either may be what a loss reads, by verl's version.
 _MASKS = ("loss_mask", "response_mask")
 
 _Function = Callable[..., Any]
 
 
 def rearrange_micro_batches(
-    original: _Function,
     sharing: SharedPrefixes | None,
+    original: _Function,
     batch: Any,
     max_token_len: int,
     dp_group: Any = None,
@@ -61,17 +62,12 @@ def rearrange_micro_batches(
     """The rank's samples in micro-batches. A collective over ``dp_group``.
 
     Args:
-        original: verl's function; called if ``force_group_size`` is above 1.
         sharing: finds samples that are computed in others, which come into one micro-batch; None:
             all are computed themselves.
+        original: verl's function; called if ``force_group_size``, the consecutive samples that stay
+            in one micro-batch, is above 1.
         batch: TensorDict with ``input_ids``, nested or beside an ``attention_mask``.
-        max_token_len: most tokens of a micro-batch.
-        dp_group: ranks that need the same number of micro-batches; None: this rank alone.
-        num_batches_divided_by: the number is a multiple of this (interleaved schedule).
-        same_micro_num_in_dp: False plans for this rank alone.
-        min_num_micro_batch: least number of micro-batches.
-        use_dynamic_bsz_balance: passed to `original`.
-        force_group_size: consecutive samples that stay in one micro-batch.
+        max_token_len: most tokens of a micro-batch; this and the rest as in verl.
 
     Returns:
         the micro-batches, and the samples in each.
@@ -83,64 +79,47 @@ def rearrange_micro_batches(
         HookError: on every rank: a sample would run twice where verl counts its tokens.
     """
     if force_group_size != 1:
-        return original(  # type: ignore[no-any-return]
-            batch,
-            max_token_len,
-            dp_group,
-            num_batches_divided_by,
-            same_micro_num_in_dp,
-            min_num_micro_batch,
-            use_dynamic_bsz_balance,
-            force_group_size,
-        )
+        rest = num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch
+        balance = use_dynamic_bsz_balance, force_group_size
+        return original(batch, max_token_len, dp_group, *rest, *balance)  # type: ignore[no-any-return]
     agrees = dist.is_initialized() and same_micro_num_in_dp and dp_group is not None
     group = dp_group if agrees else None
     multiple = num_batches_divided_by or 1
+    # Every step below is agreed on: a rank that raised alone would leave the others waiting.
     consensus = Consensus(group)
     costs = _costs_of_engine() if agrees else None
     lengths = _checked_lengths(batch, max_token_len, consensus)
     hosts: Sequence[int] = range(len(lengths))
     if sharing is not None:
         hosts = consensus.agree("finding prefixes", lambda: sharing.hosts(batch)).result
+    # Hosts alone are packed, by their own lengths: what they host takes no room.
     members = samples_of_hosts(hosts)
     held = sorted(members)
     dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
-    fewest = min_num_micro_batch or 1
     planned = planned_shard(
         [lengths[i] for i in held],
         dims,
         config,
         consensus,
         cost_model=costs,
-        fewest=fewest,
+        fewest=min_num_micro_batch or 1,
         multiple=multiple,
     )
     chosen = tuple(tuple(i for place in row for i in members[held[place]]) for row in planned)
     _check_repeated(batch, chosen, consensus)
-    # verl runs no empty micro-batch: the shortest sample, masked, takes a placeholder's place.
-    shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
-    indices = [list(samples) or [shortest] for samples in chosen]
-    made = [
-        _select(batch, list(samples)) if samples else _masked(batch, shortest) for samples in chosen
-    ]
-    return made, indices
+    return _filled(batch, lengths, chosen)
 
 
 def restore_dynamic_batch(
     original: _Function, data: torch.Tensor, batch_idx_list: list[list[int]]
 ) -> torch.Tensor:
-    """Outputs in the order of the batch, one row per sample.
-
-    Args:
-        original: verl's function.
-        data: rows of all micro-batches, dense or nested.
-        batch_idx_list: from `rearrange_micro_batches`. Of a repeated sample the rows are equal, and
-            the first is kept.
+    """Rows of all micro-batches, dense or nested, in the order of the batch, one per sample.
 
     Raises:
         OrderError: on this rank: there is not one row for each index, or a sample has none.
     """
     indices = [sample for samples in batch_idx_list for sample in samples]
+    # The sample of the highest number may be missing unseen: the batch's size is not told here.
     first: dict[int, int] = {}
     for row, sample in enumerate(indices):
         first.setdefault(sample, row)  # a repeated sample's rows are equal
@@ -244,9 +223,21 @@ def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> N
     # Megatron's calculate_per_token_loss, seen by what verl then puts into the batch.
     if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
-            f"a rank has fewer samples than {len(chosen)} micro-batches, and a repeated one would "
-            "count twice: set ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
+            f"fewer samples than {len(chosen)} micro-batches, and a repeat would count twice: "
+            "set ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
         )
+
+
+def _filled(
+    batch: Any, lengths: Sequence[int], chosen: MicroBatches
+) -> tuple[list[Any], list[list[int]]]:
+    """The micro-batches and the samples in each, none empty: verl runs no empty one."""
+    # The shortest sample, masked, takes a placeholder's place.
+    shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
+    made = [
+        _select(batch, list(samples)) if samples else _masked(batch, shortest) for samples in chosen
+    ]
+    return made, [list(samples) or [shortest] for samples in chosen]
 
 
 def _masked(batch: Any, sample: int) -> Any:

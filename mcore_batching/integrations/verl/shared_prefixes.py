@@ -8,7 +8,6 @@ several samples train add up, hence responses may overlap.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,8 @@ from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
     Replacement,
-    check_signature,
     in_place_of,
+    replacing,
 )
 
 UNSET = "unset MCORE_BATCHING_VERL_SHARE_PREFIXES"
@@ -45,11 +44,11 @@ class SharedPrefixes:
     Its forward is replaced at the first step: verl cannot import it while it loads its plugins.
 
     Attributes:
-        place: the mark of a replacement with which this one is undone; None: it is in place.
+        mark: of a replacement with which this one is undone; None: it is in place.
     """
 
     def __init__(self) -> None:
-        self.place: Any = None
+        self.mark: Any = None
 
     def hosts(self, batch: Any) -> Sequence[int]:
         """For each sample of a batch the one in whose place it is computed, itself if in its own.
@@ -67,9 +66,9 @@ class SharedPrefixes:
         input_ids = batch["input_ids"]
         if not input_ids.is_nested:
             raise HookError(f"prefixes are shared where input_ids are nested alone: {UNSET}")
-        if self.place is not None:
-            _hook_forward(self.place)
-            self.place = None
+        if self.mark is not None:
+            _hook_forward(self.mark)
+            self.mark = None
         columns: dict[str, list[Tensor]] = {"tokens": list(input_ids.unbind())}
         temperature = batch.get("temperature", None)
         if isinstance(temperature, Tensor) and temperature.dim():
@@ -82,27 +81,17 @@ def _hosts_of(columns: Mapping[str, Sequence[Tensor]]) -> Sequence[int]:
     return find_hosts(columns, _SCHEMA, [0] * len(columns["tokens"])).host
 
 
-def _hook_forward(place: Any) -> None:
-    """Replace verl's forward functions.
-
-    Args:
-        place: the mark of another replacement, to be undone together.
+def _hook_forward(mark: Any) -> None:
+    """Replace verl's forward functions, to be undone with the replacement of this mark.
 
     Raises:
         HookError: they have another signature in this version of verl.
     """
-    module = importlib.import_module(f"{_PACKAGE}.model_forward")
-    original: Any = getattr(module, _FORWARD, None)
-    check_signature(f"{_PACKAGE}.model_forward.{_FORWARD}", original, _forward_of_verl, whole=True)
-    fused = getattr(importlib.import_module(f"{_PACKAGE}.model_forward_fused"), _FUSED)
-    ours = functools.partial(_forward, original)
-    Hook(
-        [],
-        [
-            Replacement(_FORWARD, original, in_place_of(original, ours, place)),
-            Replacement(_FUSED, fused, in_place_of(fused, _refuse_fused, place)),
-        ],
-    )
+    forward = importlib.import_module(f"{_PACKAGE}.model_forward")
+    fused = importlib.import_module(f"{_PACKAGE}.model_forward_fused")
+    replaced = replacing(forward, _FORWARD, _forward, like=_forward_of_verl, mark=mark)
+    refused = in_place_of(getattr(fused, _FUSED), _refuse_fused, mark)
+    Hook([], [replaced, Replacement(_FUSED, getattr(fused, _FUSED), refused)])
 
 
 def _forward_of_verl(
@@ -145,6 +134,7 @@ def _forward(
     Raises:
         HookError: the model, or what comes with the samples, does not allow it.
     """
+    # verl plans and runs in two places: what the plan put into one row is found again here.
     given = dict(logits_processor_args or {})
     problems = list(_problems(model, multi_modal_inputs, given, options))
     if problems:
@@ -163,6 +153,7 @@ def _forward(
         {name: _rows(values, held) for name, values in arguments.items()} or None,
         **options,
     )
+    # A sample's outputs are the beginning of its host's, as both see the same tokens until there.
     place = {i: at for at, i in enumerate(held)}
     sources = [place[own] for own in host]
     lengths = [len(row) for row in columns["tokens"]]

@@ -168,7 +168,7 @@ class _Framework:
 
     def skyrl(self) -> Any:
         data = SimpleNamespace(_token_counts=_LENGTHS, _max_tokens_per_microbatch=_CAP)
-        iterator._sync_num_microbatches(data)
+        iterator._sync_num_microbatches(None, data)
         return data._microbatches
 
 

@@ -5,10 +5,10 @@ itself; with `mcore_batching.install` or the launcher no script needs them.
 """
 
 from mcore_batching.integrations.megatron_lm.sft.dataset import collate
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
 from mcore_batching.integrations.megatron_lm.sft.provider import (
     add_sft_arguments,
     build_sft_datasets,
 )
+from mcore_batching.integrations.megatron_lm.sft.records import SftDataError
 
 __all__ = ["SftDataError", "add_sft_arguments", "build_sft_datasets", "collate"]

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from mcore_batching.integrations.megatron_lm.sft.conversations import parse_record
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError, records_of
+from mcore_batching.integrations.megatron_lm.sft.records import (
+    SftDataError,
+    parse_record,
+    records_of,
+)
 from mcore_batching.integrations.megatron_lm.sft.tokenization import SampleTokenizer, SampleTokens
 
 
@@ -33,7 +36,8 @@ def read_samples(path: str, tokenizer: SampleTokenizer) -> dict[int, SampleToken
         try:
             samples[line] = tokenizer(parse_record(record))
         except SftDataError as error:
-            raise SftDataError(str(error), path, line) from error
+            # The cause alone: otherwise the same line is printed twice, once without its number.
+            raise SftDataError(str(error), path, line) from error.__cause__
     return samples
 
 
@@ -131,6 +135,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 def _order(count: int, num_samples: int | None, seed: int | None) -> Any:
     """The place in the samples that each index draws, int64 [num_samples]."""
     num_samples = count if num_samples is None else num_samples
+    # Evaluation sees the same samples every time.
     if seed is None:
         return np.arange(num_samples) % count
     # numpy promises that RandomState draws the same in every version.

@@ -23,7 +23,7 @@ from megatron.core.datasets.utils import Split
 
 from mcore_batching.flags import FINE_TUNING, PREFIX, add_flags
 from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, read_samples
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
+from mcore_batching.integrations.megatron_lm.sft.records import SftDataError
 from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokenizer,
     SampleTokens,
@@ -71,28 +71,29 @@ def build_sft_datasets(
         return None, None, None
     tokenizer = _sample_tokenizer(args)
     files = [_fitting_samples(path, tokenizer, args) for path in args.dynamic_batch_data]
-    pad = not getattr(args, "use_dynamic_batch_size", False)
-    datasets: list[SftDataset | None] = []
-    numbers = train_valid_test_num_samples
-    for split, samples, number in zip(Split, _shares(files, args.split), numbers, strict=True):
-        if samples is None or number == 0:
-            datasets.append(None)
-            continue
-        if not samples:
-            raise SftDataError(
-                f"no sample is left for the {split.name} dataset: raise its share of --split, or "
-                "set it to 0"
-            )
-        made = SftDataset(
-            samples,
-            split=split,
-            num_samples=number,
-            seed=args.seed if split is Split.train else None,
-            pad_to=args.seq_length if pad else None,
-            attention_mask=pad and getattr(args, "create_attention_mask_in_dataloader", False),
+    wanted = zip(Split, _shares(files, args.split), train_valid_test_num_samples, strict=True)
+    return tuple(_dataset(args, *each) for each in wanted)
+
+
+def _dataset(
+    args: Any, split: Split, samples: list[SampleTokens] | None, number: int | None
+) -> SftDataset | None:
+    if samples is None or number == 0:
+        return None
+    if not samples:
+        raise SftDataError(
+            f"no sample is left for the {split.name} dataset: raise its share of --split, or set "
+            "it to 0"
         )
-        datasets.append(made)
-    return tuple(datasets)
+    pad = not getattr(args, "use_dynamic_batch_size", False)
+    return SftDataset(
+        samples,
+        split=split,
+        num_samples=number,
+        seed=args.seed if split is Split.train else None,
+        pad_to=args.seq_length if pad else None,
+        attention_mask=pad and getattr(args, "create_attention_mask_in_dataloader", False),
+    )
 
 
 def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,21 +123,19 @@ def _fitting_samples(path: str, tokenizer: SampleTokenizer, args: Any) -> list[S
         SftDataError: naming the line of the longest sample, or a line that cannot be read.
     """
     samples = read_samples(path, tokenizer)
-    longest = max(samples, key=lambda line: samples[line].length, default=None)
-    if longest is None or samples[longest].length <= args.seq_length:
-        return list(samples.values())
-    fitting = [each for each in samples.values() if each.length <= args.seq_length]
-    problem = (
-        f"{len(samples) - len(fitting)} of {len(samples)} samples are longer than --seq-length "
-        f"{args.seq_length}, this one {samples[longest].length}"
-    )
-    if args.dynamic_batch_on_too_long == "error":
-        raise SftDataError(
-            f"{problem}: raise it, or leave them out with {PREFIX}on-too-long drop", path, longest
+    too_long = [line for line in samples if samples[line].length > args.seq_length]
+    if too_long:
+        longest = max(too_long, key=lambda line: samples[line].length)
+        problem = (
+            f"{len(too_long)} of {len(samples)} samples are longer than --seq-length "
+            f"{args.seq_length}, this one {samples[longest].length}"
         )
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"{path}:{longest}: {problem}: left out", flush=True)
-    return fitting
+        if args.dynamic_batch_on_too_long == "error":
+            mend = f"raise it, or leave them out with {PREFIX}on-too-long drop"
+            raise SftDataError(f"{problem}: {mend}", path, longest)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{path}:{longest}: {problem}: left out", flush=True)
+    return [each for each in samples.values() if each.length <= args.seq_length]
 
 
 def _shares(
@@ -147,6 +146,7 @@ def _shares(
     Raises:
         SftDataError: ``split``, as ``--split`` spells it, cannot be read.
     """
+    # By Megatron's own functions, so that the same --split gives the same shares.
     try:
         with np.errstate(invalid="ignore"):  # shares that add up to 0
             vector = parse_and_normalize_split(split or _DEFAULT_SPLIT)
@@ -164,14 +164,11 @@ def _cut(samples: list[SampleTokens], start: float, end: float) -> list[SampleTo
     return samples[round(start * len(samples)) : round(end * len(samples))]
 
 
-def _reads_data(args: Any, vp_stage: int | None = None) -> bool:
-    """True if this rank reads data for a model chunk, by the rule of ``pretrain_gpt.py``.
-
-    Tensor-parallel rank 0 of the first and last pipeline stage reads; with multi-token prediction,
-    whose layers may be on any stage, that of every stage.
-    """
+def _reads_data(args: Any, vp_stage: int | None) -> bool:
+    """True if this rank reads data for a model chunk, by the rule of ``pretrain_gpt.py``."""
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False
+    # Layers of multi-token prediction, which read labels, may be on any stage.
     if getattr(args, "mtp_num_layers", None):
         return True
     chunk = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from mcore_batching.integrations.megatron_lm.sft.conversations import (
+from mcore_batching.integrations.megatron_lm.sft.records import (
     TRAINED_ROLE,
     Completion,
     Conversation,
+    SftDataError,
 )
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
 
 IGNORED_TARGET = -100
 """An ``SFTTokenizer``'s target where a token is not trained."""
@@ -112,6 +112,7 @@ class SampleTokenizer:
                 ([*self._ids(sample.completion), self.end], True),
             ]
         messages = list(sample.messages)
+        # It has a chat template as well, but knows itself what is trained.
         if _optional(self._tokenizer, "library") == "sft":
             return self._by_sft_tokenizer(messages)
         if _optional(self._tokenizer, "chat_template") is not None:
@@ -120,6 +121,7 @@ class SampleTokenizer:
 
     def _ids(self, text: str) -> list[int]:
         """A text's tokens, without what the tokenizer adds to every text."""
+        # A text is tokenized in pieces: begin and end marks would stand between them.
         ids = list(self._tokenizer.tokenize(text))
         if self._before and ids[: len(self._before)] == self._before:
             ids = ids[len(self._before) :]

@@ -41,12 +41,6 @@ def get_data_iterator(
     """The result of the framework's function, its iterators with placeholders.
 
     Data that miles plans in the trainer (several modalities or adapters) stay its own.
-
-    Args:
-        original: the framework's function.
-        arguments: of `original`.
-        schema: the kind of every field that will be asked for.
-        keywords: of `original`.
     """
     made = original(*arguments, **keywords)
     iterators, *counts = made if isinstance(made, tuple) else (made,)
@@ -71,16 +65,6 @@ def forward_only(
 
     A collective over all ranks if the rollout manager planned. Otherwise (fixed micro-batches,
     miles' own plans) errors are raised on their own rank.
-
-    Args:
-        original: the framework's function; it gets all further arguments.
-        f: the function of the logits; gets ``total_lengths`` by keyword.
-        args: the framework's arguments.
-        model: this rank's model chunks.
-        data_iterator: from `get_data_iterator`.
-        num_microbatches: of each step.
-        arguments: of `original`.
-        keywords: likewise.
 
     Raises:
         CollationFailedError: on every rank, if any rank's micro-batches do not hold each sample
@@ -138,16 +122,13 @@ def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) 
         )
 
 
+# Where each rank runs by itself, what fails is raised at once.
 def _raise(exception: Exception) -> None:
     raise exception
 
 
 class _Guarded:
     """The function of the logits, with checked outputs, and empty ones for a placeholder.
-
-    Args:
-        f: the function.
-        failed: called with an exception, of `f` or of the check.
 
     Attributes:
         names: of its outputs; None before its first call.
@@ -156,7 +137,7 @@ class _Guarded:
     def __init__(self, f: Callable[..., Any], failed: Callable[[Exception], None]) -> None:
         functools.update_wrapper(self, f)
         self._f = f
-        self._failed = failed
+        self._failed = failed  # called with what f or the check raises
         self.names: set[str] | None = None
 
     def __call__(self, logits: Any, **keywords: Any) -> Any:
@@ -187,6 +168,7 @@ class _Guarded:
 
     def _checked(self, made: Any, num_samples: int) -> dict[str, list[Any]]:
         values = checked_outputs(made, num_samples)
+        # The framework collects outputs by the first micro-batch's names: others would be lost.
         if self.names is None:
             self.names = set(values)
         if self.names != set(values):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,8 +23,9 @@ from torch import Tensor
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
 from mcore_batching.batch.rows.side_by_side import on_host
 from mcore_batching.integrations.slime.iterator import LiveDataIterator, PlaceholderIterator
+from mcore_batching.integrations.slime.rollout_manager import NO_LEARNING, NO_SHARING
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.arguments import LEARNT
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches, schedule_of
@@ -38,34 +39,25 @@ from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
 
 _ROW_FIELDS = (*REQUIRED_FIELDS, "loss_masks")
-# Only fields that planning and forward passes read. Others may be of the whole batch rather than of
-# this rank's samples, or log-probs that are already cut for context parallelism.
-_PLANNED = (
-    *_ROW_FIELDS,
-    "multimodal_train_inputs",
-    "position_ids",
-    "dynamic_global_batch_size",
-)
+_PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_global_batch_size")
+# Others may be of the whole batch rather than of this rank's samples, or log-probs that are already
+# cut for context parallelism.
 
 
 def get_data_iterator(
-    args: Any,
-    model: Any,
-    rollout_data: dict[str, Any] | None,
-    *,
-    schema: Schema = DEFAULT_SCHEMA,
+    schema: Schema, args: Any, model: Any, rollout_data: dict[str, Any] | None
 ) -> tuple[list[PlaceholderIterator], list[int]]:
     """`mcore_batching.megatron.get_data_iterator`, with rows padded as slime pads them.
 
     A collective over all ranks.
 
     Args:
+        schema: the kind of every field that `get_batch` will be asked for.
         args: the framework's and Megatron's arguments; ``data_pad_size_multiplier`` must equal the
             ``pad_multiplier`` of `get_batch`.
         model: this rank's model chunks.
         rollout_data: field name to one value per sample of this data-parallel rank; fields added
             later are seen. None if another rank of the replica (pipeline, tensor, context) has it.
-        schema: the kind of every field that `get_batch` will be asked for.
 
     Returns:
         one iterator per virtual pipeline stage, and the number of micro-batches of each step.
@@ -75,8 +67,9 @@ def get_data_iterator(
             rows or training step.
         CollectiveError: on every rank, if reading or planning failed on any.
     """
-    _check_layout(getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False))
-    _check_options(args)
+    layout = getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False)
+    refuse("the hooked batching", [*_layout_problems(*layout), *_option_problems(args)])
+    # A copy, since the framework goes on with its own.
     planning_args = copy.copy(args)
     planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
     # Of all steps at once: slime takes their counts as a list.
@@ -146,29 +139,23 @@ def get_batch(
         allgather_cp: False.
 
     Returns:
-        for each key one value per sample, None if the rollout data lacks it, except
-
-        - ``tokens``: int64 ``[1, local tokens]``, on the device;
-        - ``multimodal_train_inputs``: by name, the tensors of all samples concatenated;
-
-        and besides
-
-        - ``unconcat_tokens``: tokens of each sample;
-        - ``packed_seq_params``;
-        - ``full_loss_masks``: ``[1, local tokens]``, each mask at the position that predicts its
-          token;
-        - ``dynamic_global_batch_size``, if the rollout data has it.
+        for each key one value per sample, None if the rollout data lacks it; but ``tokens`` is the
+        row, int64 ``[1, local tokens]`` on the device, and ``multimodal_train_inputs`` holds by
+        name the tensors of all samples concatenated. Besides: ``unconcat_tokens`` of each sample,
+        ``packed_seq_params``, ``dynamic_global_batch_size`` if the rollout data has it, and
+        ``full_loss_masks`` ``[1, local tokens]``, each mask where its token is predicted.
 
     Raises:
         DynamicBatchArgumentError: the arguments ask for another layout, or the iterator is the
             framework's own.
     """
-    _check_layout(qkv_format, allgather_cp)
+    refuse("the hooked get_batch", _layout_problems(qkv_format, allgather_cp))
     live = _live(data_iterator)
     schedule, slot = schedule_of([live]), live.offset
+    # The row needs more than the keys that the framework asks for.
     values = data_iterator.get_next(list(dict.fromkeys([*keys, *_ROW_FIELDS])))
     row = _packed_row(schedule, schedule.micro_batches[slot], values, pad_multiplier)
-    masks = values["loss_masks"]
+    masks, images = values["loss_masks"], values.get("multimodal_train_inputs")
     batch: dict[str, Any] = {key: values[key] for key in keys}
     batch |= {
         "unconcat_tokens": values["tokens"],
@@ -178,9 +165,8 @@ def get_batch(
         ),
         "full_loss_masks": row.loss_mask if masks is None else row.loss_mask.to(masks[0].dtype),
     }
-    inputs = batch.get("multimodal_train_inputs")
-    if inputs is not None:
-        batch["multimodal_train_inputs"] = joined_multimodal_inputs(inputs)
+    if images is not None:
+        batch["multimodal_train_inputs"] = joined_multimodal_inputs(images)
     if "dynamic_global_batch_size" in live.rollout_data:
         batch["dynamic_global_batch_size"] = live.rollout_data["dynamic_global_batch_size"]
     return batch
@@ -193,10 +179,10 @@ def _packed_row(
     pad_multiplier: int,
 ) -> PackedMicroBatch:
     """This rank's part of a row, on the device."""
-    given = {key: values[key] for key in _ROW_FIELDS}
+    # pack reads lengths and masks: on the device each read would make the host wait.
+    given = {key: on_host(each) for key in _ROW_FIELDS if (each := values[key]) is not None}
     row = pack(
-        # pack reads lengths and masks: on the device each read would make the host wait.
-        {key: on_host(each) for key, each in given.items() if each is not None},
+        given,
         schema=DEFAULT_SCHEMA,
         sample_indices=indices,
         sample_alignment_tokens=sample_multiple_tokens(schedule.dims, schedule.config),
@@ -249,53 +235,39 @@ def _planned(rollout_data: dict[str, Any] | None) -> dict[str, Any] | None:
     return planned
 
 
-def _check_layout(qkv_format: str, allgather_cp: bool) -> None:
+def _layout_problems(qkv_format: str, allgather_cp: bool) -> Iterator[str]:
     if qkv_format != "thd":
-        raise DynamicBatchArgumentError(
-            f'qkv_format={qkv_format!r} does not pack samples: set qkv_format="thd"'
-        )
+        yield f'qkv_format={qkv_format!r} does not pack samples: set qkv_format="thd"'
     if allgather_cp:
-        raise DynamicBatchArgumentError(
-            "allgather_cp=True cuts whole rows, not samples, into pieces: set allgather_cp=False"
-        )
+        yield "allgather_cp=True cuts whole rows, not samples, into pieces: set allgather_cp=False"
 
 
-def _check_options(args: Any) -> None:
-    if Options.of(args).exchanges_samples:
-        raise DynamicBatchArgumentError(
-            "the framework keeps samples on their rank: unset --dynamic-batch-exchange and "
+def _option_problems(args: Any) -> Iterator[str]:
+    """Options of the engine's own rows and training step, of which the framework has its own."""
+    options = Options.of(args)
+    if options.exchanges_samples:
+        yield (
+            "samples stay on their rank: unset --dynamic-batch-exchange and "
             "--dynamic-batch-context-parallel"
         )
+    if options.splits_backward:
+        yield "the framework runs backward passes itself: unset --dynamic-batch-split-backward"
     if getattr(args, "dynamic_batch_pad_each_to", None):
-        raise DynamicBatchArgumentError(
-            "the framework finds tokens by unpadded lengths: unset --dynamic-batch-pad-each-to, "
-            "and pad rows by --dynamic-batch-pad-total-to"
+        yield (
+            "tokens are found by unpadded lengths: unset --dynamic-batch-pad-each-to, and pad "
+            "rows by --dynamic-batch-pad-total-to"
         )
     if getattr(args, "dynamic_batch_share_prefixes", False):
-        raise DynamicBatchArgumentError(
-            "the framework finds tokens by lengths, so samples cannot share them: unset "
-            "--dynamic-batch-share-prefixes"
-        )
-    if Options.of(args).splits_backward:
-        raise DynamicBatchArgumentError(
-            "the framework runs the pipeline itself, so backward passes cannot be split: unset "
-            "--dynamic-batch-split-backward"
-        )
+        yield NO_SHARING
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
-        raise DynamicBatchArgumentError(
-            "costs are learnt in the engine's train_step: set --dynamic-batch-cost-model to fixed, "
-            "or to a file of CostModel.to_json"
-        )
+        yield NO_LEARNING
 
 
 def _own_positions(chunks: list[Any], schedule: MicroBatchSchedule) -> AbstractContextManager[None]:
-    """Pass no position ids to multimodal models, which compute their own from the images.
-
-    slime passes none to any model; for a text model 0, 1, 2, … per sample is the same.
-    """
-    finds_them = (
-        "multimodal_train_inputs" in schedule.template and "position_ids" not in schedule.template
-    )
+    """Pass no position ids to multimodal models, which compute their own from the images."""
+    # slime passes none to any model; to a text model 0, 1, 2, … per sample are the same.
+    fields = schedule.template
+    finds_them = "multimodal_train_inputs" in fields and "position_ids" not in fields
     return changed_inputs(
         chunks if finds_them else [], lambda inputs: inputs | {"position_ids": None}
     )

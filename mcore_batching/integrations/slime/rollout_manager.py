@@ -23,15 +23,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from mcore_batching.flags import PLANNER_DEFAULTS
 from mcore_batching.integrations.dims import job_dims
-from mcore_batching.integrations.replacements import (
-    Hook,
-    HookError,
-    Replacement,
-    check_signature,
-    in_place_of,
-    is_replacement,
-)
+from mcore_batching.integrations.replacements import Hook, HookError, is_replacement, replacing
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
@@ -55,6 +49,15 @@ _FRAMEWORKS = {
 }
 """Packages that have the function, and what to do if an older version lacks it."""
 
+NO_SHARING = (
+    "the framework finds tokens by lengths, so samples cannot share them: unset "
+    "--dynamic-batch-share-prefixes"
+)
+NO_LEARNING = (
+    "the engine's own train_step alone learns costs: set dynamic_batch_cost_model to fixed, or to "
+    "a file of CostModel.to_json"
+)
+
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
 
@@ -64,6 +67,7 @@ def framework(module: str) -> str:
     Raises:
         HookError: neither is.
     """
+    # Both may be installed; the trainer has imported its own.
     loaded = [name for name in _FRAMEWORKS if f"{name}.{module}" in sys.modules]
     for name in [*loaded, *_installed()]:
         return name
@@ -101,12 +105,8 @@ def hook_schedule() -> Hook | None:
     """
     modules, replacements = planning_modules(_installed()), []
     for module in modules:
-        original = getattr(module, NAME)
-        if is_replacement(original):
-            continue
-        check_signature(f"{module.__name__}.{NAME}", original, build_dp_schedule, whole=True)
-        ours = functools.partial(_in_place_of_own, original)
-        replacements.append(Replacement(NAME, original, in_place_of(original, ours)))
+        if not is_replacement(getattr(module, NAME)):
+            replacements.append(replacing(module, NAME, _in_place_of_own, like=build_dp_schedule))
     if not replacements:
         return None
     # Ray sends the manager's class by value: its globals are copies by now.
@@ -126,10 +126,9 @@ def build_dp_schedule(
     """The samples of each rank, and of each of its micro-batches.
 
     Args:
-        args: the framework's arguments, with ``dynamic_batch_*`` from ``--custom-config-path`` for
-            the planner's options.
-        train_parallel_config: ``dp_size``, ``cp_size``, ``vpp_size`` and
-            ``microbatch_group_size_per_vp_stage``.
+        args: the framework's, with ``dynamic_batch_*`` from ``--custom-config-path`` for the
+            planner's options.
+        train_parallel_config: the trainer's sizes.
         total_lengths: of each sample, in tokens.
         global_batch_size: rollouts of each step.
         rollout_indices: the rollout of each sample.
@@ -173,6 +172,7 @@ def build_dp_schedule(
                 micro_batches[rank].append(list(range(first, first + len(samples))))
     counts = [step.num_microbatches for step in plan.steps]
     steps = group_steps(rollout_indices, global_batch_size, last=last)
+    # slime scales a step's loss by its rollouts, which may have several samples each.
     sizes = [len({rollout_indices[sample] for sample in step}) for step in steps]
     return partitions, micro_batches, counts, sizes
 
@@ -199,18 +199,14 @@ def planner_config(args: Any) -> PlannerConfig:
         ConfigError: rows are to have context-parallel sizes of their own, or to share tokens.
     """
     if getattr(args, "dynamic_batch_share_prefixes", False):
-        raise ConfigError(
-            "the framework finds tokens by lengths, so samples cannot share them: unset "
-            "--dynamic-batch-share-prefixes"
-        )
+        raise ConfigError(NO_SHARING)
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
         raise ConfigError(
             "the framework's context-parallel size is fixed: unset --dynamic-batch-context-parallel"
         )
     options = {
-        each.name: getattr(args, f"dynamic_batch_{each.name}", each.default)
-        for each in dataclasses.fields(PlannerConfig)
-        if each.default is not dataclasses.MISSING
+        name: getattr(args, f"dynamic_batch_{name}", default)
+        for name, default in PLANNER_DEFAULTS.items()
     }
     # get_batch pads each rank's part to this times the tensor-parallel size.
     local = getattr(args, "data_pad_size_multiplier", 1)
@@ -223,10 +219,7 @@ def planner_config(args: Any) -> PlannerConfig:
 def _cost_model(args: Any) -> CostModel | None:
     chosen = getattr(args, "dynamic_batch_cost_model", None)
     if chosen == "auto":
-        raise HookError(
-            "the framework trains itself, so no costs are learnt: set dynamic_batch_cost_model to "
-            "fixed, or to a file of CostModel.to_json"
-        )
+        raise HookError(NO_LEARNING)
     if chosen in (None, "fixed"):
         with contextlib.suppress(ConfigError, TypeError):  # no transformer's sizes: the defaults
             return first_guess(vars(args))
@@ -260,10 +253,8 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
             f"data-parallel rank {idle[0]} would train no sample: set --global-batch-size to "
             f"{dims.data_parallel} rollouts or more"
         )
-    empty = any(
-        not samples for step in plan.steps for rank in step.micro_batches for samples in rank
-    )
-    if empty and getattr(args, "enable_mtp_training", False):
+    full = all(all(rank) for step in plan.steps for rank in step.micro_batches)
+    if not full and getattr(args, "enable_mtp_training", False):
         raise HookError(
             "multi-token prediction would divide by a placeholder's 0 tokens: unset "
             "--enable-mtp-training, or set --global-batch-size higher"
@@ -271,16 +262,18 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
 
 
 def _in_place_of_own(
-    original: Callable[..., Any], args: Any, *lengths: Any, **rollouts: Any
+    original: Callable[..., Any],
+    args: Any,
+    *lengths: Any,
+    global_batch_size: int,
+    rollout_indices: list[int],
 ) -> Any:
-    if not args.use_dynamic_batch_size or _lacks_a_step(**rollouts):
-        return original(args, *lengths, **rollouts)  # plans, or says what is wrong
-    return build_dp_schedule(args, *lengths, **rollouts)
+    plans = args.use_dynamic_batch_size and len(set(rollout_indices)) >= global_batch_size
+    # Of too few rollouts for a step the framework itself says what is wrong.
+    return (build_dp_schedule if plans else original)(
+        args, *lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices
+    )
 
 
 def _installed() -> list[str]:
     return [name for name in _FRAMEWORKS if importlib.util.find_spec(name) is not None]
-
-
-def _lacks_a_step(*, global_batch_size: int, rollout_indices: Sequence[int]) -> bool:
-    return len(set(rollout_indices)) < global_batch_size

@@ -1,4 +1,4 @@
-"""Records of fine-tuning data: conversations, and prompts with their completions.
+"""Lines of fine-tuning data: conversations, and prompts with their completions.
 
 | record | trained |
 |---|---|
@@ -12,10 +12,11 @@ unchanged, white space included.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from mcore_batching.integrations.megatron_lm.sft.jsonl import SftDataError
+from mcore_batching.planning.errors import MCoreBatchingError
+from mcore_batching.planning.json_text import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 TRAINED_ROLE = "assistant"
@@ -26,16 +27,27 @@ _KINDS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
+class SftDataError(MCoreBatchingError, ValueError):
+    """Data that cannot be trained on.
+
+    Attributes: `path` of the file and its `line`, counted from 1; None if not of a single one.
+    """
+
+    def __init__(self, problem: str, path: str | None = None, line: int | None = None) -> None:
+        where = ":".join(str(part) for part in (path, line) if part is not None)
+        super().__init__(f"{where}: {problem}" if where else problem)
+        self.path = path
+        self.line = line
+
+
+class Completion(NamedTuple):
     """A text and its continuation. The model is trained on the continuation."""
 
     prompt: str
     completion: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """Messages in turn. The model is trained on those of the assistant.
 
     Attributes:
@@ -44,6 +56,28 @@ class Conversation:
     """
 
     messages: tuple[dict[str, Any], ...]
+
+
+def records_of(path: str) -> Iterator[tuple[int, Any]]:
+    """Line number, from 1, and value of each line of a UTF-8 file that is not blank.
+
+    Raises:
+        SftDataError: the file cannot be read, or a line is not JSON.
+    """
+    try:
+        with open(path, "rb") as file:
+            # Not by text mode's lines, which end at a carriage return inside a text, too.
+            lines = file.read().split(b"\n")
+    except OSError as error:
+        raise SftDataError(
+            f"cannot be read: {error.strerror}; give --dynamic-batch-data JSON-lines files", path
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield number, parse_json(line.decode())
+            except ValueError as error:
+                raise SftDataError(f"not a line of JSON: {error}", path, number) from None
 
 
 def parse_record(record: Any) -> Completion | Conversation:

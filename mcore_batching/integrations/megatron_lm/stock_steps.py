@@ -1,0 +1,177 @@
+"""The packed rows of a stock script's steps, made in line or while the step before runs.
+
+    stock iterators -> ordinary micro-batches -> unpadded samples -> plan of all ranks -> rows
+
+The first step is planned in line, where ranks compare that all plan ahead. During a step, after its
+first pass, the next one is read and planned; it is taken if it is of the batches then drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mcore_batching.batch.fields.value_checks import require_vocabulary
+from mcore_batching.integrations.megatron_lm.packed_batches import stock_row
+from mcore_batching.integrations.megatron_lm.reading_ahead import (
+    Batches,
+    after_first_pass,
+    are_same,
+    batches_ahead,
+    outcome_of,
+)
+from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA, unpadded_samples
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rollout.data_iterator import protocol_of
+from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
+from mcore_batching.megatron.rollout.settings import Settings
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.megatron.step.prepare import prepare
+from mcore_batching.megatron.topology import vocabulary_size
+from mcore_batching.planning import CostModel, StepPlan
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.planning_process import PlanRequest
+
+
+class StockSteps:
+    """Makes the rows of one training loop's steps.
+
+    Args:
+        args: Megatron's arguments.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._last_planned: tuple[int | None, CostModel | None] = None, None
+        self._is_rerun = False
+        self._ahead: Callable[[], Batches | None] = lambda: None
+
+    def made(
+        self,
+        job: Job,
+        chunks: list[Any],
+        drawn: Callable[[], Batches | None],
+        *,
+        forward_only: bool,
+    ) -> PreparedStep:
+        """A step's rows. A collective over all ranks.
+
+        Args:
+            job: the present one.
+            chunks: this rank's model chunks.
+            drawn: gives the step's ordinary micro-batches, or raises what drawing them did.
+            forward_only: True in evaluation, which is not planned ahead.
+        """
+        if forward_only:
+            return self._planned(
+                job, "evaluation", None, chunks=chunks, drawn=drawn, forward_only=True
+            )
+        ahead, cost_model = self._plans_ahead(job), self._cost_model_of_rerun()
+        self._is_rerun = cost_model is not None
+        prepared = learnt = None
+        if ahead is not None and ahead.has_begun:
+            is_of_these = are_same(drawn, self._ahead)
+            prepared, learnt = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
+        if prepared is None:
+            prepared = self._planned(
+                job,
+                "training",
+                None if ahead is None else ahead.plan,
+                chunks=chunks,
+                drawn=drawn,
+                cost_model=cost_model,
+                learnt=learnt,
+            )
+        self._last_planned = self._iteration, prepared.schedule.cost_model
+        return prepared
+
+    def making_next(
+        self, job: Job, chunks: list[Any], data_iterator: Any, num_microbatches: int
+    ) -> AbstractContextManager[None] | None:
+        """Around a training step's pipeline, in which the next step is made; None if it is not."""
+        ahead, iteration = self._plans_ahead(job), self._iteration
+        is_last = iteration is not None and iteration + 1 >= (self._args.train_iters or 0)
+        # In a rerun the step after has begun already.
+        if ahead is None or self._is_rerun or is_last:
+            return None
+        ahead.connect(job)
+
+        def begin_next() -> None:
+            # What reading raises is raised when they are drawn.
+            drawn = self._ahead = outcome_of(lambda: batches_ahead(data_iterator, num_microbatches))
+            # What is known of costs now; more is learnt before the step.
+            settings = Settings.of(job, chunks, None, None, forward_only=False)
+            make = functools.partial(self._planned, chunks=chunks, drawn=drawn, checked=settings)
+            ahead.begin(job, make)
+
+        return after_first_pass(begin_next)
+
+    def _planned(
+        self,
+        job: Job,
+        operation: str,
+        plan: Callable[[PlanRequest], StepPlan] | None,
+        *,
+        chunks: list[Any],
+        drawn: Callable[[], Batches | None],
+        cost_model: CostModel | None = None,
+        learnt: LearntCosts | None = None,
+        checked: Settings | None = None,
+        forward_only: bool = False,
+    ) -> PreparedStep:
+        """Plan and collate a step; a collective over all ranks."""
+        # One step needs fewer agreements: prepare() compares what is left to compare.
+        protocol = protocol_of(job.options)(
+            job,
+            chunks,
+            lambda: self._read(drawn(), vocabulary_size(chunks)),
+            schema=STOCK_SCHEMA,
+            steps=None,
+            cost_model=cost_model,
+            forward_only=forward_only and job.options.has_own_forward_plan,
+            one_step=True,
+            learnt=learnt,
+            checked=checked,
+            plan=plan,
+        )
+        return prepare(
+            job, chunks, operation, 0, protocol.begin(), forward_only=forward_only, change=stock_row
+        )
+
+    def _plans_ahead(self, job: Job) -> PlansAhead | None:
+        """The job's steps that are made ahead; None where none are."""
+        # Other loaders draw random numbers of the main process where an epoch ends, or save how
+        # far they have been read.
+        is_on = (
+            job.options.exchanges_samples
+            and not job.options.no_plan_ahead
+            and getattr(self._args, "dataloader_type", None) == "single"
+        )
+        return job.memory.only(PlansAhead) if is_on else None
+
+    @property
+    def _iteration(self) -> int | None:
+        iteration: int | None = getattr(self._args, "curr_iteration", None)
+        return iteration
+
+    def _cost_model_of_rerun(self) -> CostModel | None:
+        """The cost model of this step's first run, where Megatron reruns the step; else None.
+
+        Costs learnt since would give another plan, so other rounding than the rerun compares.
+        """
+        iteration, cost_model = self._last_planned
+        return cost_model if iteration is not None and iteration == self._iteration else None
+
+    def _read(self, batches: Batches | None, vocabulary: int | None) -> dict[str, Any] | None:
+        if batches is None:
+            return None
+        split = getattr(self._args, "reset_attention_mask", False)
+        data = unpadded_samples(batches, split_documents=split)
+        if vocabulary is not None:
+            # Untrained labels are not checked: they may be -100.
+            require_vocabulary("labels", data["labels"], vocabulary, data["loss_mask"])
+        # All samples are one step, even where batch-size ramp-up draws fewer than
+        # --global-batch-size.
+        return data | {"dynamic_global_batch_size": None}
