@@ -14,7 +14,7 @@ import datetime
 import functools
 import hashlib
 import json
-from array import array
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from mcore_batching.batch.agreement.consensus import (
     Statement,
     no_statement,
 )
+from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.agreement.rank_messages import RankMessages
 from mcore_batching.batch.errors import described
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
@@ -200,32 +201,44 @@ class JobConsensus(Consensus):
             "sharing data, received", lambda: _read(box[0]), failure=PlanningFailedError
         ).result
 
-    def gather_integers(self, own: Sequence[int], longest: int) -> list[list[int]]:
-        """The integers of every data-parallel rank. A collective over all ranks.
+    def gather(
+        self,
+        stage: str,
+        work: Callable[[], tuple[Result, Any]],
+        says: Callable[[Result], Statement] = no_statement,
+        *,
+        among: Sequence[int] | None = None,
+        **errors: Any,
+    ) -> tuple[Agreement[Result], list[Any]]:
+        """Agree, and hear a value of each of some ranks, in their order. A collective over all.
 
         Args:
-            own: the same on all ranks of a replica, none of more than 64 bits.
-            longest: the most that any rank has, agreed on before.
+            stage: as for `agree`.
+            work: gives a result, and what the others are to hear.
+            says: this rank's part in the agreement, made of the result.
+            among: this rank and others, which all name the same; None: those that hold the same
+                place in each replica, so that all ranks of a replica hear alike.
+            **errors: as for `agree`.
         """
-        place = self._replica.index(self.rank)
-        counterparts = [ranks[place] for ranks in self.replicas]
-        integers = array("q", own)
-        longest *= integers.itemsize
-        gathered = self.gather_bytes(integers.tobytes(), longest, counterparts)
-        return [array("q", each).tolist() for each in gathered]
 
-    def gather_bytes(self, own: bytes, longest: int, ranks: Sequence[int]) -> list[bytes]:
-        """The bytes of each of some ranks, in their order. A collective over them.
+        def pickled() -> tuple[Result, bytes]:
+            result, value = work()
+            return result, pickle.dumps(value)
 
-        Args:
-            own: any number of bytes.
-            longest: the most that any rank has, agreed on before.
-            ranks: this one and others, which all name the same.
-        """
-        # Messages of one length on every rank; the first 8 bytes say how many of the others count.
-        padded = len(own).to_bytes(8, "little") + own.ljust(longest, b"\0")
-        gathered = RankMessages(self._world, ranks).gather(padded)
-        return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in gathered]
+        def with_size(made: tuple[Result, bytes]) -> Statement:
+            said = says(made[0])
+            figures = {**said.figures, "bytes": largest(len(made[1]))}
+            return dataclasses.replace(said, figures=figures)
+
+        agreed = self.agree(stage, pickled, with_size, **errors)
+        result, own = agreed.result
+        if among is None:
+            place = self._replica.index(self.rank)
+            among = [ranks[place] for ranks in self.replicas]
+        # A gather takes as much from every rank: the longest. Pickles end where they say.
+        gathered = RankMessages(self._world, among).gather(own.ljust(agreed.figures["bytes"]))
+        heard = [pickle.loads(each) for each in gathered]
+        return Agreement(result, agreed.told, agreed.figures), heard
 
     def exchange(
         self,

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,7 +19,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.rows.prefixes import Hosts, samples_of_hosts
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import digest_of
@@ -147,23 +145,23 @@ class ExchangingProtocol(PlanningProtocol):
     def _gathered(self) -> list[Shard]:
         """The lengths and steps of every data-parallel rank."""
 
-        def work() -> tuple[RolloutBatch, Shard, Hosts | None]:
+        def work() -> tuple[tuple[RolloutBatch, Shard, Hosts | None], Shard]:
             batch, steps = self.batch.resolved(), self._own_steps()
             found = self._look_for_hosts(batch, steps)
             rows = tuple((tuple(step),) for step in steps)
-            return batch, Shard(batch.total_lengths, rows, self.hosts), found
+            shard = Shard(batch.total_lengths, rows, self.hosts)
+            return (batch, shard, found), shard
 
         def says(made: tuple[RolloutBatch, Shard, Hosts | None]) -> Statement:
             batch, shard, found = made
-            room = largest(len(shard.integers()))
-            return self._statement_of_steps(batch, len(shard.steps), found, {"integers": room})
+            return self._statement_of_steps(batch, len(shard.steps), found, {})
 
-        agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
-        self.batch, own, _ = agreed.result
+        agreed, shards = self.consensus.gather(
+            "gathering lengths", work, says, failure=PlanningFailedError
+        )
+        self.batch = agreed.result[0]
         say_saving(self.job, agreed.figures, agreed.told)
-        # Padded to the longest, since a gather takes as much from every rank: hence "integers".
-        gathered = self.consensus.gather_integers(own.integers(), agreed.figures["integers"])
-        return list(map(Shard.of_integers, gathered))
+        return shards
 
     def _moved(self, samples: AllSamples, also: Callable[[], None] = lambda: None) -> None:
         """Plan, hand over what the plan wants elsewhere, and hold what it wants here.
@@ -251,23 +249,22 @@ class ExchangingProtocol(PlanningProtocol):
         [block] = [each for each in of_block if self.consensus.rank in each]
         place = block.index(self.consensus.rank)
 
-        def work() -> bytes:
+        def work() -> tuple[None, list[StepPlan] | None]:
             # Not raised: on the other ranks of the block another step may be planned.
             with contextlib.suppress(Exception):
-                return pickle.dumps([self._planned(step) for step in of_steps[place :: len(block)]])
-            return b""
+                return None, [self._planned(step) for step in of_steps[place :: len(block)]]
+            return None, None
 
-        def says(made: bytes) -> Statement:
-            return Statement(
-                equal={"lengths of all samples (sha256)": digest_of(of_steps)},
-                figures={"bytes": largest(len(made)), "not planned": largest(int(not made))},
-            )
-
-        agreed = self.consensus.agree("planning steps", work, says, failure=PlanningFailedError)
-        if agreed.figures["not planned"]:
+        equal = {"lengths of all samples (sha256)": digest_of(of_steps)}
+        _, by_rank = self.consensus.gather(
+            "planning steps",
+            work,
+            lambda _: Statement(equal=equal),
+            among=block,
+            failure=PlanningFailedError,
+        )
+        if None in by_rank:
             return None
-        parts = self.consensus.gather_bytes(agreed.result, agreed.figures["bytes"], block)
-        by_rank = [pickle.loads(part) for part in parts]
         return [by_rank[step % len(block)][step // len(block)] for step in range(count)]
 
     def _planned(self, lengths: Sequence[int]) -> StepPlan:

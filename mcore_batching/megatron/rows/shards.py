@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.planning.pipeline import SplitStage
@@ -63,44 +61,6 @@ class Shard:
     hosts: Sequence[int] | None = None
     splits: tuple[tuple[SplitStage, ...], ...] = ()
 
-    def integers(self) -> list[int]:
-        """Itself as counts, each with what it counts behind it."""
-        hosts = self.hosts or ()
-        flat = [len(self.lengths), *self.lengths, len(hosts), *hosts, len(self.steps)]
-        for step in self.steps:
-            flat.append(len(step))
-            for indices in step:
-                flat += [len(indices), *indices]
-        flat.append(len(self.splits))
-        for stages in self.splits:
-            flat.append(len(stages))
-            for split, parts in stages:
-                flat += [len(split), *map(int, split), len(parts), *parts]
-        return flat
-
-    @classmethod
-    def of_integers(cls, integers: Sequence[int]) -> Shard:
-        """The inverse of `integers`."""
-        # Counts tell where each list ends; what a gather padded it with is not read.
-        rest = iter(integers)
-
-        def several() -> list[int]:
-            return [next(rest) for _ in range(next(rest))]
-
-        lengths, hosts = several(), several()
-        return cls(
-            lengths,
-            tuple(tuple(tuple(several()) for _ in range(next(rest))) for _ in range(next(rest))),
-            hosts or None,  # none were sent, or of no samples
-            tuple(
-                tuple(
-                    SplitStage(tuple(map(bool, several())), tuple(several()))
-                    for _ in range(next(rest))
-                )
-                for _ in range(next(rest))
-            ),
-        )
-
 
 class GatheredShards:
     """The shards of all data-parallel ranks, gathered when they are first called for.
@@ -118,12 +78,8 @@ class GatheredShards:
     def __call__(self) -> tuple[Shard, ...]:
         """In the order of data-parallel ranks. A collective over all ranks the first time."""
         if self._all is None:
-            # A gather takes as much from every rank: how much, they have to agree on first.
-            agreed = self._consensus.agree(
-                "gathering the plans of all ranks",
-                self._own.integers,
-                lambda integers: Statement(figures={"integers": largest(len(integers))}),
+            _, gathered = self._consensus.gather(
+                "gathering the plans of all ranks", lambda: (None, self._own)
             )
-            gathered = self._consensus.gather_integers(agreed.result, agreed.figures["integers"])
-            self._all = tuple(map(Shard.of_integers, gathered))
+            self._all = tuple(gathered)
         return self._all
