@@ -259,11 +259,11 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
         settings = Settings(ParallelDims(), config, CostModel())
         if forward_only:
             with pytest.raises(OversizeSampleError) as caught:
-                StepShard(Options.of(args), settings, [4, 7], [30, 5], forward_only)
+                StepShard.of(Options.of(args), settings, [4, 7], [30, 5], forward_only)
             assert str(caught.value).startswith("sample 4 has 30 tokens")
             assert f"set {FORWARD_CAP} to 30 or more, or" in caught.value.text(flag_of)
         else:
-            StepShard(Options.of(args), settings, [0, 1], [30, 5], forward_only)
+            StepShard.of(Options.of(args), settings, [0, 1], [30, 5], forward_only)
 
 
 def test_without_the_flag_there_is_no_cap() -> None:
@@ -276,7 +276,7 @@ def test_a_loop_of_its_own_without_the_flag_is_told_of_it() -> None:
     options = Options.of(parse("--max-tokens-per-gpu", "9"))
     settings = Settings(ParallelDims(), options.planner_config(), CostModel())
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and --max"):
-        StepShard(options, settings, [0, 1], [7, 5], False)
+        StepShard.of(options, settings, [0, 1], [7, 5], False)
 
 
 def test_missing_cap_says_what_to_set() -> None:

@@ -47,8 +47,9 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.learning.pass_times import mark
-from mcore_batching.megatron.rollout.data_iterator import protocol_of
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
+from mcore_batching.megatron.rollout.planning_protocol import begin_step
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.split_backward.plan import most_left_bytes
@@ -222,12 +223,11 @@ class PackedForwardBackward:
     ) -> PreparedStep:
         """Plan and collate the step; a collective over all ranks."""
         # One step needs fewer agreements: prepare() compares what is left to compare.
-        protocol = protocol_of(job.options)(
+        request = RolloutRequest(
             job,
             chunks,
-            lambda: self._read(drawn(), vocabulary_size(chunks)),
-            schema=STOCK_SCHEMA,
-            steps=None,
+            STOCK_SCHEMA,
+            lambda drawn: self._read(drawn(), vocabulary_size(chunks)),
             cost_model=cost_model,
             forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
@@ -235,8 +235,9 @@ class PackedForwardBackward:
             checked=checked,
             plan=plan,
         )
+        schedule = begin_step(request, drawn)
         return prepare(
-            job, chunks, operation, 0, protocol.begin(), forward_only=forward_only, change=stock_row
+            job, chunks, operation, 0, schedule, forward_only=forward_only, change=stock_row
         )
 
     def _plans_ahead(self, job: Job) -> PlansAhead | None:

@@ -38,7 +38,7 @@ from mcore_batching.batch.errors import described
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
 from mcore_batching.megatron.job.arguments import flag_of
 from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
-from mcore_batching.megatron.job.flat_values import flat, unflat
+from mcore_batching.megatron.job.flat_values import exchanged, flat, unflat
 
 Received = TypeVar("Received")
 
@@ -269,28 +269,20 @@ class JobConsensus(Consensus):
                 into memory on any.
         """
 
-        def serialised() -> tuple[Result, torch.Tensor, torch.Tensor]:
+        def serialised() -> tuple[Result, list[torch.Tensor]]:
             result, values = work()
-            outgoing = [flat(value) for value in values]
-            return result, torch.cat(outgoing), torch.tensor([each.numel() for each in outgoing])
+            return result, [flat(value) for value in values]
 
-        result, leaving, sizes = self.agree(
+        result, leaving = self.agree(
             stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
         ).result
         if self._counterpart_group is None:
             self._counterpart_group = self._own_group(list(zip(*self.replicas, strict=True)))
-        group = self._counterpart_group
         with self._watch.reporting(stage):
-            # Sizes first: who receives must have the room before the bytes come.
-            arriving = torch.empty_like(sizes)
-            dist.all_to_all_single(arriving, sizes, group=group)
-            counts = arriving.tolist()
-            arrived = torch.empty(sum(counts), dtype=torch.uint8)
-            dist.all_to_all_single(arrived, leaving, counts, sizes.tolist(), group=group)
-        parts = torch.split(arrived, counts)
+            arrived = exchanged(leaving, self._counterpart_group)
         return self.agree(
             f"{stage}, received",
-            lambda: received(result, list(map(unflat, parts))),
+            lambda: received(result, list(map(unflat, arrived))),
             failure=PlanningFailedError,
         ).result
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _LENGTH_BYTES = 8  # of the pickled part's length: 64 bits
@@ -53,6 +55,23 @@ def as_bytes(tensor: Tensor) -> Tensor:
     held = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A tensor of one value is contiguous at any stride, but has bytes at a stride of 1 alone.
     return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
+
+
+def exchanged(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The bytes that each rank of a group had for this one. A collective over the ranks.
+
+    Args:
+        parts: uint8 ``[bytes]`` for each rank, on a device that the group communicates for.
+        group: of the ranks.
+    """
+    # Sizes first: who receives must have the room before the bytes come.
+    sizes = torch.tensor([part.numel() for part in parts], device=parts[0].device)
+    arriving = torch.empty_like(sizes)
+    dist.all_to_all_single(arriving, sizes, group=group)
+    counts = arriving.tolist()  # waits for the device, once per exchange
+    received = parts[0].new_empty(sum(counts))
+    dist.all_to_all_single(received, torch.cat(list(parts)), counts, sizes.tolist(), group=group)
+    return list(torch.split(received, counts))
 
 
 def unflat(data: Tensor) -> Any:

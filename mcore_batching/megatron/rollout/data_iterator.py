@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema
@@ -10,10 +10,10 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.exchange import ExchangingProtocol
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.planned_rollout import NumMicroBatches, PlannedRollout
-from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import CostModel
 
@@ -166,13 +166,16 @@ def get_data_iterator(
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
 
-    def read() -> dict[str, list[Any]] | None:
-        options = Options.of(args)
-        # Checked inside the first agreement: raised before it, the other ranks would wait.
-        check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
-        return rollout_data
+    job = job_of(args)
 
-    return plan_micro_batches(args, model, read, schema=schema, steps=steps, cost_model=cost_model)
+    def read(given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+        # Inside the first agreement: raised before it, the other ranks would wait.
+        shares_rows = job.options.max_context_parallel is not None
+        check_forward_plan(job.options, shares_rows=shares_rows)
+        return given
+
+    request = RolloutRequest(job, model, schema, read, steps, cost_model)
+    return planned_iterators(request, rollout_data)
 
 
 def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
@@ -193,54 +196,17 @@ def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
         )
 
 
-def protocol_of(options: Options) -> type[PlanningProtocol]:
-    """The protocol by which the arguments ask to plan."""
-    return ExchangingProtocol if options.exchanges_samples else PlanningProtocol
-
-
-def plan_micro_batches(
-    args: Any,
-    model: list[Any],
-    read: Callable[[], dict[str, list[Any]] | None],
-    *,
-    schema: Schema = DEFAULT_SCHEMA,
-    steps: Iterable[Iterable[int]] | None = None,
-    cost_model: CostModel | None = None,
-    forward_only: bool = False,
+def planned_iterators(
+    request: RolloutRequest, given: Any
 ) -> tuple[list[DataIterator], Sequence[int]]:
-    """`get_data_iterator` for rollout data that is yet to be read.
-
-    Args:
-        args: as in `get_data_iterator`.
-        model: this rank's model chunks.
-        read: gives this rank's rollout data; what it raises is raised on every rank.
-        schema: the kind of every field.
-        steps: as in `get_data_iterator`.
-        cost_model: as in `get_data_iterator`.
-        forward_only: plan for forward passes alone, under their own cap if they have one.
-
-    Returns:
-        as `get_data_iterator`.
-
-    Raises:
-        CollectiveError: as `get_data_iterator`.
-    """
-    job = job_of(args)
-    protocol = protocol_of(job.options)(
-        job,
-        model,
-        read,
-        schema=schema,
-        steps=steps,
-        cost_model=cost_model,
-        forward_only=forward_only,
-    )
-    schedule = protocol.run()
+    """As `get_data_iterator`, of any request. A collective over all ranks."""
+    schedule, num_steps, make_all = plan_rollout(request, given)
     # Shared, so that `add_fields` on one list reaches every stage's iterator.
-    rollout, counts = PlannedRollout(schedule), schedule.num_microbatches
-    if protocol.make_all is not None:
-        wait = job.memory.only(PlansAhead).begin_rollout(job, protocol.make_all)
-        rollout = PlannedRollout(schedule, wait, protocol.num_steps)
+    rollout = PlannedRollout(schedule)
+    counts: Sequence[int] = schedule.num_microbatches
+    if make_all is not None:
+        wait = request.job.memory.only(PlansAhead).begin_rollout(request.job, make_all)
+        rollout = PlannedRollout(schedule, wait, num_steps)
+        counts = NumMicroBatches(rollout)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
-    iterators = [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)]
-    return iterators, counts if protocol.make_all is None else NumMicroBatches(rollout)
+    return [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)], counts

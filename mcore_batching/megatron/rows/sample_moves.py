@@ -21,13 +21,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.batch.fields.value_shapes import count_of, describe
-from mcore_batching.megatron.job.flat_values import as_bytes, has_bytes
+from mcore_batching.megatron.job.flat_values import as_bytes, exchanged, has_bytes
 
 Columns = dict[str, list[Any]]
 """Field name to one value per sample."""
@@ -68,6 +67,11 @@ class SampleMoves:
     def _brought_by(self, rank: int) -> range:
         replica = rank // self.sharing
         return range(self.first[replica], self.first[replica + 1])
+
+    def followed_by(self, later: SampleMoves) -> SampleMoves:
+        """Those of both, of which each rank holds the samples one behind the other."""
+        both = zip(self.runs_on, later.runs_on, strict=True)
+        return dataclasses.replace(self, runs_on=[[*ours, *theirs] for ours, theirs in both])
 
     def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Columns]]:
         """The samples of this rank to hand to each data-parallel rank: their numbers and values.
@@ -129,18 +133,19 @@ class SampleMoves:
         # Ranks may name them in different orders, and bodies carry no names.
         names, place = sorted(columns), self.places
         device = torch.device(torch.cuda.current_device())
+        group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
         # Types and shapes are the function's own and differ by sample, so they travel as well.
         headers: list[Tensor] = []
         bodies: list[Tensor] = []
         for rank in range(len(self.runs_on)):
             values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
             header = pickle.dumps([(v.dtype, v.shape, v.is_cpu) for v in values])
-            headers.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            headers.append(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device))
             # Some rank may be sent nothing, of which `cat` makes no tensor.
             empty = torch.empty(0, dtype=torch.uint8, device=device)
             bodies.append(torch.cat([empty, *(as_bytes(value).to(device) for value in values)]))
-        arrived = [pickle.loads(part.cpu().numpy().tobytes()) for part in self._exchanged(headers)]
-        data = self._exchanged(bodies)
+        arrived = [pickle.loads(h.cpu().numpy().tobytes()) for h in exchanged(headers, group)]
+        data = exchanged(bodies, group)
         # Which samples came is not sent: every rank knows the plan, and so who sends which.
         found: dict[tuple[int, str], Tensor] = {}
         for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
@@ -161,21 +166,6 @@ class SampleMoves:
         """The samples of `target` whose outputs come from `source`."""
         brought, runner = self._brought_by(target), self._first_runner
         return [n for n in self.runs_on[source] if n in brought and runner[n] == source]
-
-    def _exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The parts that each rank had for this one. A collective over them."""
-        device = torch.device(torch.cuda.current_device())
-        group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
-        # Sizes first: who receives must have the room before the bytes come.
-        sizes = torch.tensor([part.numel() for part in parts], device=device)
-        arriving = torch.empty_like(sizes)
-        dist.all_to_all_single(arriving, sizes, group=group)
-        counts = arriving.tolist()  # waits for the device, once per exchange
-        sent = torch.cat(list(parts)).to(device)
-        received = torch.empty(sum(counts), dtype=sent.dtype, device=device)
-        own_counts = [part.numel() for part in parts]
-        dist.all_to_all_single(received, sent, counts, own_counts, group=group)
-        return list(torch.split(received, counts))
 
 
 def check_output(name: str, value: Any) -> None:

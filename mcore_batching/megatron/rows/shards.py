@@ -67,19 +67,15 @@ class GatheredShards:
 
     Args:
         consensus: between the ranks.
-        own: this rank's.
     """
 
-    def __init__(self, consensus: JobConsensus, own: Shard) -> None:
-        self._consensus = consensus
-        self._own = own
+    def __init__(self, consensus: JobConsensus) -> None:
+        self.consensus = consensus
         self._all: tuple[Shard, ...] | None = None
 
-    def __call__(self) -> tuple[Shard, ...]:
+    def __call__(self, own: Shard) -> tuple[Shard, ...]:
         """In the order of data-parallel ranks. A collective over all ranks the first time."""
         if self._all is None:
-            _, gathered = self._consensus.gather(
-                "gathering the plans of all ranks", lambda: (None, self._own)
-            )
-            self._all = tuple(gathered)
+            what = "gathering the plans of all ranks"
+            self._all = tuple(self.consensus.gather(what, lambda: (None, own))[1])
         return self._all

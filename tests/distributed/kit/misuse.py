@@ -34,7 +34,8 @@ from mcore_batching.megatron import (
     train_step,
 )
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.topology import first_guess, is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
 
@@ -383,11 +384,8 @@ def fields_differ_in_one_step(dims: dict[str, Any], reference: str) -> str:
     if dist.get_rank() == dist.get_world_size() - 1:
         samples["mine"] = [0.5 for _ in samples["tokens"]]
     args = arguments(ParallelDims(**dims))
-    options: dict[str, Any] = {"steps": None, "cost_model": None, "forward_only": False}
     try:
-        PlanningProtocol(
-            job_of(args), model, lambda: samples, schema=DEFAULT_SCHEMA, one_step=True, **options
-        ).run()
+        plan_rollout(RolloutRequest(job_of(args), model, DEFAULT_SCHEMA, one_step=True), samples)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
