@@ -12,7 +12,9 @@ quantised, those of wrapping classes) are pickled, as PyTorch does it.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -84,6 +86,11 @@ def unflat(data: Tensor) -> Any:
     end = _LENGTH_BYTES + length
     pickled = data[_LENGTH_BYTES:end].numpy().tobytes()
     return _Unpickler(io.BytesIO(pickled), data[end:]).load()
+
+
+def digest_of(value: Any) -> str:
+    """A short digest of numbers and texts in lists, the same on every rank."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 class _Pickler(pickle.Pickler):

@@ -30,8 +30,8 @@ from torch import Tensor
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.job.consensus import JobConsensus, digest_of
-from mcore_batching.megatron.job.flat_values import flat, unflat
+from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.job.flat_values import digest_of, flat, unflat
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.all_samples import AllSamples

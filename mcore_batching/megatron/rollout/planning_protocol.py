@@ -39,7 +39,8 @@ from typing import Any
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import Figure, largest, total
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.job.consensus import JobConsensus, digest_of
+from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rollout.cut_steps import CutSteps, Planned
 from mcore_batching.megatron.rollout.exchange import plan_all_samples

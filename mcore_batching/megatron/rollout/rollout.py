@@ -19,7 +19,7 @@ from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.job.consensus import digest_of
+from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
@@ -208,8 +208,9 @@ def _shared(
     # One past the last rank: nobody has samples, so there is nobody to hear of fields from.
     if somebody_is_empty and populated < len(consensus.ranks):
         fields_of = batch
-        fields = consensus.share(lambda: fields_of.resolved().fields(), populated)
-        batch = batch.with_fields_of(fields)
+        handed = consensus.handed(lambda: fields_of.resolved().fields(), populated)
+        fields = consensus.agree("sharing data", handed, failure=PlanningFailedError)
+        batch = batch.with_fields_of(fields.result)
     return batch, packed, figures
 
 
@@ -260,10 +261,7 @@ def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own])
     if request.learns:
         # A rank that went on from another checkpoint would plan by other costs ever after.
         equal["what was learnt of costs"] = request.learner.state_dict()
-        figures |= request.learner.evidence(
-            shares_rows=settings.config.max_context_parallel is not None,
-            in_lockstep=settings.dims.in_lockstep,
-        )
+        figures |= request.learner.evidence(settings.dims, settings.config)
     return Statement(
         equal=equal,
         figures=figures,

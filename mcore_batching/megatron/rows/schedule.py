@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from mcore_batching.batch import Kind, PackedMicroBatch, Schema, make_placeholder, pack
 from mcore_batching.batch.rows.side_by_side import on_host
-from mcore_batching.megatron.job.consensus import digest_of
+from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.rows.sample_moves import SampleMoves
-from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard, computed_alone
+from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard, joined_step
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -176,31 +176,18 @@ class MicroBatchSchedule:
         # Under an exchange every rank has planned all samples, and there is nothing to gather.
         if self.plans:
             return self.plans[step].plan, self.plans[step].lengths
-        lengths: list[int] = []
-        hosted: list[int] = []
-        ranks = []
-        for shard in self.shards:
-            rows = computed_alone(shard.steps[step], shard.hosts)
-            # In the order of the rollout data, so that a plan of the same samples reads the same.
-            held = sorted(i for micro_batch in rows for i in micro_batch)
-            number = {local: len(lengths) + place for place, local in enumerate(held)}
-            lengths += [shard.lengths[local] for local in held]
-            # Of the step's tokens, for figures of what sharing saved; they take no part in costs.
-            everyone = [i for micro_batch in shard.steps[step] for i in micro_batch]
-            hosted += [shard.lengths[local] for local in everyone if local not in number]
-            ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
+        micro_batches, lengths, hosted_lengths = joined_step(self.shards, step)
+        splits = [shard.splits[step] for shard in self.shards if shard.splits]
         plan = StepPlan(
-            micro_batches=tuple(ranks),
+            micro_batches=micro_batches,
             num_microbatches=len(self.steps[step]),
             sample_indices=tuple(range(len(lengths))),
             dims=self.dims,
             config=self.config,
             scope=self.scope,
             cost_model=self.cost_model,
-            hosted_lengths=tuple(hosted),
-            split_backward=splits_of_ranks(
-                shard.splits[step] for shard in self.shards if shard.splits
-            ),
+            hosted_lengths=hosted_lengths,
+            split_backward=splits_of_ranks(splits),
         )
         return plan, lengths
 

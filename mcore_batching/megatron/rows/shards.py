@@ -62,6 +62,31 @@ class Shard:
     splits: tuple[tuple[SplitStage, ...], ...] = ()
 
 
+def joined_step(
+    shards: Sequence[Shard], step: int
+) -> tuple[tuple[MicroBatches, ...], list[int], tuple[int, ...]]:
+    """One step of all ranks as one plan counts it, samples rank after rank.
+
+    Returns:
+        micro-batches of each rank, of samples that have segments of their own; total length of each
+        of these, and of those that lie in their segments.
+    """
+    lengths: list[int] = []
+    hosted: list[int] = []
+    ranks = []
+    for shard in shards:
+        rows = computed_alone(shard.steps[step], shard.hosts)
+        # In the order of the rollout data, so that a plan of the same samples reads the same.
+        held = sorted(i for micro_batch in rows for i in micro_batch)
+        number = {local: len(lengths) + place for place, local in enumerate(held)}
+        lengths += [shard.lengths[local] for local in held]
+        # Of the step's tokens, for figures of what sharing saved; they take no part in costs.
+        everyone = [i for micro_batch in shard.steps[step] for i in micro_batch]
+        hosted += [shard.lengths[local] for local in everyone if local not in number]
+        ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
+    return tuple(ranks), lengths, tuple(hosted)
+
+
 class GatheredShards:
     """The shards of all data-parallel ranks, gathered when they are first called for.
 
