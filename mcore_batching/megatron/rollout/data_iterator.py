@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -119,18 +120,16 @@ def get_data_iterator(
     """Plan this rank's micro-batches together with all other ranks.
 
     A collective over all ranks. Each data-parallel rank packs its own samples, the counts are
-    compared, and ranks with fewer micro-batches split theirs, then add placeholders. The count
-    obeys the interleaved schedule's rule, rounded up.
+    compared, and ranks with fewer micro-batches split theirs, then add placeholders.
 
     Under ``--dynamic-batch-exchange``, and ``--dynamic-batch-context-parallel``, which implies it,
     the samples of all ranks are planned as one, and each moves to the ranks that run it. Outputs of
     `forward_only` come back to where their samples came from, and `add_fields` takes fields in that
     order; the iterators (``rollout_data``, `get_next`) hold the samples that run here.
 
-    Of several steps only the first is planned when this returns where planning takes long, under
-    the exchange or with pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: a thread
-    and a process plan the others, of the samples as they are now. What needs another step waits for
-    all of them; the first step of `forward_only` and `train_step` does not.
+    Of several steps only the first is planned when this returns, under the exchange or with
+    pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: a thread and a process plan
+    the others, of the samples as they are now. What needs one of these waits for all.
 
     Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
     and on the same rank, are computed in that one's segment of a row. Values, outputs and losses
@@ -141,10 +140,9 @@ def get_data_iterator(
             ``dynamic_batch_*`` options. Where ``use_dynamic_batch_size`` is there and False,
             micro-batches hold ``micro_batch_size`` samples each, however long.
         model: this rank's model chunks.
-        rollout_data: field name to one value per sample, for the samples of this data-parallel
-            rank; ``tokens``, ``total_lengths`` and ``response_lengths`` are required. The ranks of
-            a replica (pipeline, tensor, context) may all hold it, or only some: it is then sent
-            to those that pass None. A data-parallel rank may have no samples (empty lists).
+        rollout_data: field name to one value per sample of this data-parallel rank, which may have
+            none (empty lists); ``tokens``, ``total_lengths`` and ``response_lengths`` are required.
+            It is sent to ranks of a replica (pipeline, tensor, context) that pass None.
         schema: the kind of every field; extend it with `Schema.declare` for fields of your own.
             Undeclared fields are inferred from samples of any rank or an earlier batch.
         steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
@@ -167,15 +165,15 @@ def get_data_iterator(
     """
 
     job = job_of(args)
-
-    def read(given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
-        # Inside the first agreement: raised before it, the other ranks would wait.
-        shares_rows = job.options.max_context_parallel is not None
-        check_forward_plan(job.options, shares_rows=shares_rows)
-        return given
-
+    read = functools.partial(_read, job.options)
     request = RolloutRequest(job, model, schema, read, steps, cost_model)
     return planned_iterators(request, rollout_data)
+
+
+def _read(options: Options, given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+    # Inside the first agreement: raised before it, the other ranks would wait.
+    check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
+    return given
 
 
 def check_forward_plan(options: Options, *, shares_rows: bool) -> None:

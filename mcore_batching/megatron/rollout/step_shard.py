@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import NamedTuple
 
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.maker import Plan
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.shards import MicroBatches
 from mcore_batching.planning import (
-    ConfigError,
     Problem,
     ShardOutlook,
-    at_least,
     fill_shard,
     pack_shard,
     shard_ends,
@@ -43,13 +40,10 @@ class StepShard:
     Attributes:
         problem: to the planner they count from 0.
         indices: local sample indices.
-        micro_batch_size: samples of each micro-batch, without ``--use-dynamic-batch-size``; else
-            None.
     """
 
     problem: Problem
     indices: Sequence[int]
-    micro_batch_size: int | None
 
     @classmethod
     def of(
@@ -71,20 +65,10 @@ class StepShard:
 
         Raises:
             OversizeSampleError: a sample is over the cap, and may not be.
-            DynamicBatchArgumentError: micro-batches have neither a cap nor a size.
         """
         parts = settings.dims, settings.config, settings.cost_model
         with options.naming_the_cap(forward_only=forward_only, samples=indices):
-            problem = Problem.of(lengths, *parts, forward_only=forward_only)
-        if options.use_dynamic_batch_size:
-            return cls(problem, indices, None)
-        if options.micro_batch_size is None:
-            raise DynamicBatchArgumentError(
-                "micro-batches have no size: set --use-dynamic-batch-size and "
-                "--max-tokens-per-gpu, or micro_batch_size to a number of samples"
-            )
-        size = at_least("micro_batch_size", options.micro_batch_size, 1, ConfigError)
-        return cls(problem, indices, size)
+            return cls(Problem.of(lengths, *parts, forward_only=forward_only), indices)
 
     def packed(self, plan: Plan = IN_LINE) -> PackedShard:
         """In as few micro-batches as hold the samples; filling splits them.
@@ -92,14 +76,8 @@ class StepShard:
         Args:
             plan: plans what takes long.
         """
-        if self.micro_batch_size is None:
-            bins: list[list[int]] = plan(Call(pack_shard, (self.problem,)))
-            return PackedShard(self, bins, plan(Call(shard_ends, (self.problem, bins))))
-        everything, size = list(range(self.problem.num_samples)), self.micro_batch_size
-        bins = [everything[i : i + size] for i in range(0, len(everything), size)]
-        # As `shard_ends` has it where nothing is searched for: all ranks then take the most that
-        # any has.
-        return PackedShard(self, bins, [float(len(bins)), float(len(everything))])
+        bins = plan(Call(pack_shard, (self.problem,)))
+        return PackedShard(self, bins, plan(Call(shard_ends, (self.problem, bins))))
 
 
 class Filling(NamedTuple):
