@@ -7,7 +7,7 @@ that are exchanged lengths are gathered.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from megatron.core import parallel_state
@@ -15,7 +15,9 @@ from megatron.core import parallel_state
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import Figure
 from mcore_batching.batch.rows.prefixes import Hosts
-from mcore_batching.megatron.rollout.maker import Make
+from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rollout.maker import Plan
 from mcore_batching.megatron.rollout.rollout import Rollout
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.sharing import figures_of, look_for_hosts, reasons_to_say
@@ -30,12 +32,19 @@ class Planned(NamedTuple):
     Attributes:
         schedule: of all steps, or of the first alone.
         num_steps: of the rollout.
-        make_all: gives the schedule of all steps, in a thread, where the first alone is planned.
+        plan_later: gives the schedule of the other steps, where the first alone is planned; a
+            collective by messages of its own.
     """
 
     schedule: MicroBatchSchedule
     num_steps: int
-    make_all: Make | None = None
+    plan_later: Callable[[JobConsensus, Plan], MicroBatchSchedule] | None = None
+
+    def make_all(self, job: Job, operation: str, plan: Plan) -> MicroBatchSchedule:
+        """The schedule of all steps. A collective, in the thread that plans ahead."""
+        del operation
+        assert self.plan_later is not None
+        return self.schedule.followed_by(self.plan_later(job.consensus, plan))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -198,13 +198,14 @@ def planned_iterators(
     request: RolloutRequest, given: Any
 ) -> tuple[list[DataIterator], Sequence[int]]:
     """As `get_data_iterator`, of any request. A collective over all ranks."""
-    schedule, num_steps, make_all = plan_rollout(request, given)
+    planned = plan_rollout(request, given)
+    schedule = planned.schedule
     # Shared, so that `add_fields` on one list reaches every stage's iterator.
     rollout = PlannedRollout(schedule)
     counts: Sequence[int] = schedule.num_microbatches
-    if make_all is not None:
-        wait = request.job.memory.only(PlansAhead).begin_rollout(request.job, make_all)
-        rollout = PlannedRollout(schedule, wait, num_steps)
+    if planned.plan_later is not None:
+        wait = request.job.memory.only(PlansAhead).begin_rollout(request.job, planned.make_all)
+        rollout = PlannedRollout(schedule, wait, planned.num_steps)
         counts = NumMicroBatches(rollout)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
     return [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)], counts

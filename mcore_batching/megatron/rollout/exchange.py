@@ -32,7 +32,6 @@ from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of, flat, unflat
-from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.all_samples import AllSamples
 from mcore_batching.megatron.rollout.cut_steps import CutSteps, Planned
@@ -84,26 +83,7 @@ def plan_all_samples(rollout: Rollout) -> Planned:
     made = dataclasses.replace(exchange, samples=first).moved(keep)
     unplanned = dataclasses.replace(exchange.unplanned, rollout_data={})
     rest = dataclasses.replace(exchange, samples=later, unplanned=unplanned)
-    return Planned(made, num_steps, functools.partial(_with_later, made, rest, kept[0]))
-
-
-def _with_later(
-    first: MicroBatchSchedule, rest: _Exchange, kept: Tensor, job: Job, operation: str, plan: Plan
-) -> MicroBatchSchedule:
-    """The schedule of all steps. A collective, in the thread that plans ahead.
-
-    Args:
-        first: of the first step.
-        rest: the later ones, without this rank's rollout data.
-        kept: these, `flat`.
-        job: the thread's.
-        operation: unused.
-        plan: plans in the process.
-    """
-    del operation
-    unplanned = dataclasses.replace(rest.unplanned, rollout_data=unflat(kept))
-    rest = dataclasses.replace(rest, consensus=job.consensus, unplanned=unplanned, plan=plan)
-    return first.followed_by(rest.moved())
+    return Planned(made, num_steps, functools.partial(rest.planned_later, kept[0]))
 
 
 def _gathered(rollout: Rollout) -> tuple[CutSteps, AllSamples]:
@@ -180,6 +160,14 @@ class _Exchange:
             lambda made, incoming: (made, made[1].arranged(incoming)),
         )
         return self._scheduled(plans, moves, arranged)
+
+    def planned_later(
+        self, kept: Tensor, consensus: JobConsensus, plan: Plan
+    ) -> MicroBatchSchedule:
+        """As `moved`, of rollout data that were kept `flat`."""
+        unplanned = dataclasses.replace(self.unplanned, rollout_data=unflat(kept))
+        now = dataclasses.replace(self, consensus=consensus, unplanned=unplanned, plan=plan)
+        return now.moved()
 
     def _scheduled(
         self, plans: tuple[GlobalPlan, ...], moves: SampleMoves, arranged: Columns

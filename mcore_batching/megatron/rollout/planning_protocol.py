@@ -41,7 +41,6 @@ from mcore_batching.batch.agreement.figures import Figure, largest, total
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of
-from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rollout.cut_steps import CutSteps, Planned
 from mcore_batching.megatron.rollout.exchange import plan_all_samples
 from mcore_batching.megatron.rollout.maker import Plan
@@ -119,8 +118,8 @@ def _own_samples_planned(rollout: Rollout) -> Planned:
     say_saving(rollout.request.job, agreed.figures, agreed.told)
     unplanned = cut.unplanned(rollout)
     made = _filled(consensus, unplanned, packed, agreed.figures["ends"])
-    make_all = functools.partial(_with_later, made, unplanned, later) if later else None
-    return Planned(made, len(cut.steps), make_all)
+    plan_later = functools.partial(_packed_later, unplanned, later) if later else None
+    return Planned(made, len(cut.steps), plan_later)
 
 
 def _filled_alone(rollout: Rollout) -> MicroBatchSchedule:
@@ -137,24 +136,17 @@ def _filled_alone(rollout: Rollout) -> MicroBatchSchedule:
     )
 
 
-def _with_later(
-    first: MicroBatchSchedule,
-    unplanned: MicroBatchSchedule,
-    later: Sequence[StepShard],
-    job: Job,
-    operation: str,
-    plan: Plan,
+def _packed_later(
+    unplanned: MicroBatchSchedule, later: Sequence[StepShard], consensus: JobConsensus, plan: Plan
 ) -> MicroBatchSchedule:
-    """The schedule of all steps. A collective, in the thread that plans ahead."""
-    del operation
-    packed = job.consensus.agree(
+    """The schedule of later steps. A collective."""
+    agreed = consensus.agree(
         "packing",
         lambda: [shard.packed(plan) for shard in later],
         lambda packed: Statement(figures={"ends": _latest(packed)}),
         failure=PlanningFailedError,
     )
-    latest = packed.figures["ends"]
-    return first.followed_by(_filled(job.consensus, unplanned, packed.result, latest, plan))
+    return _filled(consensus, unplanned, agreed.result, agreed.figures["ends"], plan)
 
 
 def _shards(rollout: Rollout, cut: CutSteps) -> list[StepShard]:
