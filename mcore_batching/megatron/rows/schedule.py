@@ -112,7 +112,7 @@ class MicroBatchSchedule:
         """Of every data-parallel rank. A collective over all ranks the first time."""
         return self.gather_shards(Shard(self.own_lengths, self.steps, self.hosts, self.splits))
 
-    @property
+    @functools.cached_property
     def own_lengths(self) -> list[int]:
         """Total length of each of this rank's samples, in tokens."""
         return [int(length) for length in self.rollout_data["total_lengths"]]

@@ -537,6 +537,15 @@ def all_ranks_wrong(dims: dict[str, Any], reference: str) -> list[str]:
             calls.model,
             calls.data,
         ),
+        lambda: get_data_iterator(
+            arguments(
+                calls.dims,
+                dynamic_batch_context_parallel=2,
+                dynamic_batch_forward_only_plan="own",
+            ),
+            calls.model,
+            calls.data,
+        ),
     ):
         try:
             call()
