@@ -18,7 +18,7 @@ from mcore_batching.batch.rows.prefixes import Hosts
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rollout.maker import Plan
-from mcore_batching.megatron.rollout.rollout import Rollout
+from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.sharing import figures_of, look_for_hosts, reasons_to_say
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -64,13 +64,13 @@ class CutSteps:
     hosts: Sequence[int] | None
 
     @classmethod
-    def of(cls, rollout: Rollout) -> CutSteps:
+    def of(cls, request: RolloutRequest, rollout: Rollout) -> CutSteps:
         """Of a rollout that was read.
 
         Raises:
             SchemaError: a field's kind is unknown, or a value does not fit it.
         """
-        request, batch = rollout.request, rollout.batch.resolved()
+        batch = rollout.batch.resolved()
         if request.one_step:  # of a stock script's samples none share
             return cls(batch, [list(range(len(batch.total_lengths)))], None, None)
         place, shares = request.job.consensus.data_parallel_rank, list(rollout.shares)
@@ -85,10 +85,11 @@ class CutSteps:
         shares_them = found is not None and request.job.options.share_prefixes
         return cls(batch, steps, found, found.host if found and shares_them else None)
 
-    def statement(self, rollout: Rollout, **figures: Figure) -> Statement:
+    def statement(self, request: RolloutRequest, rollout: Rollout, **figures: Figure) -> Statement:
         """What all ranks must have alike, and what sharing saves on this one.
 
         Args:
+            request: what the call asked for.
             rollout: that was cut.
             **figures: more of them.
         """
@@ -99,12 +100,12 @@ class CutSteps:
         if batch.total_lengths and batch.steps is None:
             equal["global_batch_size"] = batch.global_batch_size
         saved = figures_of(self.found, batch.total_lengths, rollout.settings.cost_model)
-        reasons = reasons_to_say(rollout.request.job, self.found)
+        reasons = reasons_to_say(request.job, self.found)
         return Statement(equal=equal, figures={**figures, **saved}, tell=reasons)
 
-    def unplanned(self, rollout: Rollout) -> MicroBatchSchedule:
+    def unplanned(self, request: RolloutRequest, rollout: Rollout) -> MicroBatchSchedule:
         """The schedule before any step of it is planned; later batches know its fields."""
-        job, batch, settings = rollout.request.job, self.batch, rollout.settings
+        job, batch, settings = request.job, self.batch, rollout.settings
         # Their samples may be too few or too empty to tell.
         job.memory.told_fields |= batch.inferred()
         return MicroBatchSchedule(
@@ -122,7 +123,7 @@ class CutSteps:
             samples_per_step=batch.global_batch_size,
             # Others' plans are for statistics and records: nobody waits for them in training.
             gather_shards=GatheredShards(job.consensus),
-            scope="global" if rollout.request.exchanges else "local",
+            scope="global" if request.exchanges else "local",
             cost_model=settings.cost_model,
             learnt=rollout.learnt,
         )

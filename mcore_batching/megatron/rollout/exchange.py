@@ -45,22 +45,22 @@ from mcore_batching.planning import Problem, StepPlan, plan_step
 from mcore_batching.planning.planning_process import PlanRequest
 
 
-def plan_all_samples(rollout: Rollout) -> Planned:
+def plan_all_samples(request: RolloutRequest, rollout: Rollout) -> Planned:
     """Plan all ranks' samples, and move them; of several steps perhaps the first's. A collective.
 
     Raises:
         CollectiveError: on every rank, if any could not, or ranks disagree.
     """
-    request, settings = rollout.request, rollout.settings
+    settings = rollout.settings
     most = settings.config.max_context_parallel
     if most is not None:
         # All sizes that a row may have, before the plan: making a group is a collective over all
         # ranks, and a plan may give some size to rows of some ranks alone.
         make_row_groups(request.job, settings.dims.row_sizes(most))
-    cut, samples = _gathered(rollout)
+    cut, samples = _gathered(request, rollout)
     exchange = _Exchange(
         consensus=request.job.consensus,
-        unplanned=cut.unplanned(rollout),
+        unplanned=cut.unplanned(request, rollout),
         samples=samples,
         request=request,
         plan=request.plan,
@@ -86,19 +86,21 @@ def plan_all_samples(rollout: Rollout) -> Planned:
     return Planned(made, num_steps, functools.partial(rest.planned_later, kept[0]))
 
 
-def _gathered(rollout: Rollout) -> tuple[CutSteps, AllSamples]:
+def _gathered(request: RolloutRequest, rollout: Rollout) -> tuple[CutSteps, AllSamples]:
     """This rank's samples of every step, and those of all ranks by their lengths."""
 
     def work() -> tuple[CutSteps, Shard]:
-        cut = CutSteps.of(rollout)
+        cut = CutSteps.of(request, rollout)
         rows = tuple((tuple(step),) for step in cut.steps)
         return cut, Shard(cut.batch.total_lengths, rows, cut.hosts)
 
-    job = rollout.request.job
-    agreed, shards = job.consensus.gather(
-        "gathering lengths", work, lambda cut: cut.statement(rollout), failure=PlanningFailedError
+    def says(cut: CutSteps) -> Statement:
+        return cut.statement(request, rollout)
+
+    agreed, shards = request.job.consensus.gather(
+        "gathering lengths", work, says, failure=PlanningFailedError
     )
-    say_saving(job, agreed.figures, agreed.told)
+    say_saving(request.job, agreed.figures, agreed.told)
     return agreed.result, AllSamples.of(shards)
 
 

@@ -64,7 +64,7 @@ def plan_rollout(request: RolloutRequest, given: Any) -> Planned:
         PlanningFailedError: on every rank, if a step failed on any.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-    return _planned(read_rollout(request, given))
+    return _planned(request, read_rollout(request, given))
 
 
 def begin_step(request: RolloutRequest, given: Any) -> Callable[[], MicroBatchSchedule]:
@@ -84,47 +84,49 @@ def begin_step(request: RolloutRequest, given: Any) -> Callable[[], MicroBatchSc
     rollout = read_rollout(request, given)
     # Tokens in flight are known when micro-batches are filled, and choose among two fillings.
     if rollout.packed is not None and rollout.settings.config.max_inflight_tokens is None:
-        return functools.partial(_filled_alone, rollout)
-    schedule = _planned(rollout).schedule
+        return functools.partial(_filled_alone, request, rollout)
+    schedule = _planned(request, rollout).schedule
     return lambda: schedule
 
 
-def _planned(rollout: Rollout) -> Planned:
-    return plan_all_samples(rollout) if rollout.request.exchanges else _own_samples_planned(rollout)
+def _planned(request: RolloutRequest, rollout: Rollout) -> Planned:
+    if request.exchanges:
+        return plan_all_samples(request, rollout)
+    return _own_samples_planned(request, rollout)
 
 
-def _own_samples_planned(rollout: Rollout) -> Planned:
+def _own_samples_planned(request: RolloutRequest, rollout: Rollout) -> Planned:
     """Pack, fill and choose; of several steps perhaps the first alone. A collective."""
-    consensus = rollout.request.job.consensus
+    consensus = request.job.consensus
     if rollout.packed is not None:
-        unplanned = CutSteps.of(rollout).unplanned(rollout)
+        unplanned = CutSteps.of(request, rollout).unplanned(request, rollout)
         return Planned(_filled(consensus, unplanned, [rollout.packed], rollout.latest), 1)
     # Where nothing is searched for, packing takes less time than to start a process for it.
     searches = shapes_slots(rollout.settings.dims, rollout.settings.config)
-    now = 1 if searches and rollout.request.may_plan_ahead else None
+    now = 1 if searches and request.may_plan_ahead else None
 
     def work() -> tuple[CutSteps, list[PackedShard], list[StepShard]]:
-        cut = CutSteps.of(rollout)
+        cut = CutSteps.of(request, rollout)
         # All of them, while all ranks can be told what is wrong with later steps.
-        shards = _shards(rollout, cut)
+        shards = _shards(request, rollout, cut)
         later = [] if now is None else shards[now:]
         return cut, [shard.packed() for shard in shards[:now]], later
 
     def says(made: tuple[CutSteps, list[PackedShard], list[StepShard]]) -> Statement:
-        return made[0].statement(rollout, ends=_latest(made[1]))
+        return made[0].statement(request, rollout, ends=_latest(made[1]))
 
     agreed = consensus.agree("packing", work, says, failure=PlanningFailedError)
     cut, packed, later = agreed.result
-    say_saving(rollout.request.job, agreed.figures, agreed.told)
-    unplanned = cut.unplanned(rollout)
+    say_saving(request.job, agreed.figures, agreed.told)
+    unplanned = cut.unplanned(request, rollout)
     made = _filled(consensus, unplanned, packed, agreed.figures["ends"])
     plan_later = functools.partial(_packed_later, unplanned, later) if later else None
     return Planned(made, len(cut.steps), plan_later)
 
 
-def _filled_alone(rollout: Rollout) -> MicroBatchSchedule:
+def _filled_alone(request: RolloutRequest, rollout: Rollout) -> MicroBatchSchedule:
     """The only step, packed at once and filled to the count that is agreed on. Not a collective."""
-    unplanned, packed = CutSteps.of(rollout).unplanned(rollout), rollout.packed
+    unplanned, packed = CutSteps.of(request, rollout).unplanned(request, rollout), rollout.packed
     assert packed is not None
     # The only filling: there is another to choose from where tokens in flight are bounded.
     [filling] = packed.filled(rollout.latest)
@@ -149,15 +151,15 @@ def _packed_later(
     return _filled(consensus, unplanned, agreed.result, agreed.figures["ends"], plan)
 
 
-def _shards(rollout: Rollout, cut: CutSteps) -> list[StepShard]:
-    options, lengths = rollout.request.job.options, cut.batch.total_lengths
+def _shards(request: RolloutRequest, rollout: Rollout, cut: CutSteps) -> list[StepShard]:
+    options, lengths = request.job.options, cut.batch.total_lengths
     return [
         StepShard.of(
             options,
             rollout.settings,
             indices,
             [lengths[i] for i in indices],
-            rollout.request.forward_only,
+            request.forward_only,
         )
         # Who lies in a host's segment takes no room in a row, and comes back in `_with_steps`.
         for indices in computed_alone(tuple(map(tuple, cut.steps)), cut.hosts)

@@ -101,10 +101,9 @@ class RolloutRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """A request, and what is known of it once its settings and samples are read.
+    """What is known of a request once its settings and samples are read.
 
     Attributes:
-        request: what the call asked for.
         settings: the same on every rank.
         vocabulary_size: of the model; None where it does not say.
         learnt: what is known of costs when the plan is made; None where they are not learnt.
@@ -114,7 +113,6 @@ class Rollout:
         latest: the largest of its `ends` over all ranks.
     """
 
-    request: RolloutRequest
     settings: Settings
     vocabulary_size: int | None
     learnt: LearntCosts | None
@@ -174,7 +172,7 @@ def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
         say_oversize(request.job, settings, agreed.figures["longest sample"])
     batch, packed, figures = _shared(request, own, agreed)
     latest = figures.get("ends", [])
-    return Rollout(request, settings, vocabulary, learnt, batch, figures["samples"], packed, latest)
+    return Rollout(settings, vocabulary, learnt, batch, figures["samples"], packed, latest)
 
 
 def _shared(
