@@ -303,13 +303,14 @@ def test_wrong_call_on_one_rank_is_a_named_error_on_all(
 )
 def test_wrong_call_on_all_ranks_is_the_error_itself(job: Job, ranks: list[list[str]]) -> None:
     assert ranks[0] == ranks[1]
-    ahead, behind, no_function, lacking, no_batch, no_micro_batch = ranks[0]
+    ahead, behind, no_function, lacking, no_batch, no_micro_batch, own_plan = ranks[0]
     assert ahead.startswith("IndexError: step must be 0 to 0, got 7")
     assert behind.startswith("IndexError: step must be 0 to 0, got -1")
     assert no_function.startswith("TypeError: f must be a function of the logits, got NoneType")
     assert lacking.startswith("KeyError: 'rollout_data lacks total_lengths, response_lengths")
     assert no_batch.startswith("ConfigError: global_batch_size must be 0 or more, got -4")
     assert no_micro_batch.startswith("ConfigError: micro_batch_size must be 1 or more, got -1")
+    assert own_plan.startswith("DynamicBatchArgumentError: forward_only has no plan of its own")
 
 
 @pytest.mark.parametrize(

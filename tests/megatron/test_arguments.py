@@ -258,24 +258,27 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
         settings = Settings(ParallelDims(), config, CostModel())
         if forward_only:
             with pytest.raises(OversizeSampleError) as caught:
-                StepShard(Options.of(args), settings, [4, 7], [30, 5], forward_only)
+                StepShard.of(Options.of(args), settings, [4, 7], [30, 5], forward_only)
             assert str(caught.value).startswith("sample 4 has 30 tokens")
             assert f"set {FORWARD_CAP} to 30 or more, or" in caught.value.text(flag_of)
         else:
-            StepShard(Options.of(args), settings, [0, 1], [30, 5], forward_only)
+            StepShard.of(Options.of(args), settings, [0, 1], [30, 5], forward_only)
 
 
 def test_without_the_flag_there_is_no_cap() -> None:
-    config = Options.of(parse("--max-tokens-per-gpu", "9")).planner_config()
-    assert config.max_tokens_per_gpu > 10**12
-    assert config.fill == "placeholder"
+    args = parse("--max-tokens-per-gpu", "9")
+    args.micro_batch_size = 2
+    options = Options.of(args)
+    config = options.planner_config()
+    settings = Settings(ParallelDims(), config, CostModel())
+    packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed()
+    [filling] = packed.filled([4.0, 5.0])
+    assert filling.micro_batches == ((0, 1), (2, 3), (), (4,))
 
 
 def test_a_loop_of_its_own_without_the_flag_is_told_of_it() -> None:
-    options = Options.of(parse("--max-tokens-per-gpu", "9"))
-    settings = Settings(ParallelDims(), options.planner_config(), CostModel())
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and --max"):
-        StepShard(options, settings, [0, 1], [7, 5], False)
+        Options.of(parse("--max-tokens-per-gpu", "9")).planner_config()
 
 
 def test_missing_cap_says_what_to_set() -> None:

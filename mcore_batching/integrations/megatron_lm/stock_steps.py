@@ -24,8 +24,9 @@ from mcore_batching.integrations.megatron_lm.reading_ahead import (
 )
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA, unpadded_samples
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.rollout.data_iterator import protocol_of
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
+from mcore_batching.megatron.rollout.planning_protocol import begin_step
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.step.prepare import prepare
@@ -123,12 +124,11 @@ class StockSteps:
     ) -> PreparedStep:
         """Plan and collate a step; a collective over all ranks."""
         # One step needs fewer agreements: prepare() compares what is left to compare.
-        protocol = protocol_of(job.options)(
+        request = RolloutRequest(
             job,
             chunks,
-            lambda: self._read(drawn(), vocabulary_size(chunks)),
-            schema=STOCK_SCHEMA,
-            steps=None,
+            STOCK_SCHEMA,
+            lambda drawn: self._read(drawn(), vocabulary_size(chunks)),
             cost_model=cost_model,
             forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
@@ -136,8 +136,9 @@ class StockSteps:
             checked=checked,
             plan=plan,
         )
+        schedule = begin_step(request, drawn)
         return prepare(
-            job, chunks, operation, 0, protocol.begin(), forward_only=forward_only, change=stock_row
+            job, chunks, operation, 0, schedule, forward_only=forward_only, change=stock_row
         )
 
     def _plans_ahead(self, job: Job) -> PlansAhead | None:

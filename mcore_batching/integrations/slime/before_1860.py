@@ -27,9 +27,11 @@ from mcore_batching.integrations.slime.rollout_manager import NO_LEARNING, NO_SH
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.arguments import LEARNT
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches, schedule_of
+from mcore_batching.megatron.rollout.data_iterator import planned_iterators, schedule_of
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.rows.prepared_step import MODEL_INPUTS, PortableRow
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -78,7 +80,8 @@ def get_data_iterator(
         _row_multiple(getattr(args, "data_pad_size_multiplier", None) or 1),
         getattr(args, "dynamic_batch_pad_total_to", None) or 1,
     )
-    iterators, counts = plan_micro_batches(planning_args, model, lambda: _planned(rollout_data))
+    request = RolloutRequest(job_of(planning_args), model, DEFAULT_SCHEMA, _planned)
+    iterators, counts = planned_iterators(request, rollout_data)
     planned = schedule_of(iterators)
     # Rows are padded to a multiple of the tensor-parallel size, which is enough for sequence
     # parallelism. Samples must not be: slime finds tokens by unpadded lengths.

@@ -12,9 +12,7 @@ import copy
 import dataclasses
 import datetime
 import functools
-import hashlib
-import json
-from array import array
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 # Not by `dist.new_group`: slime puts another in its place, whose groups gloo's queries do not know.
-from torch.distributed.distributed_c10d import new_group
+from torch.distributed.distributed_c10d import new_group, new_subgroups_by_enumeration
 
 from mcore_batching.batch.agreement.consensus import (
     Agreement,
@@ -32,12 +30,12 @@ from mcore_batching.batch.agreement.consensus import (
     Statement,
     no_statement,
 )
+from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.agreement.rank_messages import RankMessages
-from mcore_batching.batch.errors import described
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
 from mcore_batching.megatron.job.arguments import flag_of
 from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
-from mcore_batching.megatron.job.flat_values import flat, unflat
+from mcore_batching.megatron.job.flat_values import exchanged, flat, unflat
 
 Received = TypeVar("Received")
 
@@ -74,9 +72,15 @@ class JobConsensus(Consensus):
             mismatch=PlanMismatchError,
             spell=flag_of,
         )
-        # Made at the first call that needs them: most jobs neither share nor exchange samples.
-        self._replica_group: dist.ProcessGroup | None = None
-        self._counterpart_group: dist.ProcessGroup | None = None
+
+    # Each made at the first call that needs it: most jobs neither share nor exchange samples.
+    @functools.cached_property
+    def _replica_group(self) -> dist.ProcessGroup | None:
+        return self._own_group(self.replicas)
+
+    @functools.cached_property
+    def _counterpart_group(self) -> dist.ProcessGroup | None:
+        return self._own_group(list(zip(*self.replicas, strict=True)))
 
     @functools.cached_property
     def of_rows(self) -> JobConsensus:
@@ -96,15 +100,11 @@ class JobConsensus(Consensus):
         """One for another thread, whose messages never meet those of this one. A collective."""
         made = JobConsensus(self._timeout.total_seconds(), NO_WATCH)
         # Now: groups are made by main threads, in the same order on all ranks.
-        made._replica_group = made._own_group(made.replicas)
-        made._counterpart_group = made._own_group(list(zip(*made.replicas, strict=True)))
+        _ = made._replica_group, made._counterpart_group
         return made
 
     def leave(self) -> None:
-        """Close this rank's connections, so that ranks that wait for it raise.
-
-        Nothing but this can be called again.
-        """
+        """Close this rank's connections, so that ranks that wait for it raise. For good."""
         groups = [each for each in vars(self).values() if isinstance(each, dist.ProcessGroup)]
         vars(self).clear()  # a group closes when nothing refers to it
         for group in groups:
@@ -144,29 +144,14 @@ class JobConsensus(Consensus):
             PipelineFailedError: on every rank that can be reached, if a value does not fit into
                 memory on any.
         """
-        if self._replica_group is None:
-            self._replica_group = self._own_group(self.replicas)
         has = RankMessages(self._world, self._replica).gather(bytes([value is not None]))
         having = [rank for rank, each in zip(self._replica, has, strict=True) if any(each)]
         # Nothing travels where all have it, or none: the latter is an error further down, raised
         # once all replicas have met.
-        sent: list[Any] = []
-        with self._watch.reporting("sharing data"):
-            if having and len(having) < len(self._replica):
-                own = value if self.rank == having[0] else None
-                sent = _sent(own, having[0], self._replica_group)
-
-        def work() -> Any:
-            # What cannot be sent arrives as the exception in words, to be raised with the others.
-            if not sent:
-                return value
-            if isinstance(sent[0], str):
-                raise TypeError(f"rollout_data cannot be sent to other ranks: {sent[0]}")
-            return _read(sent[0])
-
+        source = having[0] if 0 < len(having) < len(self._replica) else None
         agreed = self.agree(
             "sharing data",
-            work,
+            self.handed(lambda: value, source, self._replica_group),
             lambda shared: dataclasses.replace(says(shared), tell=bool(having), asks=not having),
             failure=PlanningFailedError,
         )
@@ -180,52 +165,81 @@ class JobConsensus(Consensus):
             raise PlanMismatchError(lacking)
         return agreed.result, agreed
 
-    def share(self, make: Callable[[], Any], source: int) -> Any:
-        """Hand what global rank ``source`` makes to all ranks. A collective over all ranks.
+    def handed(
+        self, make: Callable[[], Any], source: int | None, among: dist.ProcessGroup | None = None
+    ) -> Callable[[], Any]:
+        """What global rank ``source`` makes, by a broadcast; each rank's own if it is None.
 
-        Raises:
-            PlanningFailedError: on every rank, if that fails, or what it makes cannot be
-                serialised, or not be read on any.
-            PipelineFailedError: as `share_within_replica`.
+        A collective over the ranks of a group.
+
+        Args:
+            make: gives the value, on the source.
+            source: which rank hands it on.
+            among: the ranks that get it; None: all.
+
+        Returns:
+            gives the value; to be called in an agreement, since on the source it raises what making
+            it raised.
         """
-        agreed = self.agree(
-            "sharing data",
-            lambda: flat(make()) if self.rank == source else None,
-            failure=PlanningFailedError,
-        )
+        if source is None:
+            return make
+        failed: list[Exception] = []
+        box: list[Any] = [None]
         with self._watch.reporting("sharing data"):
-            box = [None if agreed.result is None else agreed.result.numpy().tobytes()]
-            dist.broadcast_object_list(box, src=source, group=self.group)
-        return self.agree(
-            "sharing data, received", lambda: _read(box[0]), failure=PlanningFailedError
-        ).result
+            if self.rank == source:
+                try:
+                    box = [flat(make()).numpy().tobytes()]
+                except Exception as exception:
+                    failed.append(exception)  # the others wait for the broadcast
+            dist.broadcast_object_list(box, src=source, group=among or self.group)
 
-    def gather_integers(self, own: Sequence[int], longest: int) -> list[list[int]]:
-        """The integers of every data-parallel rank. A collective over all ranks.
+        def read() -> Any:
+            if failed:
+                raise failed[0]
+            # Of nothing, the source says why in the same agreement.
+            data = bytearray(box[0] or b"")
+            return unflat(torch.frombuffer(data, dtype=torch.uint8)) if data else None
+
+        return read
+
+    def gather(
+        self,
+        stage: str,
+        work: Callable[[], tuple[Result, Any]],
+        says: Callable[[Result], Statement] = no_statement,
+        *,
+        among: Sequence[int] | None = None,
+        **errors: Any,
+    ) -> tuple[Agreement[Result], list[Any]]:
+        """Agree, and hear a value of each of some ranks, in their order. A collective over all.
 
         Args:
-            own: the same on all ranks of a replica, none of more than 64 bits.
-            longest: the most that any rank has, agreed on before.
+            stage: as for `agree`.
+            work: gives a result, and what the others are to hear.
+            says: this rank's part in the agreement, made of the result.
+            among: this rank and others, which all name the same; None: those that hold the same
+                place in each replica, so that all ranks of a replica hear alike.
+            **errors: as for `agree`.
         """
-        place = self._replica.index(self.rank)
-        counterparts = [ranks[place] for ranks in self.replicas]
-        integers = array("q", own)
-        longest *= integers.itemsize
-        gathered = self.gather_bytes(integers.tobytes(), longest, counterparts)
-        return [array("q", each).tolist() for each in gathered]
 
-    def gather_bytes(self, own: bytes, longest: int, ranks: Sequence[int]) -> list[bytes]:
-        """The bytes of each of some ranks, in their order. A collective over them.
+        def pickled() -> tuple[Result, bytes]:
+            result, value = work()
+            return result, pickle.dumps(value)
 
-        Args:
-            own: any number of bytes.
-            longest: the most that any rank has, agreed on before.
-            ranks: this one and others, which all name the same.
-        """
-        # Messages of one length on every rank; the first 8 bytes say how many of the others count.
-        padded = len(own).to_bytes(8, "little") + own.ljust(longest, b"\0")
-        gathered = RankMessages(self._world, ranks).gather(padded)
-        return [each[8 : 8 + int.from_bytes(each[:8], "little")] for each in gathered]
+        def with_size(made: tuple[Result, bytes]) -> Statement:
+            said = says(made[0])
+            figures = {**said.figures, "bytes": largest(len(made[1]))}
+            return dataclasses.replace(said, figures=figures)
+
+        agreed = self.agree(stage, pickled, with_size, **errors)
+        result, own = agreed.result
+        if among is None:
+            place = self._replica.index(self.rank)
+            among = [ranks[place] for ranks in self.replicas]
+        # A gather takes as much from every rank: the longest. Pickles end where they say.
+        gathered = RankMessages(self._world, among).gather(own.ljust(agreed.figures["bytes"]))
+        agreement = Agreement(result, agreed.told, agreed.figures)
+        return agreement, [pickle.loads(each) for each in gathered]
 
     def exchange(
         self,
@@ -256,39 +270,27 @@ class JobConsensus(Consensus):
                 into memory on any.
         """
 
-        def serialised() -> tuple[Result, torch.Tensor, torch.Tensor]:
+        def serialised() -> tuple[Result, list[torch.Tensor]]:
             result, values = work()
-            outgoing = [flat(value) for value in values]
-            return result, torch.cat(outgoing), torch.tensor([each.numel() for each in outgoing])
+            return result, [flat(value) for value in values]
 
-        result, leaving, sizes = self.agree(
+        result, leaving = self.agree(
             stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
         ).result
-        if self._counterpart_group is None:
-            self._counterpart_group = self._own_group(list(zip(*self.replicas, strict=True)))
-        group = self._counterpart_group
         with self._watch.reporting(stage):
-            # Sizes first: who receives must have the room before the bytes come.
-            arriving = torch.empty_like(sizes)
-            dist.all_to_all_single(arriving, sizes, group=group)
-            counts = arriving.tolist()
-            arrived = torch.empty(sum(counts), dtype=torch.uint8)
-            dist.all_to_all_single(arrived, leaving, counts, sizes.tolist(), group=group)
-        parts = torch.split(arrived, counts)
+            arrived = exchanged(leaving, self._counterpart_group)
         return self.agree(
             f"{stage}, received",
-            lambda: received(result, list(map(unflat, parts))),
+            lambda: received(result, list(map(unflat, arrived))),
             failure=PlanningFailedError,
         ).result
 
     def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The group of this rank's part, made by all ranks together."""
-        own = None
-        for ranks in partition:
-            # Every rank takes part in making every group, as torch.distributed requires.
-            group = new_group(list(ranks), backend="gloo", timeout=self._timeout)
-            if self.rank in ranks:
-                own = group
+        own: dist.ProcessGroup | None
+        own, _ = new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            list(map(list, partition)), timeout=self._timeout, backend="gloo"
+        )
         return own
 
 
@@ -297,25 +299,3 @@ def _ranks_by(labels: Sequence[Any]) -> list[list[int]]:
     return [
         [rank for rank, each in enumerate(labels) if each == label] for label in sorted(set(labels))
     ]
-
-
-def _read(data: bytes | None) -> Any:
-    """The value that `flat` made these bytes of."""
-    return unflat(torch.frombuffer(bytearray(data or b""), dtype=torch.uint8))
-
-
-def _sent(value: Any, source: int, group: dist.ProcessGroup | None) -> list[Any]:
-    """The value of rank ``source`` in bytes, one entry; what is wrong with it if it has none."""
-    box: list[Any] = [None]
-    if value is not None:
-        try:
-            box = [flat(value).numpy().tobytes()]
-        except Exception as exception:
-            box = [described(exception)]
-    dist.broadcast_object_list(box, src=source, group=group)
-    return box
-
-
-def digest_of(value: Any) -> str:
-    """A short digest of numbers and texts in lists, the same on every rank."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -12,11 +12,15 @@ quantised, those of wrapping classes) are pickled, as PyTorch does it.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _LENGTH_BYTES = 8  # of the pickled part's length: 64 bits
@@ -55,6 +59,23 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
 
 
+def exchanged(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The bytes that each rank of a group had for this one. A collective over the ranks.
+
+    Args:
+        parts: uint8 ``[bytes]`` for each rank, on a device that the group communicates for.
+        group: of the ranks.
+    """
+    # Sizes first: who receives must have the room before the bytes come.
+    sizes = torch.tensor([part.numel() for part in parts], device=parts[0].device)
+    arriving = torch.empty_like(sizes)
+    dist.all_to_all_single(arriving, sizes, group=group)
+    counts = arriving.tolist()  # waits for the device, once per exchange
+    received = parts[0].new_empty(sum(counts))
+    dist.all_to_all_single(received, torch.cat(list(parts)), counts, sizes.tolist(), group=group)
+    return list(torch.split(received, counts))
+
+
 def unflat(data: Tensor) -> Any:
     """The value. Inverse of `flat`.
 
@@ -65,6 +86,11 @@ def unflat(data: Tensor) -> Any:
     end = _LENGTH_BYTES + length
     pickled = data[_LENGTH_BYTES:end].numpy().tobytes()
     return _Unpickler(io.BytesIO(pickled), data[end:]).load()
+
+
+def digest_of(value: Any) -> str:
+    """A short digest of numbers and texts in lists, the same on every rank."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 class _Pickler(pickle.Pickler):

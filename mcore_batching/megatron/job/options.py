@@ -178,14 +178,14 @@ class Options:
     def planner_config(self, dims: ParallelDims | None = None) -> PlannerConfig:
         """The planner's settings.
 
-        Without ``--use-dynamic-batch-size`` there is no cap, and ranks with fewer micro-batches are
-        filled up with placeholders.
+        Without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size`` samples each,
+        however long, and ranks with fewer of them are filled up with placeholders.
 
         Args:
             dims: the job's parallel dims, by which CUDA has a default multiple of rows; None: none.
 
         Raises:
-            DynamicBatchArgumentError: ``--max-tokens-per-gpu`` is missing.
+            DynamicBatchArgumentError: micro-batches have neither a cap nor a size.
             ConfigError: a value is out of range.
         """
         if not self.use_dynamic_batch_size:
@@ -194,9 +194,18 @@ class Options:
                     f"{FLAGS['max_context_parallel']} plans under a cap: set "
                     "--use-dynamic-batch-size and --max-tokens-per-gpu as well"
                 )
+            if self.micro_batch_size is None:
+                raise DynamicBatchArgumentError(
+                    "micro-batches have no size: set --use-dynamic-batch-size and "
+                    "--max-tokens-per-gpu, or micro_batch_size to a number of samples"
+                )
             # No cap: Megatron's own micro-batches, packed as they come.
             return PlannerConfig(
                 max_tokens_per_gpu=sys.maxsize,
+                max_samples_per_row=at_least(
+                    "micro_batch_size", self.micro_batch_size, 1, ConfigError
+                ),
+                packing="first-fit",
                 fill="placeholder",
                 balance="none",
                 pad_each_to=self.planner["pad_each_to"],

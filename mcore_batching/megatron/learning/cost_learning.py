@@ -35,7 +35,7 @@ from mcore_batching.megatron.learning.pass_times import (
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
 from mcore_batching.planning.costs.layer_costs import costs_of_stage
 from mcore_batching.planning.learning.fit import WINDOW_STEPS, evidence, relearnt, slowness
 from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing
@@ -56,15 +56,13 @@ class CostLearner:
     def __init__(self) -> None:
         self.learnt: LearntCosts | None = None
         self._is_warm = False
-        self._shares_rows = self._in_lockstep = False
+        self._shares_rows = False
         self._unread: deque[TimedStep] = deque(maxlen=WINDOW_STEPS)
         # The newest step's rows, kept until all ranks know who waited for whom: those of this rank
         # by slot, and those that ranks share, of which the passes' times are yet to be joined.
         self._alone: dict[int, Timing] = {}
         self._shared: SharedTimes | None = None
         self._num_slots = 0  # of that step
-        self._stage: tuple[ParallelDims, int] | None = None
-        """The dims, and this rank's stage, where passes were timed."""
         self._alone_steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
         self._shared_steps: deque[list[Timing]] = deque(maxlen=WINDOW_STEPS)
 
@@ -130,26 +128,21 @@ class CostLearner:
         rows, sizes = rows_of(schedule, step), list(schedule.row_sizes(step))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         order = Schedule(dims=schedule.dims).order(stage, len(rows))
-        self._stage = schedule.dims, stage
         if len(marks) == 2 * len(order):  # else the schedule is none that is known here
             self._shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
             if self._shared is None:
                 sizes = [1] * len(rows)
             self._unread.append(TimedStep(rows, sizes, order, marks, weights, self._shared))
 
-    def evidence(
-        self, *, shares_rows: bool = False, in_lockstep: bool = False
-    ) -> dict[str, Figure]:
-        """This rank's measurements.
-
-        Reads the passes of the steps that have ended on the device. The same on every rank:
+    def evidence(self, dims: ParallelDims, config: PlannerConfig) -> dict[str, Figure]:
+        """This rank's measurements, of the steps that have ended on the device.
 
         Args:
-            shares_rows: rows may be on several ranks.
-            in_lockstep: ranks wait for each other in every slot, as with expert parallelism.
+            dims: of the job; in lockstep ranks wait for each other in every slot.
+            config: the planner's settings for training, which say if ranks share rows.
         """
         assert self.learnt is not None
-        self._shares_rows, self._in_lockstep = shares_rows, in_lockstep
+        self._shares_rows = config.max_context_parallel is not None
         self._alone = {}
         shared, costs = [0.0] * MAX_SHARED_PASSES, [math.inf] * MAX_SLOTS
         has_news = 0
@@ -161,21 +154,22 @@ class CostLearner:
             timings = step.timings(seconds)
             self._alone = {s: row for s, row in timings.items() if row.context_parallel == 1}
             self._num_slots = len(timings)
-            if not in_lockstep:  # else only rows that nobody waited in count: `learn` knows which
+            # In lockstep only rows that nobody waited in count, and `learn` knows which.
+            if not dims.in_lockstep:
                 self._alone_steps.append(list(self._alone.values()))
             if step.shared is not None and step.shared is self._shared:
                 shared = step.shared.seconds(seconds, slowness(self._alone_steps, self.learnt))
             if not self._unread:  # else ranks may have read different steps
                 costs = costs_of_slots([self._units(timings[slot]) for slot in sorted(timings)])
         model = self.learnt.cost_model
-        stage = costs_of_stage(model, *self._stage) if self._stage else model
+        stage = costs_of_stage(model, dims, parallel_state.get_pipeline_model_parallel_rank())
         figures = {
             "steps timed": largest(has_news),
             "evidence": rank_total(evidence(self._alone_steps, self.learnt, stage=stage)),
         }
-        if shares_rows:
+        if self._shares_rows:
             figures["seconds of shared passes"] = least(shared)
-        if in_lockstep:
+        if dims.in_lockstep:
             figures["costs of slots"] = largest(costs)
         return figures
 
@@ -194,11 +188,12 @@ class CostLearner:
         if not figures["steps timed"]:
             return
         # Of ranks in lockstep only the costliest row of a slot was waited for by nobody.
-        costs = figures["costs of slots"] if self._in_lockstep else None
+        costs = figures.get("costs of slots")
         if costs is not None:
             self._alone_steps.append(self._costliest(self._alone.items(), costs))
-        if self._shared is not None and self._shares_rows:
-            timed = self._shared.timings(figures["seconds of shared passes"])
+        seconds = figures.get("seconds of shared passes")
+        if self._shared is not None and seconds is not None:
+            timed = self._shared.timings(seconds)
             self._shared_steps.append(
                 [row for _, row in timed] if costs is None else self._costliest(timed, costs)
             )

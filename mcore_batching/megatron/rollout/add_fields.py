@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_batching.batch import Field
+from mcore_batching.batch import Field, make_placeholder
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.fields.field_checks import require_one_per_sample
+from mcore_batching.batch.fields.infer import infer_fields
+from mcore_batching.batch.fields.value_checks import require_vocabulary
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of, schedule_of
@@ -54,7 +57,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     # a field that another one refused.
     extended = job.consensus.agree(
         "adding fields, their values",
-        lambda: schedule_of(data_iterator).with_fields(fields, kinds),
+        lambda: _with_fields(schedule_of(data_iterator), fields, kinds),
         says,
         failure=PlanningFailedError,
     )
@@ -76,7 +79,8 @@ def _agreed_kinds(
         schedule = schedule_of(data_iterator)
         for name, values in fields.items():
             require_one_per_sample(name, values, schedule.num_samples)
-        return schedule.kinds_of(fields, job.memory.told_fields)
+        data = schedule.rollout_data | dict(fields)
+        return infer_fields(schedule.schema, data, job.memory.told_fields)[0]
 
     def lacking() -> set[str]:
         return set(fields) - set(schedule_of(data_iterator).schema)
@@ -95,6 +99,36 @@ def _agreed_kinds(
     told = {name: field for own in agreed.told.values() for name, field in own.items()}
     # Its own word first; if another rank's differs, the values' agreement is an error.
     return told | agreed.result, lacking()
+
+
+def _with_fields(
+    schedule: MicroBatchSchedule, fields: Mapping[str, Sequence[Any]], kinds: Mapping[str, Field]
+) -> MicroBatchSchedule:
+    """The schedule with further fields, or with other values of those it has.
+
+    Args:
+        schedule: of the batch.
+        fields: field name to one value per sample.
+        kinds: declarations of fields that the schema does not declare.
+
+    Raises:
+        SchemaError: a field's kind is unknown, or its values do not fit the samples.
+    """
+    data = schedule.rollout_data | {name: list(values) for name, values in fields.items()}
+    schema = schedule.schema
+    for name in fields:
+        if name in kinds and name not in schema:
+            schema = schema.with_field(kinds[name])
+    # All fields anew: values that were given again may be of another length or kind.
+    schema = schema.resolve(data, kinds)
+    data = schema.validate(data)
+    # An id beyond the embedding would show without the sample's name, or not at all.
+    if "tokens" in fields and schedule.vocabulary_size is not None:
+        require_vocabulary("tokens", data["tokens"], schedule.vocabulary_size)
+    # On a rank without samples the template is all there is to copy a placeholder from.
+    examples = {name: values or schedule.template.get(name) for name, values in data.items()}
+    template = make_placeholder(schema, list(data), examples)
+    return dataclasses.replace(schedule, rollout_data=data, schema=schema, template=template)
 
 
 def _require_dict(fields: Any) -> None:

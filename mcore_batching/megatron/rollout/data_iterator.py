@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema
@@ -10,10 +11,10 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.exchange import ExchangingProtocol
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.planned_rollout import NumMicroBatches, PlannedRollout
-from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import CostModel
 
@@ -119,18 +120,16 @@ def get_data_iterator(
     """Plan this rank's micro-batches together with all other ranks.
 
     A collective over all ranks. Each data-parallel rank packs its own samples, the counts are
-    compared, and ranks with fewer micro-batches split theirs, then add placeholders. The count
-    obeys the interleaved schedule's rule, rounded up.
+    compared, and ranks with fewer micro-batches split theirs, then add placeholders.
 
     Under ``--dynamic-batch-exchange``, and ``--dynamic-batch-context-parallel``, which implies it,
     the samples of all ranks are planned as one, and each moves to the ranks that run it. Outputs of
     `forward_only` come back to where their samples came from, and `add_fields` takes fields in that
     order; the iterators (``rollout_data``, `get_next`) hold the samples that run here.
 
-    Of several steps only the first is planned when this returns where planning takes long, under
-    the exchange or with pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: a thread
-    and a process plan the others, of the samples as they are now. What needs another step waits for
-    all of them; the first step of `forward_only` and `train_step` does not.
+    Of several steps only the first is planned when this returns, under the exchange or with
+    pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: a thread and a process plan
+    the others, of the samples as they are now. What needs one of these waits for all.
 
     Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
     and on the same rank, are computed in that one's segment of a row. Values, outputs and losses
@@ -141,10 +140,9 @@ def get_data_iterator(
             ``dynamic_batch_*`` options. Where ``use_dynamic_batch_size`` is there and False,
             micro-batches hold ``micro_batch_size`` samples each, however long.
         model: this rank's model chunks.
-        rollout_data: field name to one value per sample, for the samples of this data-parallel
-            rank; ``tokens``, ``total_lengths`` and ``response_lengths`` are required. The ranks of
-            a replica (pipeline, tensor, context) may all hold it, or only some: it is then sent
-            to those that pass None. A data-parallel rank may have no samples (empty lists).
+        rollout_data: field name to one value per sample of this data-parallel rank, which may have
+            none (empty lists); ``tokens``, ``total_lengths`` and ``response_lengths`` are required.
+            It is sent to ranks of a replica (pipeline, tensor, context) that pass None.
         schema: the kind of every field; extend it with `Schema.declare` for fields of your own.
             Undeclared fields are inferred from samples of any rank or an earlier batch.
         steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
@@ -166,13 +164,16 @@ def get_data_iterator(
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
 
-    def read() -> dict[str, list[Any]] | None:
-        options = Options.of(args)
-        # Checked inside the first agreement: raised before it, the other ranks would wait.
-        check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
-        return rollout_data
+    job = job_of(args)
+    read = functools.partial(_read, job.options)
+    request = RolloutRequest(job, model, schema, read, steps, cost_model)
+    return planned_iterators(request, rollout_data)
 
-    return plan_micro_batches(args, model, read, schema=schema, steps=steps, cost_model=cost_model)
+
+def _read(options: Options, given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+    # Inside the first agreement: raised before it, the other ranks would wait.
+    check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
+    return given
 
 
 def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
@@ -193,54 +194,18 @@ def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
         )
 
 
-def protocol_of(options: Options) -> type[PlanningProtocol]:
-    """The protocol by which the arguments ask to plan."""
-    return ExchangingProtocol if options.exchanges_samples else PlanningProtocol
-
-
-def plan_micro_batches(
-    args: Any,
-    model: list[Any],
-    read: Callable[[], dict[str, list[Any]] | None],
-    *,
-    schema: Schema = DEFAULT_SCHEMA,
-    steps: Iterable[Iterable[int]] | None = None,
-    cost_model: CostModel | None = None,
-    forward_only: bool = False,
+def planned_iterators(
+    request: RolloutRequest, given: Any
 ) -> tuple[list[DataIterator], Sequence[int]]:
-    """`get_data_iterator` for rollout data that is yet to be read.
-
-    Args:
-        args: as in `get_data_iterator`.
-        model: this rank's model chunks.
-        read: gives this rank's rollout data; what it raises is raised on every rank.
-        schema: the kind of every field.
-        steps: as in `get_data_iterator`.
-        cost_model: as in `get_data_iterator`.
-        forward_only: plan for forward passes alone, under their own cap if they have one.
-
-    Returns:
-        as `get_data_iterator`.
-
-    Raises:
-        CollectiveError: as `get_data_iterator`.
-    """
-    job = job_of(args)
-    protocol = protocol_of(job.options)(
-        job,
-        model,
-        read,
-        schema=schema,
-        steps=steps,
-        cost_model=cost_model,
-        forward_only=forward_only,
-    )
-    schedule = protocol.run()
+    """As `get_data_iterator`, of any request. A collective over all ranks."""
+    planned = plan_rollout(request, given)
+    schedule = planned.schedule
     # Shared, so that `add_fields` on one list reaches every stage's iterator.
-    rollout, counts = PlannedRollout(schedule), schedule.num_microbatches
-    if protocol.make_all is not None:
-        wait = job.memory.only(PlansAhead).begin_rollout(job, protocol.make_all)
-        rollout = PlannedRollout(schedule, wait, protocol.num_steps)
+    rollout = PlannedRollout(schedule)
+    counts: Sequence[int] = schedule.num_microbatches
+    if planned.plan_later is not None:
+        wait = request.job.memory.only(PlansAhead).begin_rollout(request.job, planned.make_all)
+        rollout = PlannedRollout(schedule, wait, planned.num_steps)
+        counts = NumMicroBatches(rollout)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
-    iterators = [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)]
-    return iterators, counts if protocol.make_all is None else NumMicroBatches(rollout)
+    return [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)], counts

@@ -1,235 +1,219 @@
 """Planning of all data-parallel ranks' samples as one, and the exchange that it asks for.
 
+Samples are numbered through, data-parallel rank after data-parallel rank:
+
+    rank 0 holds samples 0 1 2, rank 1 holds 3 4
+    plan: rank 0 runs ((1, 4),), rank 1 ((0, 3), (2,))
+    moved: 4 to rank 0, 0 and 2 to rank 1
+
 Lengths are gathered first, and every rank makes the same plan of them; only then do samples move,
 each once, to the rank that runs it, or to the ranks that share its row. Samples that share a
 segment move together, and the plan is of their hosts alone. They are found on the rank that brings
 them: turns of a trajectory that several ranks bring are in as many segments.
+
+A rank holds the samples of one step behind those of another, whether all steps are planned at once
+or the later ones in a thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
-import pickle
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.batch.agreement.figures import largest
-from mcore_batching.batch.rows.prefixes import Hosts, samples_of_hosts
+from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.job.consensus import digest_of
-from mcore_batching.megatron.job.flat_values import flat, unflat
-from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.job.flat_values import digest_of, flat, unflat
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.all_samples import AllSamples
+from mcore_batching.megatron.rollout.cut_steps import CutSteps, Planned
 from mcore_batching.megatron.rollout.maker import Plan
-from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
-from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
+from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest
 from mcore_batching.megatron.rollout.sharing import say_saving
 from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
-from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule
-from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard, with_hosted
+from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule, digest_of_plans
+from mcore_batching.megatron.rows.shards import Shard, with_hosted
 from mcore_batching.planning import Problem, StepPlan, plan_step
 from mcore_batching.planning.planning_process import PlanRequest
 
-_Laid = tuple[tuple[GlobalPlan, ...], SampleMoves, str]
-"""Plans, where their samples move, and the plans' digest."""
+
+def plan_all_samples(request: RolloutRequest, rollout: Rollout) -> Planned:
+    """Plan all ranks' samples, and move them; of several steps perhaps the first's. A collective.
+
+    Raises:
+        CollectiveError: on every rank, if any could not, or ranks disagree.
+    """
+    settings = rollout.settings
+    most = settings.config.max_context_parallel
+    if most is not None:
+        # All sizes that a row may have, before the plan: making a group is a collective over all
+        # ranks, and a plan may give some size to rows of some ranks alone.
+        make_row_groups(request.job, settings.dims.row_sizes(most))
+    cut, samples = _gathered(request, rollout)
+    exchange = _Exchange(
+        consensus=request.job.consensus,
+        unplanned=cut.unplanned(request, rollout),
+        samples=samples,
+        request=request,
+        plan=request.plan,
+    )
+    num_steps = len(samples.steps)
+    if num_steps < 2 or not request.may_plan_ahead:
+        return Planned(exchange.moved(), num_steps)
+    first = dataclasses.replace(samples, steps=samples.steps[:1])
+    later = dataclasses.replace(samples, steps=samples.steps[1:])
+    kept = list[Tensor]()
+
+    def keep() -> None:
+        # While all ranks can be told what is wrong with later steps, and before the caller can
+        # change its values.
+        for step in later.steps:
+            with exchange.naming(step[0]):
+                Problem.of(later.lengths_of(step), settings.dims, settings.config)
+        kept.append(flat(cut.batch.data))
+
+    made = dataclasses.replace(exchange, samples=first).moved(keep)
+    unplanned = dataclasses.replace(exchange.unplanned, rollout_data={})
+    rest = dataclasses.replace(exchange, samples=later, unplanned=unplanned)
+    return Planned(made, num_steps, functools.partial(rest.planned_later, kept[0]))
 
 
-class ExchangingProtocol(PlanningProtocol):
-    """Planning over all ranks' samples, which move where the plan wants them.
+def _gathered(request: RolloutRequest, rollout: Rollout) -> tuple[CutSteps, AllSamples]:
+    """This rank's samples of every step, and those of all ranks by their lengths."""
 
-    Samples are numbered through, data-parallel rank after data-parallel rank:
+    def work() -> tuple[CutSteps, Shard]:
+        cut = CutSteps.of(request, rollout)
+        rows = tuple((tuple(step),) for step in cut.steps)
+        return cut, Shard(cut.batch.total_lengths, rows, cut.hosts)
 
-        rank 0 holds samples 0 1 2, rank 1 holds 3 4
-        plan: rank 0 runs ((1, 4),), rank 1 ((0, 3), (2,))
-        moved: 4 to rank 0, 0 and 2 to rank 1
+    def says(cut: CutSteps) -> Statement:
+        return cut.statement(request, rollout)
 
-    Of several steps the first alone is planned and moved here, and the others in a thread, unless
-    ``--dynamic-batch-no-plan-ahead`` is set. Either way a rank holds the samples of one step behind
-    those of another.
+    agreed, shards = request.job.consensus.gather(
+        "gathering lengths", work, says, failure=PlanningFailedError
+    )
+    say_saving(request.job, agreed.figures, agreed.told)
+    return agreed.result, AllSamples.of(shards)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Exchange:
+    """Steps that are about to be planned, and whose samples are about to move.
+
+    Attributes:
+        consensus: between the ranks.
+        unplanned: what the steps are of; its rollout data are the samples that this rank brought.
+        samples: of all ranks, and the steps.
+        request: what the call asked for.
+        plan: plans all samples of one step; None: in line.
     """
 
-    scope: Literal["local", "global"] = "global"
+    consensus: JobConsensus
+    unplanned: MicroBatchSchedule
+    samples: AllSamples
+    request: RolloutRequest
+    plan: Callable[[PlanRequest], StepPlan] | None
 
-    def lay_out(self) -> None:
-        """Plan all ranks' samples, and move them; those of later steps perhaps not yet."""
-        most = self.settings.config.max_context_parallel
-        if most is not None:
-            # All sizes that a row may have, before the plan: making a group is a collective over
-            # all ranks, and a plan may give some size to rows of some ranks alone.
-            make_row_groups(self.job, self.settings.dims.row_sizes(most))
+    def moved(self, also: Callable[[], None] = lambda: None) -> MicroBatchSchedule:
+        """The schedule of the samples that this rank runs. A collective over all ranks.
+
+        Args:
+            also: what else may fail on one rank.
+        """
+        samples, unplanned = self.samples, self.unplanned
+        lengths, hosts = samples.lengths, samples.hosts
+        together = self._planned_together([samples.lengths_of(step) for step in samples.steps])
         # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
         # brought.
-        num_ranks = self.settings.config.num_ranks(self.settings.dims)
-        self._sharing = num_ranks // self.settings.dims.data_parallel
-        self._own = parallel_state.get_data_parallel_rank(with_context_parallel=self._sharing > 1)
-        samples = AllSamples.of(self._gathered())
-        self.num_steps = len(samples.steps)
-        if self.num_steps < 2 or not self.may_wait:
-            self._moved(samples)
-            return
-        first = dataclasses.replace(samples, steps=samples.steps[:1])
-        later = dataclasses.replace(samples, steps=samples.steps[1:])
-        rest, kept = copy.copy(self), list[Tensor]()
+        num_ranks = unplanned.config.num_ranks(unplanned.dims)
+        sharing = num_ranks // unplanned.dims.data_parallel
+        own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
 
-        def keep() -> None:
-            # While all ranks can be told what is wrong with later steps, and before the caller can
-            # change its values.
-            for step in later.steps:
-                with self._naming(step[0]):
-                    Problem.of(later.lengths_of(step), self.settings.dims, self.settings.config)
-            kept.append(flat(self.batch.data))
+        def work() -> tuple[tuple[tuple[GlobalPlan, ...], SampleMoves], list[Any]]:
+            plans = tuple(self._global_plan(step, together) for step in range(len(samples.steps)))
+            also()
+            members = samples_of_hosts(hosts)
+            runs_on = [_run_on(rank, plans, members) for rank in range(num_ranks)]
+            moves = SampleMoves(own, samples.first, runs_on, sharing)
+            return (plans, moves), moves.outgoing(unplanned.rollout_data)
 
-        self._moved(first, keep)
-        self._follow = functools.partial(rest._followed, later, kept[0])
+        def says(made: tuple[tuple[GlobalPlan, ...], SampleMoves]) -> Statement:
+            return Statement(
+                equal={
+                    "plan (sha256)": digest_of_plans(made[0]),
+                    # The ranks of a replica each heard of their own counterparts' lengths.
+                    "lengths of all samples (sha256)": digest_of(lengths),
+                    "hosts of all samples (sha256)": digest_of(hosts),
+                }
+            )
 
-    def choose(self) -> tuple[MicroBatches, ...]:
-        """Every step's micro-batches of this rank, as indices of the samples it now holds."""
-        # The plan counts all ranks' samples through; iterators index those that are here.
-        own, local = self._moves.own, self._moves.places
-        return tuple(
-            tuple(tuple(local[number] for number in row) for row in made.rows_on(own))
-            for made in self._plans
+        (plans, moves), arranged = self.consensus.exchange(
+            "planning all samples",
+            work,
+            says,
+            lambda made, incoming: (made, made[1].arranged(incoming)),
         )
+        return self._scheduled(plans, moves, arranged)
 
-    def _schedule(
-        self, chosen: tuple[MicroBatches, ...], own_digest: str = ""
+    def planned_later(
+        self, kept: Tensor, consensus: JobConsensus, plan: Plan
     ) -> MicroBatchSchedule:
-        """The schedule, which also knows where outputs go."""
-        made = super()._schedule(chosen, own_digest)
-        return dataclasses.replace(made, moves=self._moves, plans=self._plans)
+        """As `moved`, of rollout data that were kept `flat`."""
+        unplanned = dataclasses.replace(self.unplanned, rollout_data=unflat(kept))
+        now = dataclasses.replace(self, consensus=consensus, unplanned=unplanned, plan=plan)
+        return now.moved()
 
-    def _followed(
-        self,
-        samples: AllSamples,
-        kept: Tensor,
-        first: MicroBatchSchedule,
-        job: Job,
-        operation: str,
-        plan: Plan,
+    def _scheduled(
+        self, plans: tuple[GlobalPlan, ...], moves: SampleMoves, arranged: Columns
     ) -> MicroBatchSchedule:
-        """The schedule of all steps, `samples` of the later ones. A collective, in the thread."""
-        del operation
-        of_main, self.consensus, self.plan = self.consensus, job.consensus, plan
-        self.batch = dataclasses.replace(self.batch, data=unflat(kept))
-        self._moved(samples)
-        assert first.moves is not None
-        held, both = first.num_samples, zip(first.moves.runs_on, self._moves.runs_on, strict=True)
-        steps = first.steps + tuple(
-            tuple(tuple(held + i for i in indices) for indices in step)
-            for step in with_hosted(self.choose(), self.hosts)
+        """Of the samples that are here now, by their places among these."""
+        place, hosts = moves.places, None
+        if self.unplanned.hosts is not None:
+            # A host is always here as well: `_run_on` moves the samples of a segment together.
+            hosts = [place[self.samples.hosts[number]] for number in moves.held]
+        steps = tuple(
+            tuple(tuple(place[number] for number in row) for row in made.rows_on(moves.own))
+            for made in plans
         )
-        hosts = None
-        if first.hosts is not None and self.hosts is not None:
-            hosts = [*first.hosts, *(held + host for host in self.hosts)]
-        later = self.batch.data
-        data = {name: [*values, *later[name]] for name, values in first.rollout_data.items()}
-        plans = (*first.plans, *self._plans)
         return dataclasses.replace(
-            first,
-            rollout_data=data,
-            steps=steps,
+            self.unplanned,
+            # A rank that runs no samples got none, and still needs the fields for placeholders.
+            rollout_data={name: arranged.get(name, []) for name in self.unplanned.template},
+            steps=with_hosted(steps, hosts),
             hosts=hosts,
-            plan_digest=_digest(plans),
-            # The main thread's: it is the one that reads them.
-            gather_shards=GatheredShards(of_main, Shard(data["total_lengths"], steps, hosts)),
-            moves=dataclasses.replace(first.moves, runs_on=[[*a, *b] for a, b in both]),
+            plan_digest=digest_of_plans(plans),
+            moves=moves,
             plans=plans,
         )
 
-    def _gathered(self) -> list[Shard]:
-        """The lengths and steps of every data-parallel rank."""
-
-        def work() -> tuple[RolloutBatch, Shard, Hosts | None]:
-            batch, steps = self.batch.resolved(), self._own_steps()
-            found = self._look_for_hosts(batch, steps)
-            rows = tuple((tuple(step),) for step in steps)
-            return batch, Shard(batch.total_lengths, rows, self.hosts), found
-
-        def says(made: tuple[RolloutBatch, Shard, Hosts | None]) -> Statement:
-            batch, shard, found = made
-            room = largest(len(shard.integers()))
-            return self._statement_of_steps(batch, len(shard.steps), found, {"integers": room})
-
-        agreed = self.consensus.agree("gathering lengths", work, says, failure=PlanningFailedError)
-        self.batch, own, _ = agreed.result
-        say_saving(self.job, agreed.figures, agreed.told)
-        # Padded to the longest, since a gather takes as much from every rank: hence "integers".
-        gathered = self.consensus.gather_integers(own.integers(), agreed.figures["integers"])
-        return list(map(Shard.of_integers, gathered))
-
-    def _moved(self, samples: AllSamples, also: Callable[[], None] = lambda: None) -> None:
-        """Plan, hand over what the plan wants elsewhere, and hold what it wants here.
-
-        Args:
-            samples: of the steps that are planned.
-            also: what else may fail on one rank.
-        """
-        lengths, hosts, members = samples.lengths, samples.hosts, samples_of_hosts(samples.hosts)
-        together = self._planned_together([samples.lengths_of(step) for step in samples.steps])
-
-        def work() -> tuple[_Laid, list[Any]]:
-            plans = tuple(
-                self._global_plan(samples, step, together) for step in range(len(samples.steps))
-            )
-            also()
-            num_ranks = self._sharing * self.settings.dims.data_parallel
-            runs_on = [_run_on(rank, plans, members) for rank in range(num_ranks)]
-            moves = SampleMoves(self._own, samples.first, runs_on, self._sharing)
-            return (plans, moves, _digest(plans)), moves.outgoing(self.batch.data)
-
-        def says(made: _Laid) -> Statement:
-            # The ranks of a replica each heard of their own counterparts' lengths.
-            of_all = {
-                "lengths of all samples (sha256)": digest_of(lengths),
-                "hosts of all samples (sha256)": digest_of(hosts),
-            }
-            return Statement(equal={"plan (sha256)": made[2], **of_all})
-
-        def received(made: _Laid, incoming: list[Any]) -> tuple[_Laid, Columns]:
-            return made, made[1].arranged(incoming)
-
-        (self._plans, self._moves, self.plan_digest), arranged = self.consensus.exchange(
-            "planning all samples", work, says, received
-        )
-        # A rank that runs no samples got none, and still needs the fields for placeholders.
-        data = {name: arranged.get(name, []) for name in self.batch.template}
-        held = [lengths[number] for number in self._moves.held]
-        self.batch = dataclasses.replace(self.batch, data=data, total_lengths=held)
-        if self.hosts is not None:
-            # A host is always here as well: `_run_on` moves the samples of a segment together.
-            self.hosts = [self._moves.places[hosts[number]] for number in self._moves.held]
-
-    def _global_plan(
-        self, samples: AllSamples, step: int, made: Sequence[StepPlan] | None
-    ) -> GlobalPlan:
+    def _global_plan(self, step: int, made: Sequence[StepPlan] | None) -> GlobalPlan:
         """The plan of one step.
 
         Args:
-            samples: of all ranks.
             step: its number.
             made: the plans of all steps, where they are made; None: make it here.
         """
-        computed, hosted = samples.steps[step]
-        lengths = samples.lengths_of(samples.steps[step])
+        computed, hosted = self.samples.steps[step]
+        lengths = self.samples.lengths_of(self.samples.steps[step])
         # A sample over the cap is found inside the agreement, so that all ranks raise.
-        with self._naming(computed):
+        with self.naming(computed):
             planned = made[step] if made else self._planned(lengths)
-        hosted_lengths = tuple(samples.lengths[number] for number in hosted)
-        return GlobalPlan(
-            dataclasses.replace(planned, hosted_lengths=hosted_lengths), computed, lengths
-        )
+        hosted_lengths = tuple(self.samples.lengths[number] for number in hosted)
+        planned = dataclasses.replace(planned, hosted_lengths=hosted_lengths)
+        return GlobalPlan(planned, computed, lengths)
 
-    def _naming(self, computed: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+    def naming(self, computed: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Let the planner's errors name samples by their number over all ranks."""
-        return self.job.options.naming_the_cap(forward_only=self.forward_only, samples=computed)
+        forward_only = self.request.forward_only
+        return self.request.job.options.naming_the_cap(forward_only=forward_only, samples=computed)
 
     def _planned_together(self, of_steps: Sequence[Sequence[int]]) -> list[StepPlan] | None:
         """The plans of all steps, each made by one rank of a block; None where that is no gain.
@@ -240,42 +224,38 @@ class ExchangingProtocol(PlanningProtocol):
             of_steps: lengths of the samples of each, the same on all ranks.
         """
         ranks, count = self.consensus.ranks, len(of_steps)
-        # Blocks of neighbours, with a rank for every step where there are as many ranks.
-        blocks = max(1, len(ranks) // max(count, 1))
         if count == 1 or len(ranks) == 1:
             return None
-        of_block = [
-            ranks[len(ranks) * block // blocks : len(ranks) * (block + 1) // blocks]
-            for block in range(blocks)
-        ]
+        # Blocks of neighbours, with a rank for every step where there are as many ranks.
+        blocks = max(1, len(ranks) // max(count, 1))
+        bounds = [len(ranks) * number // blocks for number in range(blocks + 1)]
+        of_block = [ranks[start:end] for start, end in itertools.pairwise(bounds)]
         [block] = [each for each in of_block if self.consensus.rank in each]
         place = block.index(self.consensus.rank)
 
-        def work() -> bytes:
+        def work() -> tuple[None, list[StepPlan] | None]:
             # Not raised: on the other ranks of the block another step may be planned.
             with contextlib.suppress(Exception):
-                return pickle.dumps([self._planned(step) for step in of_steps[place :: len(block)]])
-            return b""
+                return None, [self._planned(step) for step in of_steps[place :: len(block)]]
+            return None, None
 
-        def says(made: bytes) -> Statement:
-            return Statement(
-                equal={"lengths of all samples (sha256)": digest_of(of_steps)},
-                figures={"bytes": largest(len(made)), "not planned": largest(int(not made))},
-            )
-
-        agreed = self.consensus.agree("planning steps", work, says, failure=PlanningFailedError)
-        if agreed.figures["not planned"]:
+        equal = {"lengths of all samples (sha256)": digest_of(of_steps)}
+        _, by_rank = self.consensus.gather(
+            "planning steps",
+            work,
+            lambda _: Statement(equal=equal),
+            among=block,
+            failure=PlanningFailedError,
+        )
+        if None in by_rank:
             return None
-        parts = self.consensus.gather_bytes(agreed.result, agreed.figures["bytes"], block)
-        by_rank = [pickle.loads(part) for part in parts]
         return [by_rank[step % len(block)][step // len(block)] for step in range(count)]
 
     def _planned(self, lengths: Sequence[int]) -> StepPlan:
-        settings = self.settings
-        of = settings.dims, settings.config, settings.cost_model
+        of = self.unplanned.dims, self.unplanned.config, self.unplanned.cost_model
         if self.plan is not None:
             return self.plan(PlanRequest(tuple(lengths), *of))
-        return plan_step(lengths, *of, forward_only=self.forward_only)
+        return plan_step(lengths, *of, forward_only=self.request.forward_only)
 
 
 def _run_on(
@@ -289,7 +269,3 @@ def _run_on(
         for made in plans
         for number in sorted(n for row in made.rows_on(rank) for host in row for n in members[host])
     ]
-
-
-def _digest(plans: Sequence[GlobalPlan]) -> str:
-    return digest_of([each.plan.digest() for each in plans])

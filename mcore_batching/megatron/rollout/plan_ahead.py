@@ -149,10 +149,7 @@ class PlansAhead:
             figures = {"made ahead": least(int(made is not None))}
             if learner is None:
                 return Statement(figures=figures)
-            evidence = learner.evidence(
-                shares_rows=settings.config.max_context_parallel is not None,
-                in_lockstep=settings.dims.in_lockstep,
-            )
+            evidence = learner.evidence(settings.dims, settings.config)
             equal = {"what was learnt of costs": learner.state_dict()}
             return Statement(equal=equal, figures=figures | evidence)
 

@@ -8,7 +8,8 @@ from typing import Any, overload
 
 from mcore_batching.batch import Schema
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning.integers import as_integer
@@ -46,12 +47,6 @@ class PlannedRollout:
         if self._wait is not None:
             self._schedule = self._wait()
             self._wait = None
-            # As other ranks may still know it: of the first step all compare the digest, and gather
-            # plans.
-            digest, gather = self._first.plan_digest, self._first.gather_shards
-            self._first = dataclasses.replace(
-                self._schedule, plan_digest=digest, gather_shards=gather
-            )
         return self._schedule
 
     def of_step(self, step: Any) -> MicroBatchSchedule:
@@ -88,21 +83,20 @@ class PlannedRollout:
             return self
         if self._for_forward_passes is None:
             shared = self.schedule
-            # Never the exchanging protocol: samples that were exchanged stay where training runs
-            # them. Fields that were added need not be on all stages, and no plan needs them.
-            own = PlanningProtocol(
+            # Fields that were added need not be on all stages, and no plan needs them.
+            request = RolloutRequest(
                 job,
                 model,
-                lambda: {name: shared.rollout_data[name] for name in REQUIRED_FIELDS},
-                schema=Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
+                Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
                 # In the order of the rollout data: packing again must not depend on training's
                 # plan.
                 steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
                 cost_model=shared.cost_model,
-                config=shared.config,
                 forward_only=True,
-                hosts=shared.hosts,
-            ).run()
+                training=shared,
+            )
+            given = {name: shared.rollout_data[name] for name in REQUIRED_FIELDS}
+            own = plan_rollout(request, given).schedule
             own = dataclasses.replace(
                 own,
                 rollout_data=shared.rollout_data,

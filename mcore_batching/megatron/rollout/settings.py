@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.megatron import compat
@@ -89,19 +88,15 @@ def say_oversize(job: Job, settings: Settings, longest: int) -> None:
         settings: of training.
         longest: tokens of the longest sample of all ranks.
     """
-    config, said = settings.config, job.memory.said
-    if config.on_oversize == "error" or "oversize" in said:
+    if settings.config.on_oversize == "error":
         return
-    problem = Problem.of([longest], settings.dims, config)
+    problem = Problem.of([longest], settings.dims, settings.config)
     if problem.oversize:
-        # On every rank alike, since all know the longest sample; one of them prints.
-        said.add("oversize")
         over = problem.oversize_error()
-        if dist.get_rank() == dist.get_world_size() - 1:
-            print(
-                f"mcore_batching: a sample has {over.length} tokens, {over.padded_length} "
-                f"after padding, over the cap of {over.cap} of a micro-batch: it runs alone, "
-                "as all such samples do, and takes the memory of its length; "
-                f"--max-tokens-per-gpu {over.needed_max_tokens_per_gpu} would hold it",
-                flush=True,
-            )
+        job.say_once(
+            "oversize",
+            f"a sample has {over.length} tokens, {over.padded_length} after padding, over the cap "
+            f"of {over.cap} of a micro-batch: it runs alone, as all such samples do, and takes the "
+            f"memory of its length; --max-tokens-per-gpu {over.needed_max_tokens_per_gpu} would "
+            "hold it",
+        )

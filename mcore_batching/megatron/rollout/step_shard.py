@@ -1,126 +1,128 @@
-"""This rank's samples of one optimizer step, packed and filled by the planner."""
+"""This rank's samples of one optimizer step: packed, then filled up to the count of all ranks.
+
+packed = StepShard.of(options, settings, indices, lengths, forward_only).packed()
+latest = element-wise maximum of packed.ends over all ranks
+packed.filled(latest)       micro-batches with each number that is left to choose from
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import methodcaller
+from typing import NamedTuple
 
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.maker import Plan
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.shards import MicroBatches
 from mcore_batching.planning import (
-    ConfigError,
     Problem,
     ShardOutlook,
-    at_least,
     fill_shard,
     pack_shard,
     shard_ends,
     shard_outlook,
     soonest_counts,
-    soonest_filling,
 )
 from mcore_batching.planning.pipeline import SplitStage
 from mcore_batching.planning.planning_process import Call
 from mcore_batching.planning.shard import split_shard
 
+IN_LINE: Plan = methodcaller("plan")
+"""Plans where it is called."""
 
+
+@dataclass(frozen=True)
 class StepShard:
-    """This rank's samples of one optimizer step, and what the planner makes of them.
-
-    Args:
-        options: without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size``
-            samples each.
-        settings: the same on every rank.
-        indices: local sample indices of the step.
-        lengths: total length of each of them, in tokens.
-        forward_only: plan for forward passes alone.
+    """This rank's samples of one optimizer step.
 
     Attributes:
-        plan: plans what takes long; in line at first.
-        ends: of `shard_ends`, of which all ranks need the largest; from `pack` on.
-        filled: the micro-batches with each number that is left to choose from, as local sample
-            indices, from `fill` on.
+        problem: to the planner they count from 0.
+        indices: local sample indices.
     """
 
-    def __init__(
-        self,
+    problem: Problem
+    indices: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
         options: Options,
         settings: Settings,
         indices: Sequence[int],
         lengths: list[int],
         forward_only: bool,
-    ) -> None:
+    ) -> StepShard:
+        """Of samples by their lengths.
+
+        Args:
+            options: of the job.
+            settings: the same on every rank.
+            indices: local sample indices of the step.
+            lengths: total length of each of them, in tokens.
+            forward_only: plan for forward passes alone.
+
+        Raises:
+            OversizeSampleError: a sample is over the cap, and may not be.
+        """
+        parts = settings.dims, settings.config, settings.cost_model
         with options.naming_the_cap(forward_only=forward_only, samples=indices):
-            self._problem = Problem.of(
-                lengths,
-                settings.dims,
-                settings.config,
-                settings.cost_model,
-                forward_only=forward_only,
-            )
-        self._indices = indices
-        self._size: int | None = None
-        self.plan: Plan = methodcaller("plan")
-        self.ends: list[float] = []
-        self.filled: list[MicroBatches] = []
-        if not options.use_dynamic_batch_size:
-            if options.micro_batch_size is None:
-                raise DynamicBatchArgumentError(
-                    "micro-batches have no size: set --use-dynamic-batch-size and "
-                    "--max-tokens-per-gpu, or micro_batch_size to a number of samples"
-                )
-            self._size = at_least("micro_batch_size", options.micro_batch_size, 1, ConfigError)
+            return cls(Problem.of(lengths, *parts, forward_only=forward_only), indices)
 
-    def pack(self) -> None:
-        """Know `ends`."""
-        if self._size is None:
-            # As few as hold the samples; `fill` splits them up to the count that all ranks take.
-            self._bins: list[list[int]] = self.plan(Call(pack_shard, (self._problem,)))
-            self.ends = self.plan(Call(shard_ends, (self._problem, self._bins)))
-        else:
-            everything, size = list(range(self._problem.num_samples)), self._size
-            self._bins = [everything[i : i + size] for i in range(0, len(everything), size)]
-            # As `shard_ends` has it where nothing is searched for: all ranks then take the most
-            # that any has.
-            self.ends = [float(len(self._bins)), float(len(everything))]
+    def packed(self, plan: Plan = IN_LINE) -> PackedShard:
+        """In as few micro-batches as hold the samples; filling splits them.
 
-    def fill(self, latest: Sequence[float]) -> list[ShardOutlook]:
-        """Bring the micro-batches to the numbers of `soonest_counts`.
+        Args:
+            plan: plans what takes long.
+        """
+        bins = plan(Call(pack_shard, (self.problem,)))
+        return PackedShard(self, bins, plan(Call(shard_ends, (self.problem, bins))))
+
+
+class Filling(NamedTuple):
+    """Micro-batches as local sample indices, and what is predicted of them."""
+
+    micro_batches: MicroBatches
+    outlook: ShardOutlook
+
+
+@dataclass(frozen=True)
+class PackedShard:
+    """This rank's samples of one optimizer step, packed.
+
+    Attributes:
+        shard: the samples.
+        bins: of each micro-batch, as the planner counts them.
+        ends: of `shard_ends`; all ranks need the largest.
+    """
+
+    shard: StepShard
+    bins: list[list[int]]
+    ends: list[float]
+
+    def filled(self, latest: Sequence[float], plan: Plan = IN_LINE) -> list[Filling]:
+        """The micro-batches brought to each number of `soonest_counts`.
 
         Args:
             latest: the largest of each of `ends` over all ranks.
-
-        Returns:
-            the outlook with each number.
+            plan: plans what takes long.
         """
-        problem = self._problem
-        # Two where tokens in flight are bounded: which of them fits is known once all have filled.
+        problem = self.shard.problem
         made = [
-            self.plan(Call(fill_shard, (problem, self._bins, count)))
+            plan(Call(fill_shard, (problem, self.bins, count)))
             for count in soonest_counts(latest, problem.dims, problem.config)
         ]
-        self.filled = [
-            # The planner counts the step's samples from 0; from here on they are those of the
-            # batch.
-            tuple(tuple(self._indices[i] for i in places) for places in micro_batches)
-            for micro_batches in made
-        ]
-        return [shard_outlook(problem, micro_batches) for micro_batches in made]
+        return [Filling(self._indices(rows), shard_outlook(problem, rows)) for rows in made]
 
-    def chosen(self, outlooks: Sequence[ShardOutlook]) -> MicroBatches:
-        """Local sample indices of the micro-batches with which the step ends first.
-
-        Args:
-            outlooks: with each number, the worst of all ranks.
-        """
-        return self.filled[soonest_filling(outlooks, self._problem.config)]
-
-    def split(self, micro_batches: MicroBatches) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
+    def split(
+        self, micro_batches: MicroBatches, plan: Plan = IN_LINE
+    ) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
         """As `split_shard`, of micro-batches as local sample indices."""
-        place = {index: at for at, index in enumerate(self._indices)}
+        place = {index: at for at, index in enumerate(self.shard.indices)}
         places = tuple(tuple(place[i] for i in indices) for indices in micro_batches)
-        ordered, stages = self.plan(Call(split_shard, (self._problem, places)))
-        return tuple(tuple(self._indices[i] for i in at) for at in ordered), stages
+        ordered, stages = plan(Call(split_shard, (self.shard.problem, places)))
+        return self._indices(ordered), stages
+
+    def _indices(self, micro_batches: MicroBatches) -> MicroBatches:
+        return tuple(tuple(self.shard.indices[i] for i in places) for places in micro_batches)

@@ -16,31 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.batch.fields.value_shapes import count_of, describe
-from mcore_batching.megatron.job.flat_values import as_bytes, has_bytes
-
-_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-"""Of outputs, which travel as their number here."""
+from mcore_batching.megatron.job.flat_values import as_bytes, exchanged, has_bytes
 
 Columns = dict[str, list[Any]]
 """Field name to one value per sample."""
@@ -81,6 +67,11 @@ class SampleMoves:
     def _brought_by(self, rank: int) -> range:
         replica = rank // self.sharing
         return range(self.first[replica], self.first[replica + 1])
+
+    def followed_by(self, later: SampleMoves) -> SampleMoves:
+        """Those of both, of which each rank holds the samples one behind the other."""
+        both = zip(self.runs_on, later.runs_on, strict=True)
+        return dataclasses.replace(self, runs_on=[[*ours, *theirs] for ours, theirs in both])
 
     def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Columns]]:
         """The samples of this rank to hand to each data-parallel rank: their numbers and values.
@@ -141,22 +132,20 @@ class SampleMoves:
         """
         # Ranks may name them in different orders, and bodies carry no names.
         names, place = sorted(columns), self.places
-        # Shapes are the function's own and differ by sample, so they travel as well.
-        headers: list[list[int]] = []
-        bodies: list[list[Tensor]] = []
+        device = torch.device(torch.cuda.current_device())
+        group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
+        # Types and shapes are the function's own and differ by sample, so they travel as well.
+        headers: list[Tensor] = []
+        bodies: list[Tensor] = []
         for rank in range(len(self.runs_on)):
             values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
-            headers.append([number for value in values for number in _header(value)])
-            bodies.append([as_bytes(value) for value in values])
-        device = torch.device(torch.cuda.current_device())
-        arrived = [
-            part.tolist()
-            for part in self._exchanged([torch.tensor(h, dtype=torch.int64) for h in headers])
-        ]
-        # Some rank may be sent nothing, of which `cat` makes no tensor.
-        empty = torch.empty(0, dtype=torch.uint8, device=device)
-        flat = [torch.cat([empty, *(value.to(device) for value in body)]) for body in bodies]
-        data = self._exchanged(flat)
+            header = pickle.dumps([(v.dtype, v.shape, v.is_cpu) for v in values])
+            headers.append(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device))
+            # Some rank may be sent nothing, of which `cat` makes no tensor.
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            bodies.append(torch.cat([empty, *(as_bytes(value).to(device) for value in values)]))
+        arrived = [pickle.loads(h.cpu().numpy().tobytes()) for h in exchanged(headers, group)]
+        data = exchanged(bodies, group)
         # Which samples came is not sent: every rank knows the plan, and so who sends which.
         found: dict[tuple[int, str], Tensor] = {}
         for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
@@ -178,53 +167,31 @@ class SampleMoves:
         brought, runner = self._brought_by(target), self._first_runner
         return [n for n in self.runs_on[source] if n in brought and runner[n] == source]
 
-    def _exchanged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The parts that each rank had for this one. A collective over them."""
-        device = torch.device(torch.cuda.current_device())
-        group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
-        # Sizes first: who receives must have the room before the bytes come.
-        sizes = torch.tensor([part.numel() for part in parts], device=device)
-        arriving = torch.empty_like(sizes)
-        dist.all_to_all_single(arriving, sizes, group=group)
-        counts = arriving.tolist()  # waits for the device, once per exchange
-        sent = torch.cat(list(parts)).to(device)
-        received = torch.empty(sum(counts), dtype=sent.dtype, device=device)
-        own_counts = [part.numel() for part in parts]
-        dist.all_to_all_single(received, sent, counts, own_counts, group=group)
-        return list(torch.split(received, counts))
-
 
 def check_output(name: str, value: Any) -> None:
     """Refuse an output that cannot travel.
 
     Raises:
-        OrderError: it is no tensor of numbers one beside the other.
+        OrderError: it is no tensor whose values lie one beside the other.
     """
     if not isinstance(value, Tensor):
         kind = type(value).__name__
-    elif value.dtype in _DTYPES and has_bytes(value):
+    elif has_bytes(value):
         return
     else:
         nested = "nested " if value.is_nested else ""
         kind = f"a {nested}{type(value).__name__} of {value.dtype}, {value.layout}, {value.device}"
     raise OrderError(
         f"f returned {kind} for {name!r}, which cannot go back to the rank of its sample; return "
-        "dense tensors of real numbers"
+        "dense tensors"
     )
 
 
-def _header(value: Tensor) -> list[int]:
-    # With the number of dims, as headers lie one behind the other without marks between.
-    return [_DTYPES.index(value.dtype), int(value.is_cpu), value.dim(), *value.shape]
-
-
-def _tensors(header: Sequence[int], body: Tensor) -> list[Tensor]:
-    """The tensors whose headers and bytes lie one behind the other."""
-    numbers, start, made = iter(header), 0, []
-    for code in numbers:
-        dtype, was_on_host = _DTYPES[code], next(numbers)
-        shape = [next(numbers) for _ in range(next(numbers))]
-        size = dtype.itemsize * torch.Size(shape).numel()
+def _tensors(header: Sequence[tuple[Any, ...]], body: Tensor) -> list[Tensor]:
+    """The tensors whose bytes lie one behind the other; a header has their types and shapes."""
+    start, made = 0, []
+    for dtype, shape, was_on_host in header:
+        size = dtype.itemsize * shape.numel()
         # Cloned, since bytes in the middle of others need not be aligned.
         value = body[start : start + size].clone().view(dtype).reshape(shape)
         # A function that returned tensors on the host gets those of other ranks there, too.

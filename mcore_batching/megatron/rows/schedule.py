@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from mcore_batching.batch import Field, Kind, PackedMicroBatch, Schema, make_placeholder, pack
-from mcore_batching.batch.fields.infer import infer_fields
-from mcore_batching.batch.fields.value_checks import require_vocabulary
+from mcore_batching.batch import Kind, PackedMicroBatch, Schema, make_placeholder, pack
 from mcore_batching.batch.rows.side_by_side import on_host
+from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.rows.sample_moves import SampleMoves
-from mcore_batching.megatron.rows.shards import MicroBatches, Shard, computed_alone
+from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard, joined_step
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -49,6 +48,11 @@ class GlobalPlan:
         return tuple(tuple(self.numbers[i] for i in row) for row in self.plan.micro_batches[rank])
 
 
+def digest_of_plans(plans: Sequence[GlobalPlan]) -> str:
+    """The digest of a schedule whose steps were planned so."""
+    return digest_of([each.plan.digest() for each in plans])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatchSchedule:
     """This rank's rollout data and the micro-batches made of it.
@@ -71,7 +75,8 @@ class MicroBatchSchedule:
         vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
         own_digest: of this replica's samples and plan, where its ranks have yet to compare it.
-        gather_shards: gives those of every data-parallel rank, the first time as a collective.
+        gather_shards: from this rank's those of every data-parallel rank, the first time as a
+            collective.
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
         cost_model: what the plan was made by.
         learnt: of which it is a part, where costs are learnt; else None.
@@ -91,7 +96,7 @@ class MicroBatchSchedule:
     pad_token_id: int
     vocabulary_size: int | None
     plan_digest: str
-    gather_shards: Callable[[], tuple[Shard, ...]]
+    gather_shards: GatheredShards
     scope: Literal["global", "local"]
     cost_model: CostModel
     learnt: LearntCosts | None = None
@@ -105,7 +110,12 @@ class MicroBatchSchedule:
     @property
     def shards(self) -> tuple[Shard, ...]:
         """Of every data-parallel rank. A collective over all ranks the first time."""
-        return self.gather_shards()
+        return self.gather_shards(Shard(self.own_lengths, self.steps, self.hosts, self.splits))
+
+    @functools.cached_property
+    def own_lengths(self) -> list[int]:
+        """Total length of each of this rank's samples, in tokens."""
+        return [int(length) for length in self.rollout_data["total_lengths"]]
 
     @property
     def num_samples(self) -> int:
@@ -166,71 +176,49 @@ class MicroBatchSchedule:
         # Under an exchange every rank has planned all samples, and there is nothing to gather.
         if self.plans:
             return self.plans[step].plan, self.plans[step].lengths
-        lengths: list[int] = []
-        hosted: list[int] = []
-        ranks = []
-        for shard in self.shards:
-            rows = computed_alone(shard.steps[step], shard.hosts)
-            # In the order of the rollout data, so that a plan of the same samples reads the same.
-            held = sorted(i for micro_batch in rows for i in micro_batch)
-            number = {local: len(lengths) + place for place, local in enumerate(held)}
-            lengths += [shard.lengths[local] for local in held]
-            # Of the step's tokens, for figures of what sharing saved; they take no part in costs.
-            everyone = [i for micro_batch in shard.steps[step] for i in micro_batch]
-            hosted += [shard.lengths[local] for local in everyone if local not in number]
-            ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
+        micro_batches, lengths, hosted_lengths = joined_step(self.shards, step)
+        splits = [shard.splits[step] for shard in self.shards if shard.splits]
         plan = StepPlan(
-            micro_batches=tuple(ranks),
+            micro_batches=micro_batches,
             num_microbatches=len(self.steps[step]),
             sample_indices=tuple(range(len(lengths))),
             dims=self.dims,
             config=self.config,
             scope=self.scope,
             cost_model=self.cost_model,
-            hosted_lengths=tuple(hosted),
-            split_backward=splits_of_ranks(
-                shard.splits[step] for shard in self.shards if shard.splits
-            ),
+            hosted_lengths=hosted_lengths,
+            split_backward=splits_of_ranks(splits),
         )
         return plan, lengths
 
-    def kinds_of(
-        self, fields: Mapping[str, Sequence[Any]], told: Mapping[str, Field]
-    ) -> dict[str, Field]:
-        """Declarations of undeclared fields, as far as this rank's samples or earlier batches tell.
-
-        Raises:
-            SchemaError: the values of a field fit no kind, or one that must be declared.
-        """
-        return infer_fields(self.schema, self.rollout_data | dict(fields), told)[0]
-
-    def with_fields(
-        self, fields: Mapping[str, Sequence[Any]], kinds: Mapping[str, Field]
-    ) -> MicroBatchSchedule:
-        """Itself with further fields, or with other values of those it has.
-
-        Args:
-            fields: field name to one value per sample.
-            kinds: declarations of fields that the schema does not declare.
-
-        Raises:
-            SchemaError: a field's kind is unknown, or its values do not fit the samples.
-        """
-        data = self.rollout_data | {name: list(values) for name, values in fields.items()}
-        schema = self.schema
-        for name in fields:
-            if name in kinds and name not in schema:
-                schema = schema.with_field(kinds[name])
-        # All fields anew: values that were given again may be of another length or kind.
-        schema = schema.resolve(data, kinds)
-        data = schema.validate(data)
-        # An id beyond the embedding would show without the sample's name, or not at all.
-        if "tokens" in fields and self.vocabulary_size is not None:
-            require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
-        # On a rank without samples the template is all there is to copy a placeholder from.
-        examples = {name: values or self.template.get(name) for name, values in data.items()}
-        template = make_placeholder(schema, list(data), examples)
-        return dataclasses.replace(self, rollout_data=data, schema=schema, template=template)
+    def followed_by(self, later: MicroBatchSchedule) -> MicroBatchSchedule:
+        """The steps of both: of samples that stayed, all of which both hold, or of exchanged ones,
+        of which each holds its own."""
+        gather = GatheredShards(self.gather_shards.consensus)
+        if self.moves is None or later.moves is None:
+            digest = digest_of([self.plan_digest, later.plan_digest])
+            steps, splits = self.steps + later.steps, self.splits + later.splits
+            return dataclasses.replace(
+                self, steps=steps, splits=splits, plan_digest=digest, gather_shards=gather
+            )
+        held, theirs = self.num_samples, later.rollout_data
+        steps = self.steps + tuple(
+            tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
+        )
+        hosts = None
+        if self.hosts is not None and later.hosts is not None:
+            hosts = [*self.hosts, *(held + host for host in later.hosts)]
+        plans = self.plans + later.plans
+        return dataclasses.replace(
+            self,
+            rollout_data={n: [*values, *theirs[n]] for n, values in self.rollout_data.items()},
+            steps=steps,
+            hosts=hosts,
+            plan_digest=digest_of_plans(plans),
+            gather_shards=gather,
+            moves=self.moves.followed_by(later.moves),
+            plans=plans,
+        )
 
     def samples(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
         """The values of some samples, or of one fabricated sample where ``indices`` is empty."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.planning.pipeline import SplitStage
@@ -63,43 +61,30 @@ class Shard:
     hosts: Sequence[int] | None = None
     splits: tuple[tuple[SplitStage, ...], ...] = ()
 
-    def integers(self) -> list[int]:
-        """Itself as counts, each with what it counts behind it."""
-        hosts = self.hosts or ()
-        flat = [len(self.lengths), *self.lengths, len(hosts), *hosts, len(self.steps)]
-        for step in self.steps:
-            flat.append(len(step))
-            for indices in step:
-                flat += [len(indices), *indices]
-        flat.append(len(self.splits))
-        for stages in self.splits:
-            flat.append(len(stages))
-            for split, parts in stages:
-                flat += [len(split), *map(int, split), len(parts), *parts]
-        return flat
 
-    @classmethod
-    def of_integers(cls, integers: Sequence[int]) -> Shard:
-        """The inverse of `integers`."""
-        # Counts tell where each list ends; what a gather padded it with is not read.
-        rest = iter(integers)
+def joined_step(
+    shards: Sequence[Shard], step: int
+) -> tuple[tuple[MicroBatches, ...], list[int], tuple[int, ...]]:
+    """One step of all ranks as one plan counts it, samples rank after rank.
 
-        def several() -> list[int]:
-            return [next(rest) for _ in range(next(rest))]
-
-        lengths, hosts = several(), several()
-        return cls(
-            lengths,
-            tuple(tuple(tuple(several()) for _ in range(next(rest))) for _ in range(next(rest))),
-            hosts or None,  # none were sent, or of no samples
-            tuple(
-                tuple(
-                    SplitStage(tuple(map(bool, several())), tuple(several()))
-                    for _ in range(next(rest))
-                )
-                for _ in range(next(rest))
-            ),
-        )
+    Returns:
+        micro-batches of each rank, of samples that have segments of their own; total length of each
+        of these, and of those that lie in their segments.
+    """
+    lengths: list[int] = []
+    hosted: list[int] = []
+    ranks = []
+    for shard in shards:
+        rows = computed_alone(shard.steps[step], shard.hosts)
+        # In the order of the rollout data, so that a plan of the same samples reads the same.
+        held = sorted(i for micro_batch in rows for i in micro_batch)
+        number = {local: len(lengths) + place for place, local in enumerate(held)}
+        lengths += [shard.lengths[local] for local in held]
+        # Of the step's tokens, for figures of what sharing saved; they take no part in costs.
+        everyone = [i for micro_batch in shard.steps[step] for i in micro_batch]
+        hosted += [shard.lengths[local] for local in everyone if local not in number]
+        ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
+    return tuple(ranks), lengths, tuple(hosted)
 
 
 class GatheredShards:
@@ -107,23 +92,15 @@ class GatheredShards:
 
     Args:
         consensus: between the ranks.
-        own: this rank's.
     """
 
-    def __init__(self, consensus: JobConsensus, own: Shard) -> None:
-        self._consensus = consensus
-        self._own = own
+    def __init__(self, consensus: JobConsensus) -> None:
+        self.consensus = consensus
         self._all: tuple[Shard, ...] | None = None
 
-    def __call__(self) -> tuple[Shard, ...]:
+    def __call__(self, own: Shard) -> tuple[Shard, ...]:
         """In the order of data-parallel ranks. A collective over all ranks the first time."""
         if self._all is None:
-            # A gather takes as much from every rank: how much, they have to agree on first.
-            agreed = self._consensus.agree(
-                "gathering the plans of all ranks",
-                self._own.integers,
-                lambda integers: Statement(figures={"integers": largest(len(integers))}),
-            )
-            gathered = self._consensus.gather_integers(agreed.result, agreed.figures["integers"])
-            self._all = tuple(map(Shard.of_integers, gathered))
+            what = "gathering the plans of all ranks"
+            self._all = tuple(self.consensus.gather(what, lambda: (None, own))[1])
         return self._all

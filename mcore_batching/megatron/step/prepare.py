@@ -16,7 +16,7 @@ from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.checks.validation import check_logits
 from mcore_batching.megatron.errors import CollationFailedError
-from mcore_batching.megatron.job.consensus import digest_of
+from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule

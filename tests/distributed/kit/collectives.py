@@ -21,7 +21,6 @@ from mcore_batching.batch.agreement.rank_messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.megatron.rollout import exchange
-from mcore_batching.megatron.rollout.data_iterator import plan_micro_batches
 from mcore_batching.planning import CostModel, MCoreBatchingError, ParallelDims, StepPlan
 
 COUNTED: list[tuple[Any, str]] = [
@@ -172,7 +171,7 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
         with counted() as phases["plan, data on one rank of a replica"]:
             get_data_iterator(args, model, on_one)
         with counted() as phases["plan, exchange"]:
-            plan_micro_batches(exchanging, model, lambda: samples)
+            get_data_iterator(exchanging, model, samples)
         with counted() as phases["plan, learnt costs"]:
             iterators, counts = get_data_iterator(learning, model, samples)
         with counted() as phases["train_step, learnt costs"]:

@@ -29,7 +29,8 @@ from mcore_batching.megatron import (
     response_log_probs,
 )
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.topology import first_guess, is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
 
@@ -107,11 +108,8 @@ def fields_differ_in_one_step(dims: dict[str, Any], reference: str) -> str:
     if dist.get_rank() == dist.get_world_size() - 1:
         samples["mine"] = [0.5 for _ in samples["tokens"]]
     args = arguments(ParallelDims(**dims))
-    options: dict[str, Any] = {"steps": None, "cost_model": None, "forward_only": False}
     try:
-        PlanningProtocol(
-            job_of(args), model, lambda: samples, schema=DEFAULT_SCHEMA, one_step=True, **options
-        ).run()
+        plan_rollout(RolloutRequest(job_of(args), model, DEFAULT_SCHEMA, one_step=True), samples)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -250,6 +248,15 @@ def all_ranks_wrong(dims: dict[str, Any], reference: str) -> list[str]:
         lambda: calls.plan(dynamic_global_batch_size=-4),
         lambda: get_data_iterator(
             arguments(calls.dims, use_dynamic_batch_size=False, micro_batch_size=-1),
+            calls.model,
+            calls.data,
+        ),
+        lambda: get_data_iterator(
+            arguments(
+                calls.dims,
+                dynamic_batch_context_parallel=2,
+                dynamic_batch_forward_only_plan="own",
+            ),
             calls.model,
             calls.data,
         ),

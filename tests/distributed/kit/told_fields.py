@@ -13,7 +13,8 @@ from kit.faults import small_model
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.megatron import add_fields, get_data_iterator, schedule_of
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.planning_protocol import PlanningProtocol
+from mcore_batching.megatron.rollout.planning_protocol import begin_step
+from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import ParallelDims
 
@@ -47,10 +48,8 @@ def told_fields(
 
     def planned_at_once(given: dict[str, Any] | None) -> MicroBatchSchedule:
         """As in a stock script."""
-        options: dict[str, Any] = {"steps": None, "cost_model": None, "forward_only": False}
-        return PlanningProtocol(
-            job_of(args), model, lambda: given, schema=DEFAULT_SCHEMA, one_step=True, **options
-        ).run()
+        request = RolloutRequest(job_of(args), model, DEFAULT_SCHEMA, one_step=True)
+        return begin_step(request, given)()
 
     own = shapes[replica]
     mine, kind = rows(own, 1), 0 if replica else 1

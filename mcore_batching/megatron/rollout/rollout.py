@@ -1,0 +1,295 @@
+"""`Rollout`: settings and samples of one call, read on every rank and known to all.
+
+The first two steps of the planning protocol: taking stock, and sharing data with ranks that lack
+it. From here on all ranks know that they have the same settings, and each what it packs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from mcore_batching.batch import Schema
+from mcore_batching.batch.agreement.consensus import Agreement, Statement
+from mcore_batching.batch.agreement.figures import Figure, largest, least, total
+from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
+from mcore_batching.megatron.checks.split_backward import check_split_backward
+from mcore_batching.megatron.checks.validation import prepare_model
+from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.job.flat_values import digest_of
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
+from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
+from mcore_batching.megatron.rollout.settings import Settings, say_oversize
+from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.topology import model_chunks, vocabulary_size
+from mcore_batching.planning import CostModel, StepPlan
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.planning_process import PlanRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutRequest:
+    """What one call asks to have planned.
+
+    Attributes:
+        job: the present one.
+        model: this rank's model chunks.
+        schema: the kind of every field.
+        read: makes rollout data of what the call is given; what it raises is raised on every rank.
+        steps: local sample indices of every optimizer step; None: by ``global_batch_size``.
+        cost_model: what samples and micro-batches cost; None: by the arguments.
+        forward_only: plan for forward passes alone, under their own cap if they have one.
+        training: the training whose samples run forward, where they are planned anew.
+        one_step: all samples are one step, on every rank: packing need not wait for the number of
+            all samples.
+        learnt: costs to plan by, in place of what this step would learn.
+        checked: settings that the model was checked with, in place of all these.
+        plan: plans all samples of one step; None: in line.
+    """
+
+    job: Job
+    model: Any
+    schema: Schema
+    read: Callable[[Any], dict[str, list[Any]] | None] = lambda given: given
+    steps: Iterable[Iterable[int]] | None = None
+    cost_model: CostModel | None = None
+    forward_only: bool = False
+    training: MicroBatchSchedule | None = None
+    one_step: bool = False
+    learnt: LearntCosts | None = None
+    checked: Settings | None = None
+    plan: Callable[[PlanRequest], StepPlan] | None = None
+
+    @property
+    def exchanges(self) -> bool:
+        """True if all ranks' samples are planned as one."""
+        # Samples that were exchanged stay where training runs them.
+        return self.training is None and self.job.options.exchanges_samples
+
+    @property
+    def packs_at_once(self) -> bool:
+        """True if packing follows from this rank's settings and samples alone."""
+        return self.one_step and not self.exchanges
+
+    @property
+    def may_plan_ahead(self) -> bool:
+        """True if later steps than the first may be planned while that one runs."""
+        return not (self.one_step or self.forward_only or self.job.options.no_plan_ahead)
+
+    @property
+    def learns(self) -> bool:
+        """True if costs are learnt from the training steps before this one."""
+        # A model of the caller's own is not corrected, and forward passes alone are not timed.
+        is_given = self.known_costs is not None or self.checked is not None
+        return not is_given and not self.forward_only and self.job.options.learns_cost_model
+
+    @property
+    def known_costs(self) -> CostModel | None:
+        """Costs to plan by; None: by the arguments."""
+        return self.cost_model if self.learnt is None else self.learnt.cost_model
+
+    @property
+    def learner(self) -> CostLearner:
+        """Of the model's costs."""
+        return learners_of(self.job).of(self.model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """What is known of a request once its settings and samples are read.
+
+    Attributes:
+        settings: the same on every rank.
+        vocabulary_size: of the model; None where it does not say.
+        learnt: what is known of costs when the plan is made; None where they are not learnt.
+        batch: this replica's samples.
+        shares: samples of every data-parallel rank; under `one_step` one entry, of all together.
+        packed: where packing at once was right on all ranks, the only step; else None.
+        latest: the largest of its `ends` over all ranks.
+    """
+
+    settings: Settings
+    vocabulary_size: int | None
+    learnt: LearntCosts | None
+    batch: RolloutBatch
+    shares: list[int]
+    packed: PackedShard | None
+    latest: list[float]
+
+
+class _Own(NamedTuple):
+    """This rank's part: its samples, None if it was given none; packed, where that is at once."""
+
+    batch: RolloutBatch | None
+    packed: PackedShard | None
+
+
+def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
+    """Read settings and samples, and share them. A collective over all ranks.
+
+    Args:
+        request: how they are to be planned.
+        given: this rank's rollout data as `read` takes it; None where it has none.
+
+    Raises:
+        PlanningFailedError: on every rank, if reading failed on any.
+        PlanMismatchError: on every rank, if they disagree on settings, or a replica has no data.
+    """
+
+    def work() -> tuple[Settings, int | None, _Own]:
+        chunks = model_chunks(request.model)
+        # Without a look at a model that may be running in another thread, with hooks.
+        settings = request.checked or _checked_settings(request, chunks)
+        vocabulary = vocabulary_size(chunks)
+        batch = RolloutBatch.read(
+            request.read(given),
+            request.job.options.global_batch_size,
+            request.schema,
+            request.steps,
+            vocabulary,
+            request.job.memory.told_fields,
+        )
+        return settings, vocabulary, _Own(batch, _packed_at_once(request, settings, batch))
+
+    says = functools.partial(_statement, request)
+    agreed = request.job.consensus.agree("taking stock", work, says, failure=PlanningFailedError)
+    settings, vocabulary, own = agreed.result
+    learnt = request.learnt
+    if request.learns:
+        packed_by = request.learner.learnt
+        request.learner.learn(agreed.figures)
+        # What packs at once has packed before these figures were heard: the plan is of the costs
+        # before, and the next batch's of these.
+        learnt = packed_by if request.packs_at_once else request.learner.learnt
+        assert learnt is not None
+        settings = dataclasses.replace(settings, cost_model=learnt.cost_model)
+    if not request.forward_only:  # of forward passes alone training has said it already
+        say_oversize(request.job, settings, agreed.figures["longest sample"])
+    batch, packed, figures = _shared(request, own, agreed)
+    latest = figures.get("ends", [])
+    return Rollout(settings, vocabulary, learnt, batch, figures["samples"], packed, latest)
+
+
+def _shared(
+    request: RolloutRequest, own: _Own, agreed: Agreement[Any]
+) -> tuple[RolloutBatch, PackedShard | None, Mapping[str, Any]]:
+    """The samples, once ranks without data have it, and ranks without samples the fields.
+
+    A collective over all ranks where any lacks them.
+
+    Returns:
+        samples; packed, where that was right on all ranks; figures of all that hold them.
+    """
+    # By what all ranks know, not by this one's data: the other ranks are in the same collectives.
+    consensus, figures = request.job.consensus, agreed.figures
+    if figures["ranks without data"]:
+        own, shared = consensus.share_within_replica(
+            own if own.batch is not None else None,
+            lambda theirs: _counted(request, theirs or own),
+        )
+        figures = shared.figures
+    batch, packed = own
+    assert batch is not None
+    heard = [each for each in agreed.told.values() if each is not None]
+    somebody_asks = any(is_open for _, is_open in heard)
+    if somebody_asks:  # then all have heard what each tells
+        batch = batch.hearing(told for told, _ in heard)
+    somebody_is_empty, populated = figures["ranks without samples"], figures["first populated"]
+    is_alike = packed is not None and figures["fields"] == figures["fields, least"]
+    if somebody_is_empty or somebody_asks or not is_alike:
+        packed = None  # packing anew tells all of the fields, or which differ
+    # One past the last rank: nobody has samples, so there is nobody to hear of fields from.
+    if somebody_is_empty and populated < len(consensus.ranks):
+        fields_of = batch
+        handed = consensus.handed(lambda: fields_of.resolved().fields(), populated)
+        fields = consensus.agree("sharing data", handed, failure=PlanningFailedError)
+        batch = batch.with_fields_of(fields.result)
+    return batch, packed, figures
+
+
+def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
+    options, forward_only, training = request.job.options, request.forward_only, request.training
+    config = None if training is None else training.config
+    settings = Settings.of(
+        request.job, chunks, config, request.known_costs, forward_only=forward_only
+    )
+    # Of every model anew: `forward_only` may plan for another one, such as a reference model.
+    prepare_model(chunks, settings.dims, settings.config)
+    if not forward_only:  # these take what training's plan found, and are never split
+        if options.share_prefixes:
+            check_shared_prefixes(chunks)
+        check_split_backward(options, chunks, settings.dims)
+    return settings
+
+
+def _packed_at_once(
+    request: RolloutRequest, settings: Settings, batch: RolloutBatch | None
+) -> PackedShard | None:
+    if not request.packs_at_once:
+        return None
+    lengths = [] if batch is None else batch.total_lengths
+    places, options = range(len(lengths)), request.job.options
+    return StepShard.of(options, settings, places, lengths, request.forward_only).packed()
+
+
+def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own]) -> Statement:
+    """What ranks compare of their settings, count and tell of their samples."""
+    settings, _, own = read
+    options, batch = request.job.options, own.batch
+    # Each setting by its own name, so that the error says which one differs.
+    equal = {
+        name: value
+        for part in dataclasses.asdict(settings).values()
+        for name, value in part.items()
+    }
+    # What decides which collectives come next: a rank that differed would wait alone.
+    # Whoever records gathers the plans of all ranks; the others take other agreements.
+    equal["steps are recorded"] = request.job.recorder is not None
+    equal["costs are learnt"] = request.learns
+    equal["samples stay on their rank"] = not request.exchanges
+    equal[FLAGS["no_plan_ahead"]] = options.no_plan_ahead
+    equal[FLAGS["share_prefixes"]] = bool(options.share_prefixes)
+    counted = _counted(request, own)
+    figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
+    if request.learns:
+        # A rank that went on from another checkpoint would plan by other costs ever after.
+        equal["what was learnt of costs"] = request.learner.state_dict()
+        figures |= request.learner.evidence(settings.dims, settings.config)
+    return Statement(
+        equal=equal,
+        figures=figures,
+        # What these samples leave open, other ranks' may tell.
+        tell=(batch.told, batch.is_open) if batch is not None else None,
+        asks=batch is not None and batch.is_open,
+    )
+
+
+def _counted(request: RolloutRequest, own: _Own) -> Statement:
+    """How many samples this rank has and how long the longest is; if packed, when it would end."""
+    consensus, batch, packed = request.job.consensus, own.batch, own.packed
+    lengths = [] if batch is None else batch.total_lengths
+    shares = [len(lengths)]
+    if not request.one_step:
+        # Each rank knows its own, and the sum over ranks has them all. Beside them there is room
+        # for some 90 ranks in a message; those of more take another one.
+        place = consensus.data_parallel_rank
+        shares = [0] * place + shares + [0] * (len(consensus.replicas) - 1 - place)
+    figures: dict[str, Figure] = {
+        "ranks without samples": largest(int(not lengths)),
+        # One past the last rank stands for none: the least of all ranks is one with samples.
+        "first populated": least(consensus.rank if lengths else len(consensus.ranks)),
+        "longest sample": largest(max(lengths, default=0)),
+        "samples": total(shares),
+    }
+    if packed is not None:
+        figures["ends"] = largest(packed.ends)
+        # Largest and least tell whether all ranks have the same fields; where not, packing anew
+        # says by name which differ.
+        fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
+        figures |= {"fields": largest(fields), "fields, least": least(fields)}
+    return Statement(figures=figures)
