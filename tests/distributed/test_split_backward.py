@@ -242,9 +242,7 @@ def test_steps_end_when_their_plan_says(job: Job, ranks: list[Any]) -> None:
     )
     assert split < 0.97 * whole
     assert before == pytest.approx(whole, rel=0.005)
-    # Before 0.18 the interleaved schedule waits for sends otherwise: 4 stages end 2.7 % late.
-    is_plain = HAS_HYBRID_MODEL or "virtual_pipeline" not in job.parameters["dims"]
-    assert after == pytest.approx(split, rel=0.005 if is_plain else 0.03)
+    assert after == pytest.approx(split, rel=0.005)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
