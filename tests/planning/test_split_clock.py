@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -39,6 +40,7 @@ from mcore_batching.planning.pipeline import (
     split_inflight_tokens,
 )
 from mcore_batching.planning.plans.statistics import step_clocks, step_problem
+from mcore_batching.planning.search import choice
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 DICE = random.Random(0)
@@ -366,6 +368,20 @@ def test_chosen_passes_are_worth_it_or_none_are(
     if owners is not None:
         for rank, micro_batches in enumerate(plan.micro_batches):
             assert all(owners[i] == rank for samples in micro_batches for i in samples)
+
+
+@pytest.mark.parametrize(("chunks", "fixed", "count"), [(1, 20_000.0, 60), (2, 550.0, 8)])
+def test_no_move_is_tried_where_the_longest_sample_ends_the_step(
+    chunks: int, fixed: float, count: int
+) -> None:
+    """Nor for the split step, of which W of that sample's last pass is the end."""
+    dims = replace(PP4, virtual_pipeline=chunks)
+    lengths = [120_000, *[9_000] * count, *range(100, 3_000, 100)]
+    config = PlannerConfig(max_tokens_per_gpu=131_072, split_backward="auto")
+    with mock.patch.object(choice, "improve", wraps=choice.improve) as improve:
+        plan = plan_step(lengths, dims, config, CostModel(per_micro_batch=fixed))
+    assert plan.split_backward
+    assert not improve.called
 
 
 def test_shared_rows_keep_their_sizes_where_micro_batches_move() -> None:
