@@ -220,6 +220,14 @@ def test_infinite_weight_gradients_are_found(job: Job, ranks: list[str]) -> None
         assert said.startswith("NonFiniteError"), said
 
 
+@pytest.mark.parametrize("job", [job("other", "other_split", TP2_PP2)], ids=str)
+def test_tensor_parallel_ranks_that_split_otherwise_are_named(job: Job, ranks: list[str]) -> None:
+    """They would gather their inputs for W in another order, and wait for each other."""
+    for said in ranks:
+        assert said.startswith("PlanMismatchError: ")
+        assert "rank 3: split backward passes (sha256)" in said
+
+
 def told(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
     made = job(f"clock-{name}", "", dims, seconds=10.0, blocking=True, **parameters)
     return dataclasses.replace(made, function="kit.split_clock:asleep")

@@ -433,6 +433,21 @@ def infinite_weights(dims: dict[str, Any]) -> str:
     return ""
 
 
+def other_split(dims: dict[str, Any]) -> str:
+    """The error of a step in which the last rank alone runs W at the end."""
+    model = small_model(dims)
+    args = arguments(ParallelDims(**dims), **ALL)
+    iterators, counts = get_data_iterator(args, model, my_samples(dims))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    planned = left_to_the_end if is_last else planned_split
+    try:
+        with mock.patch.object(prepare, "planned_split", planned):
+            train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def order_of_reductions(dims: dict[str, Any], **settings: Any) -> list[list[int]]:
     """Number of each bucket group in the order in which a step reduces them, for two steps, under
     plans that differ from one data-parallel rank to the next."""
