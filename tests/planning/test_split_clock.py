@@ -406,7 +406,7 @@ def test_few_passes_are_split_and_none_where_weights_take_no_time_or_too_much_me
     # A third of the effort, which pays for three times as many other passes, and the choice.
     simulated = sum(len(call.args[1]) for call in run.call_args_list)
     effort = Objective(Problem.of(LENGTHS, PP4, config)).effort
-    assert effort / 2 < simulated < effort
+    assert 0.55 * effort < simulated < effort
     every = plan_step(LENGTHS, PP4, replace(config, split_backward="all"))
     ends = [step_statistics(each, LENGTHS).step_time for each in (chosen, every)]
     assert ends[0] <= 1.02 * ends[1]
