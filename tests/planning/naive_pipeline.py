@@ -3,7 +3,7 @@
 A stage of the interleaved schedule runs a pass, posts what it sends and what it is to receive, and
 waits, here or later. A transfer ends when both sides have posted it. Written after ``forward_
 backward_pipelining_with_interleaving`` with overlapped point-to-point communication, of
-megatron-core 0.18 and later.
+megatron-core 0.18 and later, and without ``waits_for_sends`` of earlier ones.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def played(
     orders = [
         [(stage, *what) for what in schedule.order(stage, len(costs) // kinds)] for stage in stages
     ]
-    has_waits = dims.virtual_pipeline > 1 and dims.waits_for_sends
-    waits = waited_for(orders, dims) if has_waits else {}
+    waits = waited_for(orders, dims) if dims.virtual_pipeline > 1 else {}
     left = {(rank, stage): list(orders[stage]) for rank in ranks for stage in stages}
     times: dict[tuple[int, Node], tuple[float, float]] = {}
     free = dict.fromkeys(left, 0.0)
@@ -86,7 +85,7 @@ def played_split(
                 due += [(stage, "W", what.chunk, what.slot)] * 8 * is_split
             orders[rank, stage] = order + due
     plain = [[(s, *what) for what in schedule.order(s, count)] for s in range(len(splits[0]))]
-    waits = waited_for(plain, dims) if dims.virtual_pipeline > 1 and dims.waits_for_sends else {}
+    waits = waited_for(plain, dims) if dims.virtual_pipeline > 1 else {}
     left = {each: list(order) for each, order in orders.items()}
     times: dict[tuple[int, Node], tuple[float, float]] = {}
     free = dict.fromkeys(left, 0.0)
@@ -203,8 +202,9 @@ def actions(order: Sequence[Node], dims: ParallelDims) -> Iterator[Action]:
     for number in range(steady):
         yield "run", forward[warm_up + number]
         yield from begun(forward, warm_up + number)
-        if not output_goes_nowhere(forward[warm_up + number], dims):
-            yield "wait", forward[warm_up + number]
+        sent = warm_up + number - (not dims.waits_for_sends)
+        if sent >= warm_up and not output_goes_nowhere(forward[sent], dims):
+            yield "wait", forward[sent]
         yield "run", backward[number]
         yield from begun(backward, number)
         if number and not output_goes_nowhere(backward[number - 1], dims):

@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -39,6 +40,9 @@ from mcore_batching.planning.pipeline import (
     split_inflight_tokens,
 )
 from mcore_batching.planning.plans.statistics import step_clocks, step_problem
+from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search import choice
+from mcore_batching.planning.search.objective import Objective
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 DICE = random.Random(0)
@@ -90,7 +94,7 @@ def splits(draw: st.DrawFn, of_ranks: tuple[int, ...] = (1, 4)) -> Split:
         for rank in range(ranks):
             if shared.get(rank, rank) == rank:
                 made = [dice.choice((0.0, 1.0, 9 * dice.random())) for _ in range(kinds)]
-                held = dice.randrange(1, 1000)
+                held = dice.choice((1, 1, dice.randrange(1, 1000)))
             costs[rank] += made
             weights[rank] += [cost * dice.random() for cost in made]
             tokens[rank].append(held)
@@ -368,6 +372,20 @@ def test_chosen_passes_are_worth_it_or_none_are(
             assert all(owners[i] == rank for samples in micro_batches for i in samples)
 
 
+@pytest.mark.parametrize(("chunks", "fixed", "count"), [(1, 20_000.0, 60), (2, 550.0, 8)])
+def test_no_move_is_tried_where_the_longest_sample_ends_the_step(
+    chunks: int, fixed: float, count: int
+) -> None:
+    """Nor for the split step, of which W of that sample's last pass is the end."""
+    dims = replace(PP4, virtual_pipeline=chunks)
+    lengths = [120_000, *[9_000] * count, *range(100, 3_000, 100)]
+    config = PlannerConfig(max_tokens_per_gpu=131_072, split_backward="auto")
+    with mock.patch.object(choice, "improve", wraps=choice.improve) as improve:
+        plan = plan_step(lengths, dims, config, CostModel(per_micro_batch=fixed))
+    assert plan.split_backward
+    assert not improve.called
+
+
 def test_shared_rows_keep_their_sizes_where_micro_batches_move() -> None:
     dice = random.Random(0)
     lengths = [min(60000, int(dice.lognormvariate(7.5, 1.3)) + 1) for _ in range(64)]
@@ -383,9 +401,13 @@ def test_shared_rows_keep_their_sizes_where_micro_batches_move() -> None:
 
 def test_few_passes_are_split_and_none_where_weights_take_no_time_or_too_much_memory() -> None:
     config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300, split_backward="auto")
-    chosen, every = (
-        plan_step(LENGTHS, PP4, replace(config, split_backward=mode)) for mode in ("auto", "all")
-    )
+    with mock.patch.object(SplitClock, "run", autospec=True, side_effect=SplitClock.run) as run:
+        chosen = plan_step(LENGTHS, PP4, config)
+    # A third of the effort, which pays for three times as many other passes, and the choice.
+    simulated = sum(len(call.args[1]) for call in run.call_args_list)
+    effort = Objective(Problem.of(LENGTHS, PP4, config)).effort
+    assert 0.55 * effort < simulated < effort
+    every = plan_step(LENGTHS, PP4, replace(config, split_backward="all"))
     ends = [step_statistics(each, LENGTHS).step_time for each in (chosen, every)]
     assert ends[0] <= 1.02 * ends[1]
     number = [

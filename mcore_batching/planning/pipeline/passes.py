@@ -102,7 +102,9 @@ class Schedule:
         parts = product(range(self.dims.pipeline_parallel), range(self.dims.virtual_pipeline))
         kinds: tuple[Kind, ...] = ("F",) if self.forward_only else ("F", "B")
         # `fsum`: the same in every Python version.
-        return fsum(self.share(stage, kind, chunk) for stage, chunk in parts for kind in kinds)
+        way = fsum(self.share(stage, kind, chunk) for stage, chunk in parts for kind in kinds)
+        # W of the pass that comes last is still to run; of uneven stages the first may hold little.
+        return way if self.which_cost else way + self.share(0, "W", 0)
 
     def least_end(self, work: float, least: float) -> float:
         """No rank with so much work ends its step sooner: each stage waits until it is reached, and
@@ -136,9 +138,7 @@ class Schedule:
         max(0, p - P + 1) backward passes, then max(0, K - P - p) forward and K - 1 - p backward
         passes.
         """
-        if self.dims.slots_per_group > 1 or self.forward_only or self.deferred_share:
-            return 0.0
-        if self.which_cost:
+        if self.dims.slots_per_group > 1 or self.forward_only or self.which_cost:
             return 0.0
         fewest = count - self.dims.pipeline_parallel
         forward, backward = self.share(0, "F", 0), self.share(0, "B", 0)

@@ -199,7 +199,7 @@ def _waits_for_sends(
     """
     dims = schedule.dims
     last_stage, last_chunk = dims.pipeline_parallel - 1, dims.virtual_pipeline - 1
-    if last_chunk == 0 or not dims.waits_for_sends:
+    if last_chunk == 0:
         return {}
     passes = [{kind: [p for p in order if p.kind == kind] for kind in "FB"} for order in orders]
     count = len(passes[0]["F"]) // (last_chunk + 1)
@@ -232,19 +232,20 @@ def _waits_for_sends(
     # A stage that has sent an output waits until the transfer has ended, which takes a pass of the
     # receiver's to end, too. In warm-up and cool-down it waits for sends and receives of both
     # neighbours at once; in steady state after a forward pass for what it just sent, and after a
-    # backward pass for what it sent one backward pass earlier.
+    # backward pass, or without `waits_for_sends` after either, for what it sent one pass earlier.
     waits: dict[Place, list[Place]] = {}
     for stage, order in enumerate(orders):
         steady = len(passes[stage]["F"]) - warm_ups[stage]
         numbers_of = {"F": 0, "B": 0}
-        unfinished: list[Place] = []
+        unfinished: dict[str, list[Place]] = {"F": [], "B": []}
         for what, following in itertools.pairwise(order):
             kind, number = what.kind, numbers_of[what.kind]
             numbers_of[kind] += 1
             sent = receiver_begins(stage, kind, number)
-            if kind == "B" and number < steady:  # wait one backward pass late
-                sent, unfinished = unfinished, sent
-            elif kind == "B" or number < warm_ups[stage]:
+            is_steady = number < steady if kind == "B" else number >= warm_ups[stage]
+            if not is_steady:
                 sent = sent + received(stage, kind, number)
+            elif kind == "B" or not dims.waits_for_sends:  # wait one pass late
+                sent, unfinished[kind] = unfinished[kind], sent
             waits[stage, following] = sent
     return waits

@@ -28,7 +28,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from operator import mul
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from mcore_batching.planning.pipeline.clock import Operation
 from mcore_batching.planning.pipeline.compiled import (
@@ -43,7 +43,6 @@ from mcore_batching.planning.pipeline.coupled_clock import Blocks
 from mcore_batching.planning.pipeline.passes import Pass, Schedule
 from mcore_batching.planning.pipeline.program import Program, program
 
-_Value = TypeVar("_Value")
 PARTS = 8
 """Parts of one micro-batch's W, cut between layers, by which plans count."""
 
@@ -129,14 +128,13 @@ class SplitClock:
     def follow(self, ranks: Sequence[Sequence[SplitStage]]) -> None:
         """Simulate what a plan says of the stages of each rank."""
         split, parts = ([0] * len(self._took) for _ in range(2))
-        stages = itertools.chain(*ranks)
-        for own, of_stage in zip(self.layout.of_stage, stages, strict=True):
+        for own, of_stage in zip(self.layout.passes, itertools.chain(*ranks), strict=True):
             for number, is_split, before in zip(own, *of_stage, strict=True):
                 split[number], parts[number] = int(is_split), before
         self._simulate(split, parts)
 
     def _simulate(self, split: Sequence[int], parts: Sequence[int]) -> float:
-        count, none = len(split), [0] * len(self.layout.of_stage)
+        count, none = len(split), [0] * len(self.layout.passes)
         self._split, self._parts = integers(split), integers(parts)
         self._starts, self._ends = numbers([0.0] * count), numbers([0.0] * count)
         self._late, free = integers(split), numbers([0.0] * len(none))
@@ -162,7 +160,7 @@ class SplitClock:
             integers([0] * count),
         )
         stages = as_list(free)
-        self.ends = [max(own) for own in _of_ranks(stages, self.layout.ranks)]
+        self.ends = [max(stages[own]) for own in self.layout.of_rank]
         self.end = max(self.ends)
         self._last = int(last[stages.index(self.end)])
         return self.end
@@ -190,47 +188,40 @@ class SplitClock:
         split, parts = as_list(self._split), as_list(self._parts)
         stages = [
             SplitStage(tuple(bool(split[n]) for n in own), tuple(parts[n] for n in own))
-            for own in self.layout.of_stage
+            for own in self.layout.passes
         ]
-        return [tuple(own) for own in _of_ranks(stages, self.layout.ranks)]
+        return [tuple(stages[own]) for own in self.layout.of_rank]
 
     def operations(self, rank: int = 0) -> list[Operation]:
         """As `Clock.operations`; parts of one W that run in a row are one pass."""
         made: list[Operation] = []
-        of_stage = _of_ranks(self.layout.of_stage, self.layout.ranks)[rank]
-        for stage, (own, (split, parts)) in enumerate(
-            zip(of_stage, self.stages[rank], strict=True)
-        ):
-            queue: list[tuple[int, int]] = []  # backward passes with W left, and its parts
+        of_rank = self.layout.passes[self.layout.of_rank[rank]]
+        for stage, (own, of_stage) in enumerate(zip(of_rank, self.stages[rank], strict=True)):
+            waiting: list[int] = []  # the backward pass of each part of W that has not run
             free = 0.0
-            ahead = zip((*own, 0), (*split, False), (*parts, PARTS * len(own)), strict=True)
-            for number, is_split, before in ahead:
-                while before and queue:
-                    of, left = queue.pop(0)
-                    run = min(before, left)
-                    if run < left:
-                        queue.insert(0, (of, left - run))
-                    stop = free + run * (self._weight[of] / PARTS)
-                    made.append(Operation(stage, *self._pass(of)._replace(kind="W"), free, stop))
-                    free, before = stop, before - run
-                if number:
-                    free = float(self._ends[number])
-                    start = float(self._starts[number])
-                    made.append(Operation(stage, *self._pass(number), start, free))
-                if is_split:
-                    queue.append((number, PARTS))
+            for number, is_split, before in zip(own, *of_stage, strict=True):
+                free = self._run_parts(made, stage, waiting[:before], free)
+                del waiting[:before]
+                start, free = float(self._starts[number]), float(self._ends[number])
+                made.append(Operation(stage, *self._pass(number), start, free))
+                waiting += [number] * (PARTS * is_split)
+            self._run_parts(made, stage, waiting, free)
         return made
+
+    def _run_parts(
+        self, made: list[Operation], stage: int, parts: Sequence[int], free: float
+    ) -> float:
+        """Add parts of W, of these backward passes, that run from `free` on; when they end."""
+        for number, run in itertools.groupby(parts):
+            end = free + len([*run]) * (self._weight[number] / PARTS)
+            made.append(Operation(stage, *self._pass(number)._replace(kind="W"), free, end))
+            free = end
+        return free
 
     def _pass(self, number: int) -> Pass:
         place = self.layout.program.places[number // self.layout.ranks]
         assert place is not None
         return place[1]
-
-
-def _of_ranks(stages: Sequence[_Value], ranks: int) -> list[Sequence[_Value]]:
-    """Values of each rank's stages [ranks][stages], of those of all [ranks * stages]."""
-    own = len(stages) // ranks
-    return [stages[at : at + own] for at in range(0, len(stages), own)]
 
 
 class _Layout(NamedTuple):
@@ -247,12 +238,12 @@ class _Layout(NamedTuple):
     """Time of a pass, whole if backward, over its slot's cost [numbers]."""
     weight_shares: list[float]
     """Time of W of a backward pass over that of its slot [numbers]."""
-    of_stage: list[list[int]]
+    passes: list[list[int]]
     """Passes of each rank's stages in the order it runs them [ranks * stages][passes]."""
-    backward: list[int]
-    """Backward passes."""
+    of_rank: list[slice]
+    """Places in `passes` of each rank's stages [ranks]."""
     stages: Integers
-    """Stage of each number, in the order of `of_stage`; -1 of joints."""
+    """Place in `passes` of each number's stage; -1 of joints."""
     signs: Integers
     """-1 for backward passes, 1 for all else [numbers]."""
 
@@ -271,18 +262,17 @@ class _Layout(NamedTuple):
 def _layout(schedule: Schedule, count: int, ranks: int) -> _Layout:
     made, shares = program(schedule, count)
     own = schedule.dims.pipeline_parallel
-    of_stage: list[list[int]] = [[] for _ in range(ranks * own)]
+    passes: list[list[int]] = [[] for _ in range(ranks * own)]
     numbered = [(place, rank) for place in made.places for rank in range(ranks)]
-    weight_shares, backward = [0.0] * len(numbered), []
+    weight_shares = [0.0] * len(numbered)
     stages, signs = [-1] * len(numbered), [1] * len(numbered)
     for number, (place, rank) in enumerate(numbered):
         if place is None:
             continue
         stage, what = place
         stages[number] = rank * own + stage
-        of_stage[stages[number]].append(number)
+        passes[stages[number]].append(number)
         if what.kind == "B":
-            backward.append(number)
             weight_shares[number] = schedule.share(stage, "F", what.chunk)
             signs[number] = -1
     first, other = (
@@ -295,8 +285,8 @@ def _layout(schedule: Schedule, count: int, ranks: int) -> _Layout:
         (first, other),
         [float(share) for share in shares for _ in range(ranks)],
         weight_shares,
-        of_stage,
-        backward,
+        passes,
+        [slice(rank * own, (rank + 1) * own) for rank in range(ranks)],
         integers(stages),
         integers(signs),
     )

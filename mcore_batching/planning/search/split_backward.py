@@ -232,8 +232,8 @@ class _Pipeline:
 
     def leave_whole(self, latest: float) -> None:
         """Split no pass that it ends in time without; they are tried in blocks."""
-        every = len(self.clock.layout.backward)
-        passes = [number for number in self.clock.layout.backward if self.split[number]]
+        every = sum(self.clock.layout.all_split)
+        passes = [number for number, is_split in enumerate(self.split) if is_split]
         size = len(passes)
         while size * SMALLEST_BLOCK >= every:
             at = 0

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -361,6 +362,9 @@ def left_by_a_failure(dims: dict[str, Any], **settings: Any) -> dict[str, Any]:
     return found | {"flushed at the end": deferred.flush.called}
 
 
+_DEBUGGING = "transformer_engine.debug.pytorch.debug_state"
+
+
 def refused(dims: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
     """What `check_settings` says of arguments and of attributes of the configurations."""
     model = small_model(dims)
@@ -373,14 +377,18 @@ def refused(dims: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
                 *((model[0].ddp_config, *each) for each in case.get("ddp", {}).items()),
             ]:
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
-            if case.get("other function"):
-                stack.enter_context(mock.patch.object(schedules, case["other function"], print))
+            if "other function" in case:
+                stack.enter_context(mock.patch(f"megatron.core.{case['other function']}", print))
             if case.get("engine"):
                 module = next(m for m in model[0].modules() if isinstance(m, ColumnParallelLinear))
                 for name, value in case["engine"].items():
                     stack.enter_context(mock.patch.object(module, name, value, create=True))
+                state = SimpleNamespace(debug_enabled=case.get("debugged", False))
+                debugging = {_DEBUGGING: SimpleNamespace(TEDebugState=state)}
+                stack.enter_context(mock.patch.dict(sys.modules, debugging))
             try:
-                check_settings(args, model)
+                bare = case.get("unwrapped")
+                check_settings(args, [model[0].module] if bare else model)
                 said.append("")
             except Exception as error:
                 said.append(f"{type(error).__name__}: {error}")
@@ -419,6 +427,21 @@ def infinite_weights(dims: dict[str, Any]) -> str:
             replaced if is_last else contextlib.nullcontext(),
             mock.patch.object(prepare, "planned_split", left_to_the_end),
         ):
+            train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def other_split(dims: dict[str, Any]) -> str:
+    """The error of a step in which the last rank alone runs W at the end."""
+    model = small_model(dims)
+    args = arguments(ParallelDims(**dims), **ALL)
+    iterators, counts = get_data_iterator(args, model, my_samples(dims))
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    planned = left_to_the_end if is_last else planned_split
+    try:
+        with mock.patch.object(prepare, "planned_split", planned):
             train_step(packed_objective, args, model, iterators, counts, adam(model, False))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
