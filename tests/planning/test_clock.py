@@ -132,6 +132,7 @@ def test_ends_and_chains_are_those_of_passes_played_before_and_after_changes(ste
         assert clock.end_with(changes) == close(max(ends))
         assert length(clock.weights_with(), then) == close(max(ends))
         assert clock.costs == [cost for slot in costs for cost in slot]
+        assert clock.ends == close(ends_of(times))
         if step.dice.random() < 0.7:
             if step.dice.random() < 0.3:
                 changes, then = step.changed(costs)

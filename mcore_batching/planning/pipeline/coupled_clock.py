@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_batching.planning.pipeline.clock import Changes, Clock
-from mcore_batching.planning.pipeline.compiled import as_list
+from mcore_batching.planning.pipeline.compiled import (
+    Integers,
+    Numbers,
+    as_list,
+    integers,
+    kernel,
+    numbers,
+)
 from mcore_batching.planning.pipeline.passes import Schedule
 
 Blocks = Sequence[tuple[int, int]]
@@ -20,8 +27,7 @@ class CoupledClock(Clock):
     """The pipelines of all ranks under dynamic CP.
 
     All ranks run the same passes in the same order, so pass after pass is simulated for all ranks
-    at once, with one list of ends per pass. A change simulates all passes from its first one on:
-    tails as in `Clock` would be one for each pair of ranks that some later row joins.
+    at once. A change simulates all passes from its first one on.
 
     Weights are those of the straggler's critical path, which goes from rank to rank where these
     share a row; a shared row has its weight at the place of its first rank.
@@ -38,119 +44,165 @@ class CoupledClock(Clock):
         self, costs: Sequence[float], schedule: Schedule, blocks: Sequence[Blocks]
     ) -> None:
         self._load(costs, schedule, len(blocks))
-        blocks = [shared for shared in blocks for _ in range(schedule.num_costs)]
-        ranks = self._ranks = len(costs) // len(blocks)
-        self._shared = {
-            slot * ranks + rank: (first, after)
-            for slot, shared in enumerate(blocks)
-            for first, after in shared
-            for rank in range(first, after)
-        }
-        """First rank, and the one after the last, of the places that several ranks share."""
-        rows = [self.costs[at : at + ranks] for at in range(0, len(costs), ranks)]
-        rows.append([0.0] * ranks)
-        shares = as_list(self._shares)
-        self._took_of = {s: [[cost * s for cost in row] for row in rows] for s in set(shares)}
-        """{share: times of the passes that take this share of their slot's cost [slots][ranks]}.
-        Passes refer to these rows, so that a cost is changed in one row for each share."""
-        took = [self._took_of[s][slot] for s, slot in zip(shares, self._slots, strict=True)]
-        waits, waits_too = map(as_list, self._waits)
+        ranks = self._ranks = len(costs) // (len(blocks) * schedule.num_costs)
+        alone = [(rank, rank + 1) for rank in range(ranks)]
+        of_places = []
         # The slot after the last belongs to numbers without a micro-batch.
-        parts = [[(slice(*block), block[1] - block[0]) for block in slot] for slot in [*blocks, []]]
-        slots = as_list(self._slots)
-        self._columns = waits, waits_too, slots, took, [parts[slot] for slot in slots]
-        self._all_ends = self._all_tried = self._simulated([[0.0] * ranks], 1)
-        """Ends of passes [numbers][ranks]: by the costs, and with the changes tried last."""
+        for shared in [*(each for each in blocks for _ in range(schedule.num_costs)), ()]:
+            members = alone[:]
+            for first, after in shared:
+                members[first:after] = [(first, after)] * (after - first)
+            of_places += members
+        self._firsts = integers([first for first, _ in of_places])
+        self._afters = integers([after for _, after in of_places])
+        """First rank, and the one after the last, that run a place together [places]."""
+        self._took = numbers([*costs, *([0.0] * ranks)])
+        count = len(self._slots) * ranks
+        self._ends, self._ends_tried = numbers([0.0] * count), numbers([0.0] * count)
+        """Ends of passes [numbers * ranks]: by the costs, and with the changes tried last."""
+        self._simulate(self._ends, 1)
 
     @property
     def ends(self) -> list[float]:
         """End of the step on each rank."""
-        return self._all_ends[-1]
+        return as_list(self._ends[-self._ranks :])
 
     def end_with(self, changes: Changes) -> float:
         """As `Clock.end_with`; any of its places names a shared micro-batch."""
         first, _ = self._span(changes)
-        before = self.costs[:]
+        before, known = self.costs[:], first * self._ranks
         self._change(changes)
-        self._all_tried = self._simulated(self._all_ends[:first], first)
+        self._ends_tried[:known] = self._ends[:known]
+        self._simulate(self._ends_tried, first)
         # Costs go back; the ends stay, for `become` of the same changes.
         for place, _ in changes:
             self._set_cost(place, before[place])
         self._tried = changes
-        return max(self._all_tried[-1])
+        return float(max(self._ends_tried[-self._ranks :]))
 
     def become(self, changes: Changes) -> None:
         """Make `changes`, without a simulation if they were tried last."""
         if changes != self._tried:
             self.end_with(changes)
         self._change(changes)
-        self._all_ends, self._tried = self._all_tried, ()
+        self._ends, self._ends_tried, self._tried = self._ends_tried, self._ends, ()
 
     def weights(self) -> list[float]:
         """As `Clock.weights`."""
-        return self._critical_path(self._all_ends)
+        return self._critical_path(self._ends)
 
     def weights_with(self) -> list[float]:
         """As `Clock.weights_with`."""
-        return self._critical_path(self._all_tried)
+        return self._critical_path(self._ends_tried)
 
-    def _simulated(self, ends: list[list[float]], first: int) -> list[list[float]]:
-        """Ends of all passes [numbers][ranks]; `ends` has those before `first`, and is extended."""
+    def _simulate(self, ends: Numbers, first: int) -> None:
+        """Ends of all passes from number `first` on."""
         self.passes_run += (len(self._slots) - first) * self._ranks
-        waits, waits_too, _, took, blocks = self._columns
-        steps = zip(waits[first:], waits_too[first:], took[first:], blocks[first:], strict=True)
-        for before, other, row, shared in steps:
-            passes = zip(ends[before], ends[other], row)  # noqa: B905
-            ended = [(free if free > ready else ready) + time for free, ready, time in passes]
-            for block, size in shared:
-                # They start with the last of them and take as long, so they end with the last.
-                ended[block] = [max(ended[block])] * size
-            ends.append(ended)
-        return ends
+        _run_together(
+            *self._waits,
+            self._slots,
+            self._shares,
+            self._afters,
+            self._took,
+            ends,
+            self._ranks,
+            first,
+        )
 
-    def _critical_path(self, all_ends: list[list[float]]) -> list[float]:
+    def _critical_path(self, ends: Numbers) -> list[float]:
         """Weights [places], from ends of all passes."""
-        waits, waits_too, slots, _, _ = self._columns
-        ranks, shared, shares = self._ranks, self._shared, as_list(self._shares)
-        number, rank = len(slots) - 1, all_ends[-1].index(max(all_ends[-1]))
-        weights = [0.0] * (len(self.costs) + ranks)
-        while number > 0:
-            at = slots[number] * ranks + rank
-            before, other = waits[number], waits_too[number]
-            if at not in shared:
-                weights[at] += shares[number]
-                number = before if all_ends[before][rank] > all_ends[other][rank] else other
-                continue
-            # On to the rank, and the pass, that this one started after.
-            first, after = shared[at]
-            weights[at - rank + first] += shares[number]
-            ends, ends_too = all_ends[before][first:after], all_ends[other][first:after]
-            latest, latest_too = max(ends), max(ends_too)
-            if latest > latest_too:
-                number, rank = before, first + ends.index(latest)
-            else:
-                number, rank = other, first + ends_too.index(latest_too)
-        return weights[: len(self.costs)]
-
-    def _members(self, number: int, rank: int) -> range:
-        """The ranks that run a pass together with `rank`."""
-        at = self._slots[number] * self._ranks + rank
-        return range(*self._shared.get(at, (rank, rank + 1)))
+        weights = numbers([0.0] * len(self._took))
+        of_ranks = as_list(ends[-self._ranks :])
+        _weigh_path_over_ranks(
+            *self._waits,
+            self._slots,
+            self._shares,
+            self._firsts,
+            self._afters,
+            ends,
+            self._ranks,
+            of_ranks.index(max(of_ranks)),
+            weights,
+        )
+        return as_list(weights)[: len(self.costs)]
 
     def _times(self, number: int, rank: int) -> tuple[float, float]:
-        members = self._members(number, rank)
-        start = max(self._all_ends[w[number]][each] for w in self._waits for each in members)
-        return start, self._all_ends[number][rank]
+        at = self._slots[number] * self._ranks + rank
+        members = range(self._firsts[at], self._afters[at])
+        start = max(
+            self._ends[waits[number] * self._ranks + each]
+            for waits in self._waits
+            for each in members
+        )
+        return float(start), float(self._ends[number * self._ranks + rank])
 
     def _slot_of(self, place: int) -> int:
         return place // self._ranks
 
     def _set_cost(self, place: int, cost: float) -> None:
-        slot, rank = divmod(place, self._ranks)
-        first, after = self._shared.get(place, (rank, rank + 1))
-        self.costs[place - rank + first : place - rank + after] = [cost] * (after - first)
-        for share, rows in self._took_of.items():
-            rows[slot][first:after] = [cost * share] * (after - first)
+        slot = place - place % self._ranks
+        for each in range(slot + self._firsts[place], slot + self._afters[place]):
+            self.costs[each] = self._took[each] = cost
+
+
+@kernel
+def _run_together(
+    waits: Integers,
+    waits_too: Integers,
+    slots: Integers,
+    shares: Numbers,
+    afters: Integers,
+    costs: Numbers,
+    ends: Numbers,
+    ranks: int,
+    first: int,
+) -> None:
+    """Ends of the passes of all ranks from number `first` on, from the ends before it."""
+    for number in range(first, len(slots)):
+        before, other, at = waits[number] * ranks, waits_too[number] * ranks, number * ranks
+        place, share = slots[number] * ranks, shares[number]
+        rank = 0
+        while rank < ranks:
+            after = afters[place + rank]
+            # Ranks that share a row start with the last of them.
+            start = 0.0
+            for each in range(rank, after):
+                if ends[before + each] > start:
+                    start = ends[before + each]
+                if ends[other + each] > start:
+                    start = ends[other + each]
+            start += costs[place + rank] * share
+            for each in range(rank, after):
+                ends[at + each] = start
+            rank = after
+
+
+@kernel
+def _weigh_path_over_ranks(
+    waits: Integers,
+    waits_too: Integers,
+    slots: Integers,
+    shares: Numbers,
+    firsts: Integers,
+    afters: Integers,
+    ends: Numbers,
+    ranks: int,
+    rank: int,
+    weights: Numbers,
+) -> None:
+    """Add the shares on the critical path that ends on a rank to the weights of their places."""
+    number = len(slots) - 1
+    while number > 0:
+        place = slots[number] * ranks
+        first, after = firsts[place + rank], afters[place + rank]
+        weights[place + first] += shares[number]
+        # On to the pass, and the rank, that this one started after.
+        latest, on = -1.0, number
+        for before in (waits_too[number], waits[number]):
+            for each in range(first, after):
+                if ends[before * ranks + each] > latest:
+                    latest, on, rank = ends[before * ranks + each], before, each
+        number = on
 
 
 def clocks_of(
