@@ -74,12 +74,6 @@ def compute_advantages(
     normalize = estimator == "reinforce_baseline" if normalize is None else normalize
 
     def work() -> tuple[list[Tensor], list[Tensor], list[list[int]], list[Hashable]]:
-        if not (isinstance(estimator, str) and estimator in ESTIMATORS):
-            raise BatchError(
-                Argument("estimator"),
-                f" must compare trajectories, got {estimator!r:.60}; set one of "
-                f"{', '.join(ESTIMATORS)}",
-            )
         masks = _masks(batch)
         advantages = _advantages(batch, estimator, masks, step_wise, outcome)
         groups = indices_by_group(batch, "uids", real_indices(batch))
@@ -170,6 +164,12 @@ def _advantages(
     step_wise: bool,
     outcome: Outcome,
 ) -> list[Tensor]:
+    if not (isinstance(estimator, str) and estimator in ESTIMATORS):
+        raise BatchError(
+            Argument("estimator"),
+            f" must compare trajectories, got {estimator!r:.60}; set one of "
+            f"{', '.join(ESTIMATORS)}",
+        )
     groups, trajectories = _trajectories(batch, step_wise)
     found = outcome_advantages(
         _outcomes(batch, trajectories, outcome),

@@ -159,7 +159,6 @@ class Consensus:
         """
         cause: BaseException | None = None
         note = _Note(stage)
-        told: Any = None
         try:
             result = work()
             note = _noted(stage, says(result))
