@@ -42,7 +42,6 @@ PLANS = {
     "NeMo-RL": [[[5, 3], [9, 7], [8, 1]], [[0, 11], [2, 4, 10], [6]]],
     "AReaL": [[[2, 4], [3, 5], [6, 8]], [[0, 11], [1, 10], [7, 9]]],
     "Megatron dp_balanced": [[[0, 1], [5], [9, 10]], [[2, 3, 4], [6, 7, 8], [11]]],
-    "TRL best-fit": [[[5, 3], [9, 7], [8, 1, 6]], [[0, 11], [2, 4, 10], []]],
 }
 INTERLEAVED_PLANS = {
     "slime": [[[0], [5], [1, 3], [4, 10]], [[2], [6, 7, 8], [9], [11]]],
@@ -54,7 +53,6 @@ ORIGINALS: dict[str, Callable[[], originals.Original]] = {
     "verl 0.9": originals.verl,
     "NeMo-RL": originals.nemo_rl,
     "AReaL": originals.areal,
-    "TRL best-fit": originals.trl,
 }
 
 
@@ -124,7 +122,6 @@ DIGESTS = {
     "NeMo-RL": "d7996473276d",
     "AReaL": "ecd838b978f5",
     "Megatron dp_balanced": "d0424b9eb942",
-    "TRL best-fit": "4143a38e4990",
 }
 """Of 60 random problems' plans, made when rules and originals agreed on all of them."""
 
@@ -190,7 +187,6 @@ def test_a_plan_covers_every_sample_under_the_cap_with_equal_counts(
         ("AReaL", [5] * 3, PLAIN, "3 samples do not divide by 2"),
         ("Megatron dp_balanced", [5], PLAIN, "1 samples cannot fill 2 micro-batches"),
         ("Megatron dp_balanced", [101, 5], PLAIN, "or an empty row first"),
-        ("TRL best-fit", [101], PLAIN, "TRL cuts it"),
         ("first-fit in order", [60, 60], INTERLEAVED, "it can run 2"),
     ],
 )

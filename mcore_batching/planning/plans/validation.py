@@ -264,13 +264,14 @@ def _check_split_backward(step: StepPlan, lengths: Sequence[int], broken: Broken
         for stage, (order, (split, parts)) in enumerate(zip(orders, of_stages, strict=True)):
             where = f"stage {stage} runs {len(order)} passes"
             check(len(split) == len(parts) == len(order), where, rank)
-            due = 0
+            due = 0  # parts of W whose backward pass has run, and that have not
             for number, (what, is_split) in enumerate(zip(order, split, strict=True)):
                 due -= parts[number]
                 where = f"pass {number} of stage {stage}"
                 check(due >= 0 <= parts[number], f"{where} comes after W that is not due", rank)
                 check(what.kind == "B" or not is_split, f"{where} is no backward pass", rank)
                 due += PARTS * is_split
+            # A later stage may hold what the first one does: memory is the same on all devices.
             most = split_inflight_tokens(
                 held[rank], schedule, of_stages[stage], config.split_backward_held, stage=stage
             )
