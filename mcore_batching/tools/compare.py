@@ -213,7 +213,8 @@ def compare(
         for cap in caps[1:] if planner.fills_up and planned else []:
             tried = [_planned(planner, lengths, config, model, cap) for lengths in steps]
             # Over the steps planned at the given cap: failing one makes the sum infinite.
-            if sum(_ends(tried, planned=made)) < sum(_ends(best, planned=made)):
+            both = [pair for pair in zip(tried, best, made, strict=True) if not pair[2].failure]
+            if sum(step.end for step, _, _ in both) < sum(step.end for _, step, _ in both):
                 best_cap, best = cap, tried
         outcomes.append(
             Outcome(
@@ -277,11 +278,6 @@ def _planned(
         if bound is not None and has > bound:
             return _Step(f"its plan has {has:.0f} {what}, {name} is {bound}")
     return _Step(None, found.step_time, found.floor_time or 1.0, found.num_microbatches, seconds)
-
-
-def _ends(steps: Sequence[_Step], *, planned: Sequence[_Step]) -> Iterator[float]:
-    """Ends of those steps that are planned among others, infinite where these are not."""
-    return (step.end for step, other in zip(steps, planned, strict=True) if not other.failure)
 
 
 def _over(steps: Sequence[_Step], ours: Sequence[_Step]) -> float | None:

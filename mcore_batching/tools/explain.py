@@ -23,6 +23,7 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.errors import shortened
+from mcore_batching.planning.plans.batch_plan import dropped_lines
 from mcore_batching.planning.plans.plan import counted, rank_noun
 from mcore_batching.planning.plans.statistics import micro_batch_costs
 from mcore_batching.tools.held_back import longest_sample, usable_sizes, what_holds_back
@@ -65,12 +66,7 @@ def explain(
         f"step {index}: {_explain_step(step, lengths, spell, advice)}"
         for index, step in enumerate(plan.steps)
     ]
-    if plan.dropped:
-        paragraphs.append(
-            f"dropped with the groups left over: {counted(len(plan.dropped), 'sample')}: "
-            f"{shortened(plan.dropped)}"
-        )
-    return "\n".join(paragraphs)
+    return "\n".join([*paragraphs, *dropped_lines(plan)])
 
 
 def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: bool) -> str:

@@ -20,8 +20,8 @@ from mcore_batching.planning import (
     PlanningError,
     StepPlan,
     plan_step,
+    predicted_step_time,
     step_problem,
-    step_statistics,
 )
 from mcore_batching.planning.costs.layer_costs import OUTPUT, cut_layers, work_of_layers
 from mcore_batching.planning.plans.statistics import step_clocks
@@ -56,7 +56,7 @@ def suggestions(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
         step: a valid plan made for all ranks together.
         lengths: total length of each sample of the whole batch [samples], in tokens.
     """
-    now = step_statistics(step, lengths).step_time
+    now = predicted_step_time(step, lengths)
     found = []
     for changes, otherwise, time_of in _trials(step, lengths):
         try:
@@ -79,7 +79,7 @@ def _trials(
     ) -> float:
         quick = replace(config, plan_effort=min(config.plan_effort, COMPARED_PLAN_EFFORT))
         plan = plan_step(samples, dims, quick, model, forward_only=step.forward_only)
-        return step_statistics(plan, samples).step_time
+        return predicted_step_time(plan, samples)
 
     splits = step.config.split_backward != "off"
     if step.dims.pipeline_parallel > 1 and not step.forward_only and not splits:
@@ -94,20 +94,17 @@ def _trials(
     if layout is not None:
         flags, model = layout
         yield (), flags, functools.partial(planned, own, step.dims, step.config, model)
-    present = step.dims, step.config, step.cost_model
+    number, present = step.num_samples, (step.dims, step.config, step.cost_model)
+
+    def per_sample(steps: Sequence[Sequence[int]]) -> float:
+        time = sum(planned(each, *present) for each in steps)
+        return time * number / sum(map(len, steps))
+
     # Twice and half the samples, drawn from the step's own: per sample, with the same work.
-    if step.num_samples > 1:
-        number = step.num_samples
-        yield (
-            (),
-            f"{2 * number} samples a step instead of {number}, for each sample (another training)",
-            lambda: planned([*own, *own], *present) / 2,
-        )
-        yield (
-            (),
-            f"{number // 2} samples a step instead of {number}, for each sample (another training)",
-            lambda: planned(own[::2], *present) + planned(own[1::2], *present),
-        )
+    sizes = {2 * number: [[*own, *own]], number // 2: [own[::2], own[1::2]]}
+    for other, steps in sizes.items() if number > 1 else ():
+        words = f"{other} samples a step instead of {number}, for each sample (another training)"
+        yield (), words, functools.partial(per_sample, steps)
 
 
 def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:

@@ -193,20 +193,3 @@ def areal() -> Original:
         return until_counts_agree(rank_of, shards, 2 * stages if stages > 1 else 1)
 
     return plan
-
-
-def trl() -> Original:
-    pyarrow = pytest.importorskip("pyarrow")
-    unused = {name: mock.MagicMock() for name in ("datasets", "transformers")}
-    pack = load_alone(installed("trl"), "data_utils.py", **unused)._pack_bfd
-
-    def plan(problem: Problem) -> list[Bins]:
-        # Tokens are the samples' numbers, which tell a row's samples apart.
-        tokens = [[sample] * size for sample, size in enumerate(problem.tokens)]
-        rows = pack(pyarrow.table({"tokens": tokens}), problem.capacity)["tokens"].to_pylist()
-        bins = [list(dict.fromkeys(row)) for row in rows]
-        ranks = problem.num_ranks
-        count = -(-len(bins) // ranks)
-        return [(bins[rank::ranks] + [[]] * count)[:count] for rank in range(ranks)]
-
-    return plan

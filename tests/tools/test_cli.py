@@ -97,8 +97,7 @@ def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:
     checked = command("check", out, lengths_file)
     assert (checked.returncode, checked.stderr) == (0, "")
     assert checked.stdout == (
-        f"{out}: 6 samples in 1 step, DP2, cap 10 tokens: exact cover, cap, equal count, "
-        "split before placeholder hold; digest matches\n"
+        f"{out}: 6 samples in 1 step, DP2, cap 10 tokens: every invariant holds; digest matches\n"
     )
 
 
@@ -228,7 +227,7 @@ def test_check_finds_a_changed_plan_that_keeps_the_invariants(
     del document["digest"]
     changed.write_text(json.dumps(document))
     assert main(["check", str(changed), lengths_file]) == 0
-    assert capsys.readouterr().out.endswith("hold; no digest recorded\n")
+    assert capsys.readouterr().out.endswith("holds; no digest recorded\n")
 
 
 def test_check_against_other_lengths(

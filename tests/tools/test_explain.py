@@ -131,14 +131,24 @@ def test_a_better_layout_is_named_by_megatron_s_flags(layers: str, flags: str, t
     share = 0.5 if "*" in layers else 1.0
     costs = [("a", 1.0, 1e-6, 1e-6, 1.0), ("*", 1.0, 1e-6, 1e-6, 1.0), ("-", 1.0, 0.0, 0.0, 1.0)]
     model = CostModel(layers=layers, layer_costs=(*costs, ("V", 5.0 * share, 0.0, 0.0, 1.0)))
-    step = plan_step(MANY, PP4, replace(CONFIG, plan_effort=COMPARED_PLAN_EFFORT), model)
-    (found,) = [each for each in suggestions(step, MANY) if each.otherwise.startswith("--")]
+    lengths = MANY[:128]
+    step = plan_step(lengths, PP4, replace(CONFIG, plan_effort=COMPARED_PLAN_EFFORT), model)
+    (found,) = [each for each in suggestions(step, lengths) if each.otherwise.startswith("--")]
     assert found.otherwise == flags
-    _, cut = better_layout(model, PP4, MANY) or ("", model)
+    _, cut = better_layout(model, PP4, lengths) or ("", model)
     assert cut.layers.startswith(then)
-    made = plan_step(MANY, PP4, step.config, cut)
-    assert found.gain == pytest.approx(step_time(step, MANY) / step_time(made, MANY), rel=1e-12)
-    assert better_layout(cut, PP4, MANY) is None
+    made = plan_step(lengths, PP4, step.config, cut)
+    gain = step_time(step, lengths) / step_time(made, lengths)
+    assert found.gain == pytest.approx(gain, rel=1e-12)
+    assert better_layout(cut, PP4, lengths) is None
+
+
+def test_layouts_of_two_stages_and_of_few_layers() -> None:
+    model = CostModel(layers="a" * 8 + "V", layer_costs=(("a", 1.0, 0, 0, 1), ("V", 2.0, 0, 0, 1)))
+    flags, cut = better_layout(model, replace(PP4, pipeline_parallel=2), [100]) or ("", model)
+    assert (flags, cut.layers) == ("--decoder-last-pipeline-num-layers 3", "aaaaa|aaaV")
+    for sizes in ({"pipeline_parallel": 1}, {"virtual_pipeline": 2}, {"pipeline_parallel": 9}):
+        assert better_layout(model, replace(PP4, **sizes), [100]) is None
 
 
 def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
@@ -171,8 +181,9 @@ def test_split_backward_passes_are_counted_with_their_gain(shared: int | None) -
     assert (
         f"backward passes: {later} of {of_all} leave weight gradients for later; with none, these "
         f"micro-batches would end {whole:.2f} x as late"
-    ) in explain(step, lengths)
-    assert "backward passes: " not in explain(plan_step(lengths, dims, CONFIG), lengths)
+    ) in explain(step, lengths, advice=False)
+    whole_plan = plan_step(lengths, dims, CONFIG)
+    assert "backward passes: " not in explain(whole_plan, lengths, advice=False)
 
 
 def test_chunks_and_step_sizes_are_suggested_with_their_gains() -> None:
@@ -194,7 +205,7 @@ def test_chunks_and_step_sizes_are_suggested_with_their_gains() -> None:
 def test_a_plan_for_forward_passes_is_explained_as_one() -> None:
     step = plan_step(MANY, PP4, CONFIG, forward_only=True)
     training = plan_step(MANY, PP4, CONFIG)
-    text = explain(step, MANY)
+    text = explain(step, MANY, advice=False)
     assert "predicted end of the forward passes" in text
     assert step_time(step, MANY) < 0.5 * step_time(training, MANY)
     assert f"{step_time(step, MANY):.0f} token units" in text
@@ -238,6 +249,8 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     text = explain(plan_step(lengths, dims, config, owners=[1, 1, 1, 0, 1]), lengths)
     assert "rank 1 packs its own 4 samples into 4 micro-batches (no packing takes fewer" in text
     assert "the one with the fewest packs 1" in text
+    even = explain(plan_step([3, 4], STEP.dims, config, owners=[0, 1]), [3, 4])
+    assert "the most of all ranks; the one with the fewest packs 1\n" in even
     assert "no samples: one micro-batch per rank is the least" in explain(
         plan_step([], dims, config), []
     )

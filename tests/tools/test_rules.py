@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import pickle
 import random
@@ -41,7 +42,6 @@ PLANS = {
     "NeMo-RL": [[[5, 3], [9, 7], [8, 1]], [[0, 11], [2, 4, 10], [6]]],
     "AReaL": [[[2, 4], [3, 5], [6, 8]], [[0, 11], [1, 10], [7, 9]]],
     "Megatron dp_balanced": [[[0, 1], [5], [9, 10]], [[2, 3, 4], [6, 7, 8], [11]]],
-    "TRL best-fit": [[[5, 3], [9, 7], [8, 1, 6]], [[0, 11], [2, 4, 10], []]],
 }
 INTERLEAVED_PLANS = {
     "slime": [[[0], [5], [1, 3], [4, 10]], [[2], [6, 7, 8], [9], [11]]],
@@ -53,7 +53,6 @@ ORIGINALS: dict[str, Callable[[], originals.Original]] = {
     "verl 0.9": originals.verl,
     "NeMo-RL": originals.nemo_rl,
     "AReaL": originals.areal,
-    "TRL best-fit": originals.trl,
 }
 
 
@@ -112,8 +111,31 @@ def test_plans_are_the_originals(name: str) -> None:
     assert as_lists(rule_plan(RULES[name], LENGTHS, PLAIN, CONFIG)) == PLANS[name]
 
 
-def test_every_rule_is_pinned() -> None:
-    assert list(PLANS) == list(RULES)
+def digest_of(plans: list[Any]) -> str:
+    return hashlib.sha256(repr(plans).encode()).hexdigest()[:12]
+
+
+DIGESTS = {
+    "first-fit in order": "909ab301ed51",
+    "slime": "757eab310a42",
+    "verl 0.9": "f1a086606052",
+    "NeMo-RL": "d7996473276d",
+    "AReaL": "ecd838b978f5",
+    "Megatron dp_balanced": "d0424b9eb942",
+}
+"""Of 60 random problems' plans, made when rules and originals agreed on all of them."""
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_random_plans_stay_the_originals(name: str) -> None:
+    plans: list[Any] = []
+    for seed in range(60):
+        try:
+            plans.append(RULES[name](random_problem(seed)))
+        except RuleFailureError:
+            plans.append("none")
+    assert plans.count("none") < 40
+    assert digest_of(plans) == DIGESTS[name]
 
 
 @pytest.mark.parametrize("name", INTERLEAVED_PLANS)
@@ -151,26 +173,6 @@ def test_a_plan_covers_every_sample_under_the_cap_with_equal_counts(
     assert all(row_tokens(held, lengths, plan) <= cap for held in several)
 
 
-def test_nemo_rl_puts_the_smallest_and_the_largest_that_fits_beside_a_large_one() -> None:
-    lengths = [35, 11, 12, 13, 14, 19]
-    config = PlannerConfig(max_tokens_per_gpu=60)
-    plan = rule_plan(RULES["NeMo-RL"], lengths, ParallelDims(), config)
-    assert as_lists(plan) == [[[0, 1, 4], [5, 3, 2]]]
-
-
-def test_nemo_rl_moves_samples_out_of_the_fullest_bins_until_each_holds_one() -> None:
-    config = PlannerConfig(max_tokens_per_gpu=10)
-    plan = rule_plan(RULES["NeMo-RL"], [2] * 6, ParallelDims(data_parallel=5), config)
-    assert as_lists(plan) == [[[5]], [[0, 1]], [[4]], [[3]], [[2]]]
-    plan = rule_plan(RULES["NeMo-RL"], [5] * 4, ParallelDims(data_parallel=4), config)
-    assert as_lists(plan) == [[[0]], [[2]], [[3]], [[1]]]
-
-
-def test_verl_counts_up_until_no_micro_batch_is_over_the_cap() -> None:
-    # Four samples of 60 a rank make 240 tokens: in three micro-batches two would share one.
-    assert rule_plan(RULES["verl 0.9"], [60] * 8, PLAIN, CONFIG).num_microbatches == 4
-
-
 @pytest.mark.parametrize(
     ("name", "lengths", "dims", "message"),
     [
@@ -185,7 +187,6 @@ def test_verl_counts_up_until_no_micro_batch_is_over_the_cap() -> None:
         ("AReaL", [5] * 3, PLAIN, "3 samples do not divide by 2"),
         ("Megatron dp_balanced", [5], PLAIN, "1 samples cannot fill 2 micro-batches"),
         ("Megatron dp_balanced", [101, 5], PLAIN, "or an empty row first"),
-        ("TRL best-fit", [101], PLAIN, "TRL cuts it"),
         ("first-fit in order", [60, 60], INTERLEAVED, "it can run 2"),
     ],
 )
@@ -261,10 +262,6 @@ def test_karmarkar_karp_evens_out() -> None:
     assert sorted(itertools.chain(*parts)) == list(range(5))
 
 
-def test_megatron_dp_balanced_empties_the_first_micro_batch_too() -> None:
-    assert megatron_dp_balanced(problem_of([5, 6, 7], 3, 20)) == [[[0]], [[2]], [[1]]]
-
-
 def megatron_original(name: str) -> Any:
     """A module with rules, of Megatron's dev branch."""
     path = scheduling_file(name)
@@ -316,6 +313,20 @@ def test_megatron_dynamic_cp_is_the_original_rule(lengths: list[int], ranks: int
         return
     slots = megatron_dynamic_slots(lengths, ranks, cap)
     assert [[g.samples for g in groups for _ in range(g.size)] for groups in slots] == expected
+
+
+def test_random_steps_of_megatron_dynamic_cp_stay_the_original_s() -> None:
+    generator, steps = random.Random(0), list[Any]()
+    for _ in range(100):
+        lengths = [generator.randint(1, 150) for _ in range(generator.randint(1, 30))]
+        ranks, cap = generator.choice([2, 4, 8]), generator.choice([60, 120])
+        try:
+            slots = megatron_dynamic_slots(lengths, ranks, cap)
+            steps.append([[(group.size, group.samples) for group in each] for each in slots])
+        except RuleFailureError:
+            steps.append("none")
+    assert steps.count("none") < 40
+    assert digest_of(steps) == "40c4e5459a49"
 
 
 def test_megatron_dynamic_cp() -> None:

@@ -114,9 +114,13 @@ class Plan:
                 f"micro-batches per rank, {placeholders} placeholders"
             )
         lines += left_out(len(self.steps), "steps")
-        if self.dropped:
-            lines.append(
-                f"  dropped with the groups left over: {counted(len(self.dropped), 'sample')}: "
-                f"{shortened(self.dropped)}"
-            )
+        lines += [f"  {line}" for line in dropped_lines(self)]
         return "\n".join(lines)
+
+
+def dropped_lines(plan: Plan) -> list[str]:
+    """A line about the samples that no step runs, if there are any."""
+    if not plan.dropped:
+        return []
+    samples = f"{counted(len(plan.dropped), 'sample')}: {shortened(plan.dropped)}"
+    return [f"dropped with the groups left over: {samples}"]

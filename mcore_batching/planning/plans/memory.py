@@ -88,6 +88,7 @@ class ModelShape:
             value = getattr(self, option.name)
             if option.name in _SWITCHES or value is None:
                 continue
+            # A config.json says 0 for a model without multi-token prediction.
             least = 0 if option.name == "depths" else 1
             object.__setattr__(self, option.name, at_least(option.name, value, least, ConfigError))
 
@@ -186,6 +187,7 @@ def predicted_memory(
         logits += trains * vocab * shape.hidden * (4 + shape.bytes_per_value)
     else:
         logits = row * vocab * (shape.bytes_per_logit + depths * _BYTES_PER_DEPTH)
+    # Up to three float32 copies of a chunk's logits.
     log_probs = 3 * 4 * min(row, LOG_PROB_CHUNK_TOKENS) * vocab
     # Of the last chunk, whose backward pass follows at once.
     further = row * shape.activation_bytes_per_token(dims, layers=depths)

@@ -132,6 +132,7 @@ class StepPlan:
             sizes = list(self.context_parallel[rank])
         return [
             f"[{shortened(samples, MOST_SHOWN, ' ')}]{f'×{size}' if size > 1 else ''}"
+            # Not strict: a broken plan from a file is printed, too.
             for samples, size in zip(self.micro_batches[rank], sizes, strict=False)
         ]
 

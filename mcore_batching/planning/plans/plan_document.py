@@ -196,6 +196,7 @@ def _read_sizes(
         )
     if raw is None:
         return None
+    # As many as micro-batches, and none of 0: readers divide by them before a plan is validated.
     sizes = tuple(
         tuple(_count(size, f"a size of {what}, rank {rank}") for size in _list(of_rank, what))
         for rank, of_rank in enumerate(_list(raw, what))
@@ -211,6 +212,7 @@ def _read_split(raw: Any, where: str) -> tuple[tuple[SplitStage, ...], ...]:
     """Split passes of each rank and stage; empty if left out."""
     what = f'"split_backward" of {where}'
     ranks = []
+    # How long the lists of passes must be is the schedule's to say, which `validate_plan` asks.
     for rank in _list([] if raw is None else raw, what):
         stages = []
         for stage in _list(rank, what):

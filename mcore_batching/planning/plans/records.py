@@ -137,6 +137,7 @@ class StepRecorder:
         step |= {"predicted": predicted, "measured_seconds": measured_seconds}
         if seconds_per_unit is not None:
             step["seconds_per_unit"] = seconds_per_unit
+        # The header again only where it changed: it would be most of a short step's line.
         lines = [step] if header == self._header else [header, step]
         try:
             for line in lines:

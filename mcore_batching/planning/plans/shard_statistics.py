@@ -75,6 +75,7 @@ def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatis
     per_row = config.max_samples_per_row or max(1, samples)
     by_tokens = -(-int(joined["fitting tokens"]) // problem.capacity)
     rows = oversize + max(by_tokens, -(-(samples - oversize) // per_row))
+    # The longest sample may be another rank's: its cost travels, not its length.
     alone = problem.cost_model.per_micro_batch + joined["sample cost"]
     return StepStatistics(
         num_samples=samples,

@@ -119,9 +119,7 @@ _PEAKS = {"peak_inflight_tokens", "last_stage_inflight_tokens", "largest_row_tok
 
 
 def step_statistics(
-    step: StepPlan,
-    lengths: Sequence[int],
-    cost_model: CostModel | None = None,
+    step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> StepStatistics:
     """Statistics of a valid plan.
 
@@ -276,6 +274,7 @@ def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock] |
         return clocks_of(costs, problem.schedule, step.context_parallel)
     on_ranks = problem.on_ranks
     weights = _of_slots(step, ranks, lambda samples, size: on_ranks[size].slot_weights(samples))
+    # A clock plays a rank by itself, or all that wait: in lockstep as one of the slots' maxima.
     blocks: Sequence[Blocks] = ()
     together = 1
     if problem.dims.in_lockstep:

@@ -16,7 +16,8 @@ No check calls the planner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from mcore_batching.planning.errors import InvariantError, shortened
 from mcore_batching.planning.integers import check_lengths
@@ -30,6 +31,9 @@ from mcore_batching.planning.plans.batch_plan import Plan
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.plans.statistics import held_tokens, step_problem
 from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
+
+Broken = Callable[..., InvariantError]
+"""Makes the error of a broken invariant, with the number of the step where there are several."""
 
 
 def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
@@ -45,7 +49,7 @@ def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
     """
     lengths = check_lengths(lengths)
     if isinstance(plan, StepPlan):
-        _validate_step(plan, lengths, None)
+        _validate_step(plan, lengths, InvariantError)
         return
     if len(lengths) != plan.num_samples:
         raise InvariantError(
@@ -54,54 +58,52 @@ def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
         )
     # Blocks first: `_placed` counts a shared row at its first rank, where blocks are sound.
     for index, step in enumerate(plan.steps):
-        _check_blocks(step, index)
+        _check_blocks(step, partial(InvariantError, step=index))
     found = [sample for step in plan.steps for sample in _placed(step)]
     _check_dropped(plan.dropped, found)
-    _check_cover([*found, *plan.dropped], range(plan.num_samples), "in the plan")
+    _check_cover([*found, *plan.dropped], range(plan.num_samples), "in the plan", InvariantError)
     for index, step in enumerate(plan.steps):
-        _validate_step(step, lengths, index)
+        _validate_step(step, lengths, partial(InvariantError, step=index))
 
 
-def _validate_step(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+def _validate_step(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
     beyond = [sample for sample in step.sample_indices if sample >= len(lengths)]
     if beyond:
-        raise InvariantError(
+        raise broken(
             "exact cover",
             f"samples {shortened(beyond)} have none of the {len(lengths)} lengths; pass those of "
             "the whole batch",
             indices=tuple(beyond),
-            step=index,
         )
-    _check_blocks(step, index)
-    _check_cover(_placed(step), step.sample_indices, "in the step", index)
-    _check_equal_count(step, index)
-    _check_cap(step, lengths, index)
-    _check_samples_per_row(step, index)
+    _check_blocks(step, broken)
+    _check_cover(_placed(step), step.sample_indices, "in the step", broken)
+    _check_equal_count(step, broken)
+    _check_cap(step, lengths, broken)
+    _check_samples_per_row(step, broken)
     if step.config.fill == "split":
-        _check_split_before_placeholder(step, index)
+        _check_split_before_placeholder(step, broken)
     if step.split_backward:
-        _check_split_backward(step, lengths, index)
+        _check_split_backward(step, lengths, broken)
 
 
 def _placed(step: StepPlan) -> list[int]:
     return [sample for row in step.rows() for sample in row.samples]
 
 
-def _check_blocks(step: StepPlan, index: int | None) -> None:
+def _check_blocks(step: StepPlan, broken: Broken) -> None:
     """Check that all ranks of a block list the same micro-batch, so that it is counted once."""
     sizes, most = step.context_parallel, step.config.max_context_parallel
     if (sizes is None) != (most is None):
-        raise InvariantError(
+        raise broken(
             "blocks",
             f"max_context_parallel={most}, but context-parallel sizes are "
             f"{'left out' if sizes is None else 'given'}",
-            step=index,
         )
     if sizes is None or most is None:
         return
-    _check_equal_count(step, index)  # else the indices below may not exist
+    _check_equal_count(step, broken)  # else the indices below may not exist
     if [len(of_rank) for of_rank in sizes] != [step.num_microbatches] * len(step.micro_batches):
-        raise InvariantError("blocks", "there must be a size for each micro-batch", step=index)
+        raise broken("blocks", "there must be a size for each micro-batch")
     legal = step.dims.row_sizes(most)
     for rank, of_rank in enumerate(sizes):
         for slot, size in enumerate(of_rank):
@@ -120,7 +122,7 @@ def _check_blocks(step: StepPlan, index: int | None) -> None:
                 fault = f"ranks {first} to {first + size - 1} must share its micro-batch"
             else:
                 continue
-            raise InvariantError("blocks", fault, indices=samples, step=index, rank=rank, slot=slot)
+            raise broken("blocks", fault, indices=samples, rank=rank, slot=slot)
 
 
 def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
@@ -134,9 +136,7 @@ def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
         )
 
 
-def _check_cover(
-    found: Sequence[int], expected: Sequence[int], where: str, step: int | None = None
-) -> None:
+def _check_cover(found: Sequence[int], expected: Sequence[int], where: str, broken: Broken) -> None:
     # In the order of what harms most: trained twice, not at all, or taken from elsewhere.
     counts = Counter(found)
     wanted = set(expected)
@@ -149,45 +149,41 @@ def _check_cover(
         (extra, "though they are not part of it"),
     ):
         if samples:
-            raise InvariantError(
+            raise broken(
                 "exact cover",
                 f"samples {shortened(samples)} are {where} {fault}",
                 indices=tuple(samples),
-                step=step,
             )
 
 
-def _check_equal_count(step: StepPlan, index: int | None) -> None:
+def _check_equal_count(step: StepPlan, broken: Broken) -> None:
     dims = step.dims
     ranks = step.config.num_ranks(dims)
     if len(step.micro_batches) != ranks:
         is_dynamic = step.config.max_context_parallel is not None
         kind = "data- and context-parallel" if is_dynamic else "data-parallel"
-        raise InvariantError(
+        raise broken(
             "equal count",
             f"the layout has {ranks} {kind} ranks, the plan {len(step.micro_batches)}",
-            step=index,
         )
     for rank, micro_batches in enumerate(step.micro_batches):
         if len(micro_batches) != step.num_microbatches:
-            raise InvariantError(
+            raise broken(
                 "equal count",
                 f"every rank must have {step.num_microbatches} micro-batches, "
                 f"this one has {len(micro_batches)}",
                 indices=tuple(sample for samples in micro_batches for sample in samples),
-                step=index,
                 rank=rank,
             )
     if not dims.is_legal_num_microbatches(step.num_microbatches):
-        raise InvariantError(
+        raise broken(
             "equal count",
             f"the interleaved schedule cannot run {step.num_microbatches} micro-batches per rank; "
             f"it can run {dims.round_up_num_microbatches(step.num_microbatches)}",
-            step=index,
         )
 
 
-def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+def _check_cap(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
     # Written out, not taken from `Problem`: the planner must not be checked by its own sums.
     config, largest = step.config, step.config.max_context_parallel
     sizes = (step.dims.context_parallel,) if largest is None else step.dims.row_sizes(largest)
@@ -206,32 +202,30 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], index: int | None) -> Non
             and all(row_tokens(samples, each) > config.cap_tokens(of_size[each]) for each in sizes)
         ):
             continue
-        raise InvariantError(
+        raise broken(
             "cap",
             f"samples {shortened(samples)} take {tokens} padded tokens, the cap is {cap}",
             indices=samples,
-            step=index,
             rank=rank,
             slot=slot,
         )
 
 
-def _check_samples_per_row(step: StepPlan, index: int | None) -> None:
+def _check_samples_per_row(step: StepPlan, broken: Broken) -> None:
     most = step.config.max_samples_per_row
     for rank, slot, _, samples in step.rows():
         if most is not None and len(samples) > most:
-            raise InvariantError(
+            raise broken(
                 "cap",
                 f"{len(samples)} samples share a row, max_samples_per_row={most}: "
                 f"{shortened(samples)}",
                 indices=samples,
-                step=index,
                 rank=rank,
                 slot=slot,
             )
 
 
-def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:
+def _check_split_before_placeholder(step: StepPlan, broken: Broken) -> None:
     for rank, micro_batches in enumerate(step.micro_batches):
         if () not in micro_batches:
             continue
@@ -240,24 +234,23 @@ def _check_split_before_placeholder(step: StepPlan, index: int | None) -> None:
             if len(samples) > 1 and (
                 step.context_parallel is None or step.row_size(rank, slot) == 1
             ):
-                raise InvariantError(
+                raise broken(
                     "split before placeholder",
                     f"slot {micro_batches.index(())} is a placeholder, but samples "
                     f"{shortened(samples)} share a micro-batch",
                     indices=samples,
-                    step=index,
                     rank=rank,
                     slot=slot,
                 )
 
 
-def _check_split_backward(step: StepPlan, lengths: Sequence[int], index: int | None) -> None:
+def _check_split_backward(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
     dims, config = step.dims, step.config
     stages = range(dims.pipeline_parallel)
 
     def check(fine: bool, fault: str, rank: int | None = None) -> None:
         if not fine:
-            raise InvariantError("split backward", fault, step=index, rank=rank)
+            raise broken("split backward", fault, rank=rank)
 
     check(config.split_backward != "off", "passes are split, but split_backward='off'")
     schedule = Schedule(dims=dims)
@@ -271,13 +264,14 @@ def _check_split_backward(step: StepPlan, lengths: Sequence[int], index: int | N
         for stage, (order, (split, parts)) in enumerate(zip(orders, of_stages, strict=True)):
             where = f"stage {stage} runs {len(order)} passes"
             check(len(split) == len(parts) == len(order), where, rank)
-            due = 0
+            due = 0  # parts of W whose backward pass has run, and that have not
             for number, (what, is_split) in enumerate(zip(order, split, strict=True)):
                 due -= parts[number]
                 where = f"pass {number} of stage {stage}"
                 check(due >= 0 <= parts[number], f"{where} comes after W that is not due", rank)
                 check(what.kind == "B" or not is_split, f"{where} is no backward pass", rank)
                 due += PARTS * is_split
+            # A later stage may hold what the first one does: memory is the same on all devices.
             most = split_inflight_tokens(
                 held[rank], schedule, of_stages[stage], config.split_backward_held, stage=stage
             )

@@ -8,7 +8,7 @@ hold the rules against the frameworks' own functions.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -245,29 +245,6 @@ def megatron_dp_balanced(problem: Problem) -> list[Bins]:
     return dealt(moved_out(bins, range(len(bins))[::-1], multiple), problem.num_ranks)
 
 
-def trl_best_fit(problem: Problem) -> list[Bins]:
-    """TRL's packing: longest first into the fullest micro-batch with room, dealt round-robin.
-
-    Empty micro-batches stand where TRL's data loader would repeat some.
-    """
-    refuse_oversize(problem, "TRL cuts it, losing tokens, or splits it in two samples")
-    bins: Bins = []
-    # Room of each micro-batch, number of its last sample, samples; ascending, so that on a tie the
-    # one that got so full first comes first.
-    open_bins: list[tuple[int, int, list[int]]] = []
-    for number, item in enumerate(longest_first(range(problem.num_samples), problem.tokens)):
-        size = problem.tokens[item]
-        place = bisect_left(open_bins, (size,))
-        if place < len(open_bins):
-            room, _, samples = open_bins.pop(place)
-        else:
-            room, samples = problem.capacity, []
-            bins.append(samples)
-        samples.append(item)
-        insort(open_bins, (room - size, number, samples))
-    return dealt(bins, problem.num_ranks)
-
-
 RULES: dict[str, Rule] = {
     "first-fit in order": first_fit_in_order,
     "slime": slime,
@@ -275,6 +252,5 @@ RULES: dict[str, Rule] = {
     "NeMo-RL": nemo_rl,
     "AReaL": areal,
     "Megatron dp_balanced": megatron_dp_balanced,
-    "TRL best-fit": trl_best_fit,
 }
 """All rules without dynamic CP, in the order in which tables list them."""
