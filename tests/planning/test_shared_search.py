@@ -27,6 +27,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.search.dynamic_cp import LITTLE_EFFORT, STEPS_KEPT, FormSearch
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
+from mcore_batching.planning.search.steps import Kind
 
 PP2 = ParallelDims(data_parallel=4, pipeline_parallel=2)
 LAYOUTS = [
@@ -99,6 +100,30 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
     best = sorted((end, count) for count, end in earliest.items())[:STEPS_KEPT]
     assert [(step.end, len(step.ranks[0])) for step in steps] == best
     assert len(steps) == STEPS_KEPT
+
+
+@pytest.mark.parametrize("dims", LAYOUTS)
+def test_forms_are_judged_by_all_ranks_together(dims: ParallelDims) -> None:
+    """Where samples are so small that a deal meets its targets, about as their steps end."""
+    lengths = [9000, 8000, 4000] + [40] * 800
+    config = PlannerConfig(max_tokens_per_gpu=9000, max_context_parallel=4)
+    objective = SharedObjective(Problem.of(lengths, dims, config))
+    forms, sizes = Forms(objective), (4, 2, 2) + (1,) * 800
+    for first, skip in ((0.1, 0.0), (0.4, 0.5)):
+        form = Form(sizes, Kind(12, first), skip)
+        made = forms.make(form)
+        assert made is not None
+        assert forms.judge(form) == pytest.approx(made.end, rel=0.02)
+
+
+def test_limits_under_which_shared_rows_take_too_many_slots_are_left_out() -> None:
+    """But sizes that lengths ask for are kept, however many slots they take."""
+    config = PlannerConfig(max_tokens_per_gpu=5000, max_context_parallel=4)
+    search = FormSearch(SharedObjective(Problem.of([5000] * 20 + [4000] * 80, PP2, config)))
+    assert {tuple(sorted(set(sizes))) for sizes in search._limits} == {(1,), (1, 2)}
+    needed = FormSearch(SharedObjective(Problem.of([5001] * 200, PP2, config)))
+    assert needed._limits[0] == (2,) * 200
+    assert needed.search(0.0)
 
 
 @pytest.mark.parametrize("seed", range(36))

@@ -31,7 +31,7 @@ from mcore_batching.planning.search.objective import Candidate, Objective
 EFFORT_OF_A_TRY = 40
 """A move that is refused unsimulated costs as much effort as 40 simulated passes, about its CPU
 time."""
-EFFORT_OF_A_SHARED_PASS = 1.5
+EFFORT_OF_A_SHARED_PASS = 0.15
 """Effort of one pass of one rank among ranks that wait for each other, which are simulated side by
 side."""
 STUCK = 20

@@ -12,7 +12,7 @@ Where experts are spread over ranks all ranks run every slot together, whoever s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -71,9 +71,14 @@ class SharedObjective(Objective):
             ]
             for slots, own in zip(held, sizes, strict=True)
         ]
-        (clock,) = clocks_of(costs, self.whole.on_ranks[1].schedule, sizes)
+        return Candidate(held, self.ends_of(costs, sizes), sizes)
+
+    def ends_of(self, costs: Sequence[Sequence[float]], sizes: Sizes) -> list[float]:
+        """Ends of ranks with micro-batches of these costs and sizes, as in `clocks_of`; costs
+        effort."""
+        (clock,) = clocks_of(costs, self.problem.schedule, sizes)
         self.effort -= clock.passes_run * (1.0 if self.lockstep else EFFORT_OF_A_SHARED_PASS)
-        return Candidate(held, clock.ends, sizes)
+        return clock.ends
 
     def most_in_flight(self, step: Candidate) -> float:
         """As `moves.most_in_flight`."""
@@ -145,44 +150,39 @@ class Forms:
         return tuple(sizes)
 
     def judge(self, form: Form) -> float:
-        """About the end of a form's step: the later of the first and the last rank's, if samples
-        could be cut to the profile; infinite if the shared ones do not fit."""
-        layout, profile = self._laid_out(form.sizes), self._profile(form.kind)
-        if len(layout.layers) > form.kind.num_slots:
-            return math.inf
-        latest = 0.0
-        for shared, costs in self._of_ranks(form, (0, self._problem.num_ranks - 1)):
-            free = [slot for slot, sample in enumerate(shared) if sample < 0]
-            if free and layout.own:
-                top = max(free, key=lambda slot: profile[slot])
-                costs[top] = max(costs[top], self._problem.on_ranks[1].cost(layout.own[:1]))
-            latest = max(latest, self._objective.end_of(self._on_stages(costs)))
-        return latest
-
-    def _on_stages(self, costs: Sequence[float]) -> list[float]:
-        """Costs of micro-batches as of mean ones, on each kind of stage [slots * kinds]."""
-        ratios = self._ratios
-        return [cost * ratio for cost in costs for ratio in ratios]
+        """About the end of a form's step, if samples could be cut to what each slot is to cost;
+        infinite if the shared ones do not fit."""
+        own, ratios = self._laid_out(form.sizes).own, self._ratios
+        rows, sizes, targets = self._targets(form)
+        longest = self._problem.on_ranks[1].cost(own[:1])
+        for shared, costs in zip(rows, targets, strict=True):
+            free = [slot for slot, samples in enumerate(shared) if not samples]
+            if free and own:
+                top = max(free, key=costs.__getitem__)
+                costs[top] = max(costs[top], longest)
+        on_stages = [[cost * ratio for cost in costs for ratio in ratios] for costs in targets]
+        return max(self._objective.ends_of(on_stages, sizes)) if rows else math.inf
 
     def make(self, form: Form) -> Candidate | None:
         """The step of a form, simulated; None if its samples do not fit."""
         count, own = form.kind.num_slots, self._laid_out(form.sizes).own
-        rows: list[Slots] = []
-        sizes: Sizes = []
-        targets: list[float] = []
-        for shared, costs in self._of_ranks(form, range(self._problem.num_ranks)):
-            rows.append([[sample] if sample >= 0 else [] for sample in shared])
-            sizes.append([form.sizes[sample] if sample >= 0 else 1 for sample in shared])
-            # A deal puts nothing where a target is negative.
-            targets += [-1.0 if i >= 0 else cost for i, cost in zip(shared, costs, strict=True)]
+        rows, sizes, targets = self._targets(form)
+        if not rows:
+            return None
         if own:
-            if max(targets) < 0.0:
+            # A deal puts nothing where a target is negative.
+            flat = [
+                -1.0 if samples else cost
+                for of_rank in zip(rows, targets, strict=True)
+                for samples, cost in zip(*of_rank, strict=True)
+            ]
+            if max(flat) < 0.0:
                 return None
-            dealt = deal(own, targets, self._objective, passes=2, per_rank=count)
+            dealt = deal(own, flat, self._objective, passes=2, per_rank=count)
             if dealt is None:
                 return None
             for rank, slots in enumerate(rows):
-                free = [slot for slot in range(count) if sizes[rank][slot] == 1]
+                free = [slot for slot in range(count) if not slots[slot]]
                 settled = settle([dealt[rank * count + slot] for slot in free], self._costs)
                 for slot, samples in zip(free, settled, strict=True):
                     slots[slot] = samples
@@ -217,27 +217,31 @@ class Forms:
             self._profiles[kind] = targets.relative
         return self._profiles[kind]
 
-    def _of_ranks(
-        self, form: Form, ranks: Iterable[int]
-    ) -> Iterator[tuple[list[int], list[float]]]:
-        """For each rank: the sample that it shares in each slot, -1 where none; what each slot is
-        to cost."""
+    def _targets(self, form: Form) -> tuple[list[Slots], Sizes, list[list[float]]]:
+        """The shared samples, their sizes, and what each slot is to cost [ranks][slots]; of no
+        ranks if there are too few slots."""
         layout, profile = self._laid_out(form.sizes), self._profile(form.kind)
         fixed = self._problem.cost_model.per_micro_batch
-        largest = sorted(range(len(profile)), key=lambda slot: (-profile[slot], slot))
-        skipped = round(form.skip * (len(profile) - len(layout.layers)))
-        for rank in ranks:
-            shared, costs = [-1] * len(profile), [0.0] * len(profile)
-            for slot, layer in zip(largest[skipped:], layout.layers, strict=False):
-                for first, sample, cost in layer:
-                    if first <= rank < first + form.sizes[sample]:
-                        shared[slot], costs[slot] = sample, cost
+        ranks, count = self._problem.num_ranks, len(profile)
+        if len(layout.layers) > count:
+            return [], [], []
+        rows: list[Slots] = [[[] for _ in profile] for _ in range(ranks)]
+        sizes = [[1] * count for _ in rows]
+        targets = [[0.0] * count for _ in rows]
+        largest = sorted(range(count), key=lambda slot: (-profile[slot], slot))
+        skipped = round(form.skip * (count - len(layout.layers)))
+        for slot, layer in zip(largest[skipped:], layout.layers, strict=False):
+            for first, sample, cost in layer:
+                for rank in range(first, first + form.sizes[sample]):
+                    rows[rank][slot], sizes[rank][slot] = [sample], form.sizes[sample]
+                    targets[rank][slot] = cost
+        for shared, costs in zip(rows, targets, strict=True):
             rest = max(0.0, layout.work - ordered_sum(costs))
-            free = [slot for slot, sample in enumerate(shared) if sample < 0]
+            free = [slot for slot, samples in enumerate(shared) if not samples]
             whole = ordered_sum(profile[slot] for slot in free)
             for slot in free:
                 costs[slot] = fixed + rest * profile[slot] / whole
-            yield shared, costs
+        return rows, sizes, targets
 
 
 def _make_last_real(rows: list[Slots], sizes: Sizes) -> None:
