@@ -38,6 +38,7 @@ PLANNER: dict[str, dict[str, Any]] = {
     "later, SIGKILL": {"dynamic_batch_exchange": True, "global_batch_size": 5},
     "packed later": {"global_batch_size": 5},
     "packed later, SIGKILL": {"global_batch_size": 5},
+    "layer, backward": {"dynamic_batch_split_backward": "all"},  # where there are stages
     "weights": {"dynamic_batch_split_backward": "all"},
     "weights left": {"dynamic_batch_split_backward": "all"},
 }

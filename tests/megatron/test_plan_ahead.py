@@ -21,6 +21,7 @@ from mcore_batching.batch import StepTotals
 from mcore_batching.batch.agreement.consensus import Agreement
 from mcore_batching.batch.agreement.figures import least
 from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.rollout import plan_ahead
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
@@ -229,6 +230,34 @@ def test_a_step_is_taken_if_all_ranks_made_it_of_the_same(
         taken, learnt = ahead.take(job, [], None, is_of_these=is_of_these)
     assert (taken, learnt) == (made if is_taken else None, None)
     assert says == [least(int(is_of_these and settings is SETTINGS))]
+
+
+@pytest.mark.parametrize(("shares_rows", "experts"), [(True, 1), (False, 1), (False, 2)])
+def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
+    ahead: PlansAhead, shares_rows: bool, experts: int
+) -> None:
+    config = PlannerConfig(max_tokens_per_gpu=64, max_context_parallel=2 if shares_rows else None)
+    dims = ParallelDims(data_parallel=2, expert_parallel=experts)
+    figures = {"passes": least(1)}
+    learner = mock.Mock(learnt="before", evidence=mock.Mock(return_value=figures))
+    learner.learn.side_effect = lambda agreed: setattr(learner, "learnt", "after")
+
+    def agree(stage: str, work: Any, say: Any, failure: Any) -> Agreement[Any]:
+        result = work()
+        assert figures.items() <= say(result).figures.items()
+        return Agreement(result, {}, {"made ahead": 0, "passes": 3})
+
+    job: Any = SimpleNamespace(
+        options=SimpleNamespace(learns_cost_model=True), consensus=SimpleNamespace(agree=agree)
+    )
+    with (
+        mock.patch.object(Settings, "of", return_value=Settings(dims, config, CostModel())),
+        mock.patch.object(plan_ahead, "learners_of") as learners,
+    ):
+        learners.return_value.of.return_value = learner
+        assert ahead.take(job, [], None, is_of_these=False) == (None, "before")
+    learner.evidence.assert_called_once_with(shares_rows=shares_rows, in_lockstep=experts > 1)
+    learner.learn.assert_called_once_with({"made ahead": 0, "passes": 3})
 
 
 def test_thread_and_process_end_with_the_job() -> None:
