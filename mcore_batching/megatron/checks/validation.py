@@ -236,8 +236,19 @@ def _expert_problems(config: Any) -> Iterator[str]:
             "the allgather token dispatcher needs equal lengths on all ranks: set "
             "--moe-token-dispatcher-type alltoall"
         )
-    if config.moe_token_dispatcher_type == "flex":
-        yield from _flex_dispatcher_problems(config)
+    backend = config.moe_flex_dispatcher_backend
+    is_flex = config.moe_token_dispatcher_type == "flex"
+    if is_flex and backend == "hybridep" and not compat.experts.pads_uneven_dispatch_inputs(config):
+        yield (
+            "HybridEP expects equally many tokens on all ranks: set "
+            "--moe-hybridep-pad-uneven-dispatch-inputs (from Megatron-LM 0.19 on), or "
+            "--moe-flex-dispatcher-backend deepep"
+        )
+    if is_flex and backend == "ncclep":
+        yield (
+            "the NCCL expert dispatcher sizes its buffers by the first row: set "
+            "--moe-flex-dispatcher-backend deepep"
+        )
     for routing, effect in _REFUSED_ROUTING.items():
         if routing in _load_balancing_types(config):
             yield f"{routing} {effect}: set --moe-router-load-balancing-type aux_loss or none"
@@ -246,21 +257,6 @@ def _expert_problems(config: Any) -> Iterator[str]:
         yield (
             "an expert capacity drops tokens by what shares their micro-batch: unset "
             "--moe-expert-capacity-factor"
-        )
-
-
-def _flex_dispatcher_problems(config: Any) -> Iterator[str]:
-    backend = config.moe_flex_dispatcher_backend
-    if backend == "hybridep" and not compat.experts.pads_uneven_dispatch_inputs(config):
-        yield (
-            "HybridEP expects equally many tokens on all ranks: set "
-            "--moe-hybridep-pad-uneven-dispatch-inputs (from Megatron-LM 0.19 on), or "
-            "--moe-flex-dispatcher-backend deepep"
-        )
-    if backend == "ncclep":
-        yield (
-            "the NCCL expert dispatcher sizes its buffers by the first row: set "
-            "--moe-flex-dispatcher-backend deepep"
         )
 
 

@@ -13,6 +13,7 @@ Forward passes alone leave these layers out.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -32,35 +33,28 @@ from mcore_batching.megatron.step.model_inputs import own_padding_mask
 from mcore_batching.megatron.topology import prediction_depths
 
 
+@dataclasses.dataclass(eq=False)
 class LaterLosses:
     """The losses of one row at all depths, made where Megatron would make its own.
 
-    Args:
+    Attributes:
         row: on the device.
         token_weights: of the step, by depth from 0 on.
         undo: what Megatron will divide these losses by.
         is_fused: the output layer hands its input on, as in `fused_output`.
         counts_hits: count the tokens that were guessed, as Megatron's log does from 0.19 on.
-
-    Attributes:
         shares: of the step's mean at each depth, without a gradient; empty before the forward pass
             of the chunk that has these layers.
         hits: at each depth how many trained tokens were guessed, and how many there are.
     """
 
-    def __init__(
-        self,
-        row: PackedMicroBatch,
-        token_weights: Sequence[float],
-        undo: float,
-        *,
-        is_fused: bool = False,
-        counts_hits: bool = False,
-    ) -> None:
-        self._row, self._weights, self._undo = row, token_weights, undo
-        self._is_fused, self._counts_hits = is_fused, counts_hits
-        self.shares: list[Tensor] = []
-        self.hits: list[tuple[Tensor, Tensor]] = []
+    row: PackedMicroBatch
+    token_weights: Sequence[float]
+    undo: float
+    is_fused: bool = False
+    counts_hits: bool = False
+    shares: list[Tensor] = dataclasses.field(default_factory=list)
+    hits: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
 
     def named_shares(self) -> dict[str, Tensor]:
         """`shares` by Megatron's names for them."""
@@ -73,13 +67,13 @@ class LaterLosses:
 
         Args: those of Megatron's ``process_mtp_loss``.
         """
-        made, *deeper = torch.chunk(hidden_states, 1 + len(self._row.later))
+        made, *deeper = torch.chunk(hidden_states, 1 + len(self.row.later))
         weight = others["output_weight"]
         if getattr(config, "mtp_detach_heads", False):
             weight = (output_layer.weight if weight is None else weight).detach()
-        factor = config.mtp_loss_scaling_factor / len(deeper) * self._undo
-        for depth, (hidden, later) in enumerate(zip(deeper, self._row.later, strict=True), 1):
-            if self._is_fused:
+        factor = config.mtp_loss_scaling_factor / len(deeper) * self.undo
+        for depth, (hidden, later) in enumerate(zip(deeper, self.row.later, strict=True), 1):
+            if self.is_fused:
                 factors = hidden.transpose(0, 1), output_layer.weight if weight is None else weight
                 product = FusedLogits(*factors, output_layer.sequence_parallel)
                 losses = -log_probs_of_all(product, later.labels)
@@ -87,7 +81,7 @@ class LaterLosses:
                 losses = self._losses_of_logits(hidden, later, output_layer, weight, **others)
             # torch.where, since 0 · inf is NaN.
             losses = torch.where(later.loss_mask != 0, losses, 0.0) * later.loss_mask
-            losses = losses / (self._weights[depth] or 1.0)
+            losses = losses / (self.token_weights[depth] or 1.0)
             self.shares.append(losses.detach().sum())
             made = multi_token_prediction.MTPLossAutoScaler.apply(made, factor * losses)
         return made
@@ -110,7 +104,7 @@ class LaterLosses:
         logits, _ = output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
         if scale_logits_fn is not None:
             logits = scale_logits_fn(logits)
-        if self._counts_hits:
+        if self.counts_hits:
             targets = later.labels, later.loss_mask, output_layer
             self.hits.append(
                 compat.multi_token.multi_token_hits(
@@ -120,23 +114,22 @@ class LaterLosses:
         return compute_language_model_loss(later.labels, logits)
 
 
+@dataclasses.dataclass(eq=False)
 class LossesOfRows:
     """The losses of a step's rows, for the log of a stock script.
 
-    Args:
-        token_weights: as for `LaterLosses`.
-        undo: as for `LaterLosses`.
+    Its attributes are those of `LaterLosses`.
     """
 
-    def __init__(self, token_weights: Sequence[float], undo: float) -> None:
-        self._weights, self._undo = token_weights, undo
-        self._made: list[LaterLosses] = []
+    token_weights: Sequence[float]
+    undo: float
+    _made: list[LaterLosses] = dataclasses.field(default_factory=list)
 
     def of(self, row: PackedMicroBatch) -> LaterLosses | None:
         """Those of a row; None if it is not trained."""
         if not row.later:
             return None
-        self._made.append(LaterLosses(row, self._weights, self._undo, counts_hits=True))
+        self._made.append(LaterLosses(row, self.token_weights, self.undo, counts_hits=True))
         return self._made[-1]
 
     def log(self, num_microbatches: int) -> None:

@@ -51,8 +51,7 @@ def run_pipeline(
         options: further arguments of the schedule.
 
     Returns:
-        on the last stage what the loss function returned for each row, in slot order; the
-        temperatures that it asked log-probs for.
+        what the last stage's loss function returned by row; temperatures that it asked for.
 
     Raises:
         PipelineFailedError: on every rank that can still be reached, if anything raised on any.

@@ -181,14 +181,8 @@ def differences(
     settings = dict(settings or {})
     if settings.get("bf16"):
         settings |= {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-    model = sharded_model(
-        shape,
-        kind,
-        expected["weights"],
-        ddp,
-        calculate_per_token_loss=per_token_loss,
-        **settings,
-    )
+    settings["calculate_per_token_loss"] = per_token_loss
+    model = sharded_model(shape, kind, expected["weights"], ddp, **settings)
     optimizer = adam(model, distributed_optimizer, overlap_gather, bool(settings.get("bf16")))
     get_model_config(model[0]).grad_scale_func = None  # as a job leaves it that calls no train()
     samples = make_samples()
@@ -206,7 +200,10 @@ def differences(
         assert any(data["is_padding"])
     elif padded_to is not None:
         data["is_padding"] = []
-    iterators, counts = get_data_iterator(args, model, data)
+    planned_with = model
+    if Options.of(args).max_context_parallel is not None:  # as a reference model's rows are
+        planned_with = sharded_model(shape, kind, expected["weights"], ddp, **settings)
+    iterators, counts = get_data_iterator(args, planned_with, data)
     outputs = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
     if Options.of(args).has_own_forward_plan:  # which fields of the last stage alone do not change
         add_fields(iterators, dict(zip(["teacher_log_probs"], outputs.values(), strict=False)))
