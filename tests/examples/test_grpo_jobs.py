@@ -120,25 +120,6 @@ def test_what_the_user_can_put_right_is_said_once_without_a_traceback(tmp_path):
     assert "bootstrap.py" not in done.stderr
 
 
-@pytest.mark.long
-def test_turns_that_share_prefixes_play_and_train_alike(tmp_path):
-    runs = []
-    for number, flags in enumerate(([], ["--no-dynamic-batch-share-prefixes"])):
-        out = tmp_path / str(number)
-        flags += ["--step-wise", "--pp=1", "--dtype=float64", "--out", str(out)]
-        done = run_grpo(2, *ONLINE, *flags)
-        assert done.returncode == 0, done.stderr[-3000:]
-        runs.append(read_run(out, "online-step-wise", OnlineMetrics))
-    for shared, alone in zip(*runs, strict=True):
-        for name in ("reward", "games_won", "samples", "turns"):
-            assert getattr(shared, name) == getattr(alone, name), name
-        assert shared.tokens < alone.tokens
-        for one, other in zip(shared.steps, alone.steps, strict=True):
-            # Float32 sums in another order, through at most four updates.
-            assert one.loss == pytest.approx(other.loss, abs=1e-5)
-            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-
-
 @pytest.fixture(scope="module")
 def online(request, tmp_path_factory):
     """Whole games, and single turns; on two data-parallel ranks, with --long of two stages."""

@@ -86,6 +86,15 @@ def test_marks_that_the_tokenizer_adds_stand_once_in_front():
         assert sample.ids.tolist() == [*before, *b"<|user|>\nq\n<|assistant|>\na", END]
 
 
+def test_marks_of_the_empty_text_alone_are_not_cut_off_others():
+    class Odd(Wrapped):
+        def tokenize(self, text):
+            return [*text.encode()] if text else [1, END]
+
+    sample = SampleTokenizer(Odd())(Completion("ab", "cd"))
+    assert sample.ids.tolist() == [1, *b"abcd", END]
+
+
 def test_a_chat_template_is_followed_and_only_answers_are_trained():
     write_sample = SampleTokenizer(Wrapped(([1], [END]), appending))
     turns = ("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")

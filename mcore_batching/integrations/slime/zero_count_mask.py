@@ -60,7 +60,7 @@ class _ZeroCount(Tensor):
             if func in _CLAMPS and isinstance(args[0], cls) and not args[0].dim():
                 return args[0]
             if func in _DIVISIONS and isinstance(args[1], cls) and not args[1].dim():
-                args = (args[0], 1, *args[2:])
+                args = (args[0], 1)
             result = func(*args, **(kwargs or {}))
         # Of the sum a further sum is plain: it is what other samples' counts were added to.
         is_sum = func in _SUMS and isinstance(args[0], cls) and args[0].dim() and not result.dim()
