@@ -58,8 +58,7 @@ class JobConsensus(Consensus):
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
         self._world = world = new_group(backend="gloo", timeout=self._timeout)
-        # One gather at the start tells every rank the place of all, so that both partitions below
-        # need no further one.
+        # One gather tells every rank the place of all: the partitions below need no further one.
         stage = parallel_state.get_pipeline_model_parallel_rank()
         with_rows = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         places: list[Any] = [None] * dist.get_world_size(world)

@@ -113,7 +113,7 @@ def there_and_back(
         train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
         for step in range(len(counts))
     ]
-    held = schedule_of(iterators).rollout_data["source"]
+    held = iterators[0].rollout_data["source"]
     forward = rollout_of(iterators).for_forward_passes(job_of(args), model)
     return {
         "last_stage": is_last_stage(),
