@@ -21,7 +21,6 @@ from mcore_batching.planning.search.deal import (
     settle,
     swap,
 )
-from mcore_batching.planning.search.in_flight import lowered, spread
 from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Slots
 from mcore_batching.planning.search.targets import Targets, all_targets
@@ -327,59 +326,3 @@ def test_fitted_slots_in_lockstep_end_sooner(virtual_pipeline: int, gentle: bool
     assert sorted(fitted)[-2] <= 6000.0 * (1 + 1e-9)
     # Of the costly samples each of eight slots has one a rank, or fewer slots have several.
     assert sorted(shaped)[-8] >= 2000.0 > sorted(fitted)[-8] or virtual_pipeline > 1
-
-
-def in_flight_objective(lengths: list[int], bound: int, **options: Any) -> Objective:
-    config = PlannerConfig(max_tokens_per_gpu=1000, max_inflight_tokens=bound, **options)
-    return Objective(Problem.of(lengths, ParallelDims(pipeline_parallel=2), config))
-
-
-def test_slots_that_hold_too_much_are_changed_little() -> None:
-    """A sample goes where few tokens are in flight; else two slots change places. Slots within the
-    bound are left alone."""
-    shape = [[0], [1, 2], [3, 4], [5], [6]]
-    lengths = [200, 400, 300, 350, 200, 250, 100]
-    objective = in_flight_objective(lengths, 1300)
-    assert lowered(shape, objective) == shape
-    objective = in_flight_objective(lengths, 1000)
-    made = lowered(shape, objective)
-    assert objective.fits_in_memory(made)
-    assert sum(a != b for a, b in zip(shape, made, strict=True)) == 2
-    assert sorted(itertools.chain(*made)) == list(range(7))
-    alone = [[sample] for sample in range(5)]
-    objective = in_flight_objective([100, 600, 700, 200, 300], 900)
-    made = lowered(alone, objective)
-    assert objective.fits_in_memory(made)
-    assert sum(a != b for a, b in zip(alone, made, strict=True)) <= 3
-    assert alone == [[sample] for sample in range(5)]
-
-
-@examples(100)
-@given(
-    st.lists(st.lists(st.integers(1, 400), max_size=3), min_size=1, max_size=9),
-    st.floats(0.5, 1.1),
-    st.sampled_from([None, 2]),
-)
-def test_changed_slots_are_legal(rows: list[list[int]], times: float, most: int | None) -> None:
-    lengths = list(itertools.chain(*rows)) or [1]
-    numbers = itertools.count()
-    slots = settle(
-        [[next(numbers) for _ in row] for row in rows if len(row) <= (most or 3)], lengths
-    )
-    held = [sample for own in slots for sample in own]
-    if not held:
-        return
-    lengths = lengths[: len(held)]
-    bound = max(1, int(times * max(lengths)))
-    objective = in_flight_objective(lengths, bound, max_samples_per_row=most)
-    if objective.max_inflight_tokens is None:
-        return
-    problem = objective.problem
-    slots = [[held.index(sample) for sample in own] for own in slots]
-    for change in (lowered, spread):
-        made = change([own[:] for own in slots], objective)
-        assert sorted(itertools.chain(*made)) == list(range(len(held)))
-        assert made[-1]
-        assert all(problem.row_tokens(own) <= 1000 or len(own) == 1 for own in made)
-        assert all(len(own) <= problem.max_samples for own in made)
-        assert all(made) or max(map(len, made)) < 2

@@ -164,7 +164,7 @@ def test_chains_refuse_only_what_ends_no_sooner(
 @given(problems(), st.sampled_from([None, 1.0, 1.3]))
 def test_improving_never_ends_a_step_later(problem: Step, times: float | None) -> None:
     """And leaves as many slots and placeholders or fewer, the same samples, a step within the bound
-    on tokens in flight, and ends that are those of its slots. A rank may hand a placeholder on."""
+    on tokens in flight, and ends that are those of its slots."""
     plain = problem.plan(balance="tokens")
     objective = problem.objective()
     before = objective.candidate(plain.micro_batches)
@@ -176,11 +176,9 @@ def test_improving_never_ends_a_step_later(problem: Step, times: float | None) -
     assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
     assert before.ends == objective.candidate(plain.micro_batches).ends
     assert fits_in_memory(micro_batches_of(after, objective), objective)
-    for new in after.ranks:
+    for old, new in zip(before.ranks, after.ranks, strict=True):
         assert new[-1] or not any(new)
-    assert sum(sum(map(bool, new)) for new in after.ranks) >= sum(
-        sum(map(bool, old)) for old in before.ranks
-    )
+        assert sum(map(bool, new)) >= sum(map(bool, old))
     improved = replace(plain, micro_batches=as_tuples(after.ranks))
     assert broken_invariants(improved, problem.lengths) == set()
 
@@ -261,39 +259,3 @@ def test_a_rank_takes_a_further_sample_in_its_placeholder(stages: int) -> None:
         counts = [len(row.samples) for row in tried._ranks[1]]
         assert min(counts) or max(counts) == 1
     assert min(counts)
-
-
-@pytest.mark.parametrize("experts", [1, 2])
-def test_a_lone_sample_goes_to_another_rank_s_placeholder(experts: int) -> None:
-    """And leaves one, but not in its rank's last slot, nor where others of its rank could split."""
-    lengths = [100, 200, 300, 1000, 100, 800]
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=2, expert_parallel=experts)
-    objective = Objective(Problem.of(lengths, dims, PlannerConfig(max_tokens_per_gpu=1000)))
-    step = objective.candidate([[[0], [1], [2], [3]], [[], [], [4], [5]]])
-    after = improve(step, objective)
-    assert after.end < step.end
-    assert experts > 1 or sum(map(bool, after.ranks[0])) < 4
-    assert all(rank[-1] for rank in after.ranks)
-    split = objective.candidate([[[0, 4], [1], [2], [3]], [[], [], [], [5]]])
-    tried = moves._Moves(split, objective)
-    row, alone, last, bare = (
-        tried._ranks[rank][slot] for rank, slot in ((0, 0), (0, 1), (0, 3), (1, 0))
-    )
-    assert tried._may_leave(row, bare)
-    assert not tried._may_leave(alone, bare)
-    row.hold([0])
-    assert tried._may_leave(alone, bare)
-    assert not tried._may_leave(alone, row)
-    assert not tried._may_leave(last, bare)
-    assert not tried._may_leave(tried._ranks[1][3], bare)
-
-
-def test_moves_end_where_nothing_more_is_found() -> None:
-    """Of two equal samples nothing can be moved: most of the effort is left."""
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
-    problem = Problem.of([100] * 3, dims, PlannerConfig(max_tokens_per_gpu=100))
-    objective = Objective(problem)
-    step = objective.candidate([[[0], [1]], [[], [2]]])
-    effort = objective.effort
-    assert improve(step, objective).end == step.end
-    assert 0.5 * effort < objective.effort < effort

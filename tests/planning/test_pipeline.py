@@ -22,7 +22,6 @@ from mcore_batching.planning.pipeline import (
     Clock,
     Operation,
     Schedule,
-    excess_tokens,
     inflight_tokens,
     pipeline_time,
 )
@@ -215,38 +214,6 @@ def test_inflight_tokens_are_those_held_when_a_forward_pass_begins(
     # Of forward passes alone, one chunk's pass holds what it runs on whole, not a chunk's share.
     share = 1 if forward_only else dims.virtual_pipeline
     assert held == pytest.approx(most / share, rel=1e-12)
-
-
-@examples(150)
-@given(pipelines(most_stages=6), st.booleans(), st.floats(0.0, 1.2), st.data())
-def test_tokens_in_flight_beyond_a_bound(
-    dims: ParallelDims, forward_only: bool, times: float, data: st.DataObject
-) -> None:
-    """More of a micro-batch raises the most in flight if it is one of those named."""
-    schedule = Schedule(dims=dims, forward_only=forward_only)
-    count = len(data.draw(costs_for(dims)))
-    tokens = data.draw(st.lists(st.integers(1, 1000), min_size=count, max_size=count))
-    held = inflight_tokens(tokens, schedule)
-    excess = excess_tokens(tokens, schedule, times * held)
-    assert excess.most == pytest.approx(held - times * held, abs=1e-9 * held)
-    assert (excess.total > 0.0) == (excess.most > 0.0)
-    assert excess.total >= excess.most
-    for slot in excess.slots:
-        more = [each + (number == slot) for number, each in enumerate(tokens)]
-        assert inflight_tokens(more, schedule) > held
-        assert excess_tokens(more, schedule, times * held).total >= excess.total
-    kept = [each if number in excess.slots else 0 for number, each in enumerate(tokens)]
-    # A chunk of each may have been passed back already.
-    assert inflight_tokens(kept, schedule) == pytest.approx(held)
-
-
-def test_tokens_in_flight_beyond_a_bound_by_hand() -> None:
-    schedule = Schedule(dims=ParallelDims(pipeline_parallel=2))
-    # At each forward pass two are held: 5, 11, 13, 9, 6.
-    assert excess_tokens([5, 6, 7, 2, 4], schedule, 10.0) == (4.0, 3.0, [1, 2])
-    assert excess_tokens([5, 6, 7, 2, 4], schedule, 13.0) == (0.0, 0.0, [1, 2])
-    forward = Schedule(dims=ParallelDims(pipeline_parallel=2), forward_only=True)
-    assert excess_tokens([5, 6, 7, 2, 4], forward, 5.0) == (3.0, 2.0, [2])
 
 
 @pytest.mark.parametrize("forward_only", [False, True])

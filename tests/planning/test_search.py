@@ -463,7 +463,7 @@ def test_micro_batches_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
         assert max(sizes[0], sizes[-1]) < 0.5 * max(sizes)
 
 
-@pytest.mark.parametrize(("ranks", "cap", "share"), [(8, 100_000, 0.1), (2, 91_000, 0.35)])
+@pytest.mark.parametrize(("ranks", "cap", "share"), [(8, 100_000, 0.1), (2, 91_000, 0.3)])
 def test_little_is_looked_at_where_a_step_can_hardly_end_sooner(
     ranks: int, cap: int, share: float
 ) -> None:
@@ -584,7 +584,7 @@ KNOWN_ENDS = {
     "long samples that leave others nothing": Known(
         log_normal(120, 8, median=3000, sigma=1.2, cap=60_000), 8192, PP4, 2_503_157
     ),
-    "hard bound": Known(LOG_NORMAL, 16_384, PP4, 278_573, 14_000),
+    "hard bound": Known(LOG_NORMAL, 16_384, PP4, 289_821, 14_000),
     "hard bound, one sample a slot": Known(
         [100, 3000] * 50, 16_384, ParallelDims(data_parallel=2, pipeline_parallel=4), 565_778, 6300
     ),
@@ -592,7 +592,7 @@ KNOWN_ENDS = {
     "hard bound, interleaved, deep": Known(
         LOG_NORMAL, 16_384, replace(DEEP, virtual_pipeline=2), 354_488, 30_000
     ),
-    "hard bound in lockstep": Known(LOG_NORMAL, 16_384, IN_LOCKSTEP, 297_568, 16_400),
+    "hard bound in lockstep": Known(LOG_NORMAL, 16_384, IN_LOCKSTEP, 306_385, 16_400),
     "forward only": Known(LOG_NORMAL, 16_384, PP4, 92_414, forward_only=True),
     "forward only, interleaved": Known(LOG_NORMAL, 16_384, INTERLEAVED, 76_668, forward_only=True),
     "fixed owners": Known(

@@ -18,12 +18,7 @@ from mcore_batching.planning.pipeline.coupled_clock import (
     blocks_of,
     clocks_of,
 )
-from mcore_batching.planning.pipeline.operations import (
-    Excess,
-    excess_tokens,
-    inflight_tokens,
-    pipeline_time,
-)
+from mcore_batching.planning.pipeline.operations import inflight_tokens, pipeline_time
 from mcore_batching.planning.pipeline.passes import Kind, Pass, Schedule
 from mcore_batching.planning.pipeline.split_backward import (
     PARTS,
@@ -37,7 +32,6 @@ __all__ = [
     "Blocks",
     "Clock",
     "CoupledClock",
-    "Excess",
     "Kind",
     "Operation",
     "Pass",
@@ -46,7 +40,6 @@ __all__ = [
     "SplitStage",
     "blocks_of",
     "clocks_of",
-    "excess_tokens",
     "inflight_tokens",
     "pipeline_time",
     "split_inflight_tokens",

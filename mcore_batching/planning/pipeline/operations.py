@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline.clock import Clock
 from mcore_batching.planning.pipeline.passes import Schedule
@@ -65,39 +62,6 @@ def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: in
         else:
             held -= slot_tokens[slot]
     return most / schedule.dims.virtual_pipeline
-
-
-class Excess(NamedTuple):
-    """Tokens in flight on the first stage beyond a bound."""
-
-    total: float
-    """Summed over forward passes."""
-    most: float
-    """The most at a time; below 0 within the bound."""
-    slots: list[int]
-    """Micro-batches in flight at that time."""
-
-
-def excess_tokens(slot_tokens: Sequence[int], schedule: Schedule, bound: float) -> Excess:
-    """By how much `inflight_tokens` exceed a bound, and because of which micro-batches."""
-    if schedule.forward_only:
-        most = max(slot_tokens)
-        total = ordered_sum(max(0.0, tokens - bound) for tokens in slot_tokens)
-        return Excess(total, most - bound, [slot_tokens.index(most)])
-    chunks = schedule.dims.virtual_pipeline
-    held = most = last = 0
-    total = 0.0
-    passes = _held_passes(schedule, 0, len(slot_tokens))
-    for number, (is_forward, slot) in enumerate(passes):
-        held += slot_tokens[slot] if is_forward else -slot_tokens[slot]
-        if is_forward:
-            total += max(0.0, held / chunks - bound)
-        if held > most:
-            most, last = held, number
-    in_flight: Counter[int] = Counter()
-    for is_forward, slot in passes[: last + 1]:
-        in_flight[slot] += 1 if is_forward else -1
-    return Excess(total, most / chunks - bound, [slot for slot in in_flight if in_flight[slot]])
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,10 +3,10 @@
 `search` decides the number of micro-batches, their samples, their order and their ranks,
 `search_dynamic` their context-parallel sizes as well, `best_slots` and `improve` those of one rank
 alone. Reading order: `objective` (what is minimised), `targets` (how large each slot is to be),
-`deal` (samples are dealt to targets), `in_flight` (a bound on tokens in flight), `steps` (in rounds
-that even out ranks), `choice` (numbers of slots and shapes that are tried), `moves` (single samples
-are moved), `one_rank` (a rank that keeps its samples), `split_backward` (which backward passes are
-split). Under dynamic CP: `shared_rows` (what is simulated) and `dynamic_cp`.
+`deal` (samples are dealt to targets), `steps` (in rounds that even out ranks), `choice` (numbers of
+slots and shapes that are tried), `moves` (single samples are moved), `one_rank` (a rank that keeps
+its samples), `split_backward` (which backward passes are split). Under dynamic CP: `shared_rows`
+(what is simulated) and `dynamic_cp`.
 """
 
 from mcore_batching.planning.search.choice import search

@@ -5,16 +5,13 @@
    of these stand for all.
 2. Of the best numbers steps are made with other sizes of the first slot, and the best of those once
    more with more care.
-3. Single samples are moved in the best two (`moves`), in the better of them until nothing more is
-   found, and then in further ones: steps of few samples differ most by where such moves end.
+3. Single samples are moved in the best few (`moves`), in fewer and fewer of them.
 
 A step that no plan beats ends this at once.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.errors import InflightBoundError
@@ -32,7 +29,7 @@ EFFORT_OF_MOVES = 0.5
 steps end 0.04 % later in the mean."""
 CAREFUL = 6
 """Passes of swaps after a deal whose step may be the result; 2 where numbers are compared."""
-RIVALS = 2
+MOST_MOVED = 2
 """Steps, of different numbers of slots, in which samples are moved before the better one goes on.
 With 4 steps end 0.05 % later in the mean."""
 
@@ -178,31 +175,17 @@ def _compare_firsts(steps: Steps, keep: float) -> bool:
 
 
 def _moved(found: Sequence[Candidate], objective: Objective) -> Candidate:
-    """The best step after single samples were moved: of two numbers of slots with a quarter of the
-    effort each, then of the better one, then of others as long as effort is left."""
-    first, *others = _in_turns(found)
-    share = objective.effort / 4.0
-    rivals = [improve(step, objective, keep=objective.effort - share) for step in first[:RIVALS]]
-    best = min(rivals, key=_end)
-    for step in (best, *first[RIVALS:], *itertools.chain(*others)):
-        if objective.spent or objective.cannot_be_beaten(best.end):
+    """The best step after single samples were moved: of the best few with half of the effort, of
+    half of them with half of the rest, and so on."""
+    found = sorted(found, key=lambda step: step.end)
+    # One of each number: steps of one number differ by what moves change anyway.
+    of_count = {len(step.ranks[0]): step for step in reversed(found)}
+    steps = sorted(of_count.values(), key=lambda step: step.end)[:MOST_MOVED]
+    while not (objective.cannot_be_beaten(steps[0].end) or objective.spent):
+        share = objective.effort / len(steps) / min(2, len(steps))
+        steps = [improve(step, objective, keep=objective.effort - share) for step in steps]
+        steps.sort(key=lambda step: step.end)
+        if len(steps) == 1:
             break
-        best = min(best, improve(step, objective), key=_end)
-    return best
-
-
-def _in_turns(steps: Sequence[Candidate]) -> list[list[Candidate]]:
-    """The best step of each number of slots, then the second best of each, and so on."""
-    turns: list[list[Candidate]] = []
-    seen: Counter[int] = Counter()
-    for step in sorted(steps, key=_end):
-        count = len(step.ranks[0])
-        if seen[count] == len(turns):
-            turns.append([])
-        turns[seen[count]].append(step)
-        seen[count] += 1
-    return turns
-
-
-def _end(step: Candidate) -> float:
-    return step.end
+        steps = steps[: len(steps) // 2]
+    return steps[0]

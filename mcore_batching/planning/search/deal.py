@@ -236,3 +236,26 @@ def settle(slots: Slots, costs: Sequence[float]) -> Slots:
         last = min((number for number, own in enumerate(slots) if own), key=cost)
         slots[last], slots[-1] = slots[-1], slots[last]
     return slots
+
+
+def spread(slots: Slots, objective: Objective) -> Slots:
+    """The same slots in an order in which few tokens are in flight at a time.
+
+    As many slots in a row as there are stages are in flight: dealing them out by size, to every
+    stage-th place first up and then down again, gives each run of them about as much.
+    """
+    problem = objective.problem
+    stages = problem.dims.pipeline_parallel
+
+    def tokens(number: int) -> int:
+        return sum(problem.tokens[sample] for sample in slots[number])
+
+    by_size = sorted(range(len(slots)), key=lambda number: (-tokens(number), number))
+    places: list[int] = []
+    for first in range(min(stages, len(slots))):
+        column = range(first, len(slots), stages)
+        places += column if first % 2 else reversed(column)
+    ordered: Slots = [[] for _ in slots]
+    for place, number in zip(places, by_size, strict=True):
+        ordered[place] = slots[number]
+    return settle(ordered, problem.costs)

@@ -10,9 +10,9 @@ A pipeline ends no sooner than any of its chains of passes takes, each a sum of 
 of places. Those that were found last are remembered: they tell, without simulating, which moves
 cannot help, and how much is best moved. A move is kept if it does not raise the sum of the 64th
 powers of the pipelines' ends, which the latest decide. Throughout, the cap and the bounds on
-samples and on tokens in flight hold, no micro-batch changes its context-parallel size, and a rank
-with a placeholder takes a further sample there. A micro-batch is emptied only where its rank's hold
-one sample each. A counter draws the moves, so they are the same everywhere.
+samples and on tokens in flight hold, no micro-batch is emptied, none changes its context-parallel
+size, and a rank with a placeholder takes a further sample there. A counter draws the moves, so they
+are the same everywhere.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ time."""
 EFFORT_OF_A_SHARED_PASS = 0.15
 """Effort of one pass of one rank among ranks that wait for each other, which are simulated side by
 side."""
-STUCK = 20
-"""Moves end after 20 tries for each micro-batch in a row that did not help. With 8 or 50 the mean
-moves by 0.01 %."""
 MOST_CHAINS = 32
 """Critical paths remembered per pipeline, twice as many of ranks that share micro-batches: with no
 more than 32, steps of these end 0.07 % later in the mean of five cases, 128 samples of azure_conv
@@ -56,7 +53,7 @@ def drawing() -> Callable[[], float]:
 
 
 def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Candidate:
-    """Improve a step until its effort is spent, nothing more is found or no plan ends sooner.
+    """Improve a step until its effort is spent or no plan ends sooner.
 
     Args:
         step: the step, which is left as it is.
@@ -69,15 +66,9 @@ def improve(step: Candidate, objective: Objective, *, keep: float = 0.0) -> Cand
     if objective.effort <= keep:
         return step
     moves = _Moves(step, objective)
-    soonest, in_vain = moves.slowest.end, 0
-    while objective.effort > keep and in_vain < STUCK * len(step.ranks) * len(step.ranks[0]):
-        if objective.cannot_be_beaten(moves.slowest.end):
-            break
+    while objective.effort > keep and not objective.cannot_be_beaten(moves.slowest.end):
         objective.effort -= EFFORT_OF_A_TRY
         moves.try_one()
-        in_vain += 1
-        if moves.slowest.end < soonest:
-            soonest, in_vain = moves.slowest.end, 0
     best = moves.result()
     # A move may raise the latest end by little, if others fall: the step before is then better.
     return best if best.end <= step.end else step
@@ -410,9 +401,10 @@ class _Moves:
             return
         # A rank with a placeholder takes a further sample there.
         bare = self._placeholders[theirs.ranks.start]
-        may_move = self._may_leave(mine, theirs) and (not bare or int(self._draw() * 3) == 0)
+        # The last sample stays: an empty micro-batch would be a placeholder. It may be exchanged.
+        may_move = len(mine.samples) > 1 and (not bare or int(self._draw() * 3) == 0)
         if may_move and bare:
-            theirs = bare[int(self._draw() * len(bare))]
+            theirs = bare[0]
         given, taken = self._choose(mine, theirs, may_move)
         # Nor may a sample go where it is over the cap of the other size.
         if given < 0 or (
@@ -427,25 +419,9 @@ class _Moves:
         if mine.legal and theirs.legal and self._kept(theirs, mine, {*mine.ranks, *theirs.ranks}):
             if theirs in bare:
                 bare.remove(theirs)
-            if not mine.samples:
-                self._placeholders[mine.ranks.start].append(mine)
         else:
             mine.hold(before[0])
             theirs.hold(before[1])
-
-    def _may_leave(self, mine: MicroBatch, theirs: MicroBatch) -> bool:
-        """True if a sample may go to another micro-batch and none come back. The last one leaves a
-        placeholder: it may go to another rank's, if all of its own rank are alone."""
-        if len(mine.samples) > 1:
-            return True
-        own = self._ranks[mine.ranks.start]
-        return (
-            bool(self._placeholders[theirs.ranks.start])
-            and mine.ranks != theirs.ranks
-            and len(mine.ranks) == 1
-            and mine is not own[-1]
-            and all(len(each.samples) < 2 for each in own)
-        )
 
     def _two_micro_batches(self) -> tuple[MicroBatch, MicroBatch]:
         """A micro-batch on which the end of a late pipeline depends, and one on which less does,

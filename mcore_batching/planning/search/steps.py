@@ -18,8 +18,7 @@ from typing import NamedTuple
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import by_folds
-from mcore_batching.planning.search.deal import deal, settle
-from mcore_batching.planning.search.in_flight import lowered, spread
+from mcore_batching.planning.search.deal import deal, settle, spread
 from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.targets import Targets, all_targets
@@ -301,40 +300,35 @@ class Steps:
         return [[slots[at] for at in order] for slots in ranks], way
 
     def _fitting(self, ranks: list[Slots]) -> list[Slots]:
-        """The slots of ranks that run together, changed so that none holds more tokens than may be,
-        if one of these does."""
+        """The slots of ranks that run together in an order in which none holds more tokens than may
+        be, if one of these does: spread, cheapest first, costliest first."""
         objective = self.objective
         if all(map(objective.fits_in_memory, ranks)):
             return ranks
-        changed = [[spread(slots, objective) for slots in ranks]]
-        if self._problem.dims.virtual_pipeline == 1:
-            changed.append([lowered(slots, objective) for slots in ranks])
-        else:
-            # Moves have less to mend in whole slots put in another order: one step under a hard
-            # bound ended 3.7 % later with `lowered` here.
-            cheapest_first = self._sorted(ranks)
-            changed.append(cheapest_first)
-            if all(map(all, ranks)):
-                changed.append([slots[::-1] for slots in cheapest_first])
+        orders = [[spread(slots, objective) for slots in ranks], self._sorted(ranks, 1.0)]
+        if all(map(all, ranks)):
+            orders.append([slots[::-1] for slots in orders[1]])
         return min(
-            changed,
-            key=lambda ranks: (
-                not all(map(objective.fits_in_memory, ranks)),
-                objective.end_together(ranks),
+            orders,
+            key=lambda order: (
+                not all(map(objective.fits_in_memory, order)),
+                objective.end_together(order),
             ),
         )
 
     def _soonest_order(self, ranks: list[Slots]) -> list[Slots]:
-        """Placeholders where they are, or before all others, which go cheapest first."""
+        """Placeholders where they are, or before all others, which go as they are, cheapest first
+        or costliest first."""
         if all(map(all, ranks)) or not any(map(any, ranks)):
             return ranks
-        return min(ranks, self._sorted(ranks), key=self.objective.end_together)
+        orders = [ranks, *(self._sorted(ranks, times) for times in (0.0, 1.0, -1.0))]
+        return min(orders, key=self.objective.end_together)
 
-    def _sorted(self, ranks: list[Slots]) -> list[Slots]:
-        """Placeholders first, then cheapest first."""
+    def _sorted(self, ranks: list[Slots], times: float) -> list[Slots]:
+        """Placeholders first, then by `times` the cost."""
 
         def key(own: Sequence[int]) -> tuple[bool, float]:
-            return bool(own), self._problem.cost(own)
+            return bool(own), times * self._problem.cost(own)
 
         return [sorted(slots, key=key) for slots in ranks]
 
