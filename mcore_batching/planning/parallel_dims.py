@@ -83,12 +83,17 @@ class ParallelDims:
             raise ParallelDimsError(
                 f"{within * self.pipeline_parallel} ranks are more than {MAX_RANKS}; decrease ",
                 Argument("data_parallel"),
+                " or ",
+                Argument("pipeline_parallel"),
             )
         # Megatron spreads experts over data-, context- and tensor-parallel ranks of a stage.
         if within % self.expert_parallel:
             raise ParallelDimsError(
                 Argument("expert_parallel"),
-                f" must divide the {within} ranks of a pipeline stage, got {self.expert_parallel}",
+                f" must divide the {within} ranks of a pipeline stage, got {self.expert_parallel}; "
+                "set a divisor, or ",
+                Argument("data_parallel"),
+                " to a multiple",
             )
         for name, limit in (
             ("pipeline_parallel", MAX_CHUNKS),

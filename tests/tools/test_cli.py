@@ -320,7 +320,7 @@ def test_errors_are_one_line(
         ("--max-tokens-per-gpu 9 --pp 2 --vpp 1000000", {"virtual_pipeline": "--vpp"}),
         (
             "--max-tokens-per-gpu 9 --plan-effort 1000000000",
-            {"plan_effort": "--plan-effort", "samples_per_step": "--samples-per-step"},
+            {"plan_effort": "--plan-effort", "balance": "--balance=cost"},
         ),
         ("--max-tokens-per-gpu 1 --cp 2", {"max_tokens_per_gpu": "--max-tokens-per-gpu"}),
         (

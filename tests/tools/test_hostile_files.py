@@ -25,10 +25,11 @@ from mcore_batching.tools.cli import main
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
 BETWEEN_RANKS = {
+    "batch/agreement/_summary.py",
     "batch/agreement/consensus.py",
     "megatron/job/consensus.py",
     "megatron/job/flat_values.py",
-    "megatron/rollout/exchange.py",
+    "megatron/rows/sample_moves.py",
     "planning/planning_process.py",  # between a rank and the process that it has started
 }
 

@@ -188,7 +188,7 @@ def change(document: dict, key: str, value: object) -> dict:
             for key in ("predicted", "measured_seconds")
             for value in ("soon", True, -1.5, float("nan"), float("inf"), 10**400)
         ),
-        (0, "cost_model", {"linear": 10**400}, ":2: .*linear must be finite"),
+        (0, "cost_model", {"linear": 10**400}, ":2: .*linear must be a number from 0"),
         (1, "format", "x", ":2: not a record of a step: no key 'version'"),
     ],
 )
