@@ -91,11 +91,12 @@ def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
         ),
         (
             {"data_parallel": 2, "expert_parallel": 3},
-            "expert_parallel must divide the 2 ranks of a pipeline stage, got 3",
+            "expert_parallel must divide the 2 ranks of a pipeline stage, got 3; set a divisor, or "
+            "data_parallel to a multiple",
         ),
         (
             {"data_parallel": 10**12, "pipeline_parallel": 2},
-            "2000000000000 ranks are more than 131072; decrease data_parallel",
+            "2000000000000 ranks are more than 131072; decrease data_parallel or pipeline_parallel",
         ),
         (
             {"pipeline_parallel": 2, "virtual_pipeline": 10**6},
