@@ -256,7 +256,7 @@ def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
     ):
         learners.return_value.of.return_value = learner
         assert ahead.take(job, [], None, is_of_these=False) == (None, "before")
-    learner.evidence.assert_called_once_with(shares_rows=shares_rows, in_lockstep=experts > 1)
+    learner.evidence.assert_called_once_with(dims, config)
     learner.learn.assert_called_once_with({"made ahead": 0, "passes": 3})
 
 

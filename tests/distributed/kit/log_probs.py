@@ -293,8 +293,8 @@ def _whole_logits(row: PackedMicroBatch) -> Tensor:
 
 def _own_part(whole: Tensor, row: PackedMicroBatch) -> Tensor:
     """``[1, local tokens, local vocabulary]``."""
-    layout = Row(row.total_lengths, row.host_cu_seqlens_padded)
-    local = layout.local(whole, row.context_parallel_size, row.context_parallel_rank)
+    size, rank = row.context_parallel_size, row.context_parallel_rank
+    local = Row(row.host_cu_seqlens_padded, size, rank).local(whole)
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     return local.chunk(size, dim=-1)[rank][None].to(row.tokens.device)
