@@ -34,7 +34,7 @@ from mcore_batching.planning.planning_process import PlanRequest
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
-    """What one call asks to have planned.
+    """Request of one call to have its samples planned.
 
     Attributes:
         job: the present one.
@@ -101,7 +101,7 @@ class RolloutRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """What is known of a request once its settings and samples are read.
+    """Settings and samples of a request, once they are read.
 
     Attributes:
         settings: the same on every rank.
@@ -238,7 +238,7 @@ def _packed_at_once(
 
 
 def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own]) -> Statement:
-    """What ranks compare of their settings, count and tell of their samples."""
+    """Settings to compare with other ranks; numbers and open fields of samples to tell them."""
     settings, _, own = read
     options, batch = request.job.options, own.batch
     # Each setting by its own name, so that the error says which one differs.
