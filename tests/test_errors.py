@@ -24,7 +24,6 @@ MADE_FROM = {
 """Arguments of those that a text alone does not make; below, by keyword."""
 KEYWORDS = {
     "InvariantError": {"indices": (3, 4), "step": 1, "rank": 2, "slot": 0},
-    "ItemTooLargeError": {"index": 1, "size": 9, "capacity": 8},
     "LengthError": {"index": 3},
     "OrderError": {"missing": (1,), "doubled": (2, 3), "extra": (9,)},
     "OversizeSampleError": {
@@ -38,7 +37,6 @@ KEYWORDS = {
     "SchemaError": {"expected": "this", "found": "that", "sample_index": 2, "declaration": "x"},
     "SplitGroupError": {"ranks_of_group": {"a": (0, 1)}},
 }
-NO_TEXT = {"ItemTooLargeError", "OversizeSampleError"}
 
 
 def exception_classes() -> list[tuple[str, str]]:

@@ -14,7 +14,6 @@ from mcore_batching.planning.errors import (
     ConfigError,
     InflightBoundError,
     InvariantError,
-    ItemTooLargeError,
     LengthError,
     MCoreBatchingError,
     OversizeSampleError,
@@ -25,11 +24,9 @@ from mcore_batching.planning.errors import (
 from mcore_batching.planning.groups import LastStep, group_key, group_steps
 from mcore_batching.planning.integers import MAX_LENGTH_TOKENS, at_least
 from mcore_batching.planning.packing.bounds import micro_batch_lower_bound
-from mcore_batching.planning.packing.packing import first_fit
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import plan_batch, plan_step
-from mcore_batching.planning.plans.batch_plan import Plan
-from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
+from mcore_batching.planning.plans.plan import MicroBatches, Plan, StepPlan
 from mcore_batching.planning.plans.statistics import (
     StepStatistics,
     predicted_step_time,
@@ -60,7 +57,6 @@ __all__ = [
     "CostModel",
     "InflightBoundError",
     "InvariantError",
-    "ItemTooLargeError",
     "LastStep",
     "LengthError",
     "MCoreBatchingError",
@@ -78,7 +74,6 @@ __all__ = [
     "StepStatistics",
     "at_least",
     "fill_shard",
-    "first_fit",
     "group_key",
     "group_steps",
     "micro_batch_lower_bound",

@@ -137,20 +137,6 @@ class LengthError(PlanningError):
         self.index = index
 
 
-class ItemTooLargeError(PlanningError):
-    """An item that fits no bin. Attributes: `index`, `size`, `capacity`."""
-
-    def __init__(self, *, index: int, size: int, capacity: int) -> None:
-        super().__init__(
-            f"item {index} of size {size} exceeds ",
-            Argument("capacity", capacity),
-            f"; set it to {size} or more",
-        )
-        self.index = index
-        self.size = size
-        self.capacity = capacity
-
-
 class OversizeSampleError(PlanningError):
     """A sample longer than the cap, under `on_oversize="error"`.
 

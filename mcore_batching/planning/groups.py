@@ -18,7 +18,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
 from mcore_batching.planning.errors import Argument, LengthError
-from mcore_batching.planning.integers import as_integer, at_least, entries
+from mcore_batching.planning.integers import as_integer, at_least, entries, one_per_sample
 
 LastStep = Literal["keep", "drop", "error"]
 
@@ -58,7 +58,7 @@ def group_steps(
     place: dict[Hashable, int] = {}
     steps: list[list[int]] = []
     groups = entries("groups", groups, LengthError)
-    padding = padding_tags(is_padding, len(groups))
+    padding = _padding_tags(is_padding, len(groups))
     for index, group in enumerate(groups):
         if padding[index]:
             continue
@@ -83,34 +83,26 @@ def group_steps(
     return steps[:-1]
 
 
-def equal_slices(num_samples: int, samples_per_step: int | None) -> list[Sequence[int]]:
-    """Samples of each step, in order, the last step with the rest; one step if None.
-
-    Raises:
-        LengthError: `samples_per_step` is below 1.
-    """
-    per_step = max(1, num_samples)
-    if samples_per_step is not None:
-        per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
-    return [
-        range(first, min(first + per_step, num_samples))
-        for first in range(0, max(1, num_samples), per_step)
-    ]
-
-
-def whole_groups(
+def steps_of_batch(
     num_samples: int,
+    samples_per_step: int | None,
     groups: Sequence[Hashable] | None,
     groups_per_step: int | None,
-    last: LastStep,
-    is_padding: Sequence[Any] | None,
-    samples_per_step: int | None,
 ) -> list[Sequence[int]]:
-    """`group_steps` with arguments that may lack each other or contradict each other.
+    """Samples of each step of a batch: one step at least, cut by samples or by groups if either is
+    given.
 
     Raises:
-        LengthError: they do, or no step is left.
+        LengthError: the arguments lack each other, exclude each other or do not fit the samples.
     """
+    if groups is None and groups_per_step is None:
+        per_step = max(1, num_samples)
+        if samples_per_step is not None:
+            per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
+        return [
+            range(first, min(first + per_step, num_samples))
+            for first in range(0, max(1, num_samples), per_step)
+        ]
     if samples_per_step is not None:
         raise LengthError(
             "steps are cut by groups already; leave out ", Argument("samples_per_step")
@@ -118,27 +110,11 @@ def whole_groups(
     if groups is None or groups_per_step is None:
         absent = Argument("groups" if groups is None else "groups_per_step")
         raise LengthError("steps of whole groups need ", absent, "; set it")
-    groups = entries("groups", groups, LengthError)
-    if len(groups) != num_samples:
-        raise LengthError(
-            Argument("groups"),
-            f" has {len(groups)} entries for {num_samples} samples; give one for each",
-        )
-    # A batch of padding samples alone is one empty step, not a batch with too few groups.
-    steps: list[Sequence[int]] = list(
-        group_steps(groups, groups_per_step, last=last, is_padding=is_padding)
-    )
-    if not steps and not all(padding_tags(is_padding, num_samples)):
-        raise LengthError(
-            "the batch has fewer groups than ",
-            Argument("groups_per_step", groups_per_step),
-            "; decrease it, or set ",
-            Argument("last", "keep"),
-        )
-    return steps or [range(0)]
+    groups = one_per_sample("groups", groups, num_samples)
+    return [*group_steps(groups, groups_per_step)] or [range(0)]
 
 
-def padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bool]:
+def _padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bool]:
     """True for each padding sample; None is none, a tag of None is False.
 
     Raises:

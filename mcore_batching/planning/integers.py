@@ -68,6 +68,17 @@ def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence
         ) from None
 
 
+def one_per_sample(name: str, values: Any, num_samples: int) -> Sequence[Any]:
+    """The argument `name` as a sequence of `num_samples`; a `LengthError` if it has others."""
+    checked = entries(name, values, LengthError)
+    if len(checked) != num_samples:
+        raise LengthError(
+            Argument(name),
+            f" has {len(checked)} entries for {num_samples} samples; give one for each",
+        )
+    return checked
+
+
 def integer_entries(name: str, of_sample: str, values: Any, most: int) -> list[int]:
     """The argument `name`, integers from 0 to `most`, as Python ints.
 

@@ -2,7 +2,7 @@
 
 Guarantees
 - Any number of samples, 0 included, gives a plan on any `ParallelDims`.
-- No sample is left out, but under `last="drop"`, and then the plan lists it.
+- No sample is left out.
 - The same input gives the same plan everywhere.
 """
 
@@ -12,18 +12,16 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.dynamic_cp import Sizes, packed_on_least_ranks
-from mcore_batching.planning.errors import Argument, ConfigError, InflightBoundError, LengthError
-from mcore_batching.planning.groups import LastStep, equal_slices, whole_groups
-from mcore_batching.planning.integers import integer_entries
+from mcore_batching.planning.errors import Argument, ConfigError, InflightBoundError
+from mcore_batching.planning.groups import steps_of_batch
+from mcore_batching.planning.integers import integer_entries, one_per_sample
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
-from mcore_batching.planning.plans.batch_plan import Plan
-from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
+from mcore_batching.planning.plans.plan import MicroBatches, Plan, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
@@ -96,8 +94,6 @@ def plan_batch(
     owners: Sequence[int] | None = None,
     groups: Sequence[Hashable] | None = None,
     groups_per_step: int | None = None,
-    last: LastStep = "keep",
-    is_padding: Sequence[Any] | None = None,
     forward_only: bool = False,
 ) -> Plan:
     """Plan the steps of one batch, cut by `samples_per_step` or `groups_per_step`; else one step.
@@ -111,8 +107,6 @@ def plan_batch(
         owners: as in `plan_step`.
         groups: the group (uid) of each sample [samples], with `groups_per_step`.
         groups_per_step: groups of each step over all ranks, as in `group_steps`.
-        last: as in `group_steps`; `Plan.dropped` lists what is left out.
-        is_padding: the padding samples, as in `group_steps`; they are dropped.
         forward_only: as in `plan_step`.
 
     Raises:
@@ -124,28 +118,14 @@ def plan_batch(
             raise ConfigError(
                 "dynamic CP moves samples between ranks; leave out ", Argument("owners")
             )
-        owners = _checked_owners(owners, problem)
-    if groups is None and groups_per_step is None and last == "keep" and is_padding is None:
-        samples_of_steps = equal_slices(problem.num_samples, samples_per_step)
-    else:
-        samples_of_steps = whole_groups(
-            problem.num_samples, groups, groups_per_step, last, is_padding, samples_per_step
-        )
+        owners = one_per_sample("owners", owners, problem.num_samples)
+        owners = integer_entries("owners", "owner", owners, dims.data_parallel - 1)
+    samples_of_steps = steps_of_batch(
+        problem.num_samples, samples_per_step, groups, groups_per_step
+    )
     _check_search(config, max(map(len, samples_of_steps)))
     steps = tuple(_plan_samples(problem, samples, owners) for samples in samples_of_steps)
-    covered = {sample for step in steps for sample in step.sample_indices}
-    dropped = tuple(sample for sample in range(problem.num_samples) if sample not in covered)
-    return Plan(steps=steps, num_samples=problem.num_samples, dropped=dropped)
-
-
-def _checked_owners(owners: Sequence[int], problem: Problem) -> list[int]:
-    checked = integer_entries("owners", "owner", owners, problem.dims.data_parallel - 1)
-    if len(checked) != problem.num_samples:
-        raise LengthError(
-            Argument("owners"),
-            f" has {len(checked)} entries for {problem.num_samples} samples; give one for each",
-        )
-    return checked
+    return Plan(steps=steps, num_samples=problem.num_samples)
 
 
 def _check_search(config: PlannerConfig, num_samples: int) -> None:

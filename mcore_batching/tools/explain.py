@@ -23,7 +23,6 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.errors import shortened
-from mcore_batching.planning.plans.batch_plan import dropped_lines
 from mcore_batching.planning.plans.plan import counted, rank_noun
 from mcore_batching.planning.plans.statistics import micro_batch_costs
 from mcore_batching.tools.held_back import longest_sample, usable_sizes, what_holds_back
@@ -53,7 +52,7 @@ def explain(
         advice: say what would help, too, which takes longer than planning did.
 
     Returns:
-        a paragraph per step, and the samples that are in none.
+        a paragraph per step.
 
     Raises:
         InvariantError: the plan is broken.
@@ -62,11 +61,10 @@ def explain(
     validate_plan(plan, lengths)
     if isinstance(plan, StepPlan):
         return _explain_step(plan, lengths, spell, advice)
-    paragraphs = [
+    return "\n".join(
         f"step {index}: {_explain_step(step, lengths, spell, advice)}"
         for index, step in enumerate(plan.steps)
-    ]
-    return "\n".join([*paragraphs, *dropped_lines(plan)])
+    )
 
 
 def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: bool) -> str:

@@ -122,7 +122,6 @@ def plan_heading(plan: Plan) -> str:
     """One line: what was planned, for which parallel dims, under which cap."""
     return (
         f"{counted(plan.num_samples, 'sample')} in {counted(len(plan.steps), 'step')}, "
-        f"{f'{len(plan.dropped)} dropped, ' if plan.dropped else ''}"
         f"{dims_line(plan.dims, plan.config)}"
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -12,19 +11,15 @@ from hypothesis import strategies as st
 from planning_cases import broken_invariants, examples
 
 from mcore_batching.planning import (
-    InvariantError,
-    LastStep,
     LengthError,
     ParallelDims,
     Plan,
-    PlanFormatError,
     PlannerConfig,
     StepPlan,
     group_steps,
     plan_batch,
 )
 from mcore_batching.planning.plans.validation import validate_plan
-from mcore_batching.tools.explain import explain
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=16)
 UIDS = st.lists(st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)]), max_size=40)
@@ -116,24 +111,6 @@ def test_padding_samples_are_nobodys_group() -> None:
     assert len(steps) == 3
     # Nor need they have a uid, nor the tags be booleans.
     assert group_steps([None, 5], 1, is_padding=[1, None]) == [[1]]
-    plan = plan_batch(
-        [3] * 48,
-        ParallelDims(data_parallel=2),
-        CONFIG,
-        groups=groups,
-        groups_per_step=3,
-        is_padding=is_padding,
-    )
-    assert [list(step.sample_indices) for step in plan.steps] == steps
-    assert plan.dropped == tuple(range(41, 48))
-
-
-@pytest.mark.parametrize("last", ["keep", "drop", "error"])
-def test_padding_samples_alone_are_a_step_of_placeholders(last: LastStep) -> None:
-    plan = plan_batch(
-        [2], ParallelDims(), CONFIG, groups=["p"], groups_per_step=2, last=last, is_padding=[1]
-    )
-    assert [step.sample_indices for step in plan.steps] == [()]
 
 
 @pytest.mark.parametrize("is_padding", [[True], "no", [0, "no"], [0, [1]]])
@@ -184,58 +161,7 @@ def test_plan_batch_plans_every_step(
         if owners is not None:
             for rank, micro_batches in enumerate(step.micro_batches):
                 assert all(owners[s] == rank for held in micro_batches for s in held)
-    assert plan.dropped == ()
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def dropping() -> Plan:
-    return plan_batch(
-        [3, 4, 5, 6, 7],
-        ParallelDims(data_parallel=2),
-        CONFIG,
-        groups=["a", "b", "c", "a", "c"],
-        groups_per_step=2,
-        last="drop",
-    )
-
-
-def test_dropped_samples_are_listed() -> None:
-    plan = dropping()
-    validate_plan(plan, [3, 4, 5, 6, 7])
-    assert plan.dropped == (2, 4)
-    assert plan.num_samples == 5
-    assert [step.sample_indices for step in plan.steps] == [(0, 1, 3)]
-    assert json.loads(plan.to_json())["dropped"] == [2, 4]
-    assert Plan.from_json(plan.to_json()) == plan
-    assert plan.digest() != plan.steps[0].digest()
-    assert "dropped with the groups left over: 2 samples: 2, 4" in explain(plan, [3, 4, 5, 6, 7])
-    assert "dropped with the groups left over: 2 samples: 2, 4" in str(plan)
-    with pytest.raises(PlanFormatError, match=r"drops 2 samples; read it with Plan\.from_json"):
-        StepPlan.from_json(plan.to_json())
-
-
-def test_a_plan_that_drops_nothing_does_not_mention_it() -> None:
-    plan = plan_batch([3, 4], ParallelDims(), CONFIG, groups=[0, 1], groups_per_step=1, last="drop")
-    assert plan.dropped == ()
-    assert "dropped" not in plan.to_json() + explain(plan, [3, 4]) + str(plan)
-
-
-@pytest.mark.parametrize(
-    ("dropped", "indices", "message"),
-    [
-        ((2,), (4,), "not at all"),
-        ((2, 4, 4), (4,), "more than once"),
-        ((2, 4, 5), (5,), "though they are not part of it"),
-        ((0, 2, 4), (0,), "listed as dropped, but a step runs them"),
-    ],
-)
-def test_validate_checks_what_is_dropped(
-    dropped: tuple[int, ...], indices: tuple[int, ...], message: str
-) -> None:
-    plan = Plan(steps=dropping().steps, num_samples=5, dropped=dropped)
-    with pytest.raises(InvariantError, match=message) as caught:
-        validate_plan(plan, [3, 4, 5, 6, 7])
-    assert (caught.value.invariant, caught.value.indices) == ("exact cover", indices)
 
 
 def test_arguments_that_exclude_or_need_each_other() -> None:
@@ -248,12 +174,8 @@ def test_arguments_that_exclude_or_need_each_other() -> None:
         plan(groups=[0, 1])
     with pytest.raises(LengthError, match="need groups; set it"):
         plan(groups_per_step=1)
-    with pytest.raises(LengthError, match="need groups; set it"):
-        plan(last="drop")
     with pytest.raises(LengthError, match="groups has 3 entries for 2 samples"):
         plan(groups=[0, 1, 1], groups_per_step=1)
-    with pytest.raises(LengthError, match="decrease it, or set last='keep'"):
-        plan(groups=[0, 1], groups_per_step=3, last="drop")
 
 
 def turns(generator: random.Random, num_trajectories: int, most: int) -> list[int]:

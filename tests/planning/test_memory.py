@@ -128,8 +128,11 @@ def test_the_shape_in_a_model_s_config_json() -> None:
     [
         ("nonsense", "expected a model's config.json, got"),
         ("[7]", r"expected a model's config.json, got '\[7\]'"),
-        (json.dumps(CONFIG | {"vocab_size": None}), "config.json has no vocab_size; give"),
-        (json.dumps(CONFIG | {"vocab_size": "x"}), "vocab must be an integer, got 'x'"),
+        (
+            json.dumps(CONFIG | {"vocab_size": None}),
+            "has no padded_vocab_size or vocab_size",
+        ),
+        (json.dumps(CONFIG | {"vocab_size": "x"}), "vocab_size must be an integer, got 'x'"),
         (json.dumps(CONFIG | {"num_experts_per_tok": [1]}), "num_experts_per_tok must be an int"),
         (json.dumps(CONFIG | {"num_hidden_layers": 0}), "no|layers must be 1 or more, got 0"),
     ],

@@ -88,7 +88,7 @@ def test_more_samples_in_a_micro_batch_than_may_share_it() -> None:
     config = replace(CONFIG, max_samples_per_row=1)
     error = refusal(step_of(*GOOD, config=config))
     assert (error.invariant, error.rank, error.slot, error.indices) == ("cap", 0, 0, (0, 1))
-    assert "2 samples share a row, max_samples_per_row=1" in str(error)
+    assert "samples 0, 1 share a row, max_samples_per_row=1" in str(error)
     validate_plan(step_of(*GOOD, config=replace(config, max_samples_per_row=2)), LENGTHS)
 
 

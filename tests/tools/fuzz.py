@@ -66,7 +66,7 @@ CONFIG: dict[str, Any] = {
     "max_inflight_tokens": None,
 }
 COSTS: dict[str, Any] = {"linear": 1.0, "quadratic": 0.1, "per_micro_batch": 3.0, "window": None}
-BATCH_OPTIONS = {"samples_per_step", "owners", "groups", "groups_per_step", "last", "forward_only"}
+BATCH_OPTIONS = {"samples_per_step", "owners", "groups", "groups_per_step", "forward_only"}
 LENGTHS = [30, 7, 64, 1, 0, 12, 12, 90]
 
 
@@ -144,7 +144,7 @@ def plans(rng: random.Random) -> None:
                 {},
                 {"samples_per_step": 3},
                 {"owners": [0, 1] * 4},
-                {"groups": list("aabbccdd"), "groups_per_step": 2, "last": "drop"},
+                {"groups": list("aabbccdd"), "groups_per_step": 2},
                 {"forward_only": True},
             ]
         ),
@@ -159,7 +159,7 @@ def plans(rng: random.Random) -> None:
     plan = planning.plan_batch(lengths, dims, config, costs, **keywords(options, BATCH_OPTIONS))
     planning.validate_plan(plan, lengths)
     ran = [i for step in plan.steps for rank in step.micro_batches for held in rank for i in held]
-    assert sorted([*ran, *plan.dropped]) == list(range(len(lengths)))
+    assert sorted(ran) == list(range(len(lengths)))
     assert Plan.from_json(plan.to_json(lengths)) == plan
     for step in plan.steps:
         made = planning.step_statistics(step, lengths, costs)

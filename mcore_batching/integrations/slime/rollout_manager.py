@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -148,14 +149,19 @@ def build_dp_schedule(
         )
     dims, config = _parallel_dims(args, train_parallel_config), planner_config(args)
     last = _last_step(args, rollout_indices, global_batch_size, dims.data_parallel)
+    steps = group_steps(rollout_indices, global_batch_size, last=last)
+    if not steps:
+        raise HookError(
+            f"no step has all of its {global_batch_size} rollouts: decrease --global-batch-size"
+        )
+    kept = sorted(itertools.chain(*steps))
     planned = functools.partial(
         plan_batch,
-        total_lengths,
+        [total_lengths[sample] for sample in kept],
         dims,
         cost_model=_cost_model(args),
-        groups=rollout_indices,
+        groups=[rollout_indices[sample] for sample in kept],
         groups_per_step=global_batch_size,
-        last=last,
     )
     plan = planned(config)
     if _idle_ranks(plan):  # faster, but the trainer needs a sample on every rank
@@ -168,10 +174,9 @@ def build_dp_schedule(
             for samples in slots:
                 # A micro-batch lists places in its rank's samples, not numbers of samples.
                 first = len(partitions[rank])
-                partitions[rank] += samples
+                partitions[rank] += (kept[sample] for sample in samples)
                 micro_batches[rank].append(list(range(first, first + len(samples))))
     counts = [step.num_microbatches for step in plan.steps]
-    steps = group_steps(rollout_indices, global_batch_size, last=last)
     # slime scales a step's loss by its rollouts, which may have several samples each.
     sizes = [len({rollout_indices[sample] for sample in step}) for step in steps]
     return partitions, micro_batches, counts, sizes

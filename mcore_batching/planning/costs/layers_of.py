@@ -90,14 +90,15 @@ class Layers:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self.hidden = self._size("hidden")
+        self.hidden = self.size("hidden")
         self._gated = config.get("gated_linear_unit", config.get("swiglu"))
         if self._gated is None:  # Nemotron's squared ReLU has no gate
             names = ("hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function")
             act = next((config[name] for name in names if config.get(name)), "silu")
             self._gated = act in ("silu", "swish", "gelu_pytorch_tanh")
 
-    def _size(self, name: str, default: int | None = None) -> int:
+    def size(self, name: str, default: int | None = None) -> int:
+        """A size by its name in `_NAMES`; without a default it must be there, 1 or more."""
         for each in _NAMES[name]:
             if self._config.get(each) is not None:
                 return at_least(each, self._config[each], 0 if default == 0 else 1, ConfigError)
@@ -110,7 +111,7 @@ class Layers:
         pattern = next((self._config[n] for n in _HYBRID if self._config.get(n)), None)
         if pattern:
             return self._of_pattern(str(pattern))
-        count = self._size("layers")
+        count = self.size("layers")
         layers = [
             "/".join(pair) for pair in zip(self._attentions(count), self._ffns(count), strict=True)
         ]
@@ -121,14 +122,14 @@ class Layers:
             kind, ffn = layer.split("/")
             costs[letter] = self._attention(kind) + self._ffn(ffn)
         text = "".join(letters[layer] for layer in layers)
-        return self._with_output(text, costs, costs[text[-1]], self._size("depths", 0))
+        return self._with_output(text, costs, costs[text[-1]], self.size("depths", 0))
 
     def _of_pattern(self, pattern: str) -> tuple[str, dict[str, LayerCost]]:
         """Of Megatron's hybrid pattern, whose letters are layers already."""
         main, *mtp = pattern.split("/")
         if not mtp:
             each = str(self._config.get("mtp_hybrid_override_pattern") or "*E")
-            mtp = [each] * self._size("depths", 0)
+            mtp = [each] * self.size("depths", 0)
         costs = {each: self._of_letter(each) for each in dict.fromkeys(main) if each != "|"}
         depth = sum_of([self._of_letter(each) for each in mtp[0]] if mtp else [])
         return self._with_output(main, costs, depth, len(mtp))
@@ -151,7 +152,7 @@ class Layers:
     ) -> tuple[str, dict[str, LayerCost]]:
         """Layers with the output layer, and a layer, a projection and the output layer anew for
         each depth of multi-token prediction."""
-        output = weights(self.hidden * self._size("vocab", 0))
+        output = weights(self.hidden * self.size("vocab", 0))
         of_depth = depth + weights(2 * self.hidden * self.hidden) + output
         for _ in range(depths):
             output += of_depth
@@ -176,8 +177,8 @@ class Layers:
     @property
     def window(self) -> int | None:
         """Most tokens that a token of windowed or of sparse attention attends to."""
-        if self._size("top_k", 0):
-            return self._size("top_k")
+        if self.size("top_k", 0):
+            return self.size("top_k")
         size = self._config.get("window_size")  # Megatron's: tokens before and after, -1 for all
         if size is not None:
             return None if size[0] < 0 else int(size[0]) + 1
@@ -186,7 +187,7 @@ class Layers:
     def _ffns(self, count: int) -> list[str]:
         """Each layer's kind of feed-forward part: "dense", or with experts."""
         config = self._config
-        if not self._size("experts", 0):
+        if not self.size("experts", 0):
             return ["dense"] * count
         # DeepSeek's first layers are dense, whatever the pattern says.
         dense = int(config.get("first_k_dense_replace") or 0)
@@ -206,40 +207,40 @@ class Layers:
     def _attention(self, kind: str) -> LayerCost:
         if kind == "delta":
             names = ("key_heads", "key_dim", "value_heads", "value_dim")
-            return delta_net(self.hidden, *(self._size(f"linear_{name}") for name in names))
-        heads = self._size("heads")
-        if self._config.get("multi_latent_attention", self._size("rank", 0)):
-            ranks = self._size("rank"), self._size("query_rank", 0)
-            key, rope, value = (self._size(name) for name in ("key_dim", "rope_dim", "value_dim"))
+            return delta_net(self.hidden, *(self.size(f"linear_{name}") for name in names))
+        heads = self.size("heads")
+        if self._config.get("multi_latent_attention", self.size("rank", 0)):
+            ranks = self.size("rank"), self.size("query_rank", 0)
+            key, rope, value = (self.size(name) for name in ("key_dim", "rope_dim", "value_dim"))
             made = latent_attention(self.hidden, heads, key, rope, value, *ranks)
-            if not self._size("top_k", 0):
+            if not self.size("top_k", 0):
                 return made
-            indexer = ranks[1] or self.hidden, self._size("index_heads"), self._size("index_dim")
+            indexer = ranks[1] or self.hidden, self.size("index_heads"), self.size("index_dim")
             return sparse_attention(made, self.hidden, *indexer)
         gated = self._config.get("attention_output_gate") or self._config.get("attn_output_gate")
-        dim = self._size("dim", self.hidden // max(1, heads))
-        groups = self._size("groups", heads)
+        dim = self.size("dim", self.hidden // max(1, heads))
+        groups = self.size("groups", heads)
         return attention(
             self.hidden, heads, groups, dim, gated=bool(gated), windowed=kind == "windowed"
         )
 
     def _mamba(self) -> LayerCost:
         # Megatron's defaults: an inner stream twice as wide as the residual one.
-        dim = self._size("mamba_dim", 64)
-        heads = self._size("mamba_heads", 2 * self.hidden // dim)
-        return mamba(self.hidden, heads, dim, self._size("mamba_groups"), self._size("mamba_state"))
+        dim = self.size("mamba_dim", 64)
+        heads = self.size("mamba_heads", 2 * self.hidden // dim)
+        return mamba(self.hidden, heads, dim, self.size("mamba_groups"), self.size("mamba_state"))
 
     def _ffn(self, kind: str) -> LayerCost:
         gated = bool(self._gated)
         if kind == "dense":
-            return mlp(self.hidden, self._size("ffn"), gated=gated)
-        ffn, number = self._size("expert_ffn"), self._size("experts")
-        shared = self._size("shared_ffn", ffn * int(self._config.get("n_shared_experts") or 0))
+            return mlp(self.hidden, self.size("ffn"), gated=gated)
+        ffn, number = self.size("expert_ffn"), self.size("experts")
+        shared = self.size("shared_ffn", ffn * int(self._config.get("n_shared_experts") or 0))
         # Nemotron's experts work on a smaller stream, to and from which every token is projected.
-        latent = self._size("latent", 0)
+        latent = self.size("latent", 0)
         made = experts(
             mlp(latent or self.hidden, ffn, gated=gated),
-            self._size("experts_per_token"),
+            self.size("experts_per_token"),
             number / (self._config.get("expert_model_parallel_size") or 1),
             number,
             self.hidden,

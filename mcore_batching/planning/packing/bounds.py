@@ -12,22 +12,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from mcore_batching.planning.costs.cost import ordered_sum
-from mcore_batching.planning.packing.packing import checked_sizes
 from mcore_batching.planning.problem import Problem
 
 
 def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
-    """The bound L2 of Martello and Toth (*Knapsack Problems*, 1990, section 8.3), in O(n log n).
-
-    Args:
-        sizes: size of each item [items], 0 or more.
-        capacity: size of a bin.
-
-    Raises:
-        ItemTooLargeError: an item is larger than `capacity`.
-        LengthError: a size or `capacity` is negative or no integer.
-    """
-    sizes, capacity = checked_sizes(sizes, capacity)
+    """The bound L2 of Martello and Toth (*Knapsack Problems*, 1990, section 8.3), in O(n log n);
+    items are of 0 to `capacity`."""
     if not sizes:
         return 0
     # Sums of any range of sizes in one subtraction, so that each threshold costs two bisections.

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning.errors import ItemTooLargeError, LengthError
-from mcore_batching.planning.integers import as_integer, at_least, entries
-
 
 def first_fit(
     sizes: Sequence[int], capacity: int, *, max_items: int | None = None
@@ -21,31 +18,24 @@ def first_fit(
     """Put each item, in input order, into the first bin that has room.
 
     Args:
-        sizes: size of each item [items], 0 or more.
+        sizes: size of each item [items], 0 to `capacity`.
         capacity: size of a bin.
         max_items: most items of a bin; None: no bound.
 
     Returns:
         the items' indices, one list per bin, in the order in which bins were opened.
-
-    Raises:
-        ItemTooLargeError: an item is larger than `capacity`.
-        LengthError: an item's size is negative or no integer, or `capacity` is, or `max_items` is
-            below 1.
     """
-    sizes, capacity = checked_sizes(sizes, capacity)
     return _pack(sizes, capacity, range(len(sizes)), max_items)
 
 
 def first_fit_decreasing(
     sizes: Sequence[int], capacity: int, *, max_items: int | None = None
 ) -> list[list[int]]:
-    """Put each item, largest first and ties in input order, into the first bin that has room.
+    """`first_fit` of the items from largest to smallest, ties in input order.
 
-    It often needs fewer bins than `first_fit`, though not always: sizes 4, 7, 9, 10, 6, 4 in bins
-    of 20 take 3 this way and 2 the other. Arguments, result and errors are those of `first_fit`.
+    It often needs fewer bins, though not always: sizes 4, 7, 9, 10, 6, 4 in bins of 20 take 3 this
+    way and 2 the other.
     """
-    sizes, capacity = checked_sizes(sizes, capacity)
     # A stable sort keeps ties in index order, also when reversed.
     order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
     return _pack(sizes, capacity, order, max_items)
@@ -56,9 +46,7 @@ def _pack(
 ) -> list[list[int]]:
     if not sizes:
         return []
-    most = len(sizes)
-    if max_items is not None:
-        most = at_least("max_items", max_items, 1, LengthError)
+    most = len(sizes) if max_items is None else max_items
     bins: list[list[int]] = []
     # Leaves are bins, the unopened ones with full room, so that a descent always ends at a bin. The
     # tree doubles only when all are opened: its depth follows the bins, not the items.
@@ -105,25 +93,3 @@ def _doubled(free: list[int], num_leaves: int, capacity: int) -> list[int]:
         doubled += [capacity] * width
         width *= 2
     return doubled
-
-
-def checked_sizes(sizes: Sequence[int], capacity: int) -> tuple[list[int], int]:
-    """Both as Python ints.
-
-    Raises:
-        ItemTooLargeError: an item is larger than `capacity`.
-        LengthError: one is negative or no integer.
-    """
-    capacity = at_least("capacity", capacity, 0, LengthError)
-    checked: list[int] = []
-    for index, given in enumerate(entries("sizes", sizes, LengthError)):
-        size = given if type(given) is int else as_integer(given)
-        if size is None or size < 0:
-            raise LengthError(
-                f"the size of item {index} must be an integer of 0 or more, got {given!r:.60}",
-                index=index,
-            )
-        if size > capacity:
-            raise ItemTooLargeError(index=index, size=size, capacity=capacity)
-        checked.append(size)
-    return checked, capacity

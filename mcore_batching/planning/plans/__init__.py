@@ -1,7 +1,6 @@
 """Plans: what they hold, their JSON, checks, figures and records, and the memory they take.
 
 plan              the plan of a step, as frozen data
-batch_plan        the plans of a batch's steps, in order
 plan_document     their JSON, and its digest
 validation        a plan checked against the invariants
 statistics        a plan's fill, balance and predicted time

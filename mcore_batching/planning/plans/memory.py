@@ -13,11 +13,9 @@ communication buffers and what a kernel needs meanwhile are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
-from mcore_batching.planning.costs.layers_of import config_of_json
+from mcore_batching.planning.costs.layers_of import Layers, config_of_json
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -32,17 +30,6 @@ _BYTES_PER_DEPTH = 4
 """Kept by multi-token prediction of each of its logits until the backward pass: Megatron's loss
 has their softmax in float32, whatever the model's type."""
 
-_IN_CONFIG_JSON: Mapping[str, tuple[str, ...]] = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "ffn": ("intermediate_size", "n_inner"),
-    "vocab": ("vocab_size",),
-    "groups": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "depths": ("num_nextn_predict_layers", "mtp_num_hidden_layers"),
-}
-_OPTIONAL = {"groups", "head_dim", "depths"}
 _SWITCHES = {"gated", "recompute", "fused_output"}
 
 
@@ -88,7 +75,6 @@ class ModelShape:
             value = getattr(self, option.name)
             if option.name in _SWITCHES or value is None:
                 continue
-            # A config.json says 0 for a model without multi-token prediction.
             least = 0 if option.name == "depths" else 1
             object.__setattr__(self, option.name, at_least(option.name, value, least, ConfigError))
 
@@ -99,19 +85,21 @@ class ModelShape:
         Raises:
             ConfigError: no JSON object, or a size is missing or no integer of 1 or more.
         """
-        raw = config_of_json(text)
-        found: dict[str, Any] = {}
-        for name, keys in _IN_CONFIG_JSON.items():
-            value = next((raw[key] for key in keys if raw.get(key) is not None), None)
-            if value is None and name not in _OPTIONAL:
-                raise ConfigError(f"config.json has no {' or '.join(keys)}; give a transformer's")
-            found[name] = value
+        sizes = Layers(config_of_json(text))
+        ffn = sizes.size("ffn")
         # A token keeps activations in each expert that it is sent to.
-        if raw.get("num_experts_per_tok"):
-            experts = at_least("num_experts_per_tok", raw["num_experts_per_tok"], 1, ConfigError)
-            ffn = raw.get("moe_intermediate_size") or found["ffn"]
-            found["ffn"] = experts * at_least("moe_intermediate_size", ffn, 1, ConfigError)
-        return cls(**found)
+        if sizes.size("experts_per_token", 0):
+            ffn = sizes.size("experts_per_token") * sizes.size("expert_ffn")
+        return cls(
+            layers=sizes.size("layers"),
+            hidden=sizes.hidden,
+            ffn=ffn,
+            heads=sizes.size("heads"),
+            vocab=sizes.size("vocab"),
+            groups=sizes.size("groups", 0) or None,
+            head_dim=sizes.size("dim", 0) or None,
+            depths=sizes.size("depths", 0) or None,
+        )
 
     def activation_bytes_per_token(self, dims: ParallelDims, *, layers: float) -> float:
         """Bytes that `layers` layers keep for one token on a rank."""

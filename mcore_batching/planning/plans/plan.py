@@ -1,18 +1,18 @@
-"""The plan of a step as frozen data.
+"""Plans of a step and of a batch, as frozen data.
 
-Functions elsewhere check it (`validation`), measure it (`statistics`), explain and draw it
-(`tools`); `plan_document` has the JSON form, `batch_plan` the steps of a batch.
+Functions elsewhere check them (`validation`), measure them (`statistics`), explain and draw them
+(`tools`); `plan_document` has their JSON form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
-from mcore_batching.planning.errors import PlanFormatError, shortened
+from mcore_batching.planning.errors import LengthError, PlanFormatError, shortened
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import SplitStage
 from mcore_batching.planning.plans import plan_document
@@ -95,32 +95,36 @@ class StepPlan:
 
     def digest(self) -> str:
         """SHA-256 of the plan's content, in hex."""
-        return plan_document.digest(document_of([self], self.num_samples, with_samples=True))
+        return plan_document.digest(self._document())
 
     def to_json(self) -> str:
         """The plan as a `mcore-batching/plan` document of one step."""
-        return plan_document.dump(document_of([self], self.num_samples, with_samples=True))
+        return plan_document.dump(self._document())
+
+    def _document(self) -> dict[str, Any]:
+        document = document_of([self], self.num_samples)
+        # Only of one step out of a batch: a whole batch is numbered from 0.
+        if self.sample_indices != tuple(range(self.num_samples)):
+            document["steps"][0]["sample_indices"] = list(self.sample_indices)
+        return document
 
     @classmethod
     def from_json(cls, text: str, *, verify_digest: bool = True) -> StepPlan:
         """The plan that `to_json` wrote; also reads a one-step document of `Plan.to_json`.
 
         Raises:
-            PlanFormatError: not a plan of one step without dropped samples, another version, or
-                (unless `verify_digest` is False) a digest that does not match.
+            PlanFormatError: not a plan of one step, another version, or (unless `verify_digest`
+                is False) a digest that does not match.
         """
         raw = plan_document.load(text)
         if len(raw["steps"]) != 1:
             raise PlanFormatError(
                 f"the plan has {len(raw['steps'])} steps; read it with Plan.from_json"
             )
-        if raw["dropped"]:
-            raise PlanFormatError(
-                f"the plan drops {len(raw['dropped'])} samples; read it with Plan.from_json"
-            )
         (step,) = raw["steps"]
-        samples = step["sample_indices"]
-        plan = step_of(raw, step, range(raw["num_samples"]) if samples is None else samples)
+        if step["sample_indices"] is None:
+            step["sample_indices"] = tuple(range(raw["num_samples"]))
+        plan = cls(**step)
         if verify_digest:
             plan_document.check_digest(raw["digest"], plan.digest())
         return plan
@@ -152,19 +156,101 @@ class StepPlan:
         return "\n".join(lines)
 
 
-def document_of(
-    steps: Sequence[StepPlan],
-    num_samples: int,
-    *,
-    with_samples: bool = False,
-    dropped: Sequence[int] = (),
-) -> dict[str, Any]:
-    """A document without its digest."""
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The steps of one batch, in order. Sample indices are positions in the batch's lengths."""
+
+    steps: tuple[StepPlan, ...]
+    """One or more, all of one `ParallelDims`, configuration and scope."""
+    num_samples: int
+    """Samples of the batch; the steps must cover 0 to `num_samples - 1`."""
+
+    def __post_init__(self) -> None:
+        """Check that the steps belong together."""
+        if not self.steps:
+            raise LengthError("a plan needs one step or more; pass steps=(step, ...)")
+        first = self.steps[0]  # the JSON form has these once for all steps
+        for index, step in enumerate(self.steps):
+            if (step.dims, step.config, step.scope) != (first.dims, first.config, first.scope):
+                raise LengthError(
+                    f"step {index} has other dims, config or scope; make a plan for each",
+                    index=index,
+                )
+
+    @property
+    def dims(self) -> ParallelDims:
+        """Sizes of the parallel groups it was made for."""
+        return self.steps[0].dims
+
+    @property
+    def config(self) -> PlannerConfig:
+        """The options it was made with."""
+        return self.steps[0].config
+
+    @property
+    def scope(self) -> Scope:
+        """As in `StepPlan.scope`."""
+        return self.steps[0].scope
+
+    def digest(self) -> str:
+        """SHA-256 of the plan's content, in hex; of one step, that of the step."""
+        return plan_document.digest(document_of(self.steps, self.num_samples))
+
+    def to_json(self, lengths: Sequence[int] | None = None) -> str:
+        """The plan as a `mcore-batching/plan` document.
+
+        Args:
+            lengths: total length of each sample of the batch [samples], in tokens; their digest is
+                written as well.
+        """
+        digests = (
+            {} if lengths is None else {"lengths_digest": plan_document.lengths_digest(lengths)}
+        )
+        return plan_document.dump(document_of(self.steps, self.num_samples), digests)
+
+    @classmethod
+    def from_json(cls, text: str, *, verify_digest: bool = True) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanFormatError: not a plan, another version, or (unless `verify_digest` is False) a
+                digest that does not match.
+        """
+        raw = plan_document.load(text)
+        for step in raw["steps"]:
+            if step["sample_indices"] is not None:
+                raise PlanFormatError("it is one step of a batch; read it with StepPlan.from_json")
+            # A batch's steps do not list their samples: what they run is what they must cover, and
+            # `validate_plan` finds what is in none.
+            ranks = step["micro_batches"]
+            found = {sample for rank in ranks for samples in rank for sample in samples}
+            step["sample_indices"] = tuple(sorted(found))
+        steps = tuple(StepPlan(**step) for step in raw["steps"])
+        plan = cls(steps=steps, num_samples=raw["num_samples"])
+        if verify_digest:
+            plan_document.check_digest(raw["digest"], plan.digest())
+        return plan
+
+    def __str__(self) -> str:
+        """The plan for people: a line per step, long ones cut short."""
+        lines = [
+            f"Plan: {counted(self.num_samples, 'sample')} in "
+            f"{counted(len(self.steps), 'step')} on "
+            f"{counted(len(self.steps[0].micro_batches), rank_noun(self.steps[0]))}, "
+            f"{self.scope} scope, digest {self.digest()[:12]}"
+        ]
+        for index, step in enumerate(self.steps[:MOST_SHOWN]):
+            placeholders = sum(row.samples == () for row in step.rows())
+            lines.append(
+                f"  step {index}: {step.num_samples} samples, {step.num_microbatches} "
+                f"micro-batches per rank, {placeholders} placeholders"
+            )
+        return "\n".join(lines + left_out(len(self.steps), "steps"))
+
+
+def document_of(steps: Sequence[StepPlan], num_samples: int) -> dict[str, Any]:
+    """The document of steps, without its digest."""
     first = steps[0]
-    documents = [step_document(step) for step in steps]
-    for step, document in zip(steps, documents, strict=True):
-        if with_samples and step.sample_indices != tuple(range(num_samples)):
-            document["sample_indices"] = list(step.sample_indices)
     return {
         "format": plan_document.FORMAT,
         "version": plan_document.VERSION,
@@ -172,8 +258,7 @@ def document_of(
         "config": plan_document.options_of(first.config),
         "scope": first.scope,
         "num_samples": num_samples,
-        **({"dropped": list(dropped)} if dropped else {}),
-        "steps": documents,
+        "steps": [step_document(step) for step in steps],
     }
 
 
@@ -191,26 +276,6 @@ def step_document(step: StepPlan) -> dict[str, Any]:
             for stages in step.split_backward
         ]
     return document
-
-
-def step_of(
-    raw: dict[str, Any],
-    step: dict[str, Any],
-    sample_indices: Iterable[int],
-    cost_model: CostModel | None = None,
-) -> StepPlan:
-    """The plan from a document and one of its steps, as `plan_document.read` gives them."""
-    return StepPlan(
-        micro_batches=step["ranks"],
-        num_microbatches=step["num_microbatches"],
-        sample_indices=tuple(sample_indices),
-        dims=raw["dims"],
-        config=raw["config"],
-        context_parallel=step["context_parallel"],
-        split_backward=step["split_backward"],
-        scope=raw["scope"],
-        cost_model=cost_model or CostModel(),
-    )
 
 
 def rank_noun(step: StepPlan) -> str:

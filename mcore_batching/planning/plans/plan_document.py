@@ -13,7 +13,6 @@ Optional keys:
   micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
 - `split_backward` of a step: for each rank and stage, which passes are split (1) and how many parts
   of W run before each [ranks][stages][2][passes];
-- `dropped`: the samples that a batch's steps leave out;
 - `lengths_digest`: SHA-256 of the lengths that the plan was made from, by which `check` tells them
   from others; written if `to_json` was given the lengths, and not covered by `digest`.
 """
@@ -132,7 +131,8 @@ def recorded_digests(text: str) -> tuple[str | None, str | None]:
 
 
 def read(raw: dict[str, Any]) -> dict[str, Any]:
-    """The document's parts, checked, with defaults filled in.
+    """The document's parts, checked: "num_samples", the digests, and of each of its "steps" the
+    fields of a `StepPlan`, whose `sample_indices` are None where they are left out.
 
     Raises:
         PlanFormatError: a part is not of the kind that it should be.
@@ -148,24 +148,23 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
             raise PlanFormatError(f'"{key}" must be a string, got {raw[key]!r:.80}')
     # Values are checked for their kind alone: a broken plan can be read, and `validate_plan` tells
     # what is wrong with it.
-    config = _settings(PlannerConfig, _expect(raw, "config", dict), "config")
-    is_dynamic = config.max_context_parallel is not None
-    return {
+    of_all = {
+        "config": _settings(PlannerConfig, _expect(raw, "config", dict), "config"),
         "dims": _settings(ParallelDims, _expect(raw, "layout", dict), "layout"),
-        "config": config,
         "scope": scope,
+    }
+    return {
         "num_samples": _count(raw.get("num_samples"), '"num_samples"'),
         "digest": raw.get("digest"),
         "lengths_digest": raw.get("lengths_digest"),
-        "steps": [_read_step(step, index, is_dynamic) for index, step in enumerate(steps)],
-        "dropped": _indices(raw.get("dropped", []), '"dropped"'),
+        "steps": [_read_step(step, index, of_all) for index, step in enumerate(steps)],
     }
 
 
-def _read_step(raw: Any, index: int, is_dynamic: bool) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise PlanFormatError(f"step {index} must be a JSON object, got {raw!r:.80}")
+def _read_step(raw: Any, index: int, of_all: dict[str, Any]) -> dict[str, Any]:
     where = f"step {index}"
+    if not isinstance(raw, dict):
+        raise PlanFormatError(f"{where} must be a JSON object, got {raw!r:.80}")
     samples = raw.get("sample_indices")
     ranks = tuple(
         tuple(
@@ -174,9 +173,10 @@ def _read_step(raw: Any, index: int, is_dynamic: bool) -> dict[str, Any]:
         )
         for rank, micro_batches in enumerate(_expect(raw, "ranks", list))
     )
-    return {
+    is_dynamic = of_all["config"].max_context_parallel is not None
+    return of_all | {
         "num_microbatches": _count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
-        "ranks": ranks,
+        "micro_batches": ranks,
         "context_parallel": _read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
         "split_backward": _read_split(raw.get("split_backward"), where),
         "sample_indices": (

@@ -39,7 +39,7 @@ from mcore_batching.planning.integers import at_least, check_lengths
 from mcore_batching.planning.json_text import open_text, parse_json
 from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.plans.files import write_whole
-from mcore_batching.planning.plans.plan import StepPlan, step_document, step_of
+from mcore_batching.planning.plans.plan import StepPlan, step_document
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.plans.validation import validate_plan
 
@@ -246,11 +246,14 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
     # As a document of one step, so that its parts are checked in one place.
     step = dict(raw) | {"num_microbatches": len(raw["ranks"][0])}
     whole = {**header, "scope": raw["scope"], "num_samples": len(lengths), "steps": [step]}
-    document = plan_document.read(whole)
-    costs = CostModel(**header["cost_model"])
-    plan = step_of(document, document["steps"][0], range(len(lengths)), costs)
+    (fields,) = plan_document.read(whole)["steps"]
+    fields |= {
+        "sample_indices": tuple(range(len(lengths))),
+        "cost_model": CostModel(**header["cost_model"]),
+        "hosted_lengths": tuple(check_lengths(raw.get("hosted_lengths", ()))),
+    }
+    plan = StepPlan(**fields)
     validate_plan(plan, lengths)  # a broken plan would break a reader much later
-    plan = replace(plan, hosted_lengths=tuple(check_lengths(raw.get("hosted_lengths", ()))))
     return StepRecord(
         step=at_least("step", raw["step"], 0, RecordError),
         plan=plan,

@@ -1,7 +1,7 @@
 """A plan checked against the invariants, whoever made it.
 
 A plan that passes
-- covers every sample exactly once, or lists it as dropped;
+- covers every sample exactly once;
 - keeps every micro-batch to the cap and to `max_samples_per_row`;
 - gives every rank the same number of micro-batches, one that the schedule can run;
 - has no placeholder on a rank that could split a micro-batch, but under `fill="placeholder"`;
@@ -16,7 +16,7 @@ No check calls the planner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from mcore_batching.planning.errors import InvariantError, shortened
@@ -27,8 +27,7 @@ from mcore_batching.planning.pipeline import (
     inflight_tokens,
     split_inflight_tokens,
 )
-from mcore_batching.planning.plans.batch_plan import Plan
-from mcore_batching.planning.plans.plan import StepPlan
+from mcore_batching.planning.plans.plan import Plan, StepPlan
 from mcore_batching.planning.plans.statistics import held_tokens, step_problem
 from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
 
@@ -60,8 +59,7 @@ def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
     for index, step in enumerate(plan.steps):
         _check_blocks(step, partial(InvariantError, step=index))
     found = [sample for step in plan.steps for sample in _placed(step)]
-    _check_dropped(plan.dropped, found)
-    _check_cover([*found, *plan.dropped], range(plan.num_samples), "in the plan", InvariantError)
+    _check_cover(found, range(plan.num_samples), "in the plan", InvariantError)
     for index, step in enumerate(plan.steps):
         _validate_step(step, lengths, partial(InvariantError, step=index))
 
@@ -79,7 +77,6 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], broken: Broken) -> No
     _check_cover(_placed(step), step.sample_indices, "in the step", broken)
     _check_equal_count(step, broken)
     _check_cap(step, lengths, broken)
-    _check_samples_per_row(step, broken)
     if step.config.fill == "split":
         _check_split_before_placeholder(step, broken)
     if step.split_backward:
@@ -123,17 +120,6 @@ def _check_blocks(step: StepPlan, broken: Broken) -> None:
             else:
                 continue
             raise broken("blocks", fault, indices=samples, rank=rank, slot=slot)
-
-
-def _check_dropped(dropped: Sequence[int], found: Iterable[int]) -> None:
-    # Dropped and run would pass as covered once: the sums below count it twice.
-    both = sorted(set(dropped).intersection(found))
-    if both:
-        raise InvariantError(
-            "exact cover",
-            f"samples {shortened(both)} are listed as dropped, but a step runs them",
-            indices=tuple(both),
-        )
 
 
 def _check_cover(found: Sequence[int], expected: Sequence[int], where: str, broken: Broken) -> None:
@@ -194,35 +180,27 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
         return padded_row_tokens(sum(padded), of_size[size], config)
 
     for rank, slot, size, samples in step.rows():
-        # A sample over the cap of every size may be alone in its row.
+        most = config.max_samples_per_row
         tokens, cap = row_tokens(samples, size), config.cap_tokens(of_size[size])
-        if tokens <= cap or (
+        # A sample over the cap of every size may be alone in its row.
+        may_exceed = (
             len(samples) == 1
             and config.on_oversize == "own-bin"
             and all(row_tokens(samples, each) > config.cap_tokens(of_size[each]) for each in sizes)
-        ):
+        )
+        if tokens > cap and not may_exceed:
+            fault = f"take {tokens} padded tokens, the cap is {cap}"
+        elif most is not None and len(samples) > most:
+            fault = f"share a row, max_samples_per_row={most}"
+        else:
             continue
         raise broken(
             "cap",
-            f"samples {shortened(samples)} take {tokens} padded tokens, the cap is {cap}",
+            f"samples {shortened(samples)} {fault}",
             indices=samples,
             rank=rank,
             slot=slot,
         )
-
-
-def _check_samples_per_row(step: StepPlan, broken: Broken) -> None:
-    most = step.config.max_samples_per_row
-    for rank, slot, _, samples in step.rows():
-        if most is not None and len(samples) > most:
-            raise broken(
-                "cap",
-                f"{len(samples)} samples share a row, max_samples_per_row={most}: "
-                f"{shortened(samples)}",
-                indices=samples,
-                rank=rank,
-                slot=slot,
-            )
 
 
 def _check_split_before_placeholder(step: StepPlan, broken: Broken) -> None:

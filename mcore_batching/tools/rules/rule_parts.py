@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from mcore_batching.planning import Argument, ParallelDims, PlanningError, Problem, first_fit
+from mcore_batching.planning import Argument, ParallelDims, PlanningError, Problem
+from mcore_batching.planning.packing.packing import first_fit
 
 Bins = list[list[int]]
 """Samples of each micro-batch, as positions in the problem."""

@@ -91,7 +91,6 @@ def steps_by_prompt(batch: dict[str, Any], system: str, dims: ParallelDims) -> l
         PlannerConfig(max_tokens_per_gpu=CAP_TOKENS[system]),
         groups=batch["uids"],
         groups_per_step=PROMPTS_PER_STEP[system],
-        last="error",
     )
     validate_plan(plan, batch["total_lengths"])
     return [list(step.sample_indices) for step in plan.steps]
