@@ -37,6 +37,7 @@ KEYWORDS = {
     "SchemaError": {"expected": "this", "found": "that", "sample_index": 2, "declaration": "x"},
     "SplitGroupError": {"ranks_of_group": {"a": (0, 1)}},
 }
+NO_TEXT = {"OversizeSampleError"}
 
 
 def exception_classes() -> list[tuple[str, str]]:

@@ -1,7 +1,4 @@
-"""Errors about the fields of a batch, the order of its outputs and ranks that disagree.
-
-Each survives pickling with its message and attributes.
-"""
+"""Errors about the fields of a batch, the order of its outputs and ranks that disagree."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Shares of a step's loss, which add up to its mean however samples were packed.
 
-A share is one micro-batch's numerator over the whole *step's* denominator. Shares of all
-micro-batches on all ranks add up to the mean, so losses with different denominators can be added,
-and nothing is averaged over micro-batches:
+A share is one micro-batch's numerator over the whole *step's* denominator, so losses with different
+denominators can be added, and nothing is averaged over micro-batches:
 
     micro-batch 1    values [6.0, 2.0]    micro-batch 2    values [1.0]
     token_mean       8 / 3                                 1 / 3            sum 3.0
@@ -10,10 +9,9 @@ and nothing is averaged over micro-batches:
 
     loss = token_mean(policy_loss, row, totals) + 0.01 * sample_mean(kl, row, totals)
 
-Placeholders and padding samples (field ``is_padding``) add exactly 0 to every numerator and
-denominator; their shares stay attached to the graph. Under context parallelism each rank counts the
-response tokens that it predicts. A token that nothing predicts (the first of a response that is the
-whole sample) counts nowhere.
+Placeholders and padding samples add exactly 0 to every numerator and denominator; their shares stay
+attached to the graph. Under context parallelism each rank counts the response tokens that it
+predicts; a token that nothing predicts (the first of a sample without a prompt) counts nowhere.
 """
 
 from __future__ import annotations
@@ -55,12 +53,8 @@ class StepTotals:
 
 
 def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
-    """Loss weight of every response token, 0 where nothing predicts it.
-
-    Returns:
-        float32 ``[response_length]`` for each sample, all 0 in placeholders and padding samples;
-        the same on all context-parallel ranks. Views: do not change them in place.
-    """
+    """Loss weight of every response token, float32 ``[response_length]`` for each sample: 0 where
+    nothing predicts it. Views: do not change them in place."""
     return list(torch.split(row.responses.loss_masks, row.response_lengths))
 
 
@@ -113,20 +107,8 @@ def sample_mean(
 
         sample_mean([tensor([6.0, 2.0])], row, StepTotals(num_samples=2, ...))    4 / 2
 
-    A sample without trainable tokens adds 0, and counts in the denominator, as in frameworks that
-    divide by the batch size, unless ``over_trained_samples`` is set.
-
-    Args:
-        per_token: as for `token_mean`.
-        row: the micro-batch.
-        totals: of the whole step, over all ranks.
-        over_trained_samples: divide by the number of samples that have a trainable token.
-
-    Returns:
-        scalar; the shares add up to the mean.
-
-    Raises:
-        BatchError: a value's length is not its sample's response length.
+    Arguments and errors are those of `token_mean`. A sample without trainable tokens adds 0, and
+    counts in the denominator unless ``over_trained_samples`` is set.
     """
     # Where the mask is all zero: 0 / 1, not 0 / 0.
     weights = [mask / (mask.sum() + (mask.sum() == 0)) for mask in response_loss_masks(row)]

@@ -1,10 +1,7 @@
 """Permutation of per-sample values between plan order and the order the samples came in.
 
-    restore_order(["c", "a", "b"], sample_indices=[2, 0, 1], num_samples=3)    ["a", "b", "c"]
-    apply_order(["a", "b", "c"], sample_indices=[2, 0, 1])                     ["c", "a", "b"]
-
-They are inverses. Every sample has exactly one value, or both raise an `OrderError` that names the
-indices: nothing is cut off, and nothing is filled with None.
+restore_order(["c", "a", "b"], sample_indices=[2, 0, 1], num_samples=3)    ["a", "b", "c"]
+apply_order(["a", "b", "c"], sample_indices=[2, 0, 1])                     ["c", "a", "b"]
 """
 
 from __future__ import annotations
@@ -28,11 +25,6 @@ _MAX_MISSING = 10**6
 def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_samples: int) -> list[T]:
     """Values in plan order, put into origin order. Inverse of `apply_order`.
 
-    Args:
-        values: one output per sample, in plan order.
-        sample_indices: origin index of each value.
-        num_samples: of the batch; the indices are 0 to ``num_samples - 1``.
-
     Returns:
         ``num_samples`` values: ``result[sample_indices[k]] is values[k]``.
 
@@ -46,10 +38,6 @@ def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_sample
 
 def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
     """Values in origin order, put into plan order. Inverse of `restore_order`.
-
-    Args:
-        values: one per sample, in origin order.
-        sample_indices: origin index of each sample in plan order.
 
     Returns:
         ``result[k] is values[sample_indices[k]]``.

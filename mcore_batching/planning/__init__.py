@@ -1,10 +1,8 @@
 """Lengths to plans: which samples share a micro-batch, on which rank, in which order.
 
-Standard library only, so a plan can be made and checked with neither PyTorch nor a GPU.
-
-Reading order: `parallel_dims`, `config` and `costs/` (what a plan depends on), `problem` (all of it
-together), `plans/` (the result, its checks and figures), `planner` (from one to the other), `shard`
-(the part of one rank), `search/` (the step that ends first), `pipeline/` (when passes end).
+Standard library only. Reading order: `parallel_dims`, `config` and `costs/` (what a plan depends
+on), `problem` (all of it together), `plans/` (the result), `planner` (from one to the other),
+`shard` (the part of one rank), `search/` (the step that ends first), `pipeline/` (when passes end).
 """
 
 from mcore_batching.planning.config import CHOICES, PlannerConfig

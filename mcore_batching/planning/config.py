@@ -1,8 +1,4 @@
-"""The planner's options: cap, padding, policies and effort.
-
-A `PlannerConfig` that exists holds values in range; whether its cap leaves room for a token also
-depends on the `ParallelDims` and is checked where both meet, in `Problem`.
-"""
+"""The planner's options: cap, padding, policies and effort."""
 
 from __future__ import annotations
 

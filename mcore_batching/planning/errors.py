@@ -1,15 +1,14 @@
 """The root of this package's errors, and the planner's.
 
-An error that a user can mend names the argument to set as data, an `Argument` among the parts of
-its message. Each face spells it in its own way: the library `max_tokens_per_gpu`, the command line
-`--max-tokens-per-gpu`, training `--max-tokens-per-gpu` or `--dynamic-batch-...`:
+An error names the argument to set as an `Argument` among the parts of its message, which each face
+spells in its own way:
 
     error = ConfigError("the cap is too small; set ", Argument("on_oversize", "own-bin"))
     str(error)                                              # ... set on_oversize='own-bin'
     error.text(lambda argument: f"--{argument.name}")       # ... set --on_oversize
 
-File names and texts of strangers are printed with what a terminal would act on escaped.
-Every error survives pickling with its message and attributes, so that a rank can send it to others.
+File names and texts of strangers are printed with what a terminal would act on escaped. Every error
+survives pickling, so that a rank can send it to others.
 """
 
 from __future__ import annotations
@@ -62,13 +61,8 @@ def _rebuild(
 
 
 class MCoreBatchingError(Exception):
-    """Root of every error that this package raises on purpose.
-
-    Each class below it is also a built-in one (`ValueError`, `RuntimeError`, ...).
-
-    Args:
-        parts: of the message, in order: texts, and the arguments that it speaks of.
-    """
+    """Root of every error that this package raises on purpose; each class below it is also a
+    built-in one. `parts` of the message are texts, and the arguments that it speaks of."""
 
     def __init__(self, *parts: str | Argument) -> None:
         # Texts may hold file names or samples of strangers, which go to a terminal or a log.
@@ -108,12 +102,8 @@ class ConfigError(PlanningError):
 
 
 class InflightBoundError(ConfigError):
-    """No plan was found that keeps to `max_inflight_tokens`.
-
-    Args:
-        bound: most tokens that may be in flight.
-        least: tokens in flight of the best plan in this respect.
-    """
+    """No plan was found that keeps to `max_inflight_tokens`; `least` are in flight in the best
+    one."""
 
     def __init__(self, bound: int | None, least: float) -> None:
         super().__init__(

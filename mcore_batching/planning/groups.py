@@ -1,15 +1,7 @@
 """A batch cut into optimizer steps: by number of samples, or by whole groups (prompts).
 
-    groups           a a b c c c d      groups_per_step 2
-    group_steps      [0, 1, 2], [3, 4, 5, 6]
-
-Guarantees
-- Every step holds exactly `groups_per_step` groups; only the last may hold fewer, by `last`.
-- A group is in one step with all of its samples, wherever in the batch they stand.
-- A padding sample is in no group, and so in no step.
-- Groups come in the order in which they first appear, a step's samples in the batch's order.
-- The number of steps depends on the number of groups alone, not on their samples. Where every
-  group has n samples in a row, the steps are slices of n · groups_per_step samples.
+groups           a a b c c c d      groups_per_step 2
+group_steps      [0, 1, 2], [3, 4, 5, 6]
 """
 
 from __future__ import annotations
@@ -30,24 +22,23 @@ def group_steps(
     last: LastStep = "keep",
     is_padding: Sequence[Any] | None = None,
 ) -> list[list[int]]:
-    """The samples of each optimizer step.
+    """The samples of each optimizer step: `groups_per_step` whole groups each, in the order in
+    which they first appear. Where every group has n samples in a row, steps are slices of n ·
+    groups_per_step.
 
     Args:
         groups: the group (uid) of each sample [samples], anything hashable but None; integers of
             NumPy and PyTorch count by their value.
-        groups_per_step: groups of each step: over all ranks, or of this rank where `groups` are its
-            own samples', as `get_data_iterator` takes steps.
+        groups_per_step: over all ranks, or of this rank where `groups` are its own samples'.
         last: what becomes of groups left over: "keep" runs them as a shorter last step, "drop"
             leaves them out, "error" refuses.
-        is_padding: True for each padding sample [samples], as in `pad_batch`'s field; None: none.
+        is_padding: True for each padding sample [samples], which is in no step; None: none.
 
     Returns:
-        sample indices, ascending [steps][samples of the step], without padding samples; no
-        step for no samples.
+        sample indices, ascending [steps][samples of the step]; no step for no samples.
 
     Raises:
-        LengthError: `groups_per_step` below 1, a uid that is None or not hashable, `last` none of
-            the three, or "error" with groups left over.
+        LengthError: an argument is out of range, or "error" with groups left over.
     """
     groups_per_step = at_least("groups_per_step", groups_per_step, 1, LengthError)
     if not isinstance(last, str) or last not in get_args(LastStep):
@@ -89,12 +80,8 @@ def steps_of_batch(
     groups: Sequence[Hashable] | None,
     groups_per_step: int | None,
 ) -> list[Sequence[int]]:
-    """Samples of each step of a batch: one step at least, cut by samples or by groups if either is
-    given.
-
-    Raises:
-        LengthError: the arguments lack each other, exclude each other or do not fit the samples.
-    """
+    """Samples of each step of a batch, one step at least; a `LengthError` where the arguments lack
+    each other, exclude each other or do not fit the samples."""
     if groups is None and groups_per_step is None:
         per_step = max(1, num_samples)
         if samples_per_step is not None:
@@ -115,11 +102,7 @@ def steps_of_batch(
 
 
 def _padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bool]:
-    """True for each padding sample; None is none, a tag of None is False.
-
-    Raises:
-        LengthError: there is not one tag, True or False or a number, for each sample.
-    """
+    """True for each padding sample; None is none, a tag of None is False."""
     if is_padding is None:
         return [False] * num_samples
     tags = entries("is_padding", is_padding, LengthError)
@@ -139,15 +122,8 @@ def _padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bo
 
 
 def group_key(group: Hashable, index: int) -> Hashable:
-    """A key that equal groups share: numbers by value, since a tensor hashes by its identity.
-
-    Args:
-        group: the group as given.
-        index: the sample's position, for the error.
-
-    Raises:
-        LengthError: it is None or not hashable.
-    """
+    """A key that equal groups share: numbers by value, since a tensor hashes by its identity. A
+    `LengthError` names the sample whose group is None or not hashable."""
     if type(group) in (int, str):  # nearly all: without the calls below
         return group
     number = as_integer(group)

@@ -1,8 +1,5 @@
-"""Integers that people pass in, and rounding of integers.
-
-Whatever supports `operator.index` (Python, NumPy and Torch integers) counts as an integer and comes
-back as a Python int; floats and booleans are refused, never rounded.
-"""
+"""Integers that people pass in: whatever supports `operator.index` comes back as a Python int;
+floats and booleans are refused, never rounded."""
 
 from __future__ import annotations
 
@@ -28,11 +25,7 @@ def as_integer(value: Any) -> int | None:
 
 
 def at_least(name: str, value: Any, minimum: int, error: type[MCoreBatchingError]) -> int:
-    """The argument `name` as a Python int that is `minimum` or more.
-
-    Raises:
-        MCoreBatchingError: it is not; of the class `error`.
-    """
+    """The argument `name` as a Python int of `minimum` or more; else raises an `error`."""
     number = as_integer(value)
     if number is None:
         raise error(
@@ -48,12 +41,8 @@ def at_least(name: str, value: Any, minimum: int, error: type[MCoreBatchingError
 
 
 def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence[Any]:
-    """The argument `name` as a sequence: itself if it is a list, tuple or range.
-
-    Raises:
-        MCoreBatchingError: it is no ordered sequence, as a number, a dict or a set; of the class
-            `error`.
-    """
+    """The argument `name` as a sequence; an `error` if it is no ordered one, as a number, dict or
+    set."""
     if isinstance(values, (list, tuple, range)):
         return values
     try:
@@ -80,17 +69,8 @@ def one_per_sample(name: str, values: Any, num_samples: int) -> Sequence[Any]:
 
 
 def integer_entries(name: str, of_sample: str, values: Any, most: int) -> list[int]:
-    """The argument `name`, integers from 0 to `most`, as Python ints.
-
-    Args:
-        name: of the argument.
-        of_sample: what an entry is, for the error: "length".
-        values: one per sample [samples].
-        most: the largest allowed.
-
-    Raises:
-        LengthError: names the first entry that is none.
-    """
+    """The argument `name`, each a `of_sample` ("length") from 0 to `most`, as Python ints; a
+    `LengthError` names the first that is none."""
     checked: list[int] = []
     for index, value in enumerate(entries(name, values, LengthError)):
         # Nearly all are plain ints, and `as_integer` is a call for each of up to a million.

@@ -1,7 +1,5 @@
-"""JSON from files that strangers may have written: bounded in length, hence in memory.
-
-As Python values a document takes up to 40 times its length in bytes.
-"""
+"""JSON from files that strangers may have written: bounded in length, hence in memory, since as
+Python values a document takes up to 40 times its length in bytes."""
 
 from __future__ import annotations
 
@@ -18,12 +16,9 @@ Doubled, a hostile file takes twice that before it is refused."""
 
 
 def open_text(path: str | Path, newline: str | None = None) -> TextIO:
-    """A file opened for reading, as UTF-8 with or without a byte order mark.
-
-    Raises:
-        OSError: it cannot be read, or is a device or a pipe, which may have no end. A shell's
-            ``<(command)``, a pipe that has its writer, is read.
-    """
+    """A file opened for reading, as UTF-8 with or without a byte order mark. An `OSError` if it
+    cannot be read, or is a device or a pipe, which may have no end; a shell's ``<(command)`` is
+    read."""
 
     def opener(name: str, flags: int) -> int:
         # Opening a pipe would wait for who writes to it, for ever if nobody does.
@@ -45,23 +40,14 @@ def _is_open_here(name: str) -> bool:
 
 
 def read_document(path: str | Path) -> str:
-    """The text of a file that holds one JSON document; at most one character over the limit.
-
-    Raises:
-        OSError: as `open_text`.
-        UnicodeDecodeError: it is not UTF-8.
-    """
+    """The text of a file that holds one JSON document; at most one character over the limit."""
     with open_text(path) as file:
         return file.read(MAX_JSON_CHARACTERS + 1)
 
 
 def parse_json(text: str) -> Any:
-    """The value that a text holds; a byte order mark before it is left out.
-
-    Raises:
-        ValueError: the text is longer than `MAX_JSON_CHARACTERS`, or is not JSON, or is nested
-            deeper than Python can follow.
-    """
+    """The value that a text holds, a byte order mark left out; a `ValueError` if it is no JSON,
+    longer than `MAX_JSON_CHARACTERS`, or nested deeper than Python can follow."""
     if len(text) > MAX_JSON_CHARACTERS:
         raise ValueError(f"it is longer than the {MAX_JSON_CHARACTERS} characters that are read")
     try:

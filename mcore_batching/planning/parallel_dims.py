@@ -1,8 +1,5 @@
-"""Sizes of a training job's parallel groups, as far as a plan depends on them.
-
-A `ParallelDims` that exists is one that Megatron's schedules can run. The number of micro-batches
-is only ever rounded up: rounding down would put more tokens into each than the cap allows.
-"""
+"""Sizes of a training job's parallel groups, as far as a plan depends on them; those that exist are
+ones that Megatron's schedules can run."""
 
 from __future__ import annotations
 
@@ -184,13 +181,8 @@ class ParallelDims:
         return is_whole and num_microbatches >= self.slots_per_group
 
     def round_up_num_microbatches(self, num_microbatches: int) -> int:
-        """The least legal number of micro-batches that is at least `num_microbatches`.
-
-        0 gives the least legal count: even an empty step runs one micro-batch.
-
-        Raises:
-            ParallelDimsError: `num_microbatches` is negative or no integer.
-        """
+        """The least legal number of micro-batches that is `num_microbatches` or more; 1 or more
+        even for 0."""
         least = at_least("num_microbatches", num_microbatches, 0, ParallelDimsError)
         count = max(self.slots_per_group, least)
         # A last group shorter than the pipeline would not fill it, which Megatron refuses.

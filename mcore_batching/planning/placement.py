@@ -1,8 +1,7 @@
 """Placement of a step's micro-batches on ranks and slots, without a search.
 
-The number of micro-batches per rank is fixed before, so this only permutes and cannot break the
-cap. A placeholder is never in a rank's last slot unless the rank has nothing else: the last
-micro-batch must touch every parameter where gradients are reduced while the backward pass runs.
+A placeholder is never in a rank's last slot unless the rank has nothing else: the last micro-batch
+must touch every parameter where gradients are reduced while the backward pass runs.
 """
 
 from __future__ import annotations
@@ -21,12 +20,9 @@ Weight = Callable[[Sequence[int]], float]
 def order_slots(
     bins: Sequence[Sequence[int]], num_microbatches: int, weight: Weight | None
 ) -> MicroBatches:
-    """One rank's micro-batches in slot order, `num_microbatches` of them.
-
-    Real ones come by descending weight, ties by lowest sample index, so that slot j weighs about
-    the same on every rank; placeholders sit just before the last real one. `weight=None` keeps the
-    given order.
-    """
+    """One rank's `num_microbatches` in slot order: by descending weight (None: as given), ties by
+    lowest sample index, placeholders just before the last real one. Slot j then weighs about the
+    same on every rank."""
     real = [tuple(samples) for samples in bins]
     if weight is not None:
         real.sort(key=lambda samples: (-weight(samples), samples))
@@ -35,12 +31,7 @@ def order_slots(
 
 
 def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[MicroBatches, ...]:
-    """The same micro-batches, each rank's largest first, where their order takes no time.
-
-    Args:
-        problem: gives tokens and the schedule.
-        ranks: micro-batches [data_parallel][num_microbatches], each rank's last one real if any is.
-    """
+    """The same micro-batches, each rank's largest first, where their order takes no time."""
     # An allocator that meets the largest blocks first cuts the smaller ones out of them.
     if problem.schedule.order_matters:
         return ranks
@@ -64,13 +55,7 @@ def _largest_then_heaviest(problem: Problem, rank: MicroBatches) -> MicroBatches
 def place(
     problem: Problem, bins: Sequence[Sequence[int]], num_microbatches: int
 ) -> tuple[MicroBatches, ...]:
-    """Spread a step's micro-batches over ranks [data_parallel][num_microbatches].
-
-    Args:
-        problem: gives ranks and weights.
-        bins: samples of each micro-batch, at most `num_microbatches` per rank.
-        num_microbatches: micro-batches per rank.
-    """
+    """Spread `bins` over ranks, [data_parallel][num_microbatches]; at most so many per rank."""
     ranks = problem.dims.data_parallel
     if problem.config.balance == "none":
         return tuple(
@@ -98,13 +83,8 @@ def place(
 def deal(
     weights: Sequence[float], loads: Sequence[float], places: Sequence[int]
 ) -> list[list[int]]:
-    """Items of each rank, heaviest first to the lightest rank with a free place.
-
-    Args:
-        weights: of the items; of equal ones the first goes first.
-        loads: what each rank holds before; of equal ones the lowest rank is next.
-        places: most items of each rank.
-    """
+    """Items of each rank, heaviest first to the lightest rank with a free place; ties by lowest
+    index. `loads` is what each rank holds before, `places` the most items it takes."""
     # A heap: the lightest rank is asked for once per item.
     dealt: list[list[int]] = [[] for _ in loads]
     lightest = [(load, rank) for rank, load in enumerate(loads) if places[rank]]
@@ -118,11 +98,9 @@ def deal(
 
 
 def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]]:
-    """Karmarkar-Karp differencing in which every rank gets one of each `ranks` consecutive weights.
-
-    (Michiels, Korst, Aarts, van Leeuwen: "Performance ratios for the differencing method applied to
-    the balanced number partitioning problem", 2003.)
-    """
+    """Karmarkar-Karp differencing in which every rank gets one of each `ranks` consecutive weights
+    (Michiels et al., "Performance ratios for the differencing method applied to the balanced number
+    partitioning problem", 2003)."""
     # The weights, descending, are cut into `limit` folds, one weight per rank in each.
     descending = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     # Spread (negative, for the heap), a number that breaks ties, weight and bins of each rank.
@@ -149,16 +127,7 @@ def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]
 
 def split_until(bins: Sequence[Sequence[int]], count: int, weight: Weight) -> list[list[int]]:
     """Split the heaviest of `bins` in two until there are `count`, or none holds two samples.
-
-    Args:
-        bins: samples of each micro-batch, ascending.
-        count: micro-batches wanted.
-        weight: of a micro-batch.
-
-    Returns:
-        the micro-batches, untouched ones first in their given order, then the halves, heaviest
-        first. Between equal weights the one with the lowest sample index goes first.
-    """
+    Untouched ones come first as given, then halves, heaviest first; ties by lowest sample index."""
     if len(bins) >= count:
         return [list(samples) for samples in bins]
     # By first sample, which no two share. Halves only lose samples, so the cap holds as before.

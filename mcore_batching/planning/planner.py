@@ -1,10 +1,5 @@
-"""From lengths to plans.
-
-Guarantees
-- Any number of samples, 0 included, gives a plan on any `ParallelDims`.
-- No sample is left out.
-- The same input gives the same plan everywhere.
-"""
+"""From lengths to plans: any number of samples, 0 included, gives a plan on any `ParallelDims`,
+none is left out, and the same input gives the same plan everywhere."""
 
 from __future__ import annotations
 
@@ -61,9 +56,8 @@ def plan_step(
     """Plan one optimizer step.
 
     By default a search chooses the number, the samples and the order of micro-batches for the
-    shortest makespan: the straggler's pipeline, or with expert parallelism slots in lockstep.
-    `PlannerConfig.balance` has the other ways. A rank's last micro-batch is never a placeholder if
-    it has a sample.
+    shortest makespan; `PlannerConfig.balance` has other ways. A rank's last micro-batch is never a
+    placeholder if it has a sample.
 
     Args:
         lengths: total length of each sample [samples], in tokens; may be empty.
@@ -96,18 +90,14 @@ def plan_batch(
     groups_per_step: int | None = None,
     forward_only: bool = False,
 ) -> Plan:
-    """Plan the steps of one batch, cut by `samples_per_step` or `groups_per_step`; else one step.
+    """Plan the steps of one batch, cut by `samples_per_step` or by `groups_per_step`; else one
+    step.
 
     Args:
-        lengths: total length of each sample of the batch [samples], in tokens.
-        dims: sizes of the parallel groups.
-        config: cap and policies.
-        cost_model: as in `plan_step`.
+        lengths, dims, config, cost_model, owners, forward_only: as in `plan_step`, of the batch.
         samples_per_step: samples of each step over all ranks; the last step takes the rest.
-        owners: as in `plan_step`.
         groups: the group (uid) of each sample [samples], with `groups_per_step`.
         groups_per_step: groups of each step over all ranks, as in `group_steps`.
-        forward_only: as in `plan_step`.
 
     Raises:
         As `plan_step`; LengthError also for steps or groups that do not fit the samples.
@@ -139,13 +129,8 @@ def _check_search(config: PlannerConfig, num_samples: int) -> None:
 
 
 def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] | None) -> StepPlan:
-    """The plan of one step.
-
-    Args:
-        batch: all samples of the batch.
-        samples: those of the step, ascending.
-        owners: the rank that holds each sample of the batch; None: samples may go to any rank.
-    """
+    """The plan of one step: of `samples` of the batch, ascending, and the rank that holds each of
+    the batch's samples (None: they may go to any)."""
     sizes = None
     split: Splits = ()
     if owners is None:
@@ -246,11 +231,8 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
 
 def _plan_local(shards: Sequence[Problem]) -> tuple[tuple[MicroBatches, ...], Splits]:
     """Micro-batches of each rank, made of its own samples, in the number that suits the straggler;
-    their split backward passes.
-
-    The same calls as in a job whose ranks know their own lengths alone (see `shard`), with `max`
-    for the all-reduce.
-    """
+    their split backward passes. The same calls as in a job (see `shard`), with `max` for the
+    all-reduce."""
     packed = [pack_shard(shard) for shard in shards]
     ends = [shard_ends(shard, bins) for shard, bins in zip(shards, packed, strict=True)]
     latest = [max(each) for each in zip(*ends, strict=True)]  # the straggler's, for each count

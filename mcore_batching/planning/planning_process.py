@@ -1,12 +1,8 @@
 """A process that makes plans while the one that asks for them does something else.
 
-    process = PlanningProcess()
-    plan = process.plan(PlanRequest(lengths, dims, config, cost_model))     # waits; in a thread
-    process.end()
-
-It is started once, runs this package's planner from where it was imported, in an interpreter that
-reads neither the working directory nor ``PYTHON...`` variables, and ends with whoever started it:
-at the end of its input, and on Linux killed with the thread that started it, stopped or not.
+It runs this package's planner from where it was imported, in an interpreter that reads neither the
+working directory nor ``PYTHON...`` variables, and ends with whoever started it: at the end of its
+input, and on Linux killed with the thread that started it, stopped or not.
 """
 
 from __future__ import annotations
@@ -71,11 +67,7 @@ class Call(Generic[T]):
     arguments: tuple[Any, ...]
 
     def plan(self) -> T:
-        """Plan in this process.
-
-        Raises:
-            As the function.
-        """
+        """Plan in this process; raises what the function does."""
         return self.function(*self.arguments)
 
 
@@ -89,18 +81,12 @@ class PlanRequest:
     cost_model: CostModel
 
     def plan(self) -> StepPlan:
-        """Plan in this process.
-
-        Raises:
-            As `plan_step`.
-        """
+        """Plan in this process; raises what `plan_step` does."""
         return plan_step(self.lengths, self.dims, self.config, self.cost_model)
 
 
 class PlanningProcess:
-    """The process, as who starts it sees it.
-
-    Start it from a thread that lives as long as it is needed.
+    """The process, as who starts it sees it, from a thread that lives as long as it is needed.
 
     Raises:
         OSError: it cannot be started.
@@ -149,11 +135,7 @@ class PlanningProcess:
 
 
 def serve(parent: int) -> None:
-    """Answer requests from standard input until it ends.
-
-    Args:
-        parent: the process to end with.
-    """
+    """Answer requests from standard input until it ends, or the process `parent` does."""
 
     os.nice(NICENESS)
     # Forks of the parent may hold the input open. The signal also ends a process that is stopped.

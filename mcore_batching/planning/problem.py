@@ -64,8 +64,6 @@ class Problem:
     ) -> Problem:
         """The problem of these samples, its parts checked against each other.
 
-        Arguments are the fields; `cost_model` is `CostModel()` if None.
-
         Raises:
             LengthError: a length is out of range; names the sample.
             ConfigError: the cap leaves no room for a token, or `forward_only` is no boolean.
@@ -147,11 +145,8 @@ class Problem:
 
     @cached_property
     def on_ranks(self) -> dict[int, Problem]:
-        """{CP size: this problem as if every micro-batch had that size}, by ascending size.
-
-        Costs are those on one rank of the micro-batch. Without dynamic CP the only entry is this
-        problem itself.
-        """
+        """{CP size: this problem as if every micro-batch had that size}, by ascending size, with
+        costs on one rank of the micro-batch; without dynamic CP this problem alone."""
         most = self.config.max_context_parallel
         if most is None:
             return {self.dims.context_parallel: self}

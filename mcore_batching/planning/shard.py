@@ -7,10 +7,8 @@
         micro_batches = fill_shard(problem, bins, count)
         worst = all_reduce_max(shard_outlook(problem, micro_batches))
 
-and then `soonest_filling` picks among them by the worst outlooks; there are two of them only under
-a bound on tokens in flight. `split_shard` then splits backward passes. `plan_step` with `owners`
-makes the same calls for each rank, so a rank that knows its own lengths alone reaches the same
-plan.
+Then `soonest_filling` picks by the worst outlooks (there are two only under a bound on tokens in
+flight), and `split_shard` splits backward passes. `plan_step` with `owners` makes the same calls.
 """
 
 from __future__ import annotations
@@ -46,12 +44,8 @@ fewer tokens each. Counts grow by a seventh: doubling it adds six to 79 that are
 
 
 def pack_shard(problem: Problem) -> list[list[int]]:
-    """Samples packed under the cap by the packing rule.
-
-    Returns:
-        samples of each micro-batch, ascending: packed ones in the order in which packing opened
-        them, then each oversize sample alone.
-    """
+    """Samples packed under the cap: of each micro-batch, ascending, in the order in which packing
+    opened them, then each oversize sample alone."""
     fitting = [i for i in range(problem.num_samples) if i not in problem.oversize]
     sizes = [problem.tokens[i] for i in fitting]
     packed = _pack(sizes, problem)
@@ -78,14 +72,10 @@ def _pack(sizes: Sequence[int], problem: Problem) -> list[list[int]]:
 def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
     """Predicted ends of one rank's step for each number of micro-batches that ranks choose among.
 
-    Args:
-        problem: this rank's samples.
-        bins: of `pack_shard`.
-
     Returns:
-        number of `bins`, and of samples; where a search shapes micro-batches for a pipeline, then
-        the end with `len(bins)` micro-batches and the end with each number to choose from, infinite
-        where the samples do not fit. Ends are in units of cost.
+        number of `bins` (of `pack_shard`), and of samples; where a search shapes micro-batches for
+        a pipeline, then the end with `len(bins)` micro-batches and with each number to choose from,
+        infinite where the samples do not fit. Ends are in units of cost.
     """
     held = [float(len(bins)), float(problem.num_samples)]
     if not shapes_slots(problem.dims, problem.config):
@@ -101,16 +91,13 @@ def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
 
 
 def soonest_counts(latest: Sequence[float], dims: ParallelDims, config: PlannerConfig) -> list[int]:
-    """The number of micro-batches with the earliest end of the straggler.
+    """The number of micro-batches with the earliest end of the straggler; under a bound on tokens
+    in flight, which are known only once micro-batches are filled, also the fewest that hold the
+    samples.
 
     Args:
         latest: element-wise maximum of `shard_ends` over all ranks.
-        dims: of every rank's problem.
-        config: of every rank's problem.
-
-    Returns:
-        one number; under a bound on tokens in flight also the fewest that hold the samples, since
-        tokens in flight are known only once micro-batches are filled.
+        dims, config: of every rank's problem.
     """
     held, samples, *ends = latest
     fewest, most = (dims.round_up_num_microbatches(max(1, int(n))) for n in (held, samples))
@@ -133,11 +120,6 @@ def fill_shard(
     problem: Problem, bins: Sequence[Sequence[int]], num_microbatches: int
 ) -> MicroBatches:
     """One rank's micro-batches in slot order, brought to the count that all ranks agreed on.
-
-    Args:
-        problem: this rank's samples; `config.fill` and `config.balance` say how.
-        bins: of `pack_shard`; may be empty.
-        num_microbatches: the common count, `len(bins)` or more.
 
     Returns:
         samples of each of the `num_microbatches`; `()` is a placeholder, and not the last if there
@@ -193,12 +175,7 @@ class ShardOutlook:
 
 
 def shard_outlook(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> ShardOutlook:
-    """The end of one rank's step, and its peak of tokens in flight.
-
-    Args:
-        problem: this rank's samples.
-        micro_batches: of `fill_shard`.
-    """
+    """The end of one rank's step, and its peak of tokens in flight."""
     return ShardOutlook(
         end=Clock(problem.slot_costs(micro_batches), problem.schedule).end,
         inflight_tokens=problem.inflight_tokens(micro_batches),
@@ -212,11 +189,8 @@ def worst_outlook(outlooks: Iterable[ShardOutlook]) -> ShardOutlook:
 
 
 def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> int:
-    """Index of the filling with the earliest end of the step, the first of equals.
-
-    Args:
-        outlooks: for each of `soonest_counts`, the worst over all ranks.
-        config: gives `max_inflight_tokens`.
+    """Index of the filling with the earliest end of the step, given the worst outlook of each over
+    all ranks.
 
     Raises:
         InflightBoundError: every filling breaks the bound on some rank.
@@ -235,16 +209,9 @@ def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> 
 def split_shard(
     problem: Problem, micro_batches: MicroBatches
 ) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
-    """One rank's micro-batches in the order that suits split backward passes, and these.
-
-    Args:
-        problem: this rank's samples.
-        micro_batches: of `fill_shard`.
-
-    Returns:
-        the micro-batches; the passes of each stage, empty where none may be split: never in
-        lockstep, where the other ranks would wait for this one's weight gradients.
-    """
+    """One rank's micro-batches in the order that suits split backward passes, and the passes of
+    each stage; none in lockstep, where the other ranks would wait for this one's weight
+    gradients."""
     if not problem.splits_backward or problem.dims.in_lockstep:
         return micro_batches, ()
     if problem.num_samples:

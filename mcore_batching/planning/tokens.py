@@ -1,12 +1,8 @@
 """Padded tokens of samples and micro-batches.
 
 With `context_parallel=2` (samples padded to multiples of 4) and `pad_total_to=16`, samples of 3, 5
-and 0 tokens take 4 + 8 + 4 = 16 tokens, a row of 16. One more token in the first sample changes
-nothing, two more make it a row of 32.
-
-A padded sample is never empty, because an empty row segment breaks attention kernels: a sample of
-no tokens takes one alignment unit. The cap counts the padded row. Padded samples make a row within
-the cap exactly if they add up to at most `row_capacity_tokens`.
+and 0 tokens take 4 + 8 + 4 = 16 tokens, a row of 16. A sample of no tokens takes one alignment
+unit, since an empty row segment breaks attention kernels.
 """
 
 from __future__ import annotations
@@ -55,11 +51,8 @@ def needed_max_tokens_per_gpu(length: int, dims: ParallelDims, config: PlannerCo
 
 
 def row_capacity_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
-    """The largest padded micro-batch that keeps to the cap, in tokens.
-
-    Raises:
-        ConfigError: not even a placeholder fits.
-    """
+    """The largest padded micro-batch within the cap; a `ConfigError` if not even a placeholder
+    fits."""
     cap = config.cap_tokens(dims)
     placeholder = placeholder_tokens(dims, config)
     if placeholder > cap:

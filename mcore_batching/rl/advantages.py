@@ -4,9 +4,8 @@
     loss_masks  [[1], [1, 0], [1]]
     compute_advantages(batch, "dr_grpo", step_wise=True)    [[0.5], [0.5, 0.0], [-0.5]]
 
-With `step_wise` a sample is one turn of a trajectory. A trajectory counts once in its group,
-however many turns it has; all of its turns get its advantage, each through its own mask. Padding
-samples are in no group.
+With `step_wise` a sample is one turn of a trajectory, which counts once in its group; all of its
+turns get its advantage, each through its own mask. Padding samples are in no group.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Check that every group's samples are on one rank, where its rewards are compared.
+"""Check that every group's samples are on one rank, where its rewards are compared: else each rank
+would compare a reward with only a part of its group, without an error.
 
     require_local({0: [a, b], 1: [b, c]})    SplitGroupError: b on ranks 0 and 1
-
-Otherwise each rank would compare a reward with only a part of its group, without an error. Padding
-samples belong to no group, whatever their uid.
 """
 
 from __future__ import annotations
@@ -28,14 +26,8 @@ class SplitGroupError(BatchError):
 
 
 def require_local(held: Mapping[int, Collection[Hashable]]) -> None:
-    """Check that no group is on two ranks.
-
-    Args:
-        held: the groups of each rank; equal by value, after pickling.
-
-    Raises:
-        SplitGroupError: some are.
-    """
+    """Refuse a group that is on two ranks, given the groups of each; equal by value, after
+    pickling."""
     # Every rank computes this from the same lists, and raises the same error.
     ranks_of: dict[Hashable, tuple[int, ...]] = {}
     for rank, groups in held.items():

@@ -8,10 +8,8 @@
     response_values(blocks, outputs)         one tensor a sample, of a model's [2, 2, ...]
     unpad(blocks)                            the samples again, their lists as tensors
 
-Every sample ends in the last column, its prompt and response adjacent. The width is that of the
-longest sample, max(prompt_i + response_i). Blocks of width max(prompt) + max(response) are up to
-twice as wide, where long prompts have short responses and the other way round. Packed rows are
-cheaper still: blocks cost ``num_samples * width`` tokens, whatever the lengths.
+The width is that of the longest sample: with max(prompt) + max(response) blocks are up to twice as
+wide. Packed rows are cheaper still.
 """
 
 from __future__ import annotations
@@ -40,8 +38,7 @@ class LeftPadded:
             ``max(response_lengths)`` per response token, plus the field's offset;
             ``[samples, axes, width]`` for position ids of several axes.
         others: one value per sample for each other field, lengths included.
-        total_lengths: tokens of each sample.
-        response_lengths: tokens of its response.
+        total_lengths, response_lengths: tokens of each sample and of its response.
         schema: the kind of every field.
 
     Raises:
@@ -107,8 +104,7 @@ def left_pad(
         pad_token_id: fills the tokens; all else is filled with 0.
 
     Raises:
-        SchemaError: a value does not match its kind, or a field's values differ in type or in
-            trailing shape.
+        SchemaError: a value does not match its kind, or values of a field differ in type or shape.
         BatchError: ``pad_token_id`` is no integer.
     """
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
@@ -130,11 +126,7 @@ def left_pad(
 
 
 def unpad(left_padded: LeftPadded) -> dict[str, list[Any]]:
-    """Per-sample values of blocks, lists as tensors. Inverse of `left_pad`.
-
-    Returns:
-        field name to one value per sample; those of blocks are views.
-    """
+    """Per-sample values of blocks by field, lists as tensors; views. Inverse of `left_pad`."""
     values = {}
     for name, block in left_padded.blocks.items():
         # Rows to the front for the cut, and back where the field has them.
@@ -145,18 +137,9 @@ def unpad(left_padded: LeftPadded) -> dict[str, list[Any]]:
 
 
 def response_values(left_padded: LeftPadded, values: Tensor) -> list[Tensor]:
-    """Per-sample values of response tokens, from a block that a model computed.
-
-    Args:
-        left_padded: the blocks.
-        values: ``[samples, max response, ...]``, right-aligned.
-
-    Returns:
-        ``[response_length, ...]`` for each sample, views.
-
-    Raises:
-        BatchError: ``values`` has another shape.
-    """
+    """Per-sample values ``[response_length, ...]`` of response tokens, as views of a right-aligned
+    block ``[samples, max response, ...]`` that a model computed; a `BatchError` if it has another
+    shape."""
     lengths = left_padded.response_lengths
     expected = [len(lengths), max(lengths, default=0)]
     if list(values.shape[:2]) != expected:
@@ -202,10 +185,7 @@ def _row_dimension(field: Field, block: Tensor) -> int:
 
 
 def _rows_of(block: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """The last ``lengths[i]`` rows of line i, as views.
-
-    _rows_of([[1, 2, 3], [0, 0, 4]], [3, 1])    [tensor([1, 2, 3]), tensor([4])]
-    """
+    """The last ``lengths[i]`` rows of line i, as views."""
     width = block.shape[1]
     # Not [-length:], which is everything for a length of 0.
     return [line[width - length :] for line, length in zip(block, lengths, strict=True)]

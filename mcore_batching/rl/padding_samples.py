@@ -1,4 +1,5 @@
-"""Padding samples, which make the size of a batch divisible.
+"""Padding samples, which make the size of a batch divisible, for frameworks that cut it into equal
+parts; this package plans any number of samples. `real_samples` removes them.
 
     pad_batch({"tokens": [[4, 5, 6]], "total_lengths": [3], "response_lengths": [2],
                "loss_masks": [[1, 1]], "uids": ["a"]}, 2, pad_token_id=0)
@@ -6,14 +7,9 @@
      "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-a4d1b59e7158-0"],
      "is_padding": [False, True]}                                            in tensors
 
-`real_samples` removes them. They are for frameworks that cut a batch into equal parts; this
-package plans any number of samples. A padding sample costs two tokens before alignment.
-
-It has one prompt token and one response token with loss mask 0, so it adds nothing to any sum,
-mean, count or gradient. Its identifiers (uids, trajectory ids, …) are new, so it is in no group's
-statistics. Attention masks are 1; other fields of token ids (``input_ids``, ``responses``) hold
-its two tokens; a routed token's experts are distinct; multimodal inputs are ``{}``. All else is 0,
-with the type, device and trailing shape of the real values.
+A padding sample has one prompt token and one response token with loss mask 0, so it adds nothing to any sum,
+mean, count or gradient. Identifiers are new, so it is in no group's statistics; other fields hold
+their `Fill`, with the type, device and trailing shape of the real values.
 """
 
 from __future__ import annotations

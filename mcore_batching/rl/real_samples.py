@@ -18,15 +18,8 @@ from mcore_batching.planning.groups import group_key
 
 
 def take(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
-    """The samples at these indices, with all of their fields.
-
-    Args:
-        batch: field name to one value per sample, as a list, a tensor or an array.
-        indices: positions in the batch, from 0, in the order wanted.
-
-    Returns:
-        the same fields; tensors stay tensors, arrays arrays, other sequences become new lists. A
-        field that is None stays None.
+    """The samples at these indices, in this order, with all of their fields: tensors stay tensors,
+    arrays arrays, other sequences become new lists.
 
     Raises:
         SchemaError: a field does not have one value per sample.
@@ -52,14 +45,8 @@ def take(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
 
 
 def real_indices(batch: Mapping[str, Any]) -> list[int]:
-    """Positions of the samples that are not padding samples, ascending.
-
-    Args:
-        batch: field name to one value per sample; without ``is_padding`` all are real.
-
-    Raises:
-        SchemaError: ``is_padding`` does not have one True or False per sample.
-    """
+    """Positions of the samples that are not padding samples, ascending; all without
+    ``is_padding``."""
     tags, count = batch.get("is_padding"), num_samples(batch)
     if tags is None:
         return list(range(count))
@@ -68,20 +55,13 @@ def real_indices(batch: Mapping[str, Any]) -> list[int]:
 
 
 def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch without its padding samples, in every field.
-
-    Raises:
-        SchemaError: a field does not have one value per sample.
-    """
+    """The batch without its padding samples, in every field; a `SchemaError` if a field does not
+    have one value per sample."""
     return take(batch, real_indices(batch))
 
 
 def numbers_of(batch: Mapping[str, Any], name: str, indices: Iterable[int]) -> list[float]:
-    """The values of a field at these indices as floats.
-
-    Raises:
-        SchemaError: it is absent, does not have one value per sample, or one is no number.
-    """
+    """The values of a field at these indices as floats."""
     values: Any = batch.get(name)
     require_one_per_sample(name, values, num_samples(batch))
     numbers = []
@@ -101,19 +81,10 @@ def numbers_of(batch: Mapping[str, Any], name: str, indices: Iterable[int]) -> l
 def indices_by_group(
     batch: Mapping[str, Any], name: str, indices: Iterable[int]
 ) -> dict[Hashable, list[int]]:
-    """The indices of each group's samples; groups in order of first appearance.
+    """The indices of each group's samples; groups, by value, in order of first appearance.
 
-        indices_by_group({"uids": ["a", "b", "a", "pad"]}, "uids", [0, 1, 2])
-        {"a": [0, 2], "b": [1]}
-
-    Args:
-        batch: field name to one value per sample.
-        name: the field of groups; integers of NumPy and PyTorch equal Python's.
-        indices: the samples to group.
-
-    Raises:
-        SchemaError: there is not one value per sample.
-        LengthError: a group is None or not hashable.
+    indices_by_group({"uids": ["a", "b", "a", "pad"]}, "uids", [0, 1, 2])
+    {"a": [0, 2], "b": [1]}
     """
     groups: Any = batch.get(name)
     require_one_per_sample(name, groups, num_samples(batch))

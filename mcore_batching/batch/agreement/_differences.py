@@ -12,7 +12,7 @@ from mcore_batching.batch.errors import CollectiveError, readable
 
 
 def require_equal(said: Mapping[int, Mapping[str, str]], mismatch: type[CollectiveError]) -> None:
-    """Raise `mismatch` if any of the values said by ranks differ; by rank and name."""
+    """Raise `mismatch` if any values by rank and name differ."""
     failures = differences(said)
     if failures:
         raise mismatch(failures)

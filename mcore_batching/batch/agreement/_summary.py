@@ -3,8 +3,8 @@
     rank 0  key a1f3  equal 9c20  maxima 3 7  sums 12        key a1f3  equal 9c20
     rank 1  key a1f3  equal 9c20  maxima 4 5  sums 10   ->   maxima 4 7  sums 22
 
-A joined summary says that all ranks agree, with their maxima and sums. None says only that some
-differ or failed: which ones, and in what, the statements themselves tell.
+None in their place says only that some differ or failed: which ones, and in what, the statements
+tell.
 """
 
 from __future__ import annotations
@@ -56,13 +56,8 @@ class Summary(NamedTuple):
 
 
 def reduced(messages: RankMessages, own: Summary | None, num_numbers: int) -> Summary | None:
-    """The summaries of all ranks, joined; None if they differ. A collective over the group.
-
-    Args:
-        messages: between the ranks.
-        own: this rank's; None if the statements must be gathered.
-        num_numbers: most numbers of a summary, the same on every rank.
-    """
+    """The summaries of all ranks, joined; None if they differ or any is None. A collective;
+    `num_numbers`, the most numbers of a summary, is the same on every rank."""
     size = _HEAD_BYTES + _NUMBER_BYTES * num_numbers
 
     def sent(summary: Summary | None) -> bytes:
@@ -89,14 +84,8 @@ def digest_of(*texts: Any) -> bytes:
 def residue_of(what: str, values: Mapping[str, str], number: int, place: int, size: int) -> int:
     """This rank's addend to a sum that is 0 if the ranks of each replica have the same values.
 
-    In a replica of n ranks with digest d: (1 - n)·d from the first, d from each of the others.
-
-    Args:
-        what: "replica", or another partition of the ranks.
-        values: what must be the same.
-        number: of the replica.
-        place: this rank's in the replica.
-        size: ranks of the replica.
+    In a replica of `size` ranks with digest d: (1 - size)·d from the first, d from each other.
+    `what` names the partition of the ranks, `place` is this rank's in replica `number`.
     """
     # With the replica's number, so that errors of two replicas cannot cancel.
     digest = int.from_bytes(digest_of(what, number, values), "little")

@@ -5,11 +5,9 @@
     agreed = Consensus(group).agree("reading the batch", lambda: read(path), says)
     agreed.result, agreed.figures["rows"]    # this rank's batch, samples of all ranks
 
-A rank that raises while others wait in a collective leaves them hanging. So work that may fail runs
-inside `Consensus.agree`, and no rank goes on before it knows that all succeeded.
-
-Cost: ⌈log2 ranks⌉ rounds of one message of 1.3 KB, figures included. Only if a rank failed,
-differs, or asks what others tell, all ranks gather everybody's statement, one pickled object each.
+A rank that raises while others wait in a collective leaves them hanging, so work that may fail runs
+inside `Consensus.agree`. Cost: ⌈log2 ranks⌉ rounds of one message of 1.3 KB, figures included. Only
+if a rank failed, differs, or asks what others tell, all gather everybody's statement, pickled.
 """
 
 from __future__ import annotations
@@ -66,13 +64,8 @@ class Statement:
 
 @dataclass(frozen=True)
 class Agreement(Generic[Result]):
-    """The outcome of `Consensus.agree`.
-
-    Attributes:
-        result: what this rank's work returned.
-        told: every rank's `Statement.tell`, by global rank; this rank's alone if no rank asked.
-        figures: of all ranks, by name.
-    """
+    """The outcome of `Consensus.agree`: what this rank's work returned; every rank's
+    `Statement.tell` by global rank, this rank's alone if none asked; the figures of all ranks."""
 
     result: Result
     told: dict[int, Any]
@@ -98,8 +91,7 @@ class Consensus:
 
     Args:
         group: the ranks; None for this process alone.
-        replicas: global ranks that hold the same samples, as a partition of the group; None: each
-            rank has its own.
+        replicas: global ranks that hold the same samples, as a partition; None: each has its own.
         stages: those of a replica that also run the same layers, as a partition; None: the
             replicas.
         mismatch: the error for values that differ and must not.
@@ -202,10 +194,8 @@ class Consensus:
         *,
         failure: type[CollectiveError] = RankFailedError,
     ) -> Result:
-        """Do deterministic work on agreed input, which fails on all ranks or on none.
-
-        No collective unless it fails. Arguments are those of `agree`.
-        """
+        """Do deterministic work on agreed input, which fails on all ranks or on none. No collective
+        unless it fails."""
         try:
             return work()
         # Done again inside an agreement, which names the ranks that failed. If this rank is alone,

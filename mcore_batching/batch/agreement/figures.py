@@ -1,10 +1,8 @@
 """Figures: numbers that travel with an agreement, each by its name and with how ranks join it.
 
-    {"longest": largest(40), "samples": total(8), "seconds": least([0.2, 3.0])}     on rank 0
-    {"longest": largest(72), "samples": total(5), "seconds": least([0.4, 1.0])}     on rank 1
-    {"longest": 72, "samples": 13, "seconds": [0.2, 1.0]}                           joined
-
-A figure is declared where it is sent, in one line, and read by its name.
+{"longest": largest(40), "samples": total(8), "seconds": least([0.2, 3.0])}     on rank 0
+{"longest": largest(72), "samples": total(5), "seconds": least([0.4, 1.0])}     on rank 1
+{"longest": 72, "samples": 13, "seconds": [0.2, 1.0]}                           joined
 """
 
 from __future__ import annotations
@@ -19,13 +17,8 @@ Value = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Figure:
-    """One rank's part of a figure.
-
-    Attributes:
-        kind: how ranks join it: "largest", "least", "total" or "rank total".
-        values: the same count on every rank; negated for "least", which is joined as "largest".
-        is_list: False for a single number.
-    """
+    """One rank's part of a figure: its kind ("largest", "least", "total" or "rank total"), and
+    values, as many on every rank; those of "least" are negated and joined as "largest"."""
 
     kind: str
     values: list[Any]
@@ -75,12 +68,8 @@ def _figure(kind: str, value: Value) -> Figure:
 
 
 def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> tuple[list[Any], list[Any]]:
-    """One rank's numbers to be joined by maximum, and those to be joined by sum.
-
-    Args:
-        figures: by name.
-        is_first: True on the first rank of each replica, which alone adds to a "total".
-    """
+    """One rank's numbers to be joined by maximum, and those to be joined by sum; the first rank of
+    each replica alone adds to a "total"."""
     maxima: list[Any] = []
     sums: list[Any] = []
     # By name, not in the order of the dict, which may differ between ranks.

@@ -1,8 +1,7 @@
 """Small messages over the ranks of a group, in ⌈log2 ranks⌉ rounds of one message each.
 
 gloo's own all-reduce and all-gather use a ring: even a tiny message takes ``2 (ranks - 1)`` or
-``ranks - 1`` sends in a row. Here ranks exchange over doubling distances (recursive doubling), one
-message per rank and round:
+``ranks - 1`` sends in a row. Here ranks exchange over doubling distances (recursive doubling):
 
     4 ranks, reduced      0-1 2-3, then 0-2 1-3
     6 ranks, reduced      1 to 0, 3 to 2; 0-2 4-5, 0-4 2-5; 0 to 1, 2 to 3
@@ -25,12 +24,8 @@ def carries_host_messages(group: dist.ProcessGroup) -> bool:
 
 
 class RankMessages:
-    """Messages between the ranks of a group.
-
-    Args:
-        group: one that `carries_host_messages`.
-        ranks: those of it that take part, as global ranks, this one among them; None: all.
-    """
+    """Messages between ranks of a group that `carries_host_messages`: all, or the global ranks
+    given."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
         self._group = group
@@ -42,10 +37,8 @@ class RankMessages:
     def reduce(self, own: bytes, combine: Callable[[bytes, bytes], bytes]) -> bytes:
         """The messages of all ranks combined, the same on all. A collective over the ranks.
 
-        Args:
-            own: of the same length on every rank, 1 byte or more.
-            combine: joins the messages of lower ranks and of the next higher ones into one of the
-                same length; associative up to rounding.
+        All messages are of one length, 1 byte or more; `combine` joins those of lower ranks and of
+        the next higher ones into one, and is associative up to rounding.
         """
         size = len(self._ranks)
         # Ranks beyond a power of two: the first `pairs` odd ranks hand theirs to a neighbour first.
@@ -70,11 +63,7 @@ class RankMessages:
         return value
 
     def gather(self, own: bytes) -> list[bytes]:
-        """The messages of all ranks, in their order. A collective over the ranks.
-
-        Args:
-            own: of the same length on every rank, 1 byte or more.
-        """
+        """The messages of all ranks, of one length, in their order. A collective over the ranks."""
         size, held = len(self._ranks), own
         while (blocks := len(held) // len(own)) < size:
             # Doubles what is held each time; the last round sends only what is missing.

@@ -1,9 +1,6 @@
-"""Values checked against their declarations, once, where a batch enters.
-
-The first value that does not fit raises a `SchemaError` naming field, sample, what was expected and
-what was found. Lists and arrays become tensors here, so code behind this check handles tensors only
-(but for numbers per sample, multimodal inputs and metadata).
-"""
+"""Values checked against their declarations, once, where a batch enters. Lists and arrays become
+tensors here, so code behind this check handles tensors only (but for numbers per sample, multimodal
+inputs and metadata)."""
 
 from __future__ import annotations
 
@@ -33,13 +30,8 @@ _NUM_DIMENSIONS = {
 
 
 def num_samples(batch: Mapping[str, Any]) -> int:
-    """Number of samples of a batch, padding samples included: values of ``total_lengths``.
-
-    Without that field, values of the first field that is not None; 0 if there is none.
-
-    Raises:
-        SchemaError: the field is not a list of values.
-    """
+    """Number of samples of a batch, padding samples included: values of ``total_lengths``, else of
+    the first field that is not None, else 0."""
     # Any field would do, but this one is there in every whole batch, and a list of its own.
     fields = ("total_lengths", *batch)
     name = next((name for name in fields if batch.get(name) is not None), None)
@@ -52,11 +44,7 @@ def num_samples(batch: Mapping[str, Any]) -> int:
 
 
 def require_one_per_sample(name: str, values: Any, num_samples: int) -> None:
-    """Check that a field has as many values as the batch has samples.
-
-    Raises:
-        SchemaError: it has another number of values, or is None.
-    """
+    """Refuse a field that is None, or has not as many values as the batch has samples."""
     count = count_of(values)
     if count == num_samples:
         return
@@ -69,12 +57,8 @@ def require_one_per_sample(name: str, values: Any, num_samples: int) -> None:
 
 
 def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Total and response length of every sample, in tokens.
-
-    Raises:
-        SchemaError: one of the fields is absent, they differ in number, an entry is no integer, or
-            a response is longer than its sample.
-    """
+    """Total and response length of every sample, in tokens; refuses lengths that are no integers,
+    or of a response longer than its sample."""
     totals, responses = (_lengths(name, batch) for name in ("total_lengths", "response_lengths"))
     require_one_per_sample("response_lengths", responses, len(totals))
     for index, (total, response) in enumerate(zip(totals, responses, strict=True)):
@@ -109,11 +93,8 @@ def _lengths(name: str, batch: Mapping[str, Any]) -> list[int]:
 def checked_values(
     field: Field, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Any]:
-    """The values of a field, checked against its kind.
-
-    Returns:
-        one per sample: lists and arrays as tensors, ``is_padding`` as booleans, metadata and
-        multimodal inputs as given.
+    """The values of a field, checked against its kind: lists and arrays as tensors, ``is_padding``
+    as booleans, metadata and multimodal inputs as given.
 
     Raises:
         SchemaError: there is not one value per sample, or one does not match the kind.

@@ -70,8 +70,7 @@ class Field:
     Attributes:
         name: the field's key in a batch.
         kind: of a sample's value.
-        length_offset: rows beyond the kind's own length, negative for fewer; for PER_TOKEN,
-            PER_RESPONSE_TOKEN and ROUTED_EXPERTS.
+        length_offset: rows beyond the kind's own length, negative for fewer; of kinds with rows.
         required: True if every batch must have the field.
         fill: its value in fabricated samples.
 

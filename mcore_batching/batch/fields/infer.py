@@ -6,9 +6,8 @@
     numbers, or tensors without dimensions    per sample
     strings, None, dicts of strings           metadata
 
-Nothing is guessed. Where several kinds fit (every response is its whole sample, there are no
-samples, integers may be position ids or routed experts), samples of other ranks or of earlier
-batches may settle it; else a `SchemaError` lists the kinds with the line that declares each.
+Nothing is guessed. Where several kinds fit, samples of other ranks or of earlier batches may settle
+it; else a `SchemaError` lists the kinds with the line that declares each.
 """
 
 from __future__ import annotations
@@ -33,13 +32,9 @@ _INFERRED = {Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.META
 def infer_field(
     name: str, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None
 ) -> Field:
-    """The declaration of an undeclared field, from its values in a batch.
-
-    Args:
-        name: key of the field.
-        batch: field name to one value per sample, with ``total_lengths`` and ``response_lengths``.
-        told: declarations inferred from other samples, used where the values here fit several
-            kinds; None where there are no others.
+    """The declaration of an undeclared field, from its values in a batch with its lengths; `told`
+    are declarations inferred from other samples (None: there are none), for values that fit several
+    kinds.
 
     Raises:
         SchemaError: the values fit no kind, several, or one that must be declared.
@@ -73,14 +68,8 @@ def infer_field(
 def infer_fields(
     declared: Collection[str], batch: Mapping[str, Any], told: Mapping[str, Field]
 ) -> tuple[dict[str, Field], bool]:
-    """Declarations of a batch's undeclared fields, as far as its samples and `told` settle them.
-
-    Returns:
-        declarations by name; True if some field fits several kinds, so other samples are needed.
-
-    Raises:
-        SchemaError: the values fit no kind, or one that must be declared.
-    """
+    """Declarations of a batch's undeclared fields by name, as far as its samples and `told` settle
+    them; True if some field fits several kinds, so other samples are needed."""
     inferred: dict[str, Field] = {}
     some_open = False
     lengths = read_lengths(batch)
@@ -119,11 +108,7 @@ def _require_no_outlier(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
 ) -> None:
-    """Check all values against the kind that more than half of them fit, if there is one.
-
-    Raises:
-        SchemaError: names the first that does not fit.
-    """
+    """Refuse the first value that does not fit the kind that more than half of them do."""
     # "Sample 7 has 5 rows" helps more than "no kind fits" where the others are plain. More than
     # half, since two equal halves would blame either.
     shapes = [shape_of(value) for value in values]

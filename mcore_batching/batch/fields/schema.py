@@ -1,8 +1,7 @@
 """Declarations of a rollout batch's fields.
 
-A batch is a dict of fields; a field is a list with one value per sample. The kind of a field says
-how long each value is, how it is packed, and what its value in a fabricated sample is. A field that
-is None for the whole batch is absent.
+A batch is a dict of fields; a field is a list with one value per sample, or None for the whole
+batch if it is absent.
 
     schema = DEFAULT_SCHEMA.declare("entropies", Kind.PER_RESPONSE_TOKEN)
     schema = schema.resolve(batch)   # infers the kinds of undeclared fields from their values
@@ -23,14 +22,8 @@ from mcore_batching.batch.fields.infer import infer_field
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schema(Mapping[str, Field]):
-    """Declarations by field name. Frozen: `declare` and `resolve` return new schemas.
-
-    Attributes:
-        fields: the declarations, one per name.
-
-    Raises:
-        SchemaError: a name is declared twice.
-    """
+    """Declarations by field name, each name once. Frozen: `declare` and `resolve` return new
+    schemas."""
 
     fields: tuple[Field, ...] = ()
 
@@ -75,14 +68,7 @@ class Schema(Mapping[str, Field]):
         required: bool = False,
         fill: Fill = Fill.ZEROS,
     ) -> Schema:
-        """This schema with a field added, or declared anew.
-
-        Args:
-            name: the field's key in a batch.
-            kind: of a sample's value.
-            length_offset: rows beyond the kind's own length; negative for fewer.
-            required: True if every batch must have the field.
-            fill: its value in fabricated samples.
+        """This schema with a field added, or declared anew; arguments are those of `Field`.
 
         Raises:
             SchemaError: no batch could meet the declaration.
@@ -100,12 +86,12 @@ class Schema(Mapping[str, Field]):
 
         Args:
             batch: field name to one value per sample.
-            told: declarations that other samples (of other ranks, or of earlier batches) led to;
-                used for fields whose values here fit several kinds.
+            told: declarations that other samples (of other ranks, or of earlier batches) led to,
+                for fields whose values here fit several kinds.
 
         Raises:
-            SchemaError: the values of an undeclared field fit no kind, or several; the message
-                lists them with the line that declares each.
+            SchemaError: the values fit no kind, or several; lists them with the line that declares
+                each.
         """
         # A field that is None for the whole batch is absent: nothing to infer from.
         inferred = [
@@ -117,9 +103,6 @@ class Schema(Mapping[str, Field]):
 
     def validate(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Check every field of a batch against its declaration.
-
-        Args:
-            batch: field name to one value per sample.
 
         Returns:
             new lists of the fields that are not None; lists and arrays of numbers become tensors,

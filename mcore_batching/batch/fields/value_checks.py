@@ -1,10 +1,4 @@
-"""Checks of single values that would otherwise be misread without an error.
-
-tensor_of("tokens", 0, [[5], [6, 7]])                  SchemaError, lists of different lengths
-require_loss_masks([tensor([1, 0]), tensor([nan])])    SchemaError, sample 1
-require_token_id("pad_token_id", True)                 BatchError, where it would be token 1
-require_vocabulary("tokens", [tensor([64])], 64)       SchemaError, where no rank holds token 64
-"""
+"""Checks of single values that would otherwise be misread without an error."""
 
 from __future__ import annotations
 
@@ -26,10 +20,7 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 def tensor_of(name: str, index: int, value: Any) -> Any:
     """A sample's value; lists and arrays of numbers become a tensor, NumPy's scalars Python's.
-
-    Raises:
-        SchemaError: lists that hold no numbers, or nested lists of different lengths.
-    """
+    Refuses lists that hold no numbers, or nested lists of different lengths."""
     try:
         # A tensor without dimensions would be a value of another kind than a number.
         if is_array(value) and not len(value.shape):
@@ -47,11 +38,7 @@ def tensor_of(name: str, index: int, value: Any) -> Any:
 
 
 def require_loss_masks(masks: Sequence[Tensor]) -> None:
-    """Check that the loss masks of a batch are finite weights of 0 or more.
-
-    Raises:
-        SchemaError: an entry is negative, infinite or NaN.
-    """
+    """Refuse loss masks with an entry that is negative, infinite or NaN."""
     # NaN would make every loss of the step NaN, and a negative weight turn a gradient round.
     outlier = _first_outside([mask.flatten() for mask in masks], math.inf)
     if outlier is not None:
@@ -70,18 +57,8 @@ def require_vocabulary(
     vocabulary_size: int,
     weights: Sequence[Tensor] | None = None,
 ) -> None:
-    """Check that token ids are in the model's vocabulary.
-
-    Args:
-        name: of the field.
-        values: token ids of each sample.
-        vocabulary_size: entries of the model's embedding, padding included.
-        weights: loss weight of each token of each sample; ids of weight 0 are not checked. None:
-            all are.
-
-    Raises:
-        SchemaError: an id is negative, or `vocabulary_size` or more.
-    """
+    """Refuse token ids that are outside the model's vocabulary (its embedding's entries, padding
+    included), but for those of tokens whose loss weight is 0."""
     # Megatron would not notice: each tensor-parallel rank masks ids outside its part of the
     # embedding, and one outside all parts trains as a vector of zeros.
     ids = [value.long().flatten() for value in values]
@@ -121,11 +98,7 @@ def _first_outside(values: Sequence[Tensor], end: float) -> tuple[int, int, Any]
 
 
 def is_tagged(name: str, index: int, tag: Any) -> bool:
-    """A sample's tag, such as ``is_padding``; None counts as False.
-
-    Raises:
-        SchemaError: it is not one boolean or number.
-    """
+    """A sample's tag, such as ``is_padding``: one boolean or number; None counts as False."""
     # Not bool(tag): the text "False" is true.
     number = 0.0 if tag is None else as_number(tag)
     if number is None:
@@ -134,12 +107,7 @@ def is_tagged(name: str, index: int, tag: Any) -> bool:
 
 
 def read_indices(name: str, values: Any) -> list[int]:
-    """The indices in the argument `name`, as Python ints.
-
-    Raises:
-        BatchError: it is no sequence.
-        OrderError: an entry is no integer.
-    """
+    """The indices in the argument `name`, as Python ints; an `OrderError` if one is no integer."""
     read = []
     for value in entries(name, values, BatchError):
         number = as_integer(value)
@@ -150,11 +118,8 @@ def read_indices(name: str, values: Any) -> list[int]:
 
 
 def require_token_id(name: str, value: Any) -> int:
-    """The argument `name` as a token id.
-
-    Raises:
-        BatchError: it is no integer, or does not fit into int64.
-    """
+    """The argument `name` as a token id; a `BatchError` if it is no integer that fits into
+    int64."""
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
         raise BatchError(Argument(name), f" must be a token's id, got {value!r:.60}")

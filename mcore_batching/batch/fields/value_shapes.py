@@ -1,10 +1,8 @@
-"""Shape, type and number of values.
+"""Shape, type and number of values. NumPy is never imported, so it need not be installed.
 
-    shape_of(torch.zeros(2, 3))               (2, 3)
-    describe(torch.zeros(2, 3))               "a Tensor of shape [2, 3] and type torch.float32"
-    count_of({"for": "the whole batch"})      None
-
-NumPy is never imported, so it need not be installed.
+shape_of(torch.zeros(2, 3))               (2, 3)
+describe(torch.zeros(2, 3))               "a Tensor of shape [2, 3] and type torch.float32"
+count_of({"for": "the whole batch"})      None
 """
 
 from __future__ import annotations

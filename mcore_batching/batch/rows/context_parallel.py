@@ -1,16 +1,10 @@
 """Whole responses from the slices of a packed row that context-parallel ranks hold.
 
-On each rank the model gives one value per token of its slice, say the log-probability of the next
-token. `gather_response` returns one value per response token, on every rank:
-
-    row of one sample, prompt p, response a b c; cp 2     p a b c
-    rank 0 has positions 0 and 3                          log p(a), .
-    rank 1 has positions 1 and 2                          log p(b), log p(c)
-    gather_response, on both ranks                        [log p(a), log p(b), log p(c)]
-    owned_response_mask                                   [1 0 0] on rank 0, [0 1 1] on rank 1
-
-If the response is the whole sample, nothing predicts its first token: the value is 0.0, without a
-gradient.
+row of one sample, prompt p, response a b c; cp 2     p a b c
+rank 0 has positions 0 and 3                          log p(a), .
+rank 1 has positions 1 and 2                          log p(b), log p(c)
+gather_response, on both ranks                        [log p(a), log p(b), log p(c)]
+owned_response_mask                                   [1 0 0] on rank 0, [0 1 1] on rank 1
 """
 
 from __future__ import annotations
@@ -35,19 +29,18 @@ def gather_response(
 
     A collective over ``group`` (an all-reduce), and another one in backward, which sums the ranks'
     gradients: if one rank runs backward through the result, all must. A loss that every rank
-    computes in full is therefore counted once per rank: divide it by the group's size, or use
-    `token_mean`, in which each rank counts only its own positions.
+    computes in full is counted once per rank: divide it by the group's size, or use `token_mean`.
 
     Args:
         local_stream: ``[T_local, ...]``, at each position of this rank's slice the value of the
             next token.
         micro_batch: the row.
-        group: the context-parallel group, ranks in the order of their slices; None without
-            context parallelism.
+        group: the context-parallel group, ranks in the order of their slices; None without context
+            parallelism.
 
     Returns:
-        ``[response_length, ...]`` for each sample, of the stream's type; attached to the graph even
-        if every response is empty.
+        ``[response_length, ...]`` for each sample, of the stream's type, 0.0 where nothing predicts
+        the token; attached to the graph even if every response is empty.
 
     Raises:
         BatchError: the stream is not as long as the slice, or ``group`` has another size than the
@@ -85,10 +78,7 @@ def gather_own_values(
 
 
 def owned_response_mask(micro_batch: PackedMicroBatch) -> list[Tensor]:
-    """Mask of the response tokens that this context-parallel rank predicts.
-
-    Returns:
-        bool ``[response_length]`` for each sample. A token is True on one rank, on none if it has
-        no predecessor.
-    """
+    """Mask of the response tokens that this context-parallel rank predicts: bool
+    ``[response_length]`` for each sample. A token is True on one rank, on none if it has no
+    predecessor."""
     return list(torch.split(micro_batch.responses.owned, micro_batch.response_lengths))

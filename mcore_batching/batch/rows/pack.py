@@ -69,10 +69,9 @@ def pack(
         context_parallel_rank: this rank among them.
         pad_token_id: fills padding, and labels where there is no next token.
         is_placeholder: True if the one sample is fabricated; its loss mask is all zero.
-        validated: True if ``schema.validate`` returned these values: only the lengths of what lies
-            in the row are checked again.
-        hosts: for each sample the place among them of the one in whose segment it lies, whose
-            tokens begin with its own; its own place if it has a segment; None: all have one.
+        validated: True if ``schema.validate`` returned these values, which are not checked again.
+        hosts: for each sample the place of the one whose tokens begin with its own, and in whose
+            segment it lies; its own place if it has a segment; None: all have one.
         depths: of multi-token prediction; 0: none.
 
     Returns:
@@ -80,9 +79,8 @@ def pack(
 
     Raises:
         SchemaError: a field is not declared, or a value does not match its kind.
-        BatchError: no samples, not one index per sample, alignments that do not divide into
-            ``2 * context_parallel_size`` chunks, a ``pad_token_id`` that is no integer, hosts that
-            lie in other segments themselves, or two samples that train the same token of a host.
+        BatchError: no samples, not one index per sample, alignments that do not divide, a
+            ``pad_token_id`` that is no integer, or hosts that cannot hold their samples.
     """
     require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
     fields = dict(samples) if validated else schema.validate(samples)

@@ -8,12 +8,9 @@ Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 
     loss_mask          1 1 0 0 | 1 0 | 0 0      1 where a response token is predicted
     cu_seqlens_padded  0 4 6 8                  the row's own padding is the last segment
 
-Under context parallelism the row is cut as in `batch.rows.zigzag`, while offsets are of the full
-row on every rank.
-
-Where samples begin others, their hosts (`batch.rows.prefixes`), the row holds the hosts' tokens
-alone, and each sample's response lies in its host's segment. `p a` of response a, and its
-host `p a q b` of response b:
+Under context parallelism the row is cut as in `batch.rows.zigzag`; offsets are of the full row.
+Samples may begin others, their hosts (`batch.rows.prefixes`): `p a` of response a lies in the
+segment of `p a q b` of response b.
 
     tokens             p a q b              response_lengths   1 1
     loss_mask          1 0 1 0              hosts              1 1
@@ -39,17 +36,11 @@ from mcore_batching.batch.rows.row_layout import Row
 class LaterTokens:
     """A row as multi-token prediction reads it at one depth: at each position a later one's values.
 
-    Depth 1 of the row drawn above, 0 where a segment ends:
+    Depth 1 of the row drawn above, 0 where a segment ends; shapes as of the row's:
 
         tokens       b c . 0 | e 0 | . 0
         labels       c . . 0 | . 0 | . 0
         loss_mask    1 0 0 0 | 0 0 | 0 0
-
-    Attributes:
-        tokens: int64 ``[1, T_local]``.
-        position_ids: int64 ``[1, T_local]``, or with axes in front.
-        labels: int64 ``[1, T_local]``.
-        loss_mask: float32 ``[1, T_local]``.
     """
 
     tokens: Tensor
@@ -60,33 +51,28 @@ class LaterTokens:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PackedMicroBatch:
-    """One context-parallel rank's slice of a packed row.
-
-    S samples, a full row of T tokens, of which the rank holds ``T_local = T / cp``.
+    """One context-parallel rank's slice of a packed row: of a full row of T tokens, ``T_local = T /
+    cp``.
 
     Attributes:
         tokens: int64 ``[1, T_local]``.
-        labels: int64 ``[1, T_local]``, the next token within the sample, the padding token where
-            there is none.
+        labels: int64 ``[1, T_local]``, the next token within the sample, else the padding token.
         position_ids: int64 ``[1, T_local]``, counted from 0 in each sample, or the batch's own;
             ``[axes, 1, T_local]`` if these have several axes. 0 in padding.
         loss_mask: float32 ``[1, T_local]``: at each position the mask of the response token that it
             predicts; 0 elsewhere, in placeholders and in padding samples.
         padding_mask: bool ``[1, T_local]``, True for padding, padding samples included.
         cu_seqlens_padded: int32 ``[segments + 1]``, offsets of the padded samples in the full row,
-            of hosts alone where samples share segments; the row's own padding, where there is any,
-            is one more segment.
+            of hosts alone; the row's own padding, where there is any, is one more segment.
         host_cu_seqlens_padded: the same offsets as Python ints.
         cu_seqlens: int32 ``[samples with a segment + 1]``, their offsets without padding.
         max_seqlen: tokens of the longest padded segment.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
         sample_indices: origin index of each sample, ``()`` in a placeholder.
-        hosts: for each sample the place among them of the one in whose segment it lies, its own
-            place if it has a segment.
+        hosts: for each sample the place of the one in whose segment it lies, perhaps its own.
         is_placeholder: True if the row's one sample is fabricated.
-        responses: loss weights of the response tokens, and the positions of this rank that predict
-            them.
+        responses: loss weights of the response tokens, and the positions that predict them.
         fields: every field of the samples, one value per sample, as `Schema.validate` returns it.
         schema: the kinds of the fields.
         context_parallel_size: ranks that share the row.
@@ -133,18 +119,13 @@ class PackedMicroBatch:
         return self.fields[key]
 
     def packed(self, key: str, pad_value: float = 0, *, later: int = 0) -> Tensor:
-        """A field with rows per token, packed, padded and cut like `tokens`.
-
-        Padding of routed experts ignores ``pad_value``: its experts take turns, so that padding
-        loads all experts evenly.
+        """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``.
 
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
-            pad_value: fills padding, and tokens without a row (negative ``length_offset``).
+            pad_value: fills padding, and tokens without a row (negative ``length_offset``). Padding
+                of routed experts takes turns among them instead, so that it loads all evenly.
             later: each token has the value of the one `later` places after it in its sample.
-
-        Returns:
-            ``[1, T_local, ...]`` on the tokens' device.
 
         Raises:
             KeyError: the samples had no such field.
@@ -176,13 +157,10 @@ class PackedMicroBatch:
     def mapped(
         self, change: Callable[[Tensor], Tensor], names: Collection[str] | None = None
     ) -> PackedMicroBatch:
-        """A copy with every tensor changed, those in `fields` included.
+        """A copy with `change` made to every tensor, those in `fields` included, or to those of the
+        attributes named.
 
             row.mapped(lambda tensor: tensor.to(device))
-
-        Args:
-            change: from a tensor to what takes its place.
-            names: the attributes whose tensors are changed; None: all.
         """
         changed = {
             field.name: _map_tensors(getattr(self, field.name), change)

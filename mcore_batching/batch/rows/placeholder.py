@@ -1,13 +1,10 @@
 """One fabricated sample for a micro-batch that has no real one.
 
-It has one token and an empty response, so it adds nothing to a sum over response tokens. Every
-requested field gets one value, with the type, device and trailing shape of the real values, or the
-kind's defaults where there are none.
-
     make_placeholder(schema, ["tokens", "loss_masks", "rewards"], batch)
     {"tokens": [tensor([0])], "loss_masks": [tensor([], dtype=torch.int32)], "rewards": [0.0]}
 
-Each value is checked like a real one, here and not in some `torch.cat` later.
+Its response is empty, so it adds nothing to a sum over response tokens. Each value is checked like
+a real one.
 """
 
 from __future__ import annotations
@@ -31,19 +28,16 @@ def make_placeholder(
     *,
     pad_token_id: int = 0,
 ) -> dict[str, list[Any]]:
-    """A sample of one token and an empty response.
+    """A sample of one token and an empty response, with a list of one value for each key.
 
     Args:
         schema: the kind of every requested field.
-        batch_keys: the fields to give a value.
-        example_batch: field name to values whose type, device and trailing shape are taken; may
-            be another placeholder. Fields may be empty, None or absent, and so may the batch.
+        batch_keys: the fields to give a value: ``[1]`` for tokens; 1 row per token and 0 rows per
+            response token, plus the field's offset; 0 per sample; position 0 on every axis; ``{}``
+            for multimodal inputs; None for metadata.
+        example_batch: field name to values whose type, device and trailing shape are taken; fields
+            may be empty, None or absent, and so may the batch.
         pad_token_id: the one token.
-
-    Returns:
-        for each key a list of one value: ``[1]`` for tokens; 1 row per token and 0 rows per
-        response token, plus the field's offset; 0 per sample; position 0 on every axis; ``{}`` for
-        multimodal inputs; None for metadata.
 
     Raises:
         SchemaError: a requested field is not declared, or got no value of the right length.

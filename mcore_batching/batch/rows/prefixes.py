@@ -1,8 +1,6 @@
 """Samples whose tokens begin another's, and in whose segment of a row each is computed.
 
-The turns of one trajectory, their responses in brackets, and one turn sampled twice:
-
-    sample    tokens                 host
+    sample    tokens                 host      responses in brackets
     0         a [b]                  2
     1         a b c [d]              2
     2         a b c d e [f]          2, itself
@@ -36,10 +34,9 @@ class Hosts:
     """For each sample the one in whose segment it is computed.
 
     Attributes:
-        host: [samples] index of the sample in whose segment each is computed; its own index if it
-            is computed itself. A host is its own host.
+        host: [samples] index of that sample; its own if it is computed itself.
         alone: number of samples whose tokens begin another's but which are computed themselves all
-            the same, by the reason. Padding samples and samples of 0 tokens are not counted.
+            the same, by the reason; without padding samples and those of 0 tokens.
         tokens: of all samples.
         computed: tokens of the hosts.
     """
@@ -62,17 +59,9 @@ def find_hosts(
 
     Samples with the same host are a chain: each one's tokens begin the next one's and end before
     the next one's response begins, so that no two of them train the same token. They are of one
-    optimizer step, without multimodal inputs, and their fields with a value per token (position
-    ids, recorded experts) agree where they share tokens. Padding samples and samples of 0 tokens
-    are computed themselves.
-
-    Args:
-        columns: field name to one value per sample, as `Schema.validate` returns them: ``tokens``
-            are integer tensors of any type, on any device.
-        schema: the kind of every field.
-        response_lengths: tokens of each sample's response [samples].
-        steps: indices of every optimizer step's samples, each sample in one; None: all in one.
-        is_padding: True for fabricated samples [samples]; None: there are none.
+    optimizer step (`steps` has the samples of each; None: all are of one), without multimodal
+    inputs, and their fields with a value per token agree where they share tokens. `columns` are as
+    `Schema.validate` returns them, on any device.
     """
     totals = [len(tokens) for tokens in columns["tokens"]]
     prompts = [total - own for total, own in zip(totals, response_lengths, strict=True)]

@@ -1,8 +1,5 @@
 """Response tokens of a packed row: the position that predicts each, and its loss weight.
 
-Two samples, one of 3 tokens with a response of 2, one of 2 tokens that are all response, each
-padded to a multiple of 2:
-
     position            0 1 2 3 | 4 5          offsets 0 4 6
     tokens              p a b . | c d          a b c d are the response tokens
     predicted_positions           0  1 -1  4   a at p, b at a, d at c
@@ -10,7 +7,6 @@ padded to a multiple of 2:
 
 Response token j of a sample with p prompt tokens is predicted at the sample's position p - 1 + j,
 in its host's segment where it has none of its own.
-Tokens of a placeholder or of a padding sample (field ``is_padding``) have weight 0.
 """
 
 from __future__ import annotations
@@ -46,17 +42,10 @@ class ResponseTokens:
 def predicted_positions(
     starts: Sequence[int], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> Tensor:
-    """Position in the full row that predicts each response token; -1 where none does.
+    """Position in the full row that predicts each response token, int64 ``[R]`` on the host; -1
+    where none does. `starts` are of each sample's segment, or of its host's.
 
         predicted_positions([0, 4], [3, 2], [2, 2])    [0 1 -1 4]
-
-    Args:
-        starts: of each sample's segment, that of its host where it lies in another's.
-        total_lengths: tokens of each sample.
-        response_lengths: tokens of each sample's response.
-
-    Returns:
-        int64 ``[R]`` on the host.
     """
     pieces = []
     for start, total, response in zip(starts, total_lengths, response_lengths, strict=True):
@@ -68,7 +57,8 @@ def predicted_positions(
 
 
 def loss_masks(fields: Mapping[str, list[Any]], is_placeholder: bool) -> Tensor:
-    """float32 ``[R]`` on the device of the first tokens: all ones if ``loss_masks`` is absent."""
+    """float32 ``[R]`` on the device of the first tokens: all ones if ``loss_masks`` is absent, 0 in
+    placeholders and padding samples."""
     given, padding = fields.get("loss_masks"), fields.get("is_padding")
     masks = []
     for i, response in enumerate(fields["response_lengths"]):
@@ -81,13 +71,8 @@ def loss_masks(fields: Mapping[str, list[Any]], is_placeholder: bool) -> Tensor:
 
 
 def response_tokens(weights: Tensor, predicted_at: Tensor, row: Row) -> ResponseTokens:
-    """The response tokens of a row, as the context-parallel rank sees them.
-
-    Args:
-        weights: `loss_masks`, 0 where nothing predicts the token.
-        predicted_at: from `predicted_positions`.
-        row: the row.
-    """
+    """The response tokens as the row's context-parallel rank sees them; `weights` are `loss_masks`,
+    0 where nothing predicts the token."""
     # The -1 of tokens that nothing predicts are looked up as 0 and then left out of `owned`.
     at = predicted_at.clamp(min=0)
     rank, local = locate(at, row.offsets, row.context_parallel_size)

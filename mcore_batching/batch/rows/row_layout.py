@@ -5,8 +5,7 @@
     Row((0, 4, 6, 8)).lay_out([abc, de], .)             a b c . d e . .
     Row((0, 4, 6, 8)).later(of that, 1)                 b c . 0 e 0 . 0
 
-The last segment is the row's own padding. A sample without tokens takes one alignment unit, since
-attention kernels break on empty segments.
+A sample without tokens takes one alignment unit, since attention kernels break on empty segments.
 """
 
 from __future__ import annotations
@@ -27,16 +26,8 @@ from mcore_batching.planning.integers import at_least, round_up
 def padded_offsets(
     total_lengths: Sequence[int], sample_alignment_tokens: int, row_alignment_tokens: int
 ) -> tuple[int, ...]:
-    """Offsets of the padded samples in a row; the row's own padding is one more segment.
-
-    Args:
-        total_lengths: tokens of each sample.
-        sample_alignment_tokens: each sample is padded to a multiple of this.
-        row_alignment_tokens: then the row is padded to a multiple of this.
-
-    Raises:
-        BatchError: the row is too long for int32 offsets.
-    """
+    """Offsets of the padded samples in a row, whose own padding is one more segment; a `BatchError`
+    if it is too long for int32 offsets."""
     offsets = [0]
     for length in total_lengths:
         offsets.append(offsets[-1] + round_up(max(length, 1), sample_alignment_tokens))
@@ -52,11 +43,7 @@ def padded_offsets(
 def require_alignment(
     sample_alignment_tokens: int, row_alignment_tokens: int, context_parallel_size: int
 ) -> None:
-    """Check that every segment of a row can be cut over context-parallel ranks.
-
-    Raises:
-        BatchError: an alignment is not positive, or leaves segments that cannot be cut.
-    """
+    """Refuse alignments by which a segment of a row cannot be cut over context-parallel ranks."""
     at_least("sample_alignment_tokens", sample_alignment_tokens, 1, BatchError)
     at_least("row_alignment_tokens", row_alignment_tokens, 1, BatchError)
     at_least("context_parallel_size", context_parallel_size, 1, BatchError)
@@ -80,13 +67,8 @@ def require_alignment(
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A full row, and which part of it a context-parallel rank holds.
-
-    Attributes:
-        offsets: ``[segments + 1]``; each sample lies at the start of its segment.
-        context_parallel_size: ranks that share the row.
-        context_parallel_rank: this rank among them.
-    """
+    """A full row, by the offsets of its segments ``[segments + 1]``, at the start of each of which
+    its sample lies, and the context-parallel rank that holds a part of it."""
 
     offsets: tuple[int, ...]
     context_parallel_size: int = 1
@@ -100,16 +82,8 @@ class Row:
     def lay_out(
         self, pieces: Sequence[Tensor], pad_value: float, *, padding: Tensor | None = None
     ) -> Tensor:
-        """A full row, with each sample's piece at its offset.
-
-        Args:
-            pieces: ``[rows, ...]`` for each sample, at most one row per token.
-            pad_value: fills the rest.
-            padding: ``[tokens of the row, ...]``, fills the rest instead of `pad_value`.
-
-        Returns:
-            ``[tokens of the row, ...]`` of the pieces' type, device and trailing shape.
-        """
+        """``[tokens of the row, ...]`` with each sample's piece, ``[rows, ...]`` of at most one row
+        per token, at its offset. The rest is `pad_value`, or `padding` of the result's shape."""
         # A piece made of an empty list has no trailing shape: take that of one with rows.
         like = next((piece for piece in pieces if piece.shape[0]), pieces[0])
         # A copy: the caller's tensor may be a view in which rows share memory.
@@ -123,12 +97,8 @@ class Row:
         return full
 
     def later(self, full: Tensor, depth: int) -> Tensor:
-        """At each position the value ``depth`` positions on, 0 beyond the end of its segment.
-
-        Args:
-            full: ``[..., tokens of the row]``.
-            depth: 1 or more.
-        """
+        """At each position of ``[..., tokens of the row]`` the value ``depth`` positions on, 0
+        beyond the end of its segment."""
         sizes = torch.tensor(self.offsets).diff()
         ends = torch.tensor(self.offsets[1:]).repeat_interleave(sizes).to(full.device)
         at = torch.arange(depth, depth + self.num_tokens, device=full.device)

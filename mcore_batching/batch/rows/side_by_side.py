@@ -20,13 +20,8 @@ _ALIGNMENT_BYTES = 128
 
 
 class SideBySide:
-    """Copies of host tensors in one buffer.
-
-    Args:
-        tensors: of any types and shapes. Tensors on a device, with a gradient, or of a subclass
-            stay outside the buffer.
-        pin_memory: True for copies to a CUDA device.
-    """
+    """Copies of host tensors in one buffer, pinned for copies to a CUDA device. Tensors on a
+    device, with a gradient, or of a subclass stay outside the buffer."""
 
     def __init__(self, tensors: Iterable[Tensor], *, pin_memory: bool) -> None:
         self._tensors = list(tensors)

@@ -7,7 +7,7 @@ attention costs every rank the same. Each segment of a packed row is cut by itse
     slice_packed(row, cu_seqlens, 2, 0)     0     3   4 5           10 11
     slice_packed(row, cu_seqlens, 2, 1)       1 2         6 7 8 9
 
-With cp 1 the row is its own slice, of any length. A segment that does not divide is an error.
+With cp 1 the row is its own slice. A `BatchError` names a segment that does not divide.
 """
 
 from __future__ import annotations
@@ -24,20 +24,10 @@ from mcore_batching.batch.errors import BatchError
 def packed_positions(
     cu_seqlens_padded: Sequence[int], context_parallel_size: int, rank: int
 ) -> Tensor:
-    """Positions, in the full row, of the tokens that a context-parallel rank holds.
+    """Positions, in the full row, of the tokens that a context-parallel rank holds: int64, on the
+    host, ascending.
 
         packed_positions([0, 4, 12], 2, rank=0)    [0 3 4 5 10 11]
-
-    Args:
-        cu_seqlens_padded: ``[segments + 1]`` offsets of the segments in the full row.
-        context_parallel_size: ranks that share the row.
-        rank: this rank among them.
-
-    Returns:
-        int64 ``[row tokens / context_parallel_size]`` on the host, ascending.
-
-    Raises:
-        BatchError: a segment's length does not divide, or there is no such rank.
     """
     held = _held_chunks(cu_seqlens_padded, context_parallel_size, rank)
     return torch.cat([torch.arange(first, end, device="cpu") for first, end in held])
@@ -50,19 +40,8 @@ def slice_packed(
     rank: int,
     dim: int = 0,
 ) -> Tensor:
-    """A context-parallel rank's slice of a packed row, at its `packed_positions`.
-
-        slice_packed(arange(12), [0, 4, 12], 2, rank=1)    [1 2 6 7 8 9]
-
-    Args:
-        x: ``[..., row tokens, ...]`` with the tokens on dimension ``dim``.
-
-    Returns:
-        ``[..., row tokens / context_parallel_size, ...]``; ``x`` itself where that size is 1.
-
-    Raises:
-        BatchError: a segment's length does not divide, or there is no such rank.
-    """
+    """A context-parallel rank's slice, at its `packed_positions`, of a packed row with its tokens
+    on dimension ``dim``; ``x`` itself where there is one rank."""
     held = _held_chunks(cu_seqlens_padded, context_parallel_size, rank)
     if context_parallel_size == 1:
         return x

@@ -1,11 +1,9 @@
 """Costs of samples and micro-batches; the unit is one token's forward work outside attention.
 
-Measured models differ by machine; the defaults are the shape of a 7B dense model: attention costs
-as much as all else at 24576 tokens, and starting a micro-batch as much as 256 tokens. What each
-layer of a model costs, and a stage of such layers, is in `layer_costs`.
-
-Costs are the same numbers on every platform and Python version: only IEEE `+` and `*` in a fixed
-order are used, because two ranks that differ in the last bit could choose different plans.
+The defaults are the shape of a 7B dense model: attention costs as much as all else at 24576 tokens,
+and starting a micro-batch as much as 256 tokens. Costs are the same numbers on every platform: only
+IEEE `+` and `*` in a fixed order are used, because ranks that differ in the last bit could choose
+different plans.
 """
 
 from __future__ import annotations
@@ -130,11 +128,8 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> CostModel:
-        """The cost model that `to_json` wrote, or a job into its record.
-
-        Raises:
-            ConfigError: no JSON object, or one without a coefficient (`window` may be left out).
-        """
+        """The cost model that `to_json` wrote, or a job into its record; a `ConfigError` if it is
+        none."""
         try:
             raw = parse_json(text)
         except ValueError as error:
@@ -194,11 +189,7 @@ class CostModel:
 
 
 def in_units_of(model: CostModel, unit: float) -> CostModel:
-    """The same costs in units `unit` times as large; those of layers are proportions.
-
-    Raises:
-        ConfigError: a cost is too large in them.
-    """
+    """The same costs in units `unit` times as large; those of layers are proportions."""
     return dataclasses.replace(
         model,
         linear=model.linear / unit,

@@ -1,13 +1,10 @@
 """Costs of a model's layers, and of the stages that they add up to.
 
-A model is a string with a letter for each layer, in order, with `|` between the model chunks of a
-pipeline where these are not cut evenly; what a letter costs stands beside it:
-
     CostModel(..., layers="aabbbb|bbbbV", layer_costs={"a": ..., "b": ..., "V": ...})
 
-Here `a` is a dense layer, `b` one of experts, `V` the output layer. `layers_of.py` reads it off a
-model's config, with one function below for each type of layer; `costs_of_chunks` says what each
-stage costs. A new type of layer is a function here and a line there.
+A letter for each layer, in order, with `|` between the model chunks of a pipeline where these are
+not cut evenly: here `a` is a dense layer, `b` one of experts, `V` the output layer. A new type of
+layer is a function here and a line in `layers_of.py`.
 """
 
 from __future__ import annotations
@@ -65,13 +62,8 @@ def pairs(sizes: float, *, windowed: bool = False) -> LayerCost:
 def attention(
     hidden: int, heads: int, groups: int, dim: int, *, gated: bool = False, windowed: bool = False
 ) -> LayerCost:
-    """Attention of `heads` query heads and `groups` key-value heads of size `dim`.
-
-    Args:
-        hidden: size of the residual stream.
-        gated: an output gate as wide as the queries (Qwen3-Next).
-        windowed: each token attends to the model's window alone.
-    """
+    """Attention of `heads` query heads and `groups` key-value heads of size `dim`; `gated`: with an
+    output gate as wide as the queries (Qwen3-Next)."""
     # Queries and the output, and a gate as wide as they are; keys and values.
     projections = hidden * dim * ((3 if gated else 2) * heads + 2 * groups)
     return weights(projections) + pairs(2 * heads * dim, windowed=windowed)
@@ -137,17 +129,9 @@ def cost_model(
     window: int | None = None,
     recompute: bool = False,
 ) -> CostModel:
-    """The cost model of a model's layers.
-
-    Args:
-        layers: a letter each, as `CostModel.layers`.
-        costs: of each letter.
-        window: most tokens that a token of windowed or sparse attention attends to.
-        recompute: whether activations are computed anew before a backward pass.
-
-    Raises:
-        ConfigError: the layers have no weights.
-    """
+    """The cost model of a model's layers, a letter each, and of each letter's costs; a
+    `ConfigError` if they have no weights. `window` bounds the tokens that windowed or sparse
+    attention attends to."""
     total = sum_of([costs[each] for each in layers if each != "|"])
     if not total.token > 0:
         raise ConfigError("a model's layers must have weights; give a transformer's sizes")
@@ -182,16 +166,8 @@ def cut_layers(layers: str, chunks: int) -> str:
 def costs_of_chunks(
     model: CostModel, dims: ParallelDims
 ) -> tuple[tuple[CostModel, ...], tuple[tuple[int, ...], ...]]:
-    """The costs of stages that differ.
-
-    Args:
-        model: of the mean stage; its layers are cut evenly where they are not cut for these dims.
-        dims: stages and chunks.
-
-    Returns:
-        the costs of a stage of each kind of model chunk alone; the kind of each chunk
-        [stages][chunks], nothing where there is one kind.
-    """
+    """The costs of a stage of each kind of model chunk alone; the kind of each chunk
+    [stages][chunks], nothing where there is one kind. `model` is of the mean stage."""
     stages, chunks = dims.pipeline_parallel, dims.pipeline_parallel * dims.virtual_pipeline
     if not model.layers or chunks == 1:
         return (model,), ()

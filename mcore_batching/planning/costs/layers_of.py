@@ -1,9 +1,5 @@
-"""The layers of a model, read from its config, and so the first guess of its costs.
-
-A config is a mapping of names, as Megatron has them in `TransformerConfig` or Hugging Face in
-``config.json``; either has all of a model's sizes, under names of its own. What a layer of each
-type costs is in `layer_costs`.
-"""
+"""The layers of a model, read from its config (Megatron's `TransformerConfig` or Hugging Face's
+``config.json``), and so the first guess of its costs."""
 
 from __future__ import annotations
 
@@ -79,10 +75,7 @@ _TYPES = {"sliding_attention": "windowed", "linear_attention": "delta"}
 
 
 class Layers:
-    """Reads the layers of a model.
-
-    Args:
-        config: names and values; those that are None count as missing.
+    """Reads the layers of a model from names and values; those that are None count as missing.
 
     Raises:
         ConfigError: a size is missing or out of range; names it.
@@ -257,14 +250,8 @@ def _pattern(every: Any, count: int, *, last: bool = False) -> list[Any]:
 
 
 def first_guess(config: Mapping[str, Any]) -> CostModel:
-    """The cost model of a model, before any pass of it was timed.
-
-    Args:
-        config: of the model, as `Layers` reads it; with `layers_of_chunks`' names its stages, too.
-
-    Raises:
-        ConfigError: a size is missing or out of range.
-    """
+    """The cost model of a model, before any pass of it was timed, from a config as `Layers` reads
+    it; with `layers_of_chunks`' names its stages, too."""
     reader = Layers(config)
     layers, costs = reader.read()
     counts = [] if "|" in layers else layers_of_chunks(config, len(layers) - len(OUTPUT))
@@ -281,11 +268,7 @@ def first_guess(config: Mapping[str, Any]) -> CostModel:
 
 
 def config_of_json(text: str) -> dict[str, Any]:
-    """A model's ``config.json``, as Hugging Face's models have it.
-
-    Raises:
-        ConfigError: no JSON object.
-    """
+    """A model's ``config.json``; a `ConfigError` if it is no JSON object."""
     try:
         raw = parse_json(text)
     except ValueError as error:

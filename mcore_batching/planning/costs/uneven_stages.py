@@ -7,12 +7,8 @@ from typing import Any
 
 
 def layers_of_chunks(config: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Layers of each model chunk, all stages' first chunks first; nothing where they are equal.
-
-    Args:
-        config: names and values, as Megatron has them in `TransformerConfig` or its arguments.
-        num_layers: of the model.
-    """
+    """Layers of each model chunk, all stages' first chunks first, by Megatron's names; nothing
+    where they are equal."""
     stages = config.get("pipeline_model_parallel_size") or 1
     chunks = config.get("virtual_pipeline_model_parallel_size") or 1
     # In Megatron's config an object; the text of an argument is Megatron's to read.

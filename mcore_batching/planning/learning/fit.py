@@ -1,17 +1,13 @@
 """The costs of passes that a job's own times tell of; the same on every rank.
 
-Each rank sums up the passes that it timed over its last steps (`evidence`); the sums of all ranks,
-added up, give the next model (`relearnt`):
-
     step t      rank 0: passes timed -> evidence ┐
                 rank 1: passes timed -> evidence ┴ added up -> relearnt, on both: plan of step t + 1
 
 The fit is one ridge regression without negative coefficients, of a mean pipeline stage's forward
 and backward pass together: cost of a micro-batch, of a token, of a pair of tokens, and, where ranks
 share rows, the two costs of communication. It is held to the model before, so what the rows cannot
-tell apart, such as a row's fixed cost from its tokens' where all rows are full, stays as it was.
-
-What a stage has of a mean one's layers is known beforehand (`layer_costs`), and not learnt.
+tell apart stays as it was. What a stage has of a mean one's layers is known beforehand
+(`layer_costs`), and not learnt.
 
 Bad: where stages differ by 20 % from what is known of them, times are learnt 8 % low.
 """
@@ -98,7 +94,7 @@ def evidence(
         stage: costs of the rank's stage, by the same model; None: the mean stage's.
 
     Returns:
-        matrix and right side of the normal equations, sums of forward's and of backward's share of
+        matrix and right side of the normal equations; sums of forward's and of backward's share of
         each row's time, and of weights; of rows whose weight gradients ran apart, sums of their
         share of the time, and of the features that these take time for.
     """
@@ -161,14 +157,9 @@ def _features(row: Timing, learnt: LearntCosts) -> list[float]:
 def relearnt(
     learnt: LearntCosts, sums: Sequence[float], shared: Sequence[Sequence[Timing]] = ()
 ) -> LearntCosts:
-    """The model after another step; `learnt` itself if no pass was timed.
-
-    Args:
-        learnt: the model before, by which the evidence was summed up.
-        sums: `evidence` of all ranks, added up.
-        shared: rows of the last steps that several ranks share, the newest step last, as timed on
-            a mean stage without waiting; the same on every rank.
-    """
+    """The model after another step, from the `evidence` of all ranks, added up; `learnt` itself if
+    no pass was timed. `shared` are rows of the last steps that several ranks share, the newest step
+    last, as timed on a mean stage without waiting."""
     # The few rows that ranks share are compared with what other rows have told of speed, if any do.
     if learnt.seconds_per_unit is not None or not any(sums):
         both = zip(sums, evidence(shared, learnt, usual=1.0), strict=True)
@@ -227,15 +218,8 @@ def ridge(
     floor: Sequence[float],
     anchor: float,
 ) -> list[float]:
-    """The x of at least `floor` with the least `x @ matrix @ x - 2 * right @ x`, held to a guess.
-
-    Args:
-        matrix: of the normal equations [n][n].
-        right: right side of the normal equations [n].
-        guess: what x is held to [n].
-        floor: least value of each unknown [n].
-        anchor: weight of the guess over that of the equations.
-    """
+    """The x of at least `floor` with the least `x @ matrix @ x - 2 * right @ x`, held to `guess`
+    with the weight `anchor` over that of these normal equations [n][n], [n]."""
     n = range(len(right))
     # In proportion to what the equations tell of each unknown; one of which they tell nothing has
     # a zero there, and with a weight of 1 becomes its guess.

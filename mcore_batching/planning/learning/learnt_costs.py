@@ -59,11 +59,8 @@ class LearntCosts:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> LearntCosts:
-        """Learnt costs from the dict of `to_data`; other keys, of older releases, are ignored.
-
-        Raises:
-            ConfigError: not such a dict, or numbers beyond what can be learnt.
-        """
+        """Learnt costs from the dict of `to_data`; other keys, of older releases, are ignored. A
+        `ConfigError` if it is none, or has numbers beyond what can be learnt."""
         try:
             made = cls(
                 cost_model=CostModel(**data["cost_model"]),
@@ -96,12 +93,8 @@ class LearntCosts:
         return model.micro_batch(lengths) * (1.0 + model.backward_ratio)
 
     def predicted_seconds(self, rows: Sequence[Sequence[int]], dims: ParallelDims) -> float | None:
-        """Predicted time of one data-parallel rank's step; None before anything was learnt.
-
-        Args:
-            rows: lengths of the samples of each micro-batch, slot after slot.
-            dims: gives stages and chunks.
-        """
+        """Predicted time of one data-parallel rank's step, from the lengths of each micro-batch;
+        None before anything was learnt."""
         if self.seconds_per_unit is None:
             return None
         # Transfers between stages count as nothing: about 1 % of a pass on real links.

@@ -1,9 +1,5 @@
-"""Lower bounds on the number of bins of any packing, and on the end of any plan's step.
-
-No packing uses fewer bins than `bin_lower_bound`. No plan that keeps to the cap and to
-`max_samples_per_row` has fewer micro-batches with samples than `micro_batch_lower_bound`, or a
-shorter makespan than `step_time_floor`.
-"""
+"""Lower bounds on the number of bins of any packing, and on the end of any plan's step that keeps
+to the cap and to `max_samples_per_row`."""
 
 from __future__ import annotations
 
@@ -74,15 +70,9 @@ def _work_of_slowest_stage(problem: Problem) -> float:
 def floor_of_totals(
     problem: Problem, work: float, fewest_rows: int, costliest_sample: float
 ) -> float:
-    """`step_time_floor` from totals.
-
-    Args:
-        problem: gives dims, config and cost model.
-        work: forward cost of all samples, summed over the ranks that share each.
-        fewest_rows: lower bound on the number of micro-batches.
-        costliest_sample: forward cost of the longest sample alone in a micro-batch; of an empty one
-            if there is no sample.
-    """
+    """`step_time_floor` from totals: forward cost of all samples, summed over the ranks that share
+    each; a lower bound on the number of micro-batches; forward cost of the longest sample alone in
+    one."""
     dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
     fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))
     # The larger of two times: a mean rank's work in the fewest micro-batches after the pipeline was

@@ -1,10 +1,7 @@
-"""First-fit and first-fit-decreasing bin packing in O(n log n).
+"""First-fit and first-fit-decreasing bin packing in O(n log n), bin for bin what a scan over all
+bins gives: 100,000 samples take 0.15 s, by the scan 20 s.
 
-A tournament tree over the bins keeps in each inner node the largest free space below it. 100,000
-samples take 0.15 s, with a scan over all bins 20 s. A tree indexed by free space would grow with
-the cap.
-
-Guarantees: bin for bin, and in the order inside each bin, what the scan over all bins gives.
+A tournament tree over the bins keeps in each inner node the largest free space below it.
 """
 
 from __future__ import annotations

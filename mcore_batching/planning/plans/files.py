@@ -1,7 +1,5 @@
-"""Files written whole: beside their place first, then renamed to it.
-
-Who reads meanwhile, or is left after an interruption, has the old file or the new one, not a half.
-"""
+"""Files written whole: who reads meanwhile, or is left after an interruption, has the old file or
+the new one, not a half."""
 
 from __future__ import annotations
 
@@ -10,15 +8,8 @@ from pathlib import Path
 
 
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Write a file, or leave it as it was.
-
-    Args:
-        path: where to; a link stays one, a device or a pipe is written to directly.
-        content: of the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file, or leave it as it was; a link stays one, a device or a pipe is written to
+    directly."""
     place = Path(path).resolve()  # renaming onto a link would replace the link
     if place.exists() and not place.is_file():  # /dev/stdout, say
         place.write_bytes(content)

@@ -1,14 +1,10 @@
 """Memory that a step's plan asks of a rank beside weights, gradients and the optimizer's state.
 
-    shape = ModelShape(layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocab=152064)
-    predicted_memory(step_statistics(step, lengths), step, shape).last_stage_bytes / 2**30
-
-Tokens in flight are exact. Bytes are the tensors that a transformer's layers keep for their
-backward pass with fused kernels, attention's keeping no scores (after Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", 2022, without dropout), and the logits: an
-estimate (their time is in `layer_costs`). Unfused layers keep more, megatron-core's local ones 1.7
-times as much in float32 and 1.9 in bfloat16 (counted on a CPU); the allocator's fragments,
-communication buffers and what a kernel needs meanwhile are left out.
+Tokens in flight are exact. Bytes are an estimate: the tensors that layers keep for their backward
+pass with fused kernels (after Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, without dropout), and the logits. Unfused layers keep more,
+megatron-core's local ones 1.7 times as much in float32 and 1.9 in bfloat16 (counted on a CPU);
+fragments, communication buffers and what a kernel needs meanwhile are left out.
 """
 
 from __future__ import annotations
@@ -80,11 +76,7 @@ class ModelShape:
 
     @classmethod
     def from_config_json(cls, text: str) -> ModelShape:
-        """The shape in a model's ``config.json``, as Hugging Face's models have it.
-
-        Raises:
-            ConfigError: no JSON object, or a size is missing or no integer of 1 or more.
-        """
+        """The shape in a model's ``config.json``; a `ConfigError` if a size is missing or none."""
         sizes = Layers(config_of_json(text))
         ffn = sizes.size("ffn")
         # A token keeps activations in each expert that it is sent to.
@@ -117,13 +109,8 @@ class ModelShape:
 
     def held_for_weights(self, dims: ParallelDims, *, gathers_inputs: bool) -> float:
         """Memory that a layer holds for its weight gradients after a split backward pass, over that
-        before it.
-
-        Args:
-            dims: the job's parallel dims.
-            gathers_inputs: under sequence parallelism inputs are kept as all ranks' tokens, as by
-                Transformer Engine's layers, and not as a rank's own.
-        """
+        before it. With `gathers_inputs`, under sequence parallelism, inputs are kept as all ranks'
+        tokens, as by Transformer Engine's layers, not as a rank's own."""
         before = self.activation_bytes_per_token(dims, layers=1.0)
         if not self.recompute and not dims.sequence_parallel:
             return 1.0
@@ -152,13 +139,8 @@ class PredictedMemory:
 def predicted_memory(
     statistics: StepStatistics, step: StepPlan | Problem, shape: ModelShape
 ) -> PredictedMemory:
-    """Peak memory of the first and of the last pipeline stage.
-
-    Args:
-        statistics: of the step, or of several added together.
-        step: any of the steps, or the problem of one; gives the parallel dims.
-        shape: of the model.
-    """
+    """Peak memory of the first and of the last pipeline stage, given a step's statistics or several
+    steps' added together, and one of these steps or its problem."""
     dims = step.dims
     # Without a backward pass a layer's activations are gone when the next one runs.
     layers = 1.0 if step.forward_only else shape.layers / dims.pipeline_parallel

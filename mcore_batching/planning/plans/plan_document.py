@@ -1,7 +1,5 @@
 """The JSON form of plans, and its digest.
 
-A document is
-
     {"format": "mcore-batching/plan", "version": 1, "layout": {...}, "config": {...},
      "scope": "global", "num_samples": n, "digest": "...",
      "steps": [{"num_microbatches": k, "ranks": [[[3, 17], [5], []], ...]}]}
@@ -13,8 +11,8 @@ Optional keys:
   micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
 - `split_backward` of a step: for each rank and stage, which passes are split (1) and how many parts
   of W run before each [ranks][stages][2][passes];
-- `lengths_digest`: SHA-256 of the lengths that the plan was made from, by which `check` tells them
-  from others; written if `to_json` was given the lengths, and not covered by `digest`.
+- `lengths_digest`: SHA-256 of the lengths, by which `check` tells them from others; not covered by
+  `digest`.
 """
 
 from __future__ import annotations
@@ -76,11 +74,8 @@ def dump(document: dict[str, Any], beside: Mapping[str, str] | None = None) -> s
 
 
 def check_digest(recorded: str | None, found: str) -> None:
-    """Compare the digest that a document carries with that of its content.
-
-    Raises:
-        PlanFormatError: they differ, or it carries none.
-    """
+    """A `PlanFormatError` if the digest that a document carries is not its content's, or it has
+    none."""
     if recorded is None:
         raise PlanFormatError(
             f'the plan has no "digest"; add "digest": "{found}", or pass verify_digest=False'
@@ -93,11 +88,7 @@ def check_digest(recorded: str | None, found: str) -> None:
 
 
 def load(text: str) -> dict[str, Any]:
-    """The parts of a document, as `read` gives them.
-
-    Raises:
-        PlanFormatError: not a plan, or of another format or version.
-    """
+    """The parts of a document, as `read` gives them."""
     try:
         raw = parse_json(text)
     except ValueError as error:
@@ -121,22 +112,14 @@ def lengths_digest(lengths: Sequence[int]) -> str:
 
 
 def recorded_digests(text: str) -> tuple[str | None, str | None]:
-    """The digests of plan and lengths in a document; None for one that it lacks.
-
-    Raises:
-        PlanFormatError: not a plan.
-    """
+    """The digests of plan and lengths in a document; None for one that it lacks."""
     raw = load(text)
     return raw["digest"], raw["lengths_digest"]
 
 
 def read(raw: dict[str, Any]) -> dict[str, Any]:
     """The document's parts, checked: "num_samples", the digests, and of each of its "steps" the
-    fields of a `StepPlan`, whose `sample_indices` are None where they are left out.
-
-    Raises:
-        PlanFormatError: a part is not of the kind that it should be.
-    """
+    fields of a `StepPlan`, whose `sample_indices` are None where they are left out."""
     scope = raw.get("scope", "global")
     if scope not in ("global", "local"):
         raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r}')

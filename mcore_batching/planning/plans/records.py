@@ -7,18 +7,14 @@ A job writes one file of JSON lines into a folder:
     {"step": 0, "lengths": [...], "scope": "global", "ranks": [[[3, 17], [5]], ...],
      "predicted": 8120.5, "measured_seconds": 1.25}
 
-The first line holds for the steps after it, and is repeated when a part of it changes. A step's
-samples are numbered from 0 in the order of the batch; `predicted` is in units of cost;
-`measured_seconds` is null where nothing was measured. Under learnt costs, which change from step to
-step, `seconds_per_unit` is the time of one token's work on a mean pipeline stage. `hosted_lengths`,
-if any, holds the lengths of further samples, which are computed in the segments of these.
+The first line holds for the steps after it, and is repeated when a part of it changes. Samples are
+numbered from 0 in each step; `predicted` is in units of cost, `seconds_per_unit` (under learnt
+costs) the time of one token's work on a mean stage; `hosted_lengths` are those of further samples,
+computed in the segments of these. Beside it lies `cost_model.json`, the last step's cost model.
 
-Beside it lies `cost_model.json`: the cost model of the last step, in the form that `CostModel`'s
-`from_json`, ``--cost-model`` and ``--dynamic-batch-cost-model`` read.
-
-A step is flushed before `append` returns, so a killed job loses no earlier one. A last line that
-was cut short is left out on reading; any other fault is an error with file and line. While a job
-runs, a record that cannot be written is a warning, and the job goes on without it.
+A step is flushed before `append` returns, so a killed job loses no earlier one; a last line that
+was cut short is left out on reading. A record that cannot be written is a warning, and the job goes
+on without it.
 """
 
 from __future__ import annotations
@@ -73,11 +69,8 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Writes a job's steps into a new file.
-
-    Args:
-        directory: folder for the file, made if need be.
-        writes: False on the ranks that do not write, whose recorders do nothing.
+    """Writes a job's steps into a new file in a folder, made if need be; not where `writes` is
+    False.
 
     Raises:
         RecordError: the folder cannot be made or written to.
@@ -110,14 +103,9 @@ class StepRecorder:
         *,
         seconds_per_unit: float | None = None,
     ) -> None:
-        """Write one step.
-
-        Args:
-            plan: over all data-parallel ranks.
-            lengths: total length of each sample of the batch that the plan refers to, in tokens.
-            measured_seconds: of all forward and backward passes; None if not measured.
-            seconds_per_unit: of a unit of cost, where it was learnt; None: it was not.
-        """
+        """Write one step: its plan over all data-parallel ranks, the lengths of the batch that it
+        refers to, the seconds of all its passes and of a unit of cost (None: not measured, not
+        learnt)."""
         if self._file is None:
             return
         model, predicted = plan.cost_model, predicted_step_time(plan, lengths)
@@ -187,10 +175,7 @@ def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | 
 
 
 def read_records(directory: str | Path) -> list[StepRecord]:
-    """All steps in a folder: job after job, each in its order.
-
-    Args:
-        directory: a folder that `StepRecorder` wrote to, or one of its files.
+    """All steps in a folder that `StepRecorder` wrote to, or in one of its files: job after job.
 
     Raises:
         RecordError: nothing is there, or a line is no record.

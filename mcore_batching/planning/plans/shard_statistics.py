@@ -21,10 +21,6 @@ def shard_statistics(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """One rank's part of `joined_statistics`.
 
-    Args:
-        problem: this rank's samples.
-        micro_batches: this rank's.
-
     Returns:
         numbers by name to sum over data-parallel ranks, and numbers by name to take the maximum of;
         "slot costs" of the latter is a list [num_microbatches], as is "stage costs"
@@ -60,12 +56,8 @@ def shard_statistics(
 
 
 def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatistics:
-    """`step_statistics` of the plan over all ranks.
-
-    Args:
-        problem: of any rank; gives dims, config and cost model.
-        joined: the numbers of `shard_statistics`, summed and maximised over ranks.
-    """
+    """`step_statistics` of the plan over all ranks, from the numbers of `shard_statistics`, summed
+    and maximised; `problem` is any rank's."""
     dims, config, slots = problem.dims, problem.config, joined["slot costs"]
     samples, oversize = int(joined["samples"]), int(joined["oversize"])
     end = joined["rank end"]

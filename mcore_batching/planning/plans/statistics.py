@@ -1,7 +1,4 @@
-"""Fill, balance and predicted time of a step's plan.
-
-Every ratio is defined for every plan, the one without samples included.
-"""
+"""Fill, balance and predicted time of a step's plan; every ratio is defined for every plan."""
 
 from __future__ import annotations
 
@@ -121,13 +118,8 @@ _PEAKS = {"peak_inflight_tokens", "last_stage_inflight_tokens", "largest_row_tok
 def step_statistics(
     step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> StepStatistics:
-    """Statistics of a valid plan.
-
-    Args:
-        step: the plan.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-        cost_model: the plan's own if None.
-    """
+    """Statistics of a valid plan, given the total length of each sample of the whole batch
+    [samples]; by the plan's own costs if None are given."""
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [ordered_sum(rank) for rank in costs]
@@ -171,14 +163,8 @@ def predicted_step_time(
     *,
     forward_only: bool | None = None,
 ) -> float:
-    """Predicted makespan of a step in units of cost: the end of the straggler's pipeline.
-
-    Args:
-        step: the plan.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-        cost_model: the plan's own if None.
-        forward_only: of the forward passes alone; None: as the plan was made.
-    """
+    """Predicted makespan of a step in units of cost: the end of the straggler's pipeline. Arguments
+    are those of `step_problem`."""
     problem, ranks = step_problem(step, lengths, cost_model, forward_only)
     return max(clock.end for clock in step_clocks(step, problem, ranks))
 
@@ -194,8 +180,7 @@ def step_problem(
     Args:
         step: the plan, valid or not.
         lengths: total length of each sample of the whole batch [samples], in tokens.
-        cost_model: the plan's own if None.
-        forward_only: as the plan was made if None.
+        cost_model, forward_only: the plan's own if None.
 
     Returns:
         the problem of the step's samples; samples of each micro-batch [ranks][slots].
@@ -215,20 +200,14 @@ def step_problem(
 
 
 def micro_batch_costs(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[float]]:
-    """Forward cost of each micro-batch on a mean stage [ranks][slots]; a shared one costs each of
-    its ranks.
-
-    Args:
-        step: the plan.
-        problem: of `step_problem`; so is `ranks`.
-        ranks: samples of each micro-batch [ranks][slots].
-    """
+    """Forward cost of each micro-batch of `step_problem` on a mean stage [ranks][slots]; a shared
+    one costs each of its ranks."""
     return _of_slots(step, ranks, lambda samples, size: [problem.on_ranks[size].cost(samples)])
 
 
 def costs_on_stages(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[float]]:
     """Forward cost of each micro-batch on each kind of stage [ranks][slots * kinds], as clocks take
-    them. Arguments are those of `micro_batch_costs`."""
+    them."""
     on_ranks = problem.on_ranks
     return _of_slots(step, ranks, lambda samples, size: on_ranks[size].slot_costs([samples]))
 

@@ -1,4 +1,4 @@
-"""A plan checked against the invariants, whoever made it.
+"""A plan checked against the invariants, whoever made it; no check calls the planner.
 
 A plan that passes
 - covers every sample exactly once;
@@ -9,8 +9,6 @@ A plan that passes
   stage than `split_backward_memory` times what the first stage holds with none split;
 - under dynamic CP: ranks that share a row of size c are a block from a multiple of c on and list
   the same samples; a placeholder has size 1.
-
-No check calls the planner.
 """
 
 from __future__ import annotations
@@ -36,11 +34,8 @@ Broken = Callable[..., InvariantError]
 
 
 def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
-    """Check every invariant that a plan, or one step of it, can be checked for.
-
-    Args:
-        plan: whoever made it.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
+    """Check a plan, or one step of it, given the total length of each sample of the whole batch
+    [samples].
 
     Raises:
         InvariantError: names the broken invariant, the place and the samples.
