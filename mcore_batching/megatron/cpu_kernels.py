@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mcore_batching.batch.rows.zigzag import packed_positions
+from mcore_batching.batch.rows.row_layout import Row
 
 
 def stand_in_for_kernels() -> None:
@@ -61,7 +61,7 @@ class _GroupNorm(torch.nn.Module):
 def _own_places(offsets: Tensor, total_tokens: int, ranks: int, rank: int) -> Tensor:
     """int32 ``[tokens of the rank]``: their places in the whole row."""
     del total_tokens
-    return packed_positions(offsets.tolist(), ranks, rank).to(torch.int32)
+    return Row(tuple(offsets.tolist()), ranks, rank).positions().to(torch.int32)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mcore_batching.planning.errors import Argument, ConfigError
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import number_up_to, require_choice, set_at_least_one
 
 if TYPE_CHECKING:
     from mcore_batching.planning.parallel_dims import ParallelDims
@@ -78,35 +78,17 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         """Check ranges and choices."""
-        for name in (
-            "max_tokens_per_gpu",
-            "pad_each_to",
-            "pad_total_to",
-            "plan_effort",
-            "max_samples_per_row",
-            "max_inflight_tokens",
-            "max_context_parallel",
-        ):
-            value = getattr(self, name)
-            # None is a value of the others, and as a Python int the config prints as JSON.
-            if value is not None or name in ("max_tokens_per_gpu", "plan_effort"):
-                object.__setattr__(self, name, at_least(name, value, 1, ConfigError))
+        counts = (
+            *("max_tokens_per_gpu", "pad_each_to", "pad_total_to", "plan_effort"),
+            *("max_samples_per_row", "max_inflight_tokens", "max_context_parallel"),
+        )
+        set_at_least_one(self, counts, ConfigError)
         for name in ("split_backward_memory", "split_backward_held"):
             value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (is_number and 0 < value <= MOST_TIMES):
-                raise ConfigError(
-                    Argument(name),
-                    f" must be a number above 0, up to {MOST_TIMES}, got {value!r:.60}",
-                )
-            object.__setattr__(self, name, float(value))
+            number = number_up_to(name, value, MOST_TIMES, ConfigError, or_zero=False)
+            object.__setattr__(self, name, number)
         for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if not (isinstance(value, str) and value in choices):
-                raise ConfigError(
-                    Argument(name),
-                    f" must be one of {', '.join(map(repr, choices))}, got {value!r:.60}",
-                )
+            require_choice(name, getattr(self, name), choices, ConfigError)
         # "auto" gives way to `packing` or `fill`; "pipeline" was asked for, as they were.
         if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
             raise ConfigError(

@@ -10,7 +10,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
 from mcore_batching.planning.errors import Argument, LengthError
-from mcore_batching.planning.integers import as_integer, at_least, entries, one_per_sample
+from mcore_batching.planning.integers import (
+    as_integer,
+    at_least,
+    entries,
+    one_per_sample,
+    require_choice,
+)
 
 LastStep = Literal["keep", "drop", "error"]
 
@@ -41,11 +47,7 @@ def group_steps(
         LengthError: an argument is out of range, or "error" with groups left over.
     """
     groups_per_step = at_least("groups_per_step", groups_per_step, 1, LengthError)
-    if not isinstance(last, str) or last not in get_args(LastStep):
-        raise LengthError(
-            Argument("last"),
-            f" must be one of {', '.join(get_args(LastStep))}, got {last!r}",
-        )
+    require_choice("last", last, get_args(LastStep), LengthError)
     place: dict[Hashable, int] = {}
     steps: list[list[int]] = []
     groups = entries("groups", groups, LengthError)

@@ -1,10 +1,11 @@
-"""Integers that people pass in: whatever supports `operator.index` comes back as a Python int;
-floats and booleans are refused, never rounded."""
+"""Checks of arguments that people pass in, and rounding of integers. Whatever supports
+`operator.index` counts as an integer and comes back as a Python int; floats and booleans are
+refused, never rounded."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from mcore_batching.planning.errors import Argument, LengthError, MCoreBatchingError
@@ -38,6 +39,44 @@ def at_least(name: str, value: Any, minimum: int, error: type[MCoreBatchingError
             Argument(name), f" must be {minimum} or more, got {number}; increase ", Argument(name)
         )
     return number
+
+
+def set_at_least_one(settings: Any, names: Iterable[str], error: type[MCoreBatchingError]) -> None:
+    """Check that these fields of a frozen dataclass are 1 or more; None stays where it is the
+    default."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None or type(settings).__dataclass_fields__[name].default is not None:
+            # As Python ints: NumPy's would not print as JSON.
+            object.__setattr__(settings, name, at_least(name, value, 1, error))
+
+
+def number_up_to(
+    name: str, value: Any, most: float, error: type[MCoreBatchingError], *, or_zero: bool = True
+) -> float:
+    """The argument `name` as a float above 0, up to `most`; or 0."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Compared before it becomes a float: an integer of 400 digits is none.
+    if not (is_number and (0 < value <= most or (or_zero and value == 0))):
+        least = "from 0 to" if or_zero else "above 0, up to"
+        raise error(Argument(name), f" must be a number {least} {most:g}, got {value!r:.60}")
+    return float(value)
+
+
+def require_bool(name: str, value: Any, error: type[MCoreBatchingError]) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise error(Argument(name), f" must be True or False, got {value!r:.80}")
+
+
+def require_choice(
+    name: str, value: Any, choices: Sequence[str], error: type[MCoreBatchingError]
+) -> None:
+    """Refuse what is none of the choices."""
+    if not (isinstance(value, str) and value in choices):
+        raise error(
+            Argument(name), f" must be one of {', '.join(map(repr, choices))}, got {value!r:.60}"
+        )
 
 
 def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence[Any]:

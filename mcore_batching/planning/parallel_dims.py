@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from mcore_batching.planning.errors import Argument, ParallelDimsError
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import at_least, require_bool, set_at_least_one
 
 MAX_RANKS = 2**17
 """More GPUs than any job has. Beyond, even few samples take minutes: a plan has a list per rank."""
@@ -48,27 +48,13 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         """Check ranges, sizes against each other, and the interleaved schedule's conditions."""
-        for name in (
-            "data_parallel",
-            "pipeline_parallel",
-            "virtual_pipeline",
-            "context_parallel",
-            "tensor_parallel",
-            "expert_parallel",
-        ):
-            # As Python ints: a frozen dataclass that was given NumPy's would not print as JSON.
-            object.__setattr__(
-                self, name, at_least(name, getattr(self, name), 1, ParallelDimsError)
-            )
+        sizes = (
+            *("data_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel"),
+            *("tensor_parallel", "expert_parallel", "microbatch_group_size"),
+        )
+        set_at_least_one(self, sizes, ParallelDimsError)
         for name in ("sequence_parallel", "waits_for_sends"):
-            if not isinstance(getattr(self, name), bool):
-                raise ParallelDimsError(
-                    Argument(name), f" must be True or False, got {getattr(self, name)!r}"
-                )
-        if self.microbatch_group_size is not None:
-            name = "microbatch_group_size"
-            group_size = at_least(name, self.microbatch_group_size, 1, ParallelDimsError)
-            object.__setattr__(self, name, group_size)
+            require_bool(name, getattr(self, name), ParallelDimsError)
         self._check_sizes()
         if self.virtual_pipeline > 1:
             self._check_interleaving()
@@ -100,10 +86,7 @@ class ParallelDims:
         ):
             size = getattr(self, name)
             if size is not None and size > limit:
-                raise ParallelDimsError(
-                    Argument(name),
-                    f" must be at most {limit}, got {size}",
-                )
+                raise ParallelDimsError(Argument(name), f" must be at most {limit}, got {size}")
 
     def _check_interleaving(self) -> None:
         if self.pipeline_parallel == 1:

@@ -19,8 +19,8 @@ from functools import cached_property
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks
-from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
-from mcore_batching.planning.integers import check_lengths, round_up
+from mcore_batching.planning.errors import ConfigError, OversizeSampleError
+from mcore_batching.planning.integers import check_lengths, require_bool, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Schedule, inflight_tokens
 from mcore_batching.planning.tokens import (
@@ -69,10 +69,7 @@ class Problem:
             ConfigError: the cap leaves no room for a token, or `forward_only` is no boolean.
             OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
         """
-        if not isinstance(forward_only, bool):
-            raise ConfigError(
-                Argument("forward_only"), f" must be True or False, got {forward_only!r:.80}"
-            )
+        require_bool("forward_only", forward_only, ConfigError)
         config.check_max_context_parallel(dims)  # the config alone does not know the ranks
         costs = cost_model or CostModel()
         problem = cls(tuple(check_lengths(lengths)), dims, config, costs, forward_only)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from mcore_batching.batch.fields.field_checks import checked_values, read_length
 from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA
 from mcore_batching.batch.fields.value_checks import read_indices
 from mcore_batching.planning.errors import Argument, shortened
-from mcore_batching.planning.integers import entries
+from mcore_batching.planning.integers import entries, require_choice
 from mcore_batching.rl.estimators import ESTIMATORS, outcome_advantages
 from mcore_batching.rl.group_locality import require_local
 from mcore_batching.rl.real_samples import indices_by_group, numbers_of, real_indices
@@ -52,8 +52,8 @@ def compute_advantages(
         batch: field name to one value per sample: ``total_lengths``, ``response_lengths``,
             ``rewards``, ``uids``, ``trajectory_ids`` with ``step_wise``; optional ``loss_masks``,
             ``is_padding``.
-        estimator: a name of `mcore_batching.rl.estimators`: "grpo", "dr_grpo", "rloo",
-            "reinforce_baseline", "opo" or "maxrl".
+        estimator: a name of `mcore_batching.rl.estimators`: "grpo", "dr_grpo", "rloo" or
+            "reinforce_baseline".
         step_wise: True if a sample is one turn of a trajectory.
         outcome: reward of a trajectory: of its "last" turn (by ``round_number`` if there is one,
             else in the batch), or the "sum" over its turns.
@@ -170,12 +170,7 @@ def _advantages(
             f"{', '.join(ESTIMATORS)}",
         )
     groups, trajectories = _trajectories(batch, step_wise)
-    found = outcome_advantages(
-        _outcomes(batch, trajectories, outcome),
-        groups,
-        [sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
-        estimator,
-    )
+    found = outcome_advantages(_outcomes(batch, trajectories, outcome), groups, estimator)
     # Each turn gets the trajectory's advantage through its own mask.
     advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
     for turns, advantage in zip(trajectories, found, strict=True):
@@ -209,8 +204,7 @@ def _outcomes(
     batch: Mapping[str, Any], trajectories: Sequence[Sequence[int]], outcome: Outcome
 ) -> list[float]:
     """The reward of each trajectory [trajectories]."""
-    if not (isinstance(outcome, str) and outcome in ("last", "sum")):
-        raise BatchError(Argument("outcome"), f" must be 'last' or 'sum', got {outcome!r:.60}")
+    require_choice("outcome", outcome, get_args(Outcome), BatchError)
     if outcome == "sum":
         return [sum(numbers_of(batch, "rewards", turns)) for turns in trajectories]
     last = [turns[-1] for turns in trajectories]

@@ -1,47 +1,15 @@
-"""Some samples of a batch: the real ones (all but padding samples), and those of each group.
-
-take({"uids": ["a", "b", "c"], "rewards": torch.tensor([1.0, 2.0, 3.0])}, [2, 0])
-{"uids": ["c", "a"], "rewards": tensor([3.0, 1.0])}
-"""
+"""The real samples of a batch (all but padding samples), and those of each group."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
-from mcore_batching.batch.errors import OrderError, SchemaError
+from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields.field_checks import num_samples, require_one_per_sample
-from mcore_batching.batch.fields.value_checks import is_tagged, read_indices
+from mcore_batching.batch.fields.value_checks import is_tagged
 from mcore_batching.batch.fields.value_shapes import as_number, describe
-from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.groups import group_key
-
-
-def take(batch: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
-    """The samples at these indices, in this order, with all of their fields: tensors stay tensors,
-    arrays arrays, other sequences become new lists.
-
-    Raises:
-        SchemaError: a field does not have one value per sample.
-        OrderError: an index is not that of a sample.
-    """
-    count, positions = num_samples(batch), read_indices("indices", indices)
-    # Negative ones too: they would count from the end.
-    beyond = tuple(sorted({index for index in positions if not 0 <= index < count}))
-    if beyond:
-        raise OrderError(
-            f"expected indices below {count} samples, got {shortened(beyond)}; count from 0",
-            extra=beyond,
-        )
-    taken: dict[str, Any] = {}
-    for key, values in batch.items():
-        if values is not None:
-            require_one_per_sample(key, values, count)
-        if values is None or hasattr(values, "shape"):  # tensors and arrays take a list of indices
-            taken[key] = None if values is None else values[positions]
-        else:
-            taken[key] = [values[position] for position in positions]
-    return taken
 
 
 def real_indices(batch: Mapping[str, Any]) -> list[int]:
@@ -55,9 +23,22 @@ def real_indices(batch: Mapping[str, Any]) -> list[int]:
 
 
 def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch without its padding samples, in every field; a `SchemaError` if a field does not
-    have one value per sample."""
-    return take(batch, real_indices(batch))
+    """The batch without its padding samples, in every field: tensors stay tensors, arrays arrays,
+    other sequences become new lists.
+
+    Raises:
+        SchemaError: a field does not have one value per sample.
+    """
+    positions, count = real_indices(batch), num_samples(batch)
+    taken: dict[str, Any] = {}
+    for key, values in batch.items():
+        if values is not None:
+            require_one_per_sample(key, values, count)
+        if values is None or hasattr(values, "shape"):  # tensors and arrays take a list of indices
+            taken[key] = None if values is None else values[positions]
+        else:
+            taken[key] = [values[position] for position in positions]
+    return taken
 
 
 def numbers_of(batch: Mapping[str, Any], name: str, indices: Iterable[int]) -> list[float]:

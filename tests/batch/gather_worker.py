@@ -12,7 +12,7 @@ from batch_cases import boundary_shapes, make_samples
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, make_placeholder, pack
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
-from mcore_batching.batch.rows.zigzag import slice_packed
+from mcore_batching.batch.rows.row_layout import Row
 
 TIMEOUT = datetime.timedelta(seconds=120)
 
@@ -107,7 +107,7 @@ def gather_all(rank: int, size: int, store: str, results: str) -> None:
             for name, loss in LOSSES.items():
                 offsets = row.host_cu_seqlens_padded
                 full = full_stream(offsets[-1], trailing)
-                local = slice_packed(full, offsets, size, rank).requires_grad_()
+                local = Row(offsets, size, rank).local(full).requires_grad_()
                 del calls[:]
                 values = gather_response(local, row, group=dist.group.WORLD)
                 forward_calls = len(calls)

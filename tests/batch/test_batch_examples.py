@@ -21,7 +21,6 @@ from mcore_batching.batch.loss import step_totals
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
 from mcore_batching.batch.rows.response_tokens import predicted_positions
 from mcore_batching.batch.rows.row_layout import Row, padded_offsets
-from mcore_batching.batch.rows.zigzag import locate, slice_packed
 
 
 def row_of(totals: list[int], responses: list[int], **options: Any) -> PackedMicroBatch:
@@ -52,10 +51,10 @@ def test_row_layout() -> None:
 
 
 def test_slices_of_a_packed_row() -> None:
-    row, offsets = torch.arange(12), [0, 4, 12]
-    parts = [slice_packed(row, offsets, 2, rank) for rank in (0, 1)]
+    row, offsets = torch.arange(12), (0, 4, 12)
+    parts = [Row(offsets, 2, rank).local(row) for rank in (0, 1)]
     assert [part.tolist() for part in parts] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
-    ranks, places = locate(torch.tensor([0, 1, 2, 11]), offsets, 2)
+    ranks, places = Row(offsets, 2).locate(torch.tensor([0, 1, 2, 11]))
     assert (ranks.tolist(), places.tolist()) == ([0, 1, 1, 0], [0, 0, 1, 5])
 
 

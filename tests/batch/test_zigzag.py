@@ -1,4 +1,4 @@
-"""The guarantees of `mcore_batching.batch.rows.zigzag`."""
+"""The guarantees of a context-parallel rank's slice of a `Row`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batch_cases import boundary_lengths, merge_packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch.rows.zigzag import locate, packed_positions, slice_packed
+from mcore_batching.batch.rows.row_layout import Row
 
 SIZES = (1, 2, 4)
 
@@ -21,23 +21,23 @@ def padded(length: int, size: int) -> int:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> tuple[int, list[int]]:
+def rows(draw: st.DrawFn) -> tuple[int, tuple[int, ...]]:
     """A context-parallel size and the offsets of segments that divide, empty ones included."""
     size = draw(st.sampled_from(SIZES))
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6))
-    return size, [0, *accumulate(padded(length, size) for length in lengths)]
+    return size, (0, *accumulate(padded(length, size) for length in lengths))
 
 
 @pytest.mark.parametrize(
     ("rank", "expected"), [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])], ids=["rank 0", "rank 1"]
 )
 def test_a_rank_holds_chunk_r_and_its_mirror_image(rank: int, expected: list[int]) -> None:
-    assert slice_packed(torch.arange(8), (0, 8), 2, rank).tolist() == expected
-    assert packed_positions((0, 8), 2, rank).tolist() == expected
+    assert Row((0, 8), 2, rank).local(torch.arange(8)).tolist() == expected
+    assert Row((0, 8), 2, rank).positions().tolist() == expected
 
 
 def test_each_segment_is_cut_by_itself() -> None:
-    held = [packed_positions((0, 4, 12), 2, rank).tolist() for rank in (0, 1)]
+    held = [Row((0, 4, 12), 2, rank).positions().tolist() for rank in (0, 1)]
     assert held == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
 
 
@@ -47,47 +47,47 @@ def test_merge_undoes_slice_at_boundary_lengths(size: int, dim: int) -> None:
     for length in boundary_lengths(size):
         x = torch.rand(padded(length, size), 3).movedim(0, dim)
         offsets = (0, x.shape[dim])
-        parts = [slice_packed(x, offsets, size, rank, dim) for rank in range(size)]
+        parts = [Row(offsets, size, rank).local(x, dim) for rank in range(size)]
         assert all(part.shape[dim] * size == x.shape[dim] for part in parts)
         assert torch.equal(merge_packed(parts, offsets, dim), x)
 
 
 @settings(max_examples=300, deadline=None)
 @given(rows())
-def test_merge_undoes_slice_for_any_segments(row: tuple[int, list[int]]) -> None:
+def test_merge_undoes_slice_for_any_segments(row: tuple[int, tuple[int, ...]]) -> None:
     size, offsets = row
     x = torch.rand(2, offsets[-1])
-    parts = [slice_packed(x, offsets, size, rank, 1) for rank in range(size)]
+    parts = [Row(offsets, size, rank).local(x, 1) for rank in range(size)]
     assert torch.equal(merge_packed(parts, offsets, 1), x)
 
 
 @settings(max_examples=300, deadline=None)
 @given(rows())
-def test_every_token_is_on_exactly_one_rank(row: tuple[int, list[int]]) -> None:
+def test_every_token_is_on_exactly_one_rank(row: tuple[int, tuple[int, ...]]) -> None:
     size, offsets = row
-    held = torch.cat([packed_positions(offsets, size, rank) for rank in range(size)])
+    held = torch.cat([Row(offsets, size, rank).positions() for rank in range(size)])
     assert held.sort().values.tolist() == list(range(offsets[-1]))
 
 
 @settings(max_examples=300, deadline=None)
 @given(rows())
-def test_locate_finds_what_a_rank_holds(row: tuple[int, list[int]]) -> None:
+def test_locate_finds_what_a_rank_holds(row: tuple[int, tuple[int, ...]]) -> None:
     size, offsets = row
     for rank in range(size):
-        held = packed_positions(offsets, size, rank)
-        ranks, local = locate(held, offsets, size)
+        held = Row(offsets, size, rank).positions()
+        ranks, local = Row(offsets, size).locate(held)
         assert ranks.tolist() == [rank] * len(held)
         assert local.tolist() == list(range(len(held)))
 
 
 @settings(max_examples=200, deadline=None)
 @given(rows())
-def test_causal_attention_costs_every_rank_the_same(row: tuple[int, list[int]]) -> None:
+def test_causal_attention_costs_every_rank_the_same(row: tuple[int, tuple[int, ...]]) -> None:
     size, offsets = row
     starts = torch.tensor(offsets)
 
     def cost(rank: int) -> int:
-        held = packed_positions(offsets, size, rank)
+        held = Row(offsets, size, rank).positions()
         segment = torch.searchsorted(starts[1:], held, right=True)
         return int((held - starts[segment] + 1).sum())
 
@@ -96,18 +96,18 @@ def test_causal_attention_costs_every_rank_the_same(row: tuple[int, list[int]]) 
 
 def test_one_rank_holds_the_row_as_it_is_of_any_length() -> None:
     x = torch.rand(7)
-    assert slice_packed(x, (0, 7), 1, 0) is x
+    assert Row((0, 7), 1, 0).local(x) is x
     assert torch.equal(merge_packed([x], (0, 7)), x)
 
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"6 tokens cannot be cut into 4 equal .* pad them to 8"):
-        slice_packed(torch.rand(6), (0, 6), 2, 0)
+        Row((0, 6), 2, 0).local(torch.rand(6))
     with pytest.raises(ValueError, match="5 tokens cannot be cut into 8 equal"):
-        slice_packed(torch.rand(13), (0, 8, 13), 4, 0)
+        Row((0, 8, 13), 4, 0).local(torch.rand(13))
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"a rank below context_parallel_size=2, got {rank}"):
-        slice_packed(torch.arange(8), (0, 8), 2, rank)
+        Row((0, 8), 2, rank).local(torch.arange(8))

@@ -122,7 +122,7 @@ def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
 def test_arguments_out_of_range() -> None:
     with pytest.raises(LengthError, match="groups_per_step must be 1 or more, got 0"):
         group_steps(["a"], 0)
-    with pytest.raises(LengthError, match="last must be one of keep, drop, error, got 'short'"):
+    with pytest.raises(LengthError, match="last must be one of 'keep', 'drop', 'error'"):
         group_steps(["a"], 1, last="short")  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""The guarantees of `take`."""
+"""The guarantees of `real_samples`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.rl.real_samples import take
+from mcore_batching.batch import SchemaError
+from mcore_batching.rl import real_samples
 
 
 def numbered(count: int) -> dict[str, Any]:
@@ -36,32 +36,31 @@ def numbers_of(batch: dict[str, Any]) -> list[list[int]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 8), max_size=12))
-def test_every_field_is_sliced_alike(indices: list[int]) -> None:
-    batch = numbered(9)
-    part = take(batch, indices)
-    assert numbers_of(part) == [indices] * 4
+@given(st.lists(st.booleans(), max_size=12))
+def test_every_field_is_sliced_alike(tags: list[bool]) -> None:
+    batch = numbered(len(tags)) | {"is_padding": tags}
+    part = real_samples(batch)
+    real = [index for index, tag in enumerate(tags) if not tag]
+    assert numbers_of(part) == [real] * 4
     assert part["returns"] is None
     assert isinstance(part["rewards"], torch.Tensor)
-    assert numbers_of(batch) == [list(range(9))] * 4
+    assert numbers_of(batch) == [list(range(len(tags)))] * 4
     part["uids"].append("new")
-    assert len(batch["uids"]) == 9
+    assert len(batch["uids"]) == len(tags)
 
 
-def test_numpy_fields_and_indices() -> None:
+def test_numpy_fields() -> None:
     numpy = pytest.importorskip("numpy")
-    part = take({"rewards": numpy.arange(5.0), "uids": list("abcde")}, numpy.array([3, 0]))
-    assert (part["rewards"].tolist(), part["uids"]) == ([3.0, 0.0], ["d", "a"])
-    assert take({"uids": list("ab")}, torch.tensor([1]))["uids"] == ["b"]
+    batch = {
+        "rewards": numpy.arange(3.0),
+        "uids": list("abc"),
+        "is_padding": numpy.array([0, 1, 0]),
+    }
+    part = real_samples(batch)
+    assert (part["rewards"].tolist(), part["uids"]) == ([0.0, 2.0], ["a", "c"])
 
 
 @pytest.mark.parametrize("whole", [{"uids": ["a"] * 6}, "a text of 6", 3, list(range(5))])
 def test_what_cannot_be_sliced_is_refused_by_name(whole: Any) -> None:
     with pytest.raises(SchemaError, match=r"meta_info.*6 values, one per sample"):
-        take({**numbered(6), "meta_info": whole}, [0, 1])
-
-
-@pytest.mark.parametrize("index", [-1, 6, 1.5, "a"])
-def test_an_index_of_no_sample_is_refused(index: Any) -> None:
-    with pytest.raises(OrderError, match=r"expected (integer )?indices"):
-        take(numbered(6), [0, index])
+        real_samples({**numbered(6), "meta_info": whole})

@@ -15,7 +15,7 @@ from mcore_batching.rl import (
     unpad,
 )
 from mcore_batching.rl.estimators import outcome_advantages
-from mcore_batching.rl.real_samples import indices_by_group, take
+from mcore_batching.rl.real_samples import indices_by_group
 
 
 def in_lists(batch: dict[str, Any]) -> dict[str, list[Any]]:
@@ -36,18 +36,13 @@ def test_advantages() -> None:
     }
     found = compute_advantages(batch, "dr_grpo", step_wise=True)
     assert [each.tolist() for each in found] == [[0.5], [0.5, 0.0], [-0.5]]
-    rloo = outcome_advantages([1, 0, 0], ["a", "a", "a"], [1, 1, 1], "rloo")
+    rloo = outcome_advantages([1, 0, 0], ["a", "a", "a"], "rloo")
     assert rloo == [1.0, -0.5, -0.5]
 
 
 def test_groups() -> None:
     batch = {"uids": ["a", "b", "a", "pad"]}
     assert indices_by_group(batch, "uids", [0, 1, 2]) == {"a": [0, 2], "b": [1]}
-
-
-def test_some_samples() -> None:
-    part = take({"uids": ["a", "b", "c"], "rewards": torch.tensor([1.0, 2.0, 3.0])}, [2, 0])
-    assert (part["uids"], part["rewards"].tolist()) == (["c", "a"], [3.0, 1.0])
 
 
 def test_padding_samples() -> None:

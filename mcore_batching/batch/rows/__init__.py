@@ -2,10 +2,9 @@
 
 packed            a packed row, drawn
 pack              samples to a row
-row_layout        offsets of the padded samples, and values placed at them
+row_layout        offsets of the padded samples, values at them, and context-parallel slices
 prefixes          samples computed in another's segment
 response_tokens   the position that predicts each response token, and its weight
-zigzag            a context-parallel rank's slice of a row, and the row back
 context_parallel  whole responses from the slices
 placeholder       a fabricated sample for a micro-batch without one
 side_by_side      host tensors moved to a device by one copy

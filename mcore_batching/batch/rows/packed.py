@@ -8,7 +8,7 @@ Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 
     loss_mask          1 1 0 0 | 1 0 | 0 0      1 where a response token is predicted
     cu_seqlens_padded  0 4 6 8                  the row's own padding is the last segment
 
-Under context parallelism the row is cut as in `batch.rows.zigzag`; offsets are of the full row.
+Under context parallelism the row is cut as in `batch.rows.row_layout`; offsets are of the full row.
 Samples may begin others, their hosts (`batch.rows.prefixes`): `p a` of response a lies in the
 segment of `p a q b` of response b.
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.rows.row_layout import Row
-from mcore_batching.batch.rows.zigzag import locate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -75,7 +74,7 @@ def response_tokens(weights: Tensor, predicted_at: Tensor, row: Row) -> Response
     0 where nothing predicts the token."""
     # The -1 of tokens that nothing predicts are looked up as 0 and then left out of `owned`.
     at = predicted_at.clamp(min=0)
-    rank, local = locate(at, row.offsets, row.context_parallel_size)
+    rank, local = row.locate(at)
     owned = (predicted_at >= 0) & (rank == row.context_parallel_rank)
     device = weights.device
     return ResponseTokens(

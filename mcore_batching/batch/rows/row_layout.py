@@ -1,9 +1,17 @@
-"""Layout of a packed row: offsets of the padded samples, and values placed at them.
+"""Layout of a packed row: offsets of the padded samples, values placed at them, and the slices of
+context-parallel ranks.
 
     samples of 3 and 2 tokens, each padded to a multiple of 2, the row to a multiple of 8
     padded_offsets([3, 2], 2, 8)                        (0, 4, 6, 8)
     Row((0, 4, 6, 8)).lay_out([abc, de], .)             a b c . d e . .
     Row((0, 4, 6, 8)).later(of that, 1)                 b c . 0 e 0 . 0
+
+Each segment is cut by itself into 2·cp equal chunks; rank r holds chunks r and 2·cp−1−r, so that
+causal attention costs every rank the same:
+
+    row of two segments                     0 1 2 3 | 4 5 6 7 8 9 10 11
+    Row((0, 4, 12), 2, 0).local(row)        0     3   4 5           10 11
+    Row((0, 4, 12), 2, 1).local(row)          1 2         6 7 8 9
 
 A sample without tokens takes one alignment unit, since attention kernels break on empty segments.
 """
@@ -11,6 +19,7 @@ A sample without tokens takes one alignment unit, since attention kernels break 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -18,7 +27,6 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.rows.zigzag import slice_packed
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import at_least, round_up
 
@@ -106,6 +114,55 @@ class Row:
         return values.masked_fill(at >= ends, 0)
 
     def local(self, full: Tensor, dim: int = 0) -> Tensor:
-        """The part of a full row, with its tokens on `dim`, that this rank holds."""
+        """The part of a full row, with its tokens on `dim`, that this rank holds; of one rank the
+        row itself."""
+        held = self._held_chunks()
+        if self.context_parallel_size == 1:
+            return full
+        # Narrow, not index_select: its indices would have to be copied to the row's device.
+        return torch.cat([full.narrow(dim, first, end - first) for first, end in held], dim)
+
+    def positions(self) -> Tensor:
+        """Positions of the tokens that this rank holds, int64, on the host, ascending."""
+        held = self._held_chunks()
+        return torch.cat([torch.arange(first, end, device="cpu") for first, end in held])
+
+    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rank that holds each position, and the place in that rank's slice.
+
+            Row((0, 4, 12), 2).locate([0 1 2 11])    ranks [0 1 1 0], places [0 0 1 5]
+
+        The inverse of `positions`, over all ranks; int64 on the host.
+        """
+        size = self.context_parallel_size
+        if size == 1:
+            return torch.zeros_like(positions), positions
+        offsets = torch.tensor(self.offsets, device="cpu")
+        segment = torch.searchsorted(offsets[1:], positions, right=True)
+        start = offsets[segment]
+        chunk = (offsets[segment + 1] - start) // (2 * size)
+        place = (positions - start) // chunk
+        # Rank r holds chunks r and 2·cp−1−r.
+        rank = torch.minimum(place, 2 * size - 1 - place)
+        in_second = (place >= size).long()
+        local = start // size + in_second * chunk + (positions - start) % chunk
+        return rank, local
+
+    def _held_chunks(self) -> list[tuple[int, int]]:
+        """Start and end, in the full row, of each chunk that this rank holds."""
         size, rank = self.context_parallel_size, self.context_parallel_rank
-        return slice_packed(full, self.offsets, size, rank, dim)
+        if not 0 <= rank < size:
+            raise BatchError(f"expected a rank below context_parallel_size={size}, got {rank}")
+        if size == 1:
+            return [(0, self.num_tokens)]
+        held = []
+        for start, end in itertools.pairwise(self.offsets):
+            chunk, rest = divmod(end - start, 2 * size)
+            if rest:
+                raise BatchError(
+                    f"{end - start} tokens cannot be cut into {2 * size} equal chunks "
+                    f"(2 * context_parallel_size); pad them to {(chunk + 1) * 2 * size}"
+                )
+            for place in (rank, 2 * size - 1 - rank):
+                held.append((start + place * chunk, start + (place + 1) * chunk))
+        return held

@@ -23,8 +23,8 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from mcore_batching.batch.rows.row_layout import Row
 from mcore_batching.batch.rows.side_by_side import sent
-from mcore_batching.batch.rows.zigzag import packed_positions
 
 MAX_HEAD_DIM = 256
 """Of FlashAttention 2, which PyTorch's variable-length attention calls."""
@@ -85,7 +85,7 @@ def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) 
         int64 ``[tokens of the full row]``: ``full = gathered[index]``.
     """
     ranks = range(context_parallel_size)
-    held = [packed_positions(cu_seqlens, context_parallel_size, rank) for rank in ranks]
+    held = [Row(tuple(cu_seqlens), context_parallel_size, rank).positions() for rank in ranks]
     # Gathered token k is at row position held[k]; the inverse permutation finds it.
     return torch.cat(held).argsort()
 

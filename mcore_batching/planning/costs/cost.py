@@ -16,7 +16,7 @@ from functools import reduce
 from operator import add
 
 from mcore_batching.planning.errors import Argument, ConfigError
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import at_least, number_up_to
 from mcore_batching.planning.json_text import parse_json
 
 
@@ -29,16 +29,10 @@ def ordered_sum(values: Iterable[float]) -> float:
 
 _ALSO_WRITTEN = {"seconds_per_unit"}
 """Keys that a job writes beside the coefficients."""
-_NEWER_COSTS = (
-    "context_parallel_overhead",
-    "context_parallel_fixed",
-    "weight_share",
-    "split_backward_overhead",
-    "beyond_window",
-)
-_NEWER = (*_NEWER_COSTS, "layers", "layer_costs")
-"""Left out of the JSON at their defaults, as in older documents."""
-_COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "backward_ratio", *_NEWER_COSTS)
+_FIRST = ("linear", "quadratic", "per_micro_batch", "backward_ratio", "window")
+"""Fields of the first release; others are left out of the JSON at their defaults."""
+NOT_COSTS = ("window", "layers", "layer_costs")
+"""Fields that are no coefficient."""
 _MAX_COEFFICIENT = 1e100
 """Times the largest length squared and the most samples, a cost is still finite: 1e100 · 2^80 ·
 10^6 < 1e308."""
@@ -86,16 +80,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""
-        for name in _COEFFICIENTS:
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            # Compared before it becomes a float: an integer of 400 digits is none.
-            if not (is_number and 0 <= value <= _MAX_COEFFICIENT):
-                raise ConfigError(
-                    Argument(name),
-                    f" must be a number from 0 to {_MAX_COEFFICIENT:g}, got {value!r:.60}",
-                )
-            object.__setattr__(self, name, float(value))
+        for name in (option.name for option in fields(self) if option.name not in NOT_COSTS):
+            number = number_up_to(name, getattr(self, name), _MAX_COEFFICIENT, ConfigError)
+            object.__setattr__(self, name, number)
         if self.beyond_window > 1:
             raise ConfigError(
                 Argument("beyond_window"), f" must be 1 or less, got {self.beyond_window}"
@@ -136,7 +123,7 @@ class CostModel:
             raise ConfigError(f"expected a cost model in JSON: {error}") from None
         # Unknown keys are refused: a coefficient that is misspelt would be a default.
         known = {option.name for option in fields(cls)}
-        needed = known - {"window", *_NEWER}
+        needed = {*_FIRST} - {"window"}
         if not isinstance(raw, dict) or not needed <= set(raw) <= known | _ALSO_WRITTEN:
             raise ConfigError(
                 f"expected a JSON object with {', '.join(sorted(needed))}, got {text!r:.80}; take "
@@ -146,12 +133,9 @@ class CostModel:
 
     def to_json(self) -> str:
         """The cost model as a JSON object."""
-        coefficients = asdict(self)
-        # At their defaults they are left out, so that older releases read the file.
-        for name in _NEWER:
-            if coefficients[name] == type(self).__dataclass_fields__[name].default:
-                del coefficients[name]
-        return json.dumps(coefficients, indent=1)
+        defaults = {option.name: option.default for option in fields(self)}
+        kept = {k: v for k, v in asdict(self).items() if k in _FIRST or v != defaults[k]}
+        return json.dumps(kept, indent=1)
 
     def on_ranks(self, context_parallel: int) -> CostModel:
         """The costs, on each of its ranks, of a micro-batch of this context-parallel size."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mcore_batching.planning.costs.cost import CostModel
+from mcore_batching.planning.costs.cost import NOT_COSTS, CostModel
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -66,8 +66,7 @@ class LearntCosts:
                 cost_model=CostModel(**data["cost_model"]),
                 seconds_per_unit=data["seconds_per_unit"],
             )
-            known = ("window", "layers", "layer_costs")
-            costs = [v for k, v in asdict(made.cost_model).items() if k not in known]
+            costs = [v for k, v in asdict(made.cost_model).items() if k not in NOT_COSTS]
             speed = made.seconds_per_unit
             numbers = [each for each in (*costs, 1.0 if speed is None else speed) if each != 0]
             if not all(1 / _MOST_LEARNT <= each <= _MOST_LEARNT for each in numbers):

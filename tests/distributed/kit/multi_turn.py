@@ -23,13 +23,13 @@ from kit.exactness import arguments, difference, log_probs_of
 from kit.model import CLIP_GRAD, adam, local_part, named_parameters, sharded_model
 from kit.objective import packed_objective, plain_objective
 from kit.reference import plain_adam, plain_log_probs, plain_model
-from kit.samples import VOCABULARY
+from kit.samples import VOCABULARY, take
 from mcore_batching.megatron import forward_only, get_data_iterator, train_step
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, group_steps, plan_batch
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.rl import compute_advantages, pad_batch, real_samples
-from mcore_batching.rl.real_samples import real_indices, take
+from mcore_batching.rl.real_samples import real_indices
 
 TRAJECTORIES_PER_PROMPT = {"verl": 8, "skyrl": 5, "few": 4}
 PROMPTS = {"verl": 45, "skyrl": 256, "few": 15}
