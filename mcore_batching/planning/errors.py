@@ -43,11 +43,7 @@ def printable(text: str) -> str:
 
 
 def shortened(entries: Collection[object], limit: int = 10, separator: str = ", ") -> str:
-    """The first entries of a collection for a message, and how many more there are.
-
-    >>> shortened([3, 17, 4], limit=2)
-    '3, 17 and 1 more'
-    """
+    """The first entries of a collection for a message, and how many more: `3, 17 and 1 more`."""
     shown = separator.join(map(str, islice(entries, limit)))
     return f"{shown} and {len(entries) - limit} more" if len(entries) > limit else shown
 
@@ -164,8 +160,8 @@ class InvariantError(PlanningError):
     """A plan that breaks one of the invariants.
 
     Attributes: `invariant`, its name ("exact cover", "cap", "equal count", "split before
-    placeholder" or, under dynamic CP, "blocks"); `indices`, the sample indices concerned; `step`,
-    `rank` and `slot`, each None where the fault is not in one place.
+    placeholder", "split backward" or, under dynamic CP, "blocks"); `indices` of the samples
+    concerned; `step`, `rank` and `slot`, each None where the fault is not in one place.
     """
 
     def __init__(
@@ -187,7 +183,6 @@ class InvariantError(PlanningError):
         place = f" at {', '.join(where)}" if where else ""
         super().__init__(f"invariant '{invariant}' is broken{place}: {message}")
         self.invariant = invariant
-        self.detail = message
         self.indices = indices
         self.step = step
         self.rank = rank

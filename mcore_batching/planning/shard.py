@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
@@ -164,8 +164,7 @@ def _improved(problem: Problem, slots: Sequence[Sequence[int]]) -> Sequence[Sequ
     return improve(objective.candidate([slots]), objective).ranks[0]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardOutlook:
+class ShardOutlook(NamedTuple):
     """Prediction for one rank's micro-batches."""
 
     end: float
@@ -184,8 +183,7 @@ def shard_outlook(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> S
 
 def worst_outlook(outlooks: Iterable[ShardOutlook]) -> ShardOutlook:
     """The latest end and the most tokens in flight over all ranks."""
-    ends, inflight = zip(*((each.end, each.inflight_tokens) for each in outlooks), strict=True)
-    return ShardOutlook(end=max(ends), inflight_tokens=max(inflight))
+    return ShardOutlook(*map(max, zip(*outlooks, strict=True)))
 
 
 def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> int:

@@ -3,8 +3,7 @@
 Needs torch and the standard library; never imports megatron.
 """
 
-from mcore_batching.rl.advantages import compute_advantages
-from mcore_batching.rl.group_locality import SplitGroupError
+from mcore_batching.rl.advantages import SplitGroupError, compute_advantages
 from mcore_batching.rl.left_padding import LeftPadded, left_pad, response_values, unpad
 from mcore_batching.rl.metrics import sample_metrics
 from mcore_batching.rl.padding_samples import pad_batch

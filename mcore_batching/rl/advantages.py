@@ -11,7 +11,7 @@ turns get its advantage, each through its own mask. Padding samples are in no gr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,13 +27,25 @@ from mcore_batching.batch.fields.value_checks import read_indices
 from mcore_batching.planning.errors import Argument, shortened
 from mcore_batching.planning.integers import entries, require_choice
 from mcore_batching.rl.estimators import ESTIMATORS, outcome_advantages
-from mcore_batching.rl.group_locality import require_local
 from mcore_batching.rl.real_samples import indices_by_group, numbers_of, real_indices
 
 Outcome = Literal["last", "sum"]
 
 _LEAST_VARIANCE = 1e-8
 """Added to a step's variance, so that advantages that are all equal become 0."""
+
+
+class SplitGroupError(BatchError):
+    """Groups with samples on several ranks, so that none can compute their statistics.
+
+    Attributes: `ranks_of_group`, the global ranks of each such group, by its uid.
+    """
+
+    def __init__(
+        self, *parts: str | Argument, ranks_of_group: dict[Hashable, tuple[int, ...]]
+    ) -> None:
+        super().__init__(*parts)
+        self.ranks_of_group = ranks_of_group
 
 
 def compute_advantages(
@@ -93,9 +105,29 @@ def compute_advantages(
             tell=done[3],
         ),
     )
-    require_local(agreed.told)
+    _require_local(agreed.told)
     advantages, masks, members, _ = agreed.result
     return _normalized(advantages, masks, members, group) if normalize else advantages
+
+
+def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:
+    """Refuse a group that is on two ranks, given the groups of each rank."""
+    # Each would compare a reward with only a part of its group. All compute this from the same
+    # lists, and raise the same error.
+    ranks_of: dict[Hashable, tuple[int, ...]] = {}
+    for rank, groups in held.items():
+        for each in groups:
+            ranks_of[each] = (*ranks_of.get(each, ()), rank)
+    split = {each: ranks for each, ranks in ranks_of.items() if len(ranks) > 1}
+    if split:
+        found = [f"{each!r:.60} on ranks {', '.join(map(str, split[each]))}" for each in split]
+        raise SplitGroupError(
+            f"groups are split: {shortened(found, 5, '; ')}; "
+            "give a uid's samples to one rank, and set ",
+            Argument("group"),
+            " to data-parallel ranks alone",
+            ranks_of_group=split,
+        )
 
 
 def _read_steps(steps: Iterable[Iterable[int]] | None, num_samples: int) -> list[list[int]]:

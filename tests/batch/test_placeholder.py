@@ -167,8 +167,8 @@ def test_a_field_nobody_declared_fails_at_the_check_after_filling() -> None:
     with pytest.raises(SchemaError) as caught:
         make_placeholder(SCHEMA, ["tokens", "new_field"], make_samples([(4, 2)]))
     assert str(caught.value) == (
-        "field 'new_field': expected a declared field, to fabricate a value, found no "
-        "declaration; declare it with its Kind, for example: "
+        "field 'new_field': expected a declared field, found no "
+        "declaration; declare its kind, for example: "
         'schema = schema.declare("new_field", Kind.PER_RESPONSE_TOKEN)'
     )
 

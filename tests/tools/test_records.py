@@ -184,7 +184,7 @@ def change(document: dict, key: str, value: object) -> dict:
         (1, "lengths", [True], ":2: .*the length of sample 0 must be an integer"),
         (1, "step", 1.5, ":2: .*step must be an integer"),
         *(
-            (1, key, value, f':2: not a record of a step: "{key}" must be a finite number')
+            (1, key, value, f":2: not a record of a step: {key} must be a number from 0")
             for key in ("predicted", "measured_seconds")
             for value in ("soon", True, -1.5, float("nan"), float("inf"), 10**400)
         ),

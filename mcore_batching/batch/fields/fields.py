@@ -141,3 +141,16 @@ def declaration_line(name: str, kind: Kind, length_offset: int = 0, fill: Fill =
     offset = f", length_offset={length_offset}" if length_offset else ""
     filled = f", fill=Fill.{fill.name}" if fill is not Fill.ZEROS else ""
     return f'schema = schema.declare("{name}", Kind.{kind.name}{offset}{filled})'
+
+
+def undeclared(name: str, advice: str) -> SchemaError:
+    """The refusal of a field without a declaration."""
+    # The line is an example, with the commonest kind of fields that frameworks add.
+    line = declaration_line(name, Kind.PER_RESPONSE_TOKEN)
+    return SchemaError(
+        name,
+        expected="a declared field",
+        found="no declaration",
+        declaration=line,
+        advice=f"{advice} its kind, for example",
+    )

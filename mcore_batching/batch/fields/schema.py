@@ -11,12 +11,13 @@ batch if it is absent.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields.field_checks import checked_values, read_lengths
-from mcore_batching.batch.fields.fields import Field, Fill, Kind, declaration_line
+from mcore_batching.batch.fields.fields import Field, Fill, Kind, undeclared
 from mcore_batching.batch.fields.infer import infer_field
 
 
@@ -30,15 +31,10 @@ class Schema(Mapping[str, Field]):
     def __post_init__(self) -> None:
         """Index the fields by name."""
         # The tuple is what prints and compares; look-ups by name go to a dict beside it.
-        by_name: dict[str, Field] = {}
-        for field in self.fields:
-            if field.name in by_name:
-                raise SchemaError(
-                    field.name,
-                    expected="one declaration",
-                    found=f"Kind.{by_name[field.name].kind.name} and Kind.{field.kind.name}",
-                )
-            by_name[field.name] = field
+        by_name = {field.name: field for field in self.fields}
+        for name, count in Counter(field.name for field in self.fields).items():
+            if count > 1:
+                raise SchemaError(name, expected="one declaration", found=str(count))
         object.__setattr__(self, "_by_name", by_name)
 
     _by_name: dict[str, Field] = dataclasses.field(init=False, repr=False)
@@ -123,14 +119,7 @@ class Schema(Mapping[str, Field]):
             if values is None:  # absent for the whole batch
                 continue
             if name not in self:
-                raise SchemaError(
-                    name,
-                    expected="a declared field",
-                    found="no declaration",
-                    # An example, with the commonest kind of fields that frameworks add.
-                    declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
-                    advice="use schema = schema.resolve(batch), or declare its kind, for example",
-                )
+                raise undeclared(name, "use schema = schema.resolve(batch), or declare")
             checked[name] = checked_values(self[name], values, totals, responses)
         return checked | {"total_lengths": totals, "response_lengths": responses}
 

@@ -69,7 +69,7 @@ def pack(
         context_parallel_rank: this rank among them.
         pad_token_id: fills padding, and labels where there is no next token.
         is_placeholder: True if the one sample is fabricated; its loss mask is all zero.
-        validated: True if ``schema.validate`` returned these values, which are not checked again.
+        validated: True if ``schema.validate`` returned these values: lengths alone are checked.
         hosts: for each sample the place of the one whose tokens begin with its own, and in whose
             segment it lies; its own place if it has a segment; None: all have one.
         depths: of multi-token prediction; 0: none.

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields.field_checks import checked_values
-from mcore_batching.batch.fields.fields import Field, Fill, Kind, declaration_line
+from mcore_batching.batch.fields.fields import Field, Fill, Kind, undeclared
 from mcore_batching.batch.fields.value_checks import require_token_id, tensor_of
 
 
@@ -47,13 +46,7 @@ def make_placeholder(
     filled: dict[str, list[Any]] = {}
     for key in batch_keys:
         if key not in schema:
-            raise SchemaError(
-                key,
-                expected="a declared field, to fabricate a value",
-                found="no declaration",
-                declaration=declaration_line(key, Kind.PER_RESPONSE_TOKEN),
-                advice="declare it with its Kind, for example",
-            )
+            raise undeclared(key, "declare")
         values = (example_batch or {}).get(key)
         present = (value for value in (() if values is None else values) if value is not None)
         made = fabricated(schema[key], next(present, None), 1, 0, pad_token_id)

@@ -123,7 +123,7 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
     scope = raw.get("scope", "global")
     if scope not in ("global", "local"):
         raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r}')
-    steps = _expect(raw, "steps", list)
+    steps = _json(raw.get("steps"), list, '"steps"')
     if not steps:
         raise PlanFormatError('"steps" must hold at least one step, got an empty list')
     for key in ("digest", "lengths_digest"):
@@ -132,8 +132,8 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
     # Values are checked for their kind alone: a broken plan can be read, and `validate_plan` tells
     # what is wrong with it.
     of_all = {
-        "config": _settings(PlannerConfig, _expect(raw, "config", dict), "config"),
-        "dims": _settings(ParallelDims, _expect(raw, "layout", dict), "layout"),
+        "config": _settings(PlannerConfig, _json(raw.get("config"), dict, '"config"'), "config"),
+        "dims": _settings(ParallelDims, _json(raw.get("layout"), dict, '"layout"'), "layout"),
         "scope": scope,
     }
     return {
@@ -146,15 +146,14 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _read_step(raw: Any, index: int, of_all: dict[str, Any]) -> dict[str, Any]:
     where = f"step {index}"
-    if not isinstance(raw, dict):
-        raise PlanFormatError(f"{where} must be a JSON object, got {raw!r:.80}")
+    _json(raw, dict, where)
     samples = raw.get("sample_indices")
     ranks = tuple(
         tuple(
             _indices(micro_batch, f"{where}, rank {rank}, slot {slot}")
-            for slot, micro_batch in enumerate(_list(micro_batches, f"{where}, rank {rank}"))
+            for slot, micro_batch in enumerate(_json(micro_batches, list, f"{where}, rank {rank}"))
         )
-        for rank, micro_batches in enumerate(_expect(raw, "ranks", list))
+        for rank, micro_batches in enumerate(_json(raw.get("ranks"), list, '"ranks"'))
     )
     is_dynamic = of_all["config"].max_context_parallel is not None
     return of_all | {
@@ -181,8 +180,8 @@ def _read_sizes(
         return None
     # As many as micro-batches, and none of 0: readers divide by them before a plan is validated.
     sizes = tuple(
-        tuple(_count(size, f"a size of {what}, rank {rank}") for size in _list(of_rank, what))
-        for rank, of_rank in enumerate(_list(raw, what))
+        tuple(_count(size, f"a size of {what}, rank {rank}") for size in _json(of_rank, list, what))
+        for rank, of_rank in enumerate(_json(raw, list, what))
     )
     if list(map(len, sizes)) != list(map(len, ranks)) or 0 in {s for of in sizes for s in of}:
         raise PlanFormatError(
@@ -196,10 +195,10 @@ def _read_split(raw: Any, where: str) -> tuple[tuple[SplitStage, ...], ...]:
     what = f'"split_backward" of {where}'
     ranks = []
     # How long the lists of passes must be is the schedule's to say, which `validate_plan` asks.
-    for rank in _list([] if raw is None else raw, what):
+    for rank in _json([] if raw is None else raw, list, what):
         stages = []
-        for stage in _list(rank, what):
-            if len(_list(stage, what)) != 2:
+        for stage in _json(rank, list, what):
+            if len(_json(stage, list, what)) != 2:
                 raise PlanFormatError(f"{what} must hold two lists for each stage")
             split, parts = (_indices(each, what) for each in stage)
             if not set(split) <= {0, 1}:
@@ -224,12 +223,11 @@ def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Setting
         raise PlanFormatError(f'"{what}" is not valid: {error}') from None
 
 
-def _expect(raw: dict[str, Any], key: str, kind: type) -> Any:
-    value = raw.get(key)
+def _json(value: Any, kind: type, what: str) -> Any:
+    """`value`, which must be a list or a dict."""
     if not isinstance(value, kind):
-        raise PlanFormatError(
-            f'"{key}" must be a JSON {"object" if kind is dict else "array"}, got {value!r:.80}'
-        )
+        name = "object" if kind is dict else "array"
+        raise PlanFormatError(f"{what} must be a JSON {name}, got {value!r:.80}")
     return value
 
 
@@ -241,10 +239,4 @@ def _count(value: Any, what: str) -> int:
 
 
 def _indices(raw: Any, where: str) -> tuple[int, ...]:
-    return tuple(_count(sample, f"a sample index at {where}") for sample in _list(raw, where))
-
-
-def _list(raw: Any, where: str) -> list[Any]:
-    if not isinstance(raw, list):
-        raise PlanFormatError(f"{where} must be a JSON array, got {raw!r:.80}")
-    return raw
+    return tuple(_count(sample, f"a sample index at {where}") for sample in _json(raw, list, where))

@@ -31,7 +31,7 @@ from typing import Any, TextIO
 
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
-from mcore_batching.planning.integers import at_least, check_lengths
+from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
 from mcore_batching.planning.json_text import open_text, parse_json
 from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.plans.files import write_whole
@@ -243,19 +243,13 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         step=at_least("step", raw["step"], 0, RecordError),
         plan=plan,
         lengths=lengths,
-        predicted=_time("predicted", raw["predicted"]),
-        measured_seconds=_time_or_none("measured_seconds", raw["measured_seconds"]),
+        predicted=_time("predicted", raw["predicted"]) or 0.0,
+        measured_seconds=_time("measured_seconds", raw["measured_seconds"]),
         file=file,
-        seconds_per_unit=_time_or_none("seconds_per_unit", raw.get("seconds_per_unit")),
+        seconds_per_unit=_time("seconds_per_unit", raw.get("seconds_per_unit")),
     )
 
 
-def _time_or_none(key: str, value: Any) -> float | None:
-    return None if value is None else _time(key, value)
-
-
-def _time(key: str, value: Any) -> float:
+def _time(key: str, value: Any) -> float | None:
     # A float holds neither a 400-digit integer nor, as a number, 1e400 or NaN.
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f'"{key}" must be a finite number of 0 or more, got {value!r:.60}')
-    return float(value)
+    return None if value is None else number_up_to(key, value, sys.float_info.max, RecordError)

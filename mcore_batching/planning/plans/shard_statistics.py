@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.packing.bounds import floor_of_totals
-from mcore_batching.planning.pipeline import Clock, inflight_tokens
+from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.plans.statistics import StepStatistics
 from mcore_batching.planning.problem import Problem
 
@@ -29,7 +29,6 @@ def shard_statistics(
     # Placeholders take no padded tokens of a sample, but are held in flight like any row.
     costs, on_stages = list(map(problem.cost, micro_batches)), problem.slot_costs(micro_batches)
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
-    held = [each or problem.placeholder_tokens for each in tokens]
     work, last = ordered_sum(costs), problem.dims.pipeline_parallel - 1
     totals = {
         "samples": problem.num_samples,
@@ -45,9 +44,9 @@ def shard_statistics(
     maxima = {
         "rank cost": work,
         "rank end": Clock(on_stages, problem.schedule).end,
-        "first stage tokens": inflight_tokens(held, problem.schedule),
-        "last stage tokens": inflight_tokens(held, problem.schedule, stage=last),
-        "row tokens": max(held),
+        "first stage tokens": problem.inflight_tokens(micro_batches),
+        "last stage tokens": problem.inflight_tokens(micro_batches, stage=last),
+        "row tokens": max(each or problem.placeholder_tokens for each in tokens),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
         "slot costs": costs,
         **({"stage costs": on_stages} if problem.schedule.which_cost else {}),

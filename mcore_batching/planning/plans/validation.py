@@ -178,24 +178,18 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
         most = config.max_samples_per_row
         tokens, cap = row_tokens(samples, size), config.cap_tokens(of_size[size])
         # A sample over the cap of every size may be alone in its row.
-        may_exceed = (
+        if tokens > cap and not (
             len(samples) == 1
             and config.on_oversize == "own-bin"
             and all(row_tokens(samples, each) > config.cap_tokens(of_size[each]) for each in sizes)
-        )
-        if tokens > cap and not may_exceed:
+        ):
             fault = f"take {tokens} padded tokens, the cap is {cap}"
         elif most is not None and len(samples) > most:
             fault = f"share a row, max_samples_per_row={most}"
         else:
             continue
-        raise broken(
-            "cap",
-            f"samples {shortened(samples)} {fault}",
-            indices=samples,
-            rank=rank,
-            slot=slot,
-        )
+        fault = f"samples {shortened(samples)} {fault}"
+        raise broken("cap", fault, indices=samples, rank=rank, slot=slot)
 
 
 def _check_split_before_placeholder(step: StepPlan, broken: Broken) -> None:
@@ -207,14 +201,10 @@ def _check_split_before_placeholder(step: StepPlan, broken: Broken) -> None:
             if len(samples) > 1 and (
                 step.context_parallel is None or step.row_size(rank, slot) == 1
             ):
-                raise broken(
-                    "split before placeholder",
-                    f"slot {micro_batches.index(())} is a placeholder, but samples "
-                    f"{shortened(samples)} share a micro-batch",
-                    indices=samples,
-                    rank=rank,
-                    slot=slot,
-                )
+                fault = f"slot {micro_batches.index(())} is a placeholder, but samples "
+                fault += f"{shortened(samples)} share a micro-batch"
+                where = {"indices": samples, "rank": rank, "slot": slot}
+                raise broken("split before placeholder", fault, **where)
 
 
 def _check_split_backward(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
