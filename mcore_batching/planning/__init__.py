@@ -19,7 +19,7 @@ from mcore_batching.planning.errors import (
     PlanFormatError,
     PlanningError,
 )
-from mcore_batching.planning.groups import LastStep, group_key, group_steps
+from mcore_batching.planning.groups import LastStep, group_steps
 from mcore_batching.planning.integers import MAX_LENGTH_TOKENS, at_least
 from mcore_batching.planning.packing.bounds import micro_batch_lower_bound
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -72,7 +72,6 @@ __all__ = [
     "StepStatistics",
     "at_least",
     "fill_shard",
-    "group_key",
     "group_steps",
     "micro_batch_lower_bound",
     "pack_shard",

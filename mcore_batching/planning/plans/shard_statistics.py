@@ -7,6 +7,7 @@ joined_statistics(problem, {summed totals} | {maxima over ranks})   as `step_sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -31,22 +32,22 @@ def shard_statistics(
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
     work, last = ordered_sum(costs), problem.dims.pipeline_parallel - 1
     totals = {
-        "samples": problem.num_samples,
-        "placeholders": sum(not samples for samples in micro_batches),
-        "oversize": len(problem.oversize),
-        "real tokens": sum(problem.lengths),
-        "padded tokens": sum(tokens),
+        "num_samples": problem.num_samples,
+        "num_placeholders": sum(not samples for samples in micro_batches),
+        "num_oversize": len(problem.oversize),
+        "real_tokens": sum(problem.lengths),
+        "padded_tokens": sum(tokens),
         "cost": work,
         "cost of samples": ordered_sum(problem.costs),
         # Oversize samples have micro-batches of their own, and count for no other.
         "fitting tokens": sum(n for i, n in enumerate(problem.tokens) if i not in problem.oversize),
     }
     maxima = {
-        "rank cost": work,
-        "rank end": Clock(on_stages, problem.schedule).end,
-        "first stage tokens": problem.inflight_tokens(micro_batches),
-        "last stage tokens": problem.inflight_tokens(micro_batches, stage=last),
-        "row tokens": max(each or problem.placeholder_tokens for each in tokens),
+        "heaviest_rank_cost": work,
+        "step_time": Clock(on_stages, problem.schedule).end,
+        "peak_inflight_tokens": problem.inflight_tokens(micro_batches),
+        "last_stage_inflight_tokens": problem.inflight_tokens(micro_batches, stage=last),
+        "largest_row_tokens": max(each or problem.placeholder_tokens for each in tokens),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
         "slot costs": costs,
         **({"stage costs": on_stages} if problem.schedule.which_cost else {}),
@@ -57,31 +58,21 @@ def shard_statistics(
 def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatistics:
     """`step_statistics` of the plan over all ranks, from the numbers of `shard_statistics`, summed
     and maximised; `problem` is any rank's."""
-    dims, config, slots = problem.dims, problem.config, joined["slot costs"]
-    samples, oversize = int(joined["samples"]), int(joined["oversize"])
-    end = joined["rank end"]
+    config, slots = problem.config, joined["slot costs"]
+    known = {each.name: joined[each.name] for each in fields(StepStatistics) if each.name in joined}
     if problem.dims.in_lockstep:  # no rank's own end, but that of each slot's costliest
-        end = Clock(joined.get("stage costs", slots), problem.schedule).end
+        known["step_time"] = Clock(joined.get("stage costs", slots), problem.schedule).end
     # As `Problem.fewest_rows` counts them.
-    per_row = config.max_samples_per_row or max(1, samples)
-    by_tokens = -(-int(joined["fitting tokens"]) // problem.capacity)
-    rows = oversize + max(by_tokens, -(-(samples - oversize) // per_row))
+    oversize, fitting = joined["num_oversize"], joined["num_samples"] - joined["num_oversize"]
+    by_samples = -(-fitting // (config.max_samples_per_row or max(1, joined["num_samples"])))
+    rows = oversize + max(-(-joined["fitting tokens"] // problem.capacity), by_samples)
     # The longest sample may be another rank's: its cost travels, not its length.
     alone = problem.cost_model.per_micro_batch + joined["sample cost"]
     return StepStatistics(
-        num_samples=samples,
+        **known,
         num_microbatches=len(slots),
-        num_placeholders=int(joined["placeholders"]),
-        num_oversize=oversize,
-        real_tokens=int(joined["real tokens"]),
-        padded_tokens=int(joined["padded tokens"]),
-        offered_tokens=problem.num_ranks * len(slots) * config.cap_tokens(dims),
-        heaviest_rank_cost=joined["rank cost"],
+        offered_tokens=problem.num_ranks * len(slots) * config.cap_tokens(problem.dims),
         mean_rank_cost=joined["cost"] / problem.num_ranks,
         slot_maxima_cost=ordered_sum(slots),
-        step_time=end,
         floor_time=floor_of_totals(problem, joined["cost of samples"], rows, alone),
-        peak_inflight_tokens=joined["first stage tokens"],
-        last_stage_inflight_tokens=joined["last stage tokens"],
-        largest_row_tokens=int(joined["row tokens"]),
     )
