@@ -200,42 +200,18 @@ def test_cost_of_samples_and_micro_batches() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (
-            "linear",
-            -1.0,
-            "linear must be a number from 0 to 1e+100, got -1.0",
-        ),
-        (
-            "quadratic",
-            float("nan"),
-            "quadratic must be a number from 0 to 1e+100, got nan",
-        ),
-        (
-            "per_micro_batch",
-            float("inf"),
-            "per_micro_batch must be a number from 0 to 1e+100, got inf",
-        ),
-        (
-            "linear",
-            1e308,
-            "linear must be a number from 0 to 1e+100, got 1e+308",
-        ),
-        (
-            "backward_ratio",
-            "2",
-            "backward_ratio must be a number from 0 to 1e+100, got '2'",
-        ),
-        (
-            "linear",
-            True,
-            "linear must be a number from 0 to 1e+100, got True",
-        ),
+        ("linear", -1.0, "got -1.0"),
+        ("quadratic", float("nan"), "got nan"),
+        ("per_micro_batch", float("inf"), "got inf"),
+        ("linear", 1e308, "got 1e+308"),
+        ("backward_ratio", "2", "got '2'"),
+        ("linear", True, "got True"),
     ],
 )
 def test_cost_model_refuses(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CostModel(**{name: value})
-    assert message in str(caught.value)
+    assert str(caught.value) == f"{name} must be a number from 0 to 1e+100, {message}"
 
 
 COSTS = CostModel(linear=2.0, quadratic=0.5, per_micro_batch=3.0, backward_ratio=1.5, window=7)

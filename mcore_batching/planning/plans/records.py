@@ -239,17 +239,18 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
     }
     plan = StepPlan(**fields)
     validate_plan(plan, lengths)  # a broken plan would break a reader much later
+    measured, unit = raw["measured_seconds"], raw.get("seconds_per_unit")
     return StepRecord(
         step=at_least("step", raw["step"], 0, RecordError),
         plan=plan,
         lengths=lengths,
-        predicted=_time("predicted", raw["predicted"]) or 0.0,
-        measured_seconds=_time("measured_seconds", raw["measured_seconds"]),
+        predicted=_time("predicted", raw["predicted"]),
+        measured_seconds=None if measured is None else _time("measured_seconds", measured),
         file=file,
-        seconds_per_unit=_time("seconds_per_unit", raw.get("seconds_per_unit")),
+        seconds_per_unit=None if unit is None else _time("seconds_per_unit", unit),
     )
 
 
-def _time(key: str, value: Any) -> float | None:
+def _time(key: str, value: Any) -> float:
     # A float holds neither a 400-digit integer nor, as a number, 1e400 or NaN.
-    return None if value is None else number_up_to(key, value, sys.float_info.max, RecordError)
+    return number_up_to(key, value, sys.float_info.max, RecordError)
