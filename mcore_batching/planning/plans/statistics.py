@@ -119,7 +119,7 @@ def step_statistics(
     step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> StepStatistics:
     """Statistics of a valid plan, given the total length of each sample of the whole batch
-    [samples]; by the plan's own costs if None are given."""
+    [samples] in tokens; by the plan's own costs if None are given."""
     problem, ranks = step_problem(step, lengths, cost_model)
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [ordered_sum(rank) for rank in costs]
