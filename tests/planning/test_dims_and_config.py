@@ -153,6 +153,10 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
             {"on_oversize": "drop"},
             "on_oversize must be one of 'own-bin', 'error', got 'drop'",
         ),
+        (
+            {"split_backward_memory": 0},
+            "split_backward_memory must be a number above 0, up to 1000, got 0",
+        ),
     ],
 )
 def test_config_refuses(options: dict[str, Any], message: str) -> None:
