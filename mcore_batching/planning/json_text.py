@@ -10,6 +10,8 @@ import stat
 from pathlib import Path
 from typing import Any, TextIO
 
+from mcore_batching.planning.errors import MCoreBatchingError
+
 MAX_JSON_CHARACTERS = 2**25
 """Limit of a document, or of a line of JSON lines: a plan of 3 million samples; 1.3 GB parsed.
 Doubled, a hostile file takes twice that before it is refused."""
@@ -54,3 +56,14 @@ def parse_json(text: str) -> Any:
         return json.loads(text.removeprefix("\ufeff"))
     except RecursionError as error:  # "[" a hundred thousand times
         raise ValueError(str(error)) from None
+
+
+def parse_json_dict(text: str, what: str, error: type[MCoreBatchingError]) -> dict[str, Any]:
+    """The object that a text holds; an `error` about `what` was expected if it holds none."""
+    try:
+        raw = parse_json(text)
+    except ValueError as fault:
+        raise error(f"expected {what}: {fault}") from None
+    if not isinstance(raw, dict):
+        raise error(f"expected {what}, got {text!r:.80}")
+    return raw

@@ -126,7 +126,7 @@ def test_the_shape_in_a_model_s_config_json() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nonsense", "expected a model's config.json, got"),
+        ("nonsense", "expected a model's config.json: "),
         ("[7]", r"expected a model's config.json, got '\[7\]'"),
         (
             json.dumps(CONFIG | {"vocab_size": None}),

@@ -138,7 +138,7 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
         ("nonsense", "expected a plan in JSON"),
         ("[" * 100_000, "expected a plan in JSON"),
         ("1" * 5000, "expected a plan in JSON"),
-        ("[]", "expected a JSON object, got list"),
+        ("[]", "expected a plan in JSON, got '[]'"),
         ("{}", 'expected "format": "mcore-batching/plan", got None'),
         (edited(format="other/plan"), "got 'other/plan'"),
         (edited(version=2), 'expected plan "version" 1, got 2'),

@@ -17,7 +17,7 @@ from operator import add
 
 from mcore_batching.planning.errors import Argument, ConfigError
 from mcore_batching.planning.integers import at_least, number_up_to
-from mcore_batching.planning.json_text import parse_json
+from mcore_batching.planning.json_text import parse_json_dict
 
 
 def ordered_sum(values: Iterable[float]) -> float:
@@ -117,14 +117,11 @@ class CostModel:
     def from_json(cls, text: str) -> CostModel:
         """The cost model that `to_json` wrote, or a job into its record; a `ConfigError` if it is
         none."""
-        try:
-            raw = parse_json(text)
-        except ValueError as error:
-            raise ConfigError(f"expected a cost model in JSON: {error}") from None
+        raw = parse_json_dict(text, "a cost model in JSON", ConfigError)
         # Unknown keys are refused: a coefficient that is misspelt would be a default.
         known = {option.name for option in fields(cls)}
         needed = {*_FIRST} - {"window"}
-        if not isinstance(raw, dict) or not needed <= set(raw) <= known | _ALSO_WRITTEN:
+        if not needed <= set(raw) <= known | _ALSO_WRITTEN:
             raise ConfigError(
                 f"expected a JSON object with {', '.join(sorted(needed))}, got {text!r:.80}; take "
                 "the cost_model.json that a job records"

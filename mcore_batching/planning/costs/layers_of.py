@@ -26,7 +26,7 @@ from mcore_batching.planning.costs.layer_costs import (
 from mcore_batching.planning.costs.uneven_stages import layers_of_chunks
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.integers import at_least
-from mcore_batching.planning.json_text import parse_json
+from mcore_batching.planning.json_text import parse_json_dict
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd"),
@@ -269,13 +269,7 @@ def first_guess(config: Mapping[str, Any]) -> CostModel:
 
 def config_of_json(text: str) -> dict[str, Any]:
     """A model's ``config.json``; a `ConfigError` if it is no JSON object."""
-    try:
-        raw = parse_json(text)
-    except ValueError as error:
-        raise ConfigError(f"expected a model's config.json, got {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"expected a model's config.json, got {text!r:.80}")
-    return language_model(raw)
+    return language_model(parse_json_dict(text, "a model's config.json", ConfigError))
 
 
 def language_model(config: Mapping[str, Any]) -> dict[str, Any]:

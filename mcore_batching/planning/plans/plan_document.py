@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import PlanFormatError, PlanningError
 from mcore_batching.planning.integers import as_integer, check_lengths
-from mcore_batching.planning.json_text import parse_json
+from mcore_batching.planning.json_text import parse_json_dict
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import SplitStage
 
@@ -89,12 +89,7 @@ def check_digest(recorded: str | None, found: str) -> None:
 
 def load(text: str) -> dict[str, Any]:
     """The parts of a document, as `read` gives them."""
-    try:
-        raw = parse_json(text)
-    except ValueError as error:
-        raise PlanFormatError(f"expected a plan in JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise PlanFormatError(f"expected a JSON object, got {type(raw).__name__}")
+    raw = parse_json_dict(text, "a plan in JSON", PlanFormatError)
     if raw.get("format") != FORMAT:
         raise PlanFormatError(
             f'expected "format": "{FORMAT}", got {raw.get("format")!r}; pass a plan\'s file'
