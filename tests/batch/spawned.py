@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from kit.patience import is_up
 
-SECONDS = 150  # a rank that waits for another gives up after 60
+SECONDS = 150  # a rank that waits for another gives up before
+TIMEOUT = datetime.timedelta(seconds=120)
 
 
 def reports_of(
@@ -32,3 +36,22 @@ def reports_of(
             if process.is_alive():
                 process.kill()
     return [torch.load(folder / f"results.{rank}", weights_only=False) for rank in range(size)]
+
+
+def reports_of_group(
+    report: Callable[[int, int], Any], size: int, folder: Path, seconds: float = SECONDS
+) -> list[Any]:
+    """What ``report(rank, size)`` returns on each rank of a gloo group."""
+    return reports_of(functools.partial(_in_group, report), size, folder, seconds)
+
+
+def _in_group(
+    report: Callable[[int, int], Any], rank: int, size: int, store: str, results: str
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT
+    )
+    torch.save(report(rank, size), f"{results}.{rank}")
+    dist.barrier()  # no rank leaves while another is still in the last collective
+    dist.destroy_process_group()

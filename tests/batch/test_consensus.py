@@ -9,7 +9,7 @@ import pytest
 from consensus_worker import WIDE_REPLICAS, run_all, wide_statements
 from hypothesis import given
 from hypothesis import strategies as st
-from spawned import reports_of
+from spawned import reports_of_group
 
 from mcore_batching.batch.agreement._summary import (
     NUMBERS_IN_SUMMARY,
@@ -33,7 +33,7 @@ NUM_RANKS = 6
 
 @pytest.fixture(scope="module")
 def all_reports(tmp_path_factory: Any) -> list[dict[str, Any]]:
-    return reports_of(run_all, NUM_RANKS, tmp_path_factory.mktemp("consensus"))
+    return reports_of_group(run_all, NUM_RANKS, tmp_path_factory.mktemp("consensus"))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from gather_worker import (
     row_of,
 )
 from hypothesis import given, settings
-from spawned import reports_of
+from spawned import reports_of_group
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, pack
 from mcore_batching.batch.loss import response_loss_masks
@@ -37,7 +37,7 @@ def single(shapes: list[tuple[int, int]]) -> Any:
 @pytest.fixture(scope="module", params=[2, 4], ids=["cp 2", "cp 4"])
 def reports(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[Any, Any]]:
     """What each rank of a group of processes reports."""
-    return reports_of(gather_all, request.param, tmp_path_factory.mktemp("gather"), SECONDS)
+    return reports_of_group(gather_all, request.param, tmp_path_factory.mktemp("gather"), SECONDS)
 
 
 @pytest.mark.parametrize("case", CASES)

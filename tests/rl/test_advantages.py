@@ -12,7 +12,7 @@ from advantages_worker import STEPS, compute_all, turns_of
 from batch_cases import make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spawned import reports_of
+from spawned import reports_of_group
 
 from mcore_batching.batch import BatchError, OrderError, SchemaError
 from mcore_batching.rl import compute_advantages, pad_batch
@@ -296,7 +296,7 @@ def test_all_masked_is_zero_not_nan() -> None:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: Any) -> list[Any]:
-    return reports_of(compute_all, 2, tmp_path_factory.mktemp("advantages"))
+    return reports_of_group(compute_all, 2, tmp_path_factory.mktemp("advantages"))
 
 
 @pytest.mark.parametrize("case", ["both", "one rank is masked"])

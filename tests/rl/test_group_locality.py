@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from group_locality_worker import check_all
-from spawned import reports_of
+from spawned import reports_of_group
 
 NUM_RANKS = 3
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: Any) -> list[dict[Any, Any]]:
-    return reports_of(check_all, NUM_RANKS, tmp_path_factory.mktemp("split_groups"))
+    return reports_of_group(check_all, NUM_RANKS, tmp_path_factory.mktemp("split_groups"))
 
 
 def test_a_split_group_is_the_same_error_on_every_rank(reports: list[dict[Any, Any]]) -> None:

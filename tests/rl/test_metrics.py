@@ -9,7 +9,7 @@ import pytest
 import torch
 from batch_cases import make_samples
 from metrics_worker import batch_of, reduce_all
-from spawned import reports_of
+from spawned import reports_of_group
 
 from mcore_batching.batch import SchemaError
 from mcore_batching.rl import pad_batch, real_samples, sample_metrics
@@ -71,7 +71,7 @@ def test_a_metric_of_what_is_no_number_a_sample_is_refused(values: Any) -> None:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: Any) -> list[Any]:
-    return reports_of(reduce_all, 2, tmp_path_factory.mktemp("masked"))
+    return reports_of_group(reduce_all, 2, tmp_path_factory.mktemp("masked"))
 
 
 @pytest.mark.parametrize("case", ["some", "one rank", "all"])
