@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.batch.errors import CollectiveError, readable
 
 _DIGEST_BYTES = 16  # of SHA-256; two different values look equal once in 2**128
 _MODULUS = 1 << 8 * _DIGEST_BYTES
@@ -90,3 +92,26 @@ def residue_of(what: str, values: Mapping[str, str], number: int, place: int, si
     # With the replica's number, so that errors of two replicas cannot cancel.
     digest = int.from_bytes(digest_of(what, number, values), "little")
     return (digest if place else digest * (1 - size)) % _MODULUS
+
+
+def require_equal(said: Mapping[int, Mapping[str, str]], mismatch: type[CollectiveError]) -> None:
+    """Raise `mismatch` if any values by rank and name differ."""
+    failures = differences(said)
+    if failures:
+        raise mismatch(failures)
+
+
+def differences(said: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
+    """For each rank with another value than most: the names, its values and the usual ones."""
+    failures: dict[int, list[str]] = {}
+    for name in sorted({name for values in said.values() for name in values}):
+        by_rank = {rank: values[name] for rank, values in said.items() if name in values}
+        usual = Counter(by_rank.values()).most_common(1)[0][0]  # ties: the first rank's
+        # A rank to look at: "on rank 0 it is 8" can be checked in its log.
+        witness = next(rank for rank, value in by_rank.items() if value == usual)
+        for rank, value in by_rank.items():
+            if value != usual:
+                failures.setdefault(rank, []).append(
+                    f"{name} is {value}, on rank {witness} it is {usual}"
+                )
+    return {rank: readable("; ".join(texts)) for rank, texts in failures.items()}

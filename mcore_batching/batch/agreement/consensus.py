@@ -13,7 +13,6 @@ if a rank failed, differs, or asks what others tell, all gather everybody's stat
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -23,8 +22,10 @@ import torch.distributed as dist
 from mcore_batching.batch.agreement._summary import (
     NUMBERS_IN_SUMMARY,
     Summary,
+    differences,
     digest_of,
     reduced,
+    require_equal,
     residue_of,
 )
 from mcore_batching.batch.agreement.figures import Figure, numbers_of, values_of
@@ -34,7 +35,6 @@ from mcore_batching.batch.errors import (
     DisagreementError,
     RankFailedError,
     described,
-    readable,
 )
 from mcore_batching.planning.errors import Argument, MCoreBatchingError
 
@@ -168,7 +168,7 @@ class Consensus:
             raise cause  # as its exit status asks; the others raise `failure`
         # Ranks in different stages may mean anything by their values: that comes first.
         stages = {rank: {"stage": repr(each.stage)} for rank, each in notes.items()}
-        _require_equal(stages, self._mismatch)
+        require_equal(stages, self._mismatch)
         failures = {rank: each.error for rank, each in notes.items() if each.error is not None}
         # The same error everywhere, such as a wrong flag: as it is, without a list of ranks.
         if cause is not None and list(failures.values()) == [note.error] * len(notes):
@@ -230,13 +230,13 @@ class Consensus:
         )
 
     def _compare(self, notes: Mapping[int, _Note], mismatch: type[CollectiveError]) -> None:
-        _require_equal({rank: note.said.equal for rank, note in notes.items()}, mismatch)
-        _require_equal({rank: {"figures": _shapes(note)} for rank, note in notes.items()}, mismatch)
+        require_equal({rank: note.said.equal for rank, note in notes.items()}, mismatch)
+        require_equal({rank: {"figures": _shapes(note)} for rank, note in notes.items()}, mismatch)
         # Stages are parts of replicas: what differs in a replica would be said twice.
         for parts, name in ((self.replicas, "equal_in_replica"), (self.stages, "equal_in_stage")):
             failures: dict[int, str] = {}
             for ranks in parts:
-                failures |= _differences({rank: getattr(notes[rank].said, name) for rank in ranks})
+                failures |= differences({rank: getattr(notes[rank].said, name) for rank in ranks})
             if failures:
                 raise mismatch(failures)
 
@@ -286,26 +286,3 @@ def _noted(stage: str, said: Statement) -> _Note:
 def _shapes(note: _Note) -> str:
     """Name, kind and count of a rank's figures, which must be the same to join them."""
     return ", ".join(f"{name} ({each.shape})" for name, each in sorted(note.said.figures.items()))
-
-
-def _require_equal(said: Mapping[int, Mapping[str, str]], mismatch: type[CollectiveError]) -> None:
-    """Raise `mismatch` if any values by rank and name differ."""
-    failures = _differences(said)
-    if failures:
-        raise mismatch(failures)
-
-
-def _differences(said: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
-    """For each rank with another value than most: the names, its values and the usual ones."""
-    failures: dict[int, list[str]] = {}
-    for name in sorted({name for values in said.values() for name in values}):
-        by_rank = {rank: values[name] for rank, values in said.items() if name in values}
-        usual = Counter(by_rank.values()).most_common(1)[0][0]  # ties: the first rank's
-        # A rank to look at: "on rank 0 it is 8" can be checked in its log.
-        witness = next(rank for rank, value in by_rank.items() if value == usual)
-        for rank, value in by_rank.items():
-            if value != usual:
-                failures.setdefault(rank, []).append(
-                    f"{name} is {value}, on rank {witness} it is {usual}"
-                )
-    return {rank: readable("; ".join(texts)) for rank, texts in failures.items()}
