@@ -6,9 +6,6 @@ spells in its own way:
     error = ConfigError("the cap is too small; set ", Argument("on_oversize", "own-bin"))
     str(error)                                              # ... set on_oversize='own-bin'
     error.text(lambda argument: f"--{argument.name}")       # ... set --on_oversize
-
-File names and texts of strangers are printed with what a terminal would act on escaped. Every error
-survives pickling, so that a rank can send it to others.
 """
 
 from __future__ import annotations

@@ -23,18 +23,12 @@ from mcore_batching.rl.real_samples import numbers_of, real_indices
 def sample_metrics(
     batch: Mapping[str, Any], fields: Sequence[str], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Mean, maximum and minimum of per-sample numbers, over the real samples of all ranks.
+    """Mean, maximum and minimum of per-sample numbers, over the real samples of all ranks:
+    ``field/mean``, ``field/max`` and ``field/min`` of each field; none of them if there is no real
+    sample.
 
-    With a ``group`` it is a collective, which every rank calls, even with no samples.
-
-    Args:
-        batch: field name to one value per sample.
-        fields: the same on every rank; each holds one number per sample.
-        group: the ranks whose samples count together; None for this process alone.
-
-    Returns:
-        ``field/mean``, ``field/max`` and ``field/min`` for each field, the same on all ranks;
-        none of them if there is no real sample.
+    With a ``group`` it is a collective, which every rank calls, even with no samples; without, it
+    is of this process alone.
 
     Raises:
         BatchError: on every rank, if on any a field is absent or does not have one number per

@@ -55,9 +55,8 @@ def pad_batch(
         pad_token_id: both tokens of a padding sample.
 
     Returns:
-        field name to a new list of one value per sample, lists and arrays of numbers as tensors,
-        ``is_padding`` among them. Identifiers are strings, or negative 60-bit integers where the
-        batch has integers; other metadata None.
+        field name to a new list, lists and arrays of numbers as tensors, ``is_padding`` among them.
+        Identifiers are strings, or negative 60-bit integers where the batch has integers.
 
     Raises:
         SchemaError: a field is not declared, or a value does not match its kind.

@@ -91,8 +91,7 @@ class Consensus:
     Args:
         group: the ranks; None for this process alone.
         replicas: global ranks that hold the same samples, as a partition; None: each has its own.
-        stages: those of a replica that also run the same layers, as a partition; None: the
-            replicas.
+        stages: those of a replica that also run the same layers; None: the replicas.
         mismatch: the error for values that differ and must not.
         spell: how messages write an argument, for instance as a command-line flag.
     """

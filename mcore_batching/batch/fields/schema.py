@@ -78,12 +78,9 @@ class Schema(Mapping[str, Field]):
         return Schema((*(f for f in self.fields if f.name != field.name), field))
 
     def resolve(self, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None) -> Schema:
-        """This schema with every undeclared field of a batch added, its kind inferred.
-
-        Args:
-            batch: field name to one value per sample.
-            told: declarations that other samples (of other ranks, or of earlier batches) led to,
-                for fields whose values here fit several kinds.
+        """This schema with every undeclared field of a batch added, its kind inferred; `told` are
+        declarations that other samples (of other ranks, or of earlier batches) led to, for values
+        that fit several kinds.
 
         Raises:
             SchemaError: the values fit no kind, or several; lists them with the line that declares

@@ -1,18 +1,14 @@
 """`pack`: per-sample lists into one packed row (drawn in `mcore_batching.batch.rows.packed`).
 
-    row = pack(
-        {"tokens": [[1, 2, 3], [4, 5]], "total_lengths": [3, 2], "response_lengths": [2, 1]},
-        schema=DEFAULT_SCHEMA,
-        sample_indices=(0, 1),
-        sample_alignment_tokens=2,
-    )
-    row.tokens        [[1, 2, 3, 0, 4, 5]]
-    row.loss_mask     [[1, 1, 0, 0, 1, 0]]
-    row["tokens"]     [[1, 2, 3], [4, 5]]      the samples' own values, as tensors
-
-Samples stay apart: labels, position ids and masks end at a sample's end. A sample may have 0 tokens
-or more, its response 0 tokens up to the whole sample. One that begins another, its host, may lie in
-the host's segment; then the row holds the host's tokens alone.
+row = pack(
+    {"tokens": [[1, 2, 3], [4, 5]], "total_lengths": [3, 2], "response_lengths": [2, 1]},
+    schema=DEFAULT_SCHEMA,
+    sample_indices=(0, 1),
+    sample_alignment_tokens=2,
+)
+row.tokens        [[1, 2, 3, 0, 4, 5]]
+row.loss_mask     [[1, 1, 0, 0, 1, 0]]
+row["tokens"]     [[1, 2, 3], [4, 5]]      the samples' own values, as tensors
 """
 
 from __future__ import annotations

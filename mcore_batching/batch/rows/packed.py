@@ -9,11 +9,7 @@ Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 
     cu_seqlens_padded  0 4 6 8                  the row's own padding is the last segment
 
 Under context parallelism the row is cut as in `batch.rows.row_layout`; offsets are of the full row.
-Samples may begin others, their hosts (`batch.rows.prefixes`): `p a` of response a lies in the
-segment of `p a q b` of response b.
-
-    tokens             p a q b              response_lengths   1 1
-    loss_mask          1 0 1 0              hosts              1 1
+Of samples that begin others (`batch.rows.prefixes`) the row holds the others' tokens alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times of a job's own passes, and the costs learnt from them (`fit`); the same on every rank."""
+"""Times of a job's own passes, and the costs learnt from them (`fit`)."""
 
 from __future__ import annotations
 

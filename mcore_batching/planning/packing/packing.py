@@ -12,16 +12,9 @@ from collections.abc import Iterable, Sequence
 def first_fit(
     sizes: Sequence[int], capacity: int, *, max_items: int | None = None
 ) -> list[list[int]]:
-    """Put each item, in input order, into the first bin that has room.
-
-    Args:
-        sizes: size of each item [items], 0 to `capacity`.
-        capacity: size of a bin.
-        max_items: most items of a bin; None: no bound.
-
-    Returns:
-        the items' indices, one list per bin, in the order in which bins were opened.
-    """
+    """Put each item, in input order, into the first of the bins of size `capacity` that has room
+    and, if `max_items` is given, fewer items: indices of each bin's items, bins in the order of
+    their opening."""
     return _pack(sizes, capacity, range(len(sizes)), max_items)
 
 
