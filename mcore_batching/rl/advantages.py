@@ -64,8 +64,8 @@ def compute_advantages(
         batch: field name to one value per sample: ``total_lengths``, ``response_lengths``,
             ``rewards``, ``uids``, ``trajectory_ids`` with ``step_wise``; optional ``loss_masks``,
             ``is_padding``.
-        estimator: a name of `mcore_batching.rl.estimators`: "grpo", "dr_grpo", "rloo" or
-            "reinforce_baseline".
+        estimator: a name of `mcore_batching.rl.estimators`: "grpo", "dr_grpo", "rloo",
+            "reinforce_baseline", "opo" or "maxrl".
         step_wise: True if a sample is one turn of a trajectory.
         outcome: reward of a trajectory: of its "last" turn (by ``round_number`` if there is one,
             else in the batch), or the "sum" over its turns.
@@ -202,7 +202,12 @@ def _advantages(
             f"{', '.join(ESTIMATORS)}",
         )
     groups, trajectories = _trajectories(batch, step_wise)
-    found = outcome_advantages(_outcomes(batch, trajectories, outcome), groups, estimator)
+    found = outcome_advantages(
+        _outcomes(batch, trajectories, outcome),
+        groups,
+        [sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
+        estimator,
+    )
     # Each turn gets the trajectory's advantage through its own mask.
     advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
     for turns, advantage in zip(trajectories, found, strict=True):

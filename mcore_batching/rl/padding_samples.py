@@ -45,6 +45,7 @@ def pad_batch(
     schema: Schema = DEFAULT_SCHEMA,
     *,
     pad_token_id: int,
+    response_token_id: int | None = None,
 ) -> dict[str, Any]:
     """A batch followed by as few padding samples as make its size a multiple.
 
@@ -52,7 +53,8 @@ def pad_batch(
         batch: field name to one value per sample; at least one sample.
         multiple: of the batch size afterwards, say ``math.lcm(ranks, samples of a mini-batch)``.
         schema: kind and `Fill` of every field.
-        pad_token_id: both tokens of a padding sample.
+        pad_token_id: the prompt token of a padding sample.
+        response_token_id: its response token; None: the ``pad_token_id``.
 
     Returns:
         field name to a new list, lists and arrays of numbers as tensors, ``is_padding`` among them.
@@ -60,10 +62,12 @@ def pad_batch(
 
     Raises:
         SchemaError: a field is not declared, or a value does not match its kind.
-        BatchError: no samples, a ``multiple`` below 1, or a ``pad_token_id`` that is no integer.
+        BatchError: no samples, a ``multiple`` below 1, or a token id that is no integer.
     """
     multiple = at_least("multiple", multiple, 1, BatchError)
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
+    if response_token_id is not None:
+        response_token_id = require_token_id("response_token_id", response_token_id)
     if not num_samples(batch):
         raise BatchError("padding samples need a sample to be like, got none; leave the step out")
     if "is_padding" not in schema:
@@ -78,7 +82,7 @@ def pad_batch(
     num_padding = -count % multiple
     filled: dict[str, list[Any]] = {}
     for key, values in given.items():
-        made = _fabricated(schema[key], _telling_example(values), pad_token_id)
+        made = _fabricated(schema[key], _telling_example(values), pad_token_id, response_token_id)
         # Each its own: a framework may write into one sample's tensors.
         filled[key] = [copy.deepcopy(made) for _ in range(num_padding)]
     filled["is_padding"] = [True] * num_padding
@@ -101,12 +105,15 @@ def _undeclared(field: Field) -> SchemaError:
     )
 
 
-def _fabricated(field: Field, example: Any, pad_token_id: int) -> Any:
+def _fabricated(
+    field: Field, example: Any, pad_token_id: int, response_token_id: int | None
+) -> Any:
     """A field's value in a sample of one prompt token and one response token."""
     value = fabricated(field, example, _TOTAL_LENGTH, _RESPONSE_LENGTH, pad_token_id)
     if field.fill is Fill.ONES and field.kind is Kind.PER_SAMPLE:
         return filled_with(1, value)
-    if field.fill is Fill.TOKEN_IDS and field.kind is Kind.METADATA:
+    has_ids = field.fill is Fill.TOKEN_IDS
+    if has_ids and field.kind is Kind.METADATA:
         # Prompts in a list or an array of their own: one token, in the same form.
         row = None
         with contextlib.suppress(SchemaError):  # a list of texts, say
@@ -114,6 +121,8 @@ def _fabricated(field: Field, example: Any, pad_token_id: int) -> Any:
         if row is None or not is_integral(row) or row.dim() != 1:
             return None
         return [pad_token_id] if isinstance(example, list) else row.new_full((1,), pad_token_id)
+    if (has_ids or field.kind is Kind.TOKENS) and response_token_id is not None and len(value):
+        value[-1] = response_token_id
     return value
 
 

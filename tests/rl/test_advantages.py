@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics as plain
 from typing import Any
 
@@ -22,7 +23,7 @@ from mcore_batching.rl.estimators import ESTIMATORS, outcome_advantages
 ROUNDING = {"rel": 1e-5, "abs": 1e-5}
 
 
-def plain_estimate(estimator: str, own: int, rewards: list[float]) -> float:
+def plain_estimate(estimator: str, own: int, rewards: list[float], lengths: list[int]) -> float:
     """The textbook's formula for one trajectory of a group."""
     reward = rewards[own]
     if len(rewards) == 1:
@@ -31,6 +32,12 @@ def plain_estimate(estimator: str, own: int, rewards: list[float]) -> float:
         return (reward - plain.fmean(rewards)) / (plain.stdev(rewards) + 1e-6)
     if estimator == "rloo":
         return reward - plain.fmean([r for i, r in enumerate(rewards) if i != own])
+    if estimator == "opo":
+        total = sum(lengths)
+        weighted = sum(r * n for r, n in zip(rewards, lengths, strict=True))
+        return reward - weighted / total if total else 0.0
+    if estimator == "maxrl":
+        return (reward - plain.fmean(rewards)) / (plain.fmean(rewards) + 1e-6)
     assert estimator in ("dr_grpo", "reinforce_baseline")
     return reward - plain.fmean(rewards)
 
@@ -66,6 +73,8 @@ def multi_turn(draw: st.DrawFn) -> dict[str, Any]:
 def test_step_wise_advantages_against_a_slow_statement_of_the_rule(
     batch: dict[str, Any], estimator: str, outcome: Any
 ) -> None:
+    if estimator == "maxrl":
+        batch["rewards"] = list(map(abs, batch["rewards"]))
     found = compute_advantages(batch, estimator, step_wise=True, outcome=outcome, normalize=False)
     samples = range(len(batch["tokens"]))
     for sample in samples:
@@ -74,7 +83,7 @@ def test_step_wise_advantages_against_a_slow_statement_of_the_rule(
         if batch["is_padding"][sample]:
             assert found[sample].tolist() == [0.0] * length
             continue
-        rewards, own = [], -1
+        rewards, lengths, own = [], [], -1
         for other in samples:
             if batch["uids"][other] != batch["uids"][sample] or batch["is_padding"][other]:
                 continue
@@ -90,7 +99,8 @@ def test_step_wise_advantages_against_a_slow_statement_of_the_rule(
                 own = len(rewards)
             each = [batch["rewards"][turn] for turn in turns]
             rewards.append(each[-1] if outcome == "last" else sum(each))
-        advantage = plain_estimate(estimator, own, rewards)
+            lengths.append(sum(int((batch["loss_masks"][turn] != 0).sum()) for turn in turns))
+        advantage = plain_estimate(estimator, own, rewards, lengths)
         expected = [advantage * (mask != 0) for mask in batch["loss_masks"][sample].tolist()]
         assert found[sample].tolist() == pytest.approx(expected, **ROUNDING)
 
@@ -161,37 +171,52 @@ def test_other_estimators_are_refused_with_those_offered(estimator: Any) -> None
         compute_advantages(two_trajectories(), estimator, step_wise=True)
     assert str(caught.value) == (
         f"estimator must compare trajectories, got {estimator!r}; set one of grpo, dr_grpo, rloo, "
-        "reinforce_baseline"
+        "reinforce_baseline, opo, maxrl"
     )
 
 
 @pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
-@given(rewards=st.lists(st.floats(-50, 50), min_size=1, max_size=8))
+@given(
+    rewards=st.lists(st.floats(-50, 50), min_size=1, max_size=8),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=40)
 def test_outcome_estimators_are_the_textbooks_formulas(
-    estimator: str, rewards: list[float]
+    estimator: str, rewards: list[float], seed: int
 ) -> None:
-    found = outcome_advantages([*rewards, 7.0], ["a"] * len(rewards) + ["b"], estimator)
-    expected = [plain_estimate(estimator, i, rewards) for i in range(len(rewards))]
+    draw = random.Random(seed)
+    lengths = [draw.randrange(9) for _ in rewards]
+    if estimator == "maxrl":
+        rewards = list(map(abs, rewards))
+    found = outcome_advantages(
+        [*rewards, 7.0], ["a"] * len(rewards) + ["b"], [*lengths, 3], estimator
+    )
+    expected = [plain_estimate(estimator, i, rewards, lengths) for i in range(len(rewards))]
     # Up to 1e-8 off where all rewards are equal but for rounding, over a deviation of 1e-6.
     assert found == pytest.approx([*expected, 0.0], rel=1e-6, abs=1e-6)
 
 
 def test_a_trajectory_alone_in_its_group_has_no_advantage() -> None:
     for estimator in ESTIMATORS:
-        assert outcome_advantages([3.0], ["a"], estimator) == [0.0]
+        assert outcome_advantages([3.0], ["a"], [2], estimator) == [0.0]
 
 
 @pytest.mark.parametrize(
-    ("rewards", "message"),
+    ("arguments", "message"),
     [
-        ([1.0, math.nan], "reward nan of trajectory 1, group 'a', is not finite"),
-        ([math.inf, 0.0], "reward inf of trajectory 0"),
+        (
+            {"estimator": "maxrl", "rewards": [0.5, -1.0]},
+            "needs rewards of 0 or more, got -1.0; correct",
+        ),
+        ({"rewards": [1.0, math.nan]}, "reward nan of trajectory 1, group 'a', is not finite"),
+        ({"rewards": [math.inf, 0.0]}, "reward inf of trajectory 0"),
     ],
 )
-def test_outcomes_that_cannot_be_compared(rewards: list[float], message: str) -> None:
+def test_outcomes_that_cannot_be_compared(arguments: dict[str, Any], message: str) -> None:
+    given_arguments = {"rewards": [1.0, 0.0], "groups": ["a", "a"], "lengths": [1, 1]}
+    given_arguments |= {"estimator": "grpo", **arguments}
     with pytest.raises(BatchError, match=message):
-        outcome_advantages(rewards, ["a", "a"], "grpo")
+        outcome_advantages(**given_arguments)
 
 
 @pytest.mark.parametrize(

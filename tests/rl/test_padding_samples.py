@@ -25,7 +25,7 @@ from mcore_batching.batch import (
 from mcore_batching.batch.loss import response_loss_masks, step_totals
 from mcore_batching.rl import pad_batch
 
-PAD, LAYERS, TOP_K, AXES = 5, 3, 4, 3
+PAD, EOS, LAYERS, TOP_K, AXES = 5, 7, 3, 4, 3
 
 
 def full_batch(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_divisible_minimal_and_untouched(
 ) -> None:
     batch = full_batch(shapes, seed)
     before = copy.deepcopy(batch)
-    result = pad_batch(batch, multiple, pad_token_id=PAD)
+    result = pad_batch(batch, multiple, pad_token_id=PAD, response_token_id=EOS)
     size = len(result["tokens"])
     assert size % multiple == 0
     assert len(shapes) <= size < len(shapes) + multiple
@@ -92,9 +92,9 @@ def test_divisible_minimal_and_untouched(
 
 
 def test_every_field_by_its_kind() -> None:
-    batch = padded(3, 5)
+    batch = padded(3, 5, response_token_id=EOS)
     for i in (3, 4):
-        assert batch["tokens"][i].tolist() == [PAD, PAD]
+        assert batch["tokens"][i].tolist() == [PAD, EOS]
         assert (batch["total_lengths"][i], batch["response_lengths"][i]) == (2, 1)
         assert batch["max_seq_lens"][i] == 2
         assert batch["rewards"][i] == 0.0
@@ -190,15 +190,15 @@ def test_batches_padded_apart_have_different_uids(differs: str) -> None:
 
 
 VERL_AND_SKYRL = {
-    "input_ids": ([[4, 5, 6, 7], [4, 5, 6]], torch.tensor([PAD, PAD])),
-    "sequences": ([torch.arange(4), torch.arange(3)], torch.tensor([PAD, PAD])),
+    "input_ids": ([[4, 5, 6, 7], [4, 5, 6]], torch.tensor([PAD, EOS])),
+    "sequences": ([torch.arange(4), torch.arange(3)], torch.tensor([PAD, EOS])),
     "attention_mask": ([[1] * 4, [1] * 3], torch.tensor([1, 1])),
     "router_padding_mask": (
         [torch.zeros(4).bool(), torch.zeros(3).bool()],
         torch.tensor([True, True]),
     ),
-    "responses": ([[6, 7], [6]], torch.tensor([PAD])),
-    "response_ids": ([torch.tensor([6, 7]), torch.tensor([6])], torch.tensor([PAD])),
+    "responses": ([[6, 7], [6]], torch.tensor([EOS])),
+    "response_ids": ([torch.tensor([6, 7]), torch.tensor([6])], torch.tensor([EOS])),
     "prompts": ([[4, 5], [4, 5]], [PAD]),
     "prompt_token_ids": ([torch.tensor([4, 5])] * 2, torch.tensor([PAD])),
     "prompt_ids": ([["Why?"], ["Who?"]], None),
@@ -217,7 +217,7 @@ def test_names_of_verl_and_skyrl_have_their_meaning(name: str) -> None:
     """Zeros masked a padding sample's two tokens, and no trajectory ended with it."""
     values, expected = VERL_AND_SKYRL[name]
     batch = {**make_samples([(4, 2), (3, 1)]), name: values}
-    result = pad_batch(batch, 3, pad_token_id=PAD)
+    result = pad_batch(batch, 3, pad_token_id=PAD, response_token_id=EOS)
     assert equal(result[name][2], expected)
     assert type(result[name][2]) is type(expected)
 
