@@ -36,7 +36,7 @@ def test_advantages() -> None:
     }
     found = compute_advantages(batch, "dr_grpo", step_wise=True)
     assert [each.tolist() for each in found] == [[0.5], [0.5, 0.0], [-0.5]]
-    rloo = outcome_advantages([1, 0, 0], ["a", "a", "a"], "rloo")
+    rloo = outcome_advantages([1, 0, 0], ["a", "a", "a"], [1, 1, 1], "rloo")
     assert rloo == [1.0, -0.5, -0.5]
 
 
