@@ -36,13 +36,8 @@ def caller_with(attribute: str) -> Any:
 def checked_costs(chunks: list[Any], consensus: Consensus, *, packs_rows: bool) -> CostModel:
     """The first guess of a Megatron model's costs. A collective at the first call with it.
 
-    Args:
-        chunks: this rank's model chunks.
-        consensus: of all ranks.
-        packs_rows: samples share rows, which some models cannot run.
-
-    Raises:
-        RankFailedError: on every rank: the model cannot run packed rows on some.
+    Where samples share rows (``packs_rows``), a model that cannot run these on some rank is a
+    `RankFailedError` on every rank.
     """
     # Megatron is there where its models are; other engines' processes may lack it.
     from megatron.core.utils import get_model_config, unwrap_model
@@ -59,13 +54,11 @@ def checked_costs(chunks: list[Any], consensus: Consensus, *, packs_rows: bool) 
 
 
 def costs_of_config(model: Any, **sizes: int) -> CostModel:
-    """The first guess of a model's costs from its config.
+    """The first guess of a model's costs from its config, for one of NeMo-RL's.
 
-    Args:
-        model: names and values, as in Hugging Face's ``config.json`` or Megatron's config; an
-            object with ``to_dict``, as transformers' are; or the path of a ``config.json`` or of
-            its folder. Nothing is downloaded.
-        sizes: of the job, by Megatron's names, where the config does not say.
+    The config is names and values, as in Hugging Face's ``config.json`` or Megatron's; an object
+    with ``to_dict``; or the path of a ``config.json`` or of its folder. ``sizes`` of the job count
+    where it does not say.
 
     Raises:
         ConfigError: the path cannot be read, or a size is missing or out of range.

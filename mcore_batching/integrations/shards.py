@@ -32,19 +32,8 @@ def planned_shard(
 ) -> MicroBatches:
     """This rank's micro-batches, the same number on every rank; empty ones are placeholders.
 
-    A collective over the ranks of ``consensus``, which need the same number of micro-batches.
-
-    Args:
-        lengths: of the rank's samples.
-        dims: parallel dims.
-        config: the planner's settings, without a bound on tokens in flight.
-        consensus: of those ranks.
-        cost_model: the same on all ranks; None: the default.
-        fewest: the least number of micro-batches.
-        multiple: their number is a multiple of this.
-
-    Raises:
-        RankFailedError: on every rank, naming those where planning failed.
+    A collective over the ranks of ``consensus``, on all of which a failure of one is raised. Their
+    number is at least ``fewest`` and a multiple of ``multiple``.
     """
 
     def pack() -> tuple[Problem, list[list[int]]]:

@@ -29,8 +29,7 @@ from mcore_batching.planning import (
     plan_step,
 )
 
-ALGORITHM = "mcore_batching"
-"""Value of NeMo-RL's ``sequence_packing.algorithm`` that selects this packer."""
+ALGORITHM = "mcore_batching"  # of NeMo-RL's sequence_packing.algorithm
 
 
 def hook(
@@ -44,11 +43,9 @@ def hook(
 ) -> Hook:
     """Teach NeMo-RL's ``get_packer`` the name `ALGORITHM`. Call it in the driver's process.
 
+    Sizes are the policy's, as in `ParallelDims`.
+
     Args:
-        pipeline_parallel: pipeline stages of the policy.
-        virtual_pipeline: model chunks of a stage.
-        microbatch_group_size: as in `ParallelDims`.
-        expert_parallel: ranks that share the experts.
         model: its config, whose layers are what samples cost: names and values, an object of
             transformers, or the path of a ``config.json`` or its folder; None: the default costs.
         share_prefixes: refused.
@@ -102,8 +99,6 @@ def _get_packer(
 
 
 def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any:
-    """A subclass of NeMo-RL's packer with bins planned for these dims and costs."""
-
     # Made here, since its base is there only where NeMo-RL is.
     class PipelinePacker(base):  # type: ignore[misc]
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
@@ -122,12 +117,7 @@ def planned_bins(
 ) -> list[list[int]]:
     """The samples of each bin, in the order in which NeMo-RL deals bins to ranks.
 
-    Args:
-        lengths: of each sample, padded, in tokens.
-        capacity: most tokens of a bin.
-
-    Raises:
-        LengthError: there are fewer samples than bins.
+    Lengths are padded; fewer samples than bins are a `LengthError`.
     """
     config = PlannerConfig(max_tokens_per_gpu=capacity)
     step = plan_step(lengths, dims, config, costs)

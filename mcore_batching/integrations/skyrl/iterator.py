@@ -26,7 +26,6 @@ from mcore_batching.batch.agreement.consensus import Consensus
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.models import caller_with, checked_costs
 from mcore_batching.integrations.replacements import (
-    MARK,
     Hook,
     HookError,
     Replacement,
@@ -46,15 +45,12 @@ _REORDER = "reorder_and_combine_batches"
 def hook(*, share_prefixes: bool = False) -> Hook:
     """Replace the iterator in every loaded module of SkyRL. On all ranks or none.
 
-    Args:
-        share_prefixes: refused.
-
     Returns:
         the replaced names; its ``undo`` puts SkyRL's own back.
 
     Raises:
-        HookError: it is hooked already, or is another one in this version of SkyRL; prefixes are to
-            be shared.
+        HookError: it is hooked already, is another one in this version of SkyRL, or
+            ``share_prefixes`` is set.
     """
     if share_prefixes:
         raise HookError(
@@ -68,8 +64,7 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     if not isinstance(original, type):
         raise HookError(f"{where} cannot be replaced: there is none in this version of SkyRL")
     count = replacing(original, _NAMES[2], _sync_num_microbatches)
-    mark = getattr(count.ours, MARK)  # one mark, so that both methods are undone together
-    reorder = replacing(original, _REORDER, _reorder_and_combine_batches, mark=mark)
+    reorder = replacing(original, _REORDER, _reorder_and_combine_batches)
     check_signature(f"{where}.__init__", original.__init__, _init)  # type: ignore[misc]
     # __init__ packs, has the number agreed on, then adds padding: ours comes between the two. In
     # another order its own micro-batches would be padded, or ours overwritten.
@@ -79,8 +74,10 @@ def hook(*, share_prefixes: bool = False) -> Hook:
             f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'}, expected "
             f"{', '.join(_NAMES)} in this order; hook a version of SkyRL that does"
         )
-    body = {count.name: count.ours, reorder.name: reorder.ours, MARK: mark, "__module__": _MODULE}
-    return Hook([module], [Replacement(_CLASS, original, type(_CLASS, (original,), body))])
+    body = {count.name: count.ours, reorder.name: reorder.ours, "__module__": _MODULE}
+    subclass = Replacement(_CLASS, original, type(_CLASS, (original,), body))
+    # The methods are in no module's globals, but undone with the class that has them.
+    return Hook([module], [subclass, count, reorder])
 
 
 def _init(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
@@ -90,12 +87,8 @@ def _init(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
 def _sync_num_microbatches(original: Callable[..., Any], self: Any) -> int:
     """Plan this rank's micro-batches and return every rank's number. A collective over all ranks.
 
-    SkyRL's ``__init__`` calls it after its own packing, and then adds padding micro-batches up to
-    the number returned.
-
-    Raises:
-        RankFailedError: on every rank: planning failed on some, or the model of a Megatron worker
-            cannot run packed rows.
+    SkyRL's ``__init__`` calls it behind its own packing, and then adds padding micro-batches up to
+    that number.
     """
     del original
     consensus = Consensus(dist.group.WORLD if dist.is_initialized() else None)
@@ -113,17 +106,12 @@ def _sync_num_microbatches(original: Callable[..., Any], self: Any) -> int:
         consensus,
         cost_model=costs,
     )
-    # SkyRL fills up with padding micro-batches of its own, behind these.
     self._microbatches = [list(samples) for samples in planned if samples]
     return len(planned)
 
 
 def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batches: Any) -> Any:
-    """SkyRL's own, after a check that each output has one row per sample.
-
-    Raises:
-        OrderError: on this rank, if one has not.
-    """
+    """SkyRL's own, after a check that each output has one row per sample, else an `OrderError`."""
     if len(batches) != len(self):
         raise OrderError(
             f"expected the outputs of {len(self)} micro-batches, got {len(batches)}: return one "

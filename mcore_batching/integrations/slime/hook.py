@@ -8,10 +8,8 @@
     hooked.undo()                               # or: with mcore_batching.hook(data, model): ...
 
 All three are checked before any is replaced, and replaced together: the framework's own
-``forward_only`` would take placeholders' outputs for samples'.
-
-Versions that plan in the rollout manager, before samples are dealt to ranks, are hooked there as
-well, by `mcore_batching.integrations.slime.rollout_manager`.
+``forward_only`` would take placeholders' outputs for samples'. Versions that plan in the rollout
+manager are hooked there as well, by `hook_schedule`.
 """
 
 from __future__ import annotations
@@ -45,9 +43,6 @@ _MODEL = "backends.megatron_utils.model"
 
 def init(args: Any) -> None:
     """`hook` the modules of slime or miles: for ``--custom-megatron-init-path``.
-
-    Args:
-        args: the framework's arguments; not read.
 
     Raises:
         HookError: neither framework is installed, or its functions have another signature.
@@ -95,11 +90,6 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
 
 
 def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
-    """The modules that have each of the functions.
-
-    Raises:
-        HookError: none has.
-    """
     others = [module for module in modules if not isinstance(module, ModuleType)]
     if others:
         raise HookError(f"expected modules, got {others[0]!r}: import it first")
@@ -116,7 +106,7 @@ def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
 
 def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
     """True if the framework plans in its rollout manager."""
-    # By parameters, since checkouts are rarely of a release.
+    # By parameters, not versions: checkouts are rarely of a release.
     takes = {name: _parameters(getattr(holders[name][0], name)) for name in NAMES}
     return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
 
@@ -136,7 +126,6 @@ def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
 def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | None:
     """For a framework that plans in its rollout manager; None: its own stays."""
     from mcore_batching.integrations.slime import trainer
-    from mcore_batching.integrations.slime.model_checks import checking_model
 
     original = getattr(module, name)
     _check_leading(f"{module.__name__}.{name}", original, trainer.LEADING[name])
@@ -145,15 +134,13 @@ def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | 
     ours = functools.partial(getattr(trainer, name), original)
     if name == "get_data_iterator":
         ours = functools.partial(ours, schema=schema)
-    return Replacement(name, original, in_place_of(original, checking_model(original, ours)))
+    return Replacement(
+        name, original, in_place_of(original, trainer.checking_model(original, ours))
+    )
 
 
 def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]) -> None:
-    """Refuse a function that begins with none of these parameters.
-
-    Raises:
-        HookError: saying what was expected and what was found.
-    """
+    """Refuse a function that begins with none of these parameters."""
     refuse_hooked(where, function)
     names = _parameters(function)
     if not any(names[: len(each)] == each for each in known):

@@ -1,4 +1,4 @@
-"""Iterators over the framework's own ``rollout_data``, with placeholders.
+"""An iterator over the framework's own ``rollout_data``, with placeholders.
 
 The dict is read when a micro-batch is drawn, so fields added after planning (log-probs,
 advantages) are there without a collective. A micro-batch without samples becomes a sample of one
@@ -16,8 +16,6 @@ from torch import Tensor
 
 from mcore_batching.batch import Kind, Schema, SchemaError, make_placeholder
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
-from mcore_batching.megatron.rollout.data_iterator import DataIterator
-from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 
 
 class PlaceholderLengths(list[int]):
@@ -27,10 +25,8 @@ class PlaceholderLengths(list[int]):
 class PlaceholderIterator:
     """An iterator over rollout data, with a fabricated sample where a micro-batch has none.
 
-    Args:
-        own: the framework's own iterator, or a `LiveDataIterator`.
-        schema: the kind of every field that will be asked for.
-        template: field name to values of one sample, for ranks without any; None: no such rank.
+    All other attributes are those of ``own``, the iterator inside. ``template`` has the values of
+    one sample, for ranks without any; None: no such rank.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class PlaceholderIterator:
         self._checked: set[tuple[str, ...]] = set()
 
     def __getattr__(self, name: str) -> Any:
-        """All other attributes are those of the iterator inside."""
         return getattr(self.own, name)
 
     def reset(self) -> PlaceholderIterator:
@@ -83,7 +78,6 @@ class PlaceholderIterator:
         return dict.fromkeys(keys) | fabricated
 
     def _fabricated(self, keys: Sequence[str]) -> dict[str, list[Any]]:
-        """One value for each key, like those of real samples."""
         data = self.own.rollout_data
         count = len(data["tokens"])
         for key in keys:
@@ -102,29 +96,6 @@ class PlaceholderIterator:
         if "loss_masks" in made:
             made["loss_masks"] = list(map(zero_count_mask, made["loss_masks"]))
         return made
-
-
-class LiveDataIterator(DataIterator):
-    """A `DataIterator` whose values are those that the framework's dict has when they are drawn."""
-
-    def __init__(self, rollout: PlannedRollout, rollout_data: dict[str, Any]) -> None:
-        super().__init__(rollout)
-        self._live = rollout_data
-
-    @property
-    def rollout_data(self) -> dict[str, Any]:
-        """The framework's own dict, not a copy."""
-        return self._live
-
-    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
-        """The next micro-batch's values, None for fields that the dict lacks."""
-        indices = self._rollout.schedule.micro_batches[self.offset]
-        self.offset += 1
-        live = {key: self._live.get(key) for key in keys}
-        return {
-            key: None if values is None else [values[i] for i in indices]
-            for key, values in live.items()
-        }
 
 
 def _on_device(value: Any) -> Any:

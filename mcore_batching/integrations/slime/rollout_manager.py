@@ -43,11 +43,11 @@ NAME = "build_dp_schedule"
 
 _INIT = "--custom-megatron-init-path mcore_batching.integrations.slime.init"
 
+# Packages that have the function, and what to do if an older version lacks it.
 _FRAMEWORKS = {
     "slime": f"(its pull request 1926): leave hook_schedule out, {_INIT} is enough",
     "miles": "(its pull request 1927): use a later miles",
 }
-"""Packages that have the function, and what to do if an older version lacks it."""
 
 NO_SHARING = (
     "the framework finds tokens by lengths, so samples cannot share them: unset "
@@ -62,11 +62,7 @@ Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
 
 def framework(module: str) -> str:
-    """``slime`` or ``miles``: the one with this module loaded, else the one installed.
-
-    Raises:
-        HookError: neither is.
-    """
+    """``slime`` or ``miles``: the one with this module loaded, else the one installed."""
     # Both may be installed; the trainer has imported its own.
     loaded = [name for name in _FRAMEWORKS if f"{name}.{module}" in sys.modules]
     for name in [*loaded, *_installed()]:
@@ -78,11 +74,7 @@ def framework(module: str) -> str:
 
 
 def planning_modules(names: Sequence[str]) -> list[ModuleType]:
-    """The ``dp_schedule`` modules of these frameworks.
-
-    Raises:
-        HookError: no framework has one.
-    """
+    """The ``dp_schedule`` modules of these frameworks, of which one must have it."""
     modules, too_old = [], []
     for name in names:
         try:
@@ -125,13 +117,8 @@ def build_dp_schedule(
 ) -> Schedule:
     """The samples of each rank, and of each of its micro-batches.
 
-    Args:
-        args: the framework's, with ``dynamic_batch_*`` from ``--custom-config-path`` for the
-            planner's options.
-        train_parallel_config: the trainer's sizes.
-        total_lengths: of each sample, in tokens.
-        global_batch_size: rollouts of each step.
-        rollout_indices: the rollout of each sample.
+    ``args`` have the planner's options, ``dynamic_batch_*`` from ``--custom-config-path``. A step
+    takes ``global_batch_size`` rollouts, each of one sample or more.
 
     Returns:
         samples of each rank [ranks][samples]; of each rank's micro-batches, as positions in these,
@@ -193,11 +180,7 @@ def _parallel_dims(args: Any, told: dict[str, Any]) -> ParallelDims:
 
 
 def planner_config(args: Any) -> PlannerConfig:
-    """The planner's options, with rows padded as the framework's ``get_batch`` pads them.
-
-    Raises:
-        ConfigError: rows are to have context-parallel sizes of their own, or to share tokens.
-    """
+    """The planner's options, with rows padded as the framework's ``get_batch`` pads them."""
     if getattr(args, "dynamic_batch_share_prefixes", False):
         raise ConfigError(NO_SHARING)
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
@@ -228,7 +211,7 @@ def _cost_model(args: Any) -> CostModel | None:
 
 
 def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:
-    """How rollouts left over are treated: "keep" where miles would make a smaller step of them."""
+    """Rollouts left over are dropped, or kept where miles would make a smaller step of them."""
     if not getattr(args, "allow_partial_train_step", False):
         return "drop"
     # miles drops a last step of fewer samples than ranks, too.
@@ -242,11 +225,7 @@ def _idle_ranks(plan: Plan) -> list[int]:
 
 
 def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
-    """Refuse what the trainer cannot run.
-
-    Raises:
-        HookError: naming the argument to set.
-    """
+    """Refuse what the trainer cannot run."""
     idle = _idle_ranks(plan)
     if idle:
         raise HookError(
