@@ -31,8 +31,8 @@ from mcore_batching.tools.report import FLOOR, sharing
 from mcore_batching.tools.suggestions import suggestions
 
 Spell = Callable[[Argument], str]
+# Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem.
 Ranks = Sequence[Sequence[Sequence[int]]]
-"""Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem."""
 
 _NEXT_LINE = "\n" + " " * len("  would help: ")
 
@@ -98,7 +98,6 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: 
 
 
 def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
-    """The origin of the number of micro-batches per rank."""
     if not step.num_samples:
         reason = "no samples: one micro-batch per rank is the least a schedule runs"
         needed = 1
@@ -145,7 +144,6 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
 def _bottleneck(
     step: StepPlan, problem: Problem, ranks: Ranks, statistics: StepStatistics
 ) -> Iterator[str]:
-    """The rank, the micro-batch and the sample with the most work."""
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [sum(rank) for rank in costs]
     slowest = max(rank_costs)
@@ -180,7 +178,6 @@ def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
 
 
 def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> Iterator[str]:
-    """The predicted end of the step, and what holds it back."""
     yield (
         f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
         f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
@@ -190,7 +187,6 @@ def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) ->
 
 
 def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
-    """Changes that would help, one on each line."""
     helps = [
         f"{each.otherwise or ' and '.join(map(spell, each.changes))} ({each.gain:.2f} x as fast)"
         for each in suggestions(step, lengths)
@@ -200,7 +196,6 @@ def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
 
 
 def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str:
-    """The number of split backward passes, and the gain, in words."""
     if not step.split_backward:
         return "whole: without a pipeline to fill, or splitting them gains less than 2 %"
     stages = [stage for rank in step.split_backward for stage in rank]

@@ -17,12 +17,7 @@ _FEW_SAMPLES_PER_STAGE = 8  # samples of a rank per pipeline stage
 
 
 def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
-    """The one thing that keeps the step from ending sooner.
-
-    Args:
-        step: a valid plan of one sample or more.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-    """
+    """The one thing that keeps a valid plan of one sample or more from ending sooner."""
     model, dims = step.cost_model, step.dims
     problem, _ = step_problem(step, lengths)
     statistics = step_statistics(step, lengths)

@@ -17,11 +17,9 @@ from mcore_batching.planning.plans.memory import PredictedMemory
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.plans.statistics import total_statistics
 
-SHOWN_STEPS_AT_EACH_END = 8
-"""Of a long table: twice as many fit on a screen."""
+SHOWN_STEPS_AT_EACH_END = 8  # of a long table: twice as many fit on a screen
 
 FLOOR = "a mean rank's work or the longest sample's way through all stages; no plan ends sooner"
-
 
 STEP_COLUMNS = {
     "samples": "{.num_samples}",
@@ -52,14 +50,10 @@ class Table:
     """A table of strings; as text, right-aligned and two spaces apart."""
 
     columns: tuple[str, ...]
-    """Headings [columns]."""
     rows: tuple[tuple[str, ...], ...]
-    """Cells [rows][columns]."""
-    total: tuple[str, ...] | None = None
-    """A last row [columns], set apart."""
+    total: tuple[str, ...] | None = None  # a last row, set apart
 
     def __str__(self) -> str:
-        """The table, without an end of its last line."""
         rows = [self.columns, *self.rows, *([self.total] if self.total else [])]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
@@ -73,11 +67,7 @@ class Table:
 
 
 def step_table(statistics: Sequence[StepStatistics]) -> Table:
-    """One row per step and a total; of many steps only the first and the last few.
-
-    Args:
-        statistics: of each step, in order; at least one.
-    """
+    """One row per step and a total; of many steps only the first and the last few."""
     rows = [_step_row(str(index), step) for index, step in enumerate(statistics)]
     total = _step_row("total", total_statistics(statistics))
     return Table(columns=("step", *STEP_COLUMNS), rows=both_ends(rows), total=total)

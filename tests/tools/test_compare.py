@@ -20,7 +20,8 @@ from mcore_batching.planning import (
     predicted_step_time,
     step_statistics,
 )
-from mcore_batching.tools import compare, compare_report
+from mcore_batching.tools import compare
+from mcore_batching.tools.cli import compare as compare_command
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.rules.rules import RULES, rule_plan
 
@@ -125,13 +126,13 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert (verl.steps, verl.planned) == (2, 1)
     assert verl.failure == "3 samples do not divide by 2; pass a multiple of 2"
     assert verl.time_over_floor is not None
-    (line,) = [line for line in compare_report.summary(found) if line.startswith("verl 0.9")]
+    (line,) = [line for line in compare_command.summary(found) if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
     never = by_name(
         compare.compare([[5] * 3], ParallelDims(data_parallel=2), CONFIG_OF_100), "verl 0.9"
     )
     assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
-    assert compare_report.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
+    assert compare_command.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
 
 
 def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
@@ -140,14 +141,14 @@ def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
     peers = [o for o in outcomes if o.kind == "peer" and o.time_over_ours]
     best = min(peers, key=lambda o: (o.time_over_ours, o.name))
     tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
-    line = compare_report.summary(outcomes)[0]
+    line = compare_command.summary(outcomes)[0]
     assert f"{best.name} ends soonest, at {best.time_over_ours:.3f} x the time" in line
     at = f"at {tuned.time_over_ours_at_best_cap:.3f} x"
     assert f"{tuned.name} under {tuned.best_cap}, {at}" in line
 
 
 def test_csv_holds_every_field(outcomes: list[compare.Outcome]) -> None:
-    rows = list(csv.DictReader(io.StringIO(compare_report.as_csv(outcomes))))
+    rows = list(csv.DictReader(io.StringIO(compare_command.as_csv(outcomes))))
     assert [row["name"] for row in rows] == [outcome.name for outcome in outcomes]
     assert list(rows[0]) == [field.name for field in fields(compare.Outcome)]
     assert [float(row["time_over_floor"]) for row in rows if row["time_over_floor"]] == [

@@ -26,6 +26,7 @@ NO_NON_LOSS_DATA = (
     f"pretrain, or unset {FLAG}"
 )
 
+# Arguments that must be unset; one that this release lacks counts as unset.
 _REFUSED = {
     "dynamic_batch_share_prefixes": (
         "stock scripts train every token of a sample, so samples cannot share any: unset "
@@ -56,7 +57,6 @@ _REFUSED = {
         "--reuse-grad-buf-for-mxfp8-param-ag"
     ),
 }
-"""Arguments that must be unset; one that this release lacks counts as unset."""
 
 
 def is_on(args: Any) -> bool:
@@ -71,9 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def check_arguments(args: Any) -> None:
     """Refuse flags under which packed training would hang or differ; print `start_messages`.
-
-    Args:
-        args: Megatron's arguments, validated.
 
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
@@ -111,10 +108,6 @@ def check_training(
     forward_step_func: Callable[..., Any], process_non_loss_data_func: Any = None
 ) -> None:
     """Refuse a training script that cannot run packed rows, before its first step.
-
-    Args:
-        forward_step_func: the script's forward step.
-        process_non_loss_data_func: as the script gave it to ``pretrain``.
 
     Raises:
         DynamicBatchArgumentError: with what to change in the script.
@@ -158,12 +151,7 @@ def print_start_messages(args: Any, config: Any) -> None:
 
 
 def start_messages(args: Any, config: Any) -> list[str]:
-    """Differences from the same job without ``--use-dynamic-batch-size``, a sentence each.
-
-    Args:
-        args: Megatron's arguments, validated.
-        config: the model's `TransformerConfig`.
-    """
+    """Differences from the same job without ``--use-dynamic-batch-size``, a sentence each."""
     messages = []
     if has_auxiliary_loss(config):
         messages.append(

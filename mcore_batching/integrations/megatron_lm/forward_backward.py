@@ -26,13 +26,13 @@ from mcore_batching.integrations.megatron_lm.packed_batches import packed_rows
 from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.script_forward_step import with_deferred_errors
-from mcore_batching.integrations.megatron_lm.step_figures import (
+from mcore_batching.integrations.megatron_lm.step_log import (
     LEFT_BYTES,
     PREDICTED_SECONDS,
     own_figures,
+    record_step,
     statistics_of,
 )
-from mcore_batching.integrations.megatron_lm.step_log import record_step
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.integrations.megatron_lm.unpadding import draw_batches
 from mcore_batching.megatron import compat
@@ -50,20 +50,16 @@ ForwardBackward = Callable[..., Any]
 
 
 def wrap_forward_backward(forward_backward_func: ForwardBackward) -> ForwardBackward:
-    """Megatron's forward-backward function over packed micro-batches.
+    """What ``get_forward_backward_func`` returned, over packed rows.
 
-    Args:
-        forward_backward_func: from ``get_forward_backward_func``.
-
-    Returns:
-        a function of the same keywords; the argument itself without ``--use-dynamic-batch-size``.
+    A function of the same keywords; the argument itself without ``--use-dynamic-batch-size``.
     """
     from megatron.training import get_args
 
     args = get_args()
-    return (
-        PackedForwardBackward(forward_backward_func, args) if is_on(args) else forward_backward_func
-    )
+    if not is_on(args):
+        return forward_backward_func
+    return PackedForwardBackward(forward_backward_func, args)
 
 
 class PackedForwardBackward:
@@ -89,9 +85,7 @@ class PackedForwardBackward:
     ) -> Any:
         """Draw ``num_microbatches`` ordinary micro-batches, pack their samples and run the rows.
 
-        Args: those of Megatron's function. ``collect_non_loss_data`` must be False,
-        ``adjust_tensor_shapes_fn`` None; ``micro_batch_size`` is not used. Returns, on the last
-        stage, the loss function's report of every packed micro-batch.
+        Returns, on the last stage, the loss function's report of every packed micro-batch.
 
         Raises:
             DynamicBatchArgumentError: an argument that packed rows do not support.

@@ -33,24 +33,19 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
+# A module, a name in it, and what `Hook.replace` takes in its place.
 Replaced = tuple[Any, str, Any]
-"""A module, a name in it, and what `Hook.replace` takes in its place."""
 Part = Callable[[], Iterator[Replaced]]
 
 _installed: Installation | None = None
 
 
 class Installation(Hook):
-    """The names that `install` replaced.
-
-    Attributes:
-        hooked: dotted names of what was replaced, in order.
-        parts: what of the plugin is there.
-    """
+    """The names that `install` replaced."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: set[Part] = set()
+        self.parts: set[Part] = set()  # what of the plugin is there
 
     def __str__(self) -> str:
         if not self.hooked:
@@ -58,10 +53,7 @@ class Installation(Hook):
         return super().__str__()
 
     def undo(self) -> None:
-        """Put the originals back. A second call does nothing.
-
-        Where somebody wrapped a replacement since, the wrapper stays and calls Megatron's function.
-        """
+        """Put the originals back. A second call does nothing."""
         global _installed
         super().undo()
         if _installed is self:

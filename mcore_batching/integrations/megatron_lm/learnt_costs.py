@@ -18,15 +18,9 @@ _NAME = "dynamic_batch_learnt_costs"
 
 
 def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]:
-    """Store learnt costs where the next checkpoint saves them.
+    """Store learnt costs where the next checkpoint saves them; the figures to log, if any.
 
-    Args:
-        args: Megatron's arguments.
-        job: the present one.
-        predicted: seconds of the slowest rank in the last step; 0 if not known.
-
-    Returns:
-        figures to log; empty if costs are not learnt.
+    ``predicted`` are the slowest rank's seconds in the last step, 0 if not known.
     """
     learner = learners_of(job).of(None)
     if not job.options.learns_cost_model or learner.learnt is None:

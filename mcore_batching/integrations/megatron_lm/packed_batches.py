@@ -68,17 +68,13 @@ def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
 class PackedRows(Iterator[PreparedRow]):
     """The data iterator that a forward step gets: one packed micro-batch per call.
 
-    Args:
-        rows: the prepared rows, moved to the device as they are drawn.
-        counts_flops: True if stock code is to count the rows in its throughput. False for all but
-            one model chunk, and in evaluation, after which stock code does not reset the count.
-
     Attributes:
         current: the row drawn last, None before the first.
     """
 
     def __init__(self, rows: Iterator[PreparedRow], *, counts_flops: bool) -> None:
         self._rows = rows
+        # By stock code, in its throughput. Not in evaluation, after which it resets no count.
         self._counts_flops = counts_flops
         self.current: PackedMicroBatch | None = None
 
@@ -120,7 +116,7 @@ class PackedRows(Iterator[PreparedRow]):
 
 
 def _times_counted(row: PackedMicroBatch) -> int:
-    """Times that this rank counts a row's samples: its share of the model's CP size."""
+    """Times that this rank counts a row's samples."""
     if row_group(row.context_parallel_size) is None:  # the row has the model's own size
         return 1
     size, rank = row.context_parallel_size, row.context_parallel_rank
@@ -132,7 +128,8 @@ def _times_counted(row: PackedMicroBatch) -> int:
 
 
 def packed_rows(stages: Sequence[Iterator[PreparedRow]], *, counts_flops: bool) -> list[PackedRows]:
-    """One data iterator per model chunk; the first alone counts tokens, as all run every row."""
+    """One data iterator per model chunk."""
+    # All chunks run every row: the first alone counts its tokens.
     return [
         PackedRows(rows, counts_flops=counts_flops and number == 0)
         for number, rows in enumerate(stages)
@@ -169,34 +166,21 @@ def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | N
 
 
 def check_fields(names: Sequence[str], where: str) -> None:
-    """Refuse a batch with unknown names, or without those that packed rows need.
-
-    Args:
-        names: of the batch's values.
-        where: the forward step, or the argument that named them, for the message.
-
-    Raises:
-        DynamicBatchArgumentError: naming what is unknown or missing.
-    """
-    unknown, lacking = _unfit(names)
-    if unknown or lacking:
-        problems = [f"has {', '.join(unknown)}"] if unknown else []
-        problems += [f"lacks {', '.join(lacking)}"] if lacking else []
+    """Refuse a batch of ``where`` with unknown names, or without those that packed rows need."""
+    problems = problems_of_fields(names)
+    if problems:
         raise DynamicBatchArgumentError(
             f"the batch of {where} {' and '.join(problems)}; known are "
             f"({', '.join(SIX_FIELDS)}) up to 0.17 and ({', '.join(TEN_FIELDS)}) from 0.18 on"
         )
 
 
-def fits(names: Sequence[str]) -> bool:
-    """True if `check_fields` accepts these names."""
-    return _unfit(names) == ([], [])
-
-
-def _unfit(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Unknown names, and missing ones that packed rows need."""
-    known = {*SEVEN_FIELDS, *TEN_FIELDS}  # those of six are among the seven
+def problems_of_fields(names: Sequence[str]) -> list[str]:
+    """What a batch of these values has or lacks that packed rows do not know or need."""
+    # Those of six are among the seven.
+    unknown = [name for name in names if name not in {*SEVEN_FIELDS, *TEN_FIELDS}]
     lacking = [name for name in _NEEDED if name not in names]
     if "packed_seq_params" not in names and not {"cu_seqlens", "cu_seqlens_padded"} <= {*names}:
         lacking.append("packed_seq_params (or cu_seqlens and cu_seqlens_padded)")
-    return [name for name in names if name not in known], lacking
+    found = {"has": unknown, "lacks": lacking}
+    return [f"{verb} {', '.join(which)}" for verb, which in found.items() if which]

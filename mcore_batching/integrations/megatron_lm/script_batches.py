@@ -13,33 +13,27 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.integrations.megatron_lm.packed_batches import check_fields, fits, next_batch
+from mcore_batching.integrations.megatron_lm.packed_batches import (
+    check_fields,
+    next_batch,
+    problems_of_fields,
+)
 from mcore_batching.integrations.replacements import Function, Hook, is_replacement
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 _declared_fields: tuple[str, ...] | None = None
-_scripts = Hook()
-"""Those whose ``get_batch`` was replaced."""
+_scripts = Hook()  # those whose get_batch was replaced
 
 
 def declare_batch_fields(names: Sequence[str]) -> None:
-    """Name the values that a script's ``get_batch`` returns, if its source does not.
-
-    Args:
-        names: in the order in which the script unpacks them.
-
-    Raises:
-        DynamicBatchArgumentError: a name is not known, or a needed one is missing.
-    """
+    """Name the values that a script's ``get_batch`` returns, in order, if its source does not."""
     global _declared_fields
     check_fields(names, "install(batch_fields=...)")
     _declared_fields = tuple(names)
 
 
 def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
-    """Let a forward step's ``get_batch`` accept packed rows. A second call does nothing.
-
-    A script whose ``get_batch`` calls `next_batch` itself is left alone.
+    """Let a forward step's ``get_batch`` accept packed rows, unless it does so already.
 
     Raises:
         DynamicBatchArgumentError: there is no such function, or its batch is of another kind.
@@ -101,7 +95,7 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
         raise DynamicBatchArgumentError(
             f"{where} does not unpack get_batch(...) into names: call {advice}"
         )
-    fitting = [names for names in found if fits(names)]
+    fitting = [names for names in found if not problems_of_fields(names)]
     # Where none fits, the error is about the longest: the others are older forms of it.
     check_fields((fitting or found)[0], where)
     return (fitting or found)[0]

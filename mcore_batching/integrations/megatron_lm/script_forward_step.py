@@ -29,9 +29,8 @@ def with_deferred_errors(
 ) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
     """The forward step, with errors of its loss function in ``failed`` instead of raised.
 
-    Raised in the middle of the pipeline, they would leave the other ranks waiting. The micro-batch
-    counts as 0, and all ranks raise together at the end. ``later_of`` gives a row's losses of
-    multi-token prediction; None leaves its layers out.
+    The micro-batch counts as 0, and all ranks raise together at the end. ``later_of`` gives a row's
+    losses of multi-token prediction; None leaves its layers out.
     """
 
     def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
@@ -43,6 +42,7 @@ def with_deferred_errors(
                 result = loss_function(output_tensor, *arguments, **keywords)
                 check_loss(result)
             except Exception as exception:
+                # Raised in the middle of the pipeline, it would leave the other ranks waiting.
                 job.defer(failed, exception, data_iterator.current)
                 # Attached to the graph: the stages before wait for a gradient of this output.
                 zero = output_tensor.float().sum() * 0.0
@@ -55,12 +55,7 @@ def with_deferred_errors(
 
 
 def check_loss(result: Any) -> None:
-    """Refuse a loss that depends on how samples are packed, such as a micro-batch's mean.
-
-    Raises:
-        DynamicBatchArgumentError: it is no ``(sum, number of tokens, report)``, the sum has no
-            gradient, or a report's entry is no ``[sum, number]``.
-    """
+    """Refuse a loss that depends on how samples are packed, such as a micro-batch's mean."""
     problem = _problem_of(result)
     if problem:
         raise DynamicBatchArgumentError(f"the loss function must {problem}")
@@ -90,24 +85,21 @@ def row_given(
     later_of: Callable[[PackedMicroBatch], LaterLosses | None] = lambda row: None,
 ) -> Iterator[None]:
     """Pass the model what stock scripts do not: host offsets, the row's group, a padding mask, and
-    what multi-token prediction reads.
-
-    Attention without Transformer Engine reads the offsets on the host, where it would wait for the
-    device, and Mamba layers end their state at them. By the mask MoE routers neither route nor
-    count padding.
-    """
+    what multi-token prediction reads."""
     is_routed = bool(get_model_config(chunk).num_moe_experts)
 
     def with_row(inputs: dict[str, Any]) -> dict[str, Any]:
         row, params = data_iterator.current, inputs.get("packed_seq_params")
         if row is not None and params is not None:
+            # Mamba layers end their state at them; attention without Transformer Engine would have
+            # to wait for the device to read them there.
             compat.packed_rows.give_offsets(params, row.host_cu_seqlens_padded)
             compat.packed_rows.set_row_group(params, row_group(row.context_parallel_size))
             predict_later_tokens(params, chunk, row, later_of(row))
         if not is_routed:
             return inputs
         compat.packed_rows.forget_padded_length(params)
-        # Newer scripts pass a mask of their own.
+        # By it routers neither route nor count padding. Newer scripts pass a mask of their own.
         if row is None or inputs.get("padding_mask") is not None:
             return inputs
         return inputs | {"padding_mask": padding_mask(chunk, row)}

@@ -37,11 +37,7 @@ from mcore_batching.planning.planning_process import PlanRequest
 
 
 class StockSteps:
-    """Makes the rows of one training loop's steps.
-
-    Args:
-        args: Megatron's arguments.
-    """
+    """Makes the rows of one training loop's steps."""
 
     def __init__(self, args: Any) -> None:
         self._args = args
@@ -57,15 +53,8 @@ class StockSteps:
         *,
         forward_only: bool,
     ) -> PreparedStep:
-        """A step's rows. A collective over all ranks.
-
-        Args:
-            job: the present one.
-            chunks: this rank's model chunks.
-            drawn: gives the step's ordinary micro-batches, or raises what drawing them did.
-            forward_only: True in evaluation, which is not planned ahead.
-        """
-        if forward_only:
+        """A step's rows, of what ``drawn`` gives. A collective over all ranks."""
+        if forward_only:  # evaluation is not planned ahead
             return self._planned(
                 job, "evaluation", None, chunks=chunks, drawn=drawn, forward_only=True
             )
@@ -91,7 +80,7 @@ class StockSteps:
     def making_next(
         self, job: Job, chunks: list[Any], data_iterator: Any, num_microbatches: int
     ) -> AbstractContextManager[None] | None:
-        """Around a training step's pipeline, in which the next step is made; None if it is not."""
+        """To run a training step's pipeline in, where the next step is made; None if it is not."""
         ahead, iteration = self._plans_ahead(job), self._iteration
         is_last = iteration is not None and iteration + 1 >= (self._args.train_iters or 0)
         # In a rerun the step after has begun already.

@@ -26,11 +26,7 @@ class PlotError(MCoreBatchingError, ValueError):
 
 
 def check_picture(path: str | Path) -> None:
-    """Check, before long work, that a picture of this name could be drawn.
-
-    Raises:
-        PlotError: an ending that is none of `FORMATS`, or no matplotlib.
-    """
+    """Check, before long work, that a picture of this name could be drawn, by matplotlib."""
     if Path(path).suffix not in FORMATS:
         raise PlotError(f"expected a name that ends in {' or '.join(FORMATS)}, got {path}")
     try:
@@ -40,16 +36,7 @@ def check_picture(path: str | Path) -> None:
 
 
 def save_figure(figure: Figure, path: str | Path, tooltips: Mapping[str, str]) -> None:
-    """Write a figure to a file of one of `FORMATS`; the same figure gives the same text.
-
-    Args:
-        figure: what to write.
-        path: where to.
-        tooltips: line of text for each artist of the figure, by its `gid`, for .svg.
-
-    Raises:
-        PlotError: the file cannot be written.
-    """
+    """Write a figure to a file of one of `FORMATS`, with a line of text for artists by `gid`."""
     import matplotlib
 
     ending = Path(path).suffix[1:]

@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_ROWS = 40
-"""Stages that fit on a screen at a readable height."""
+MOST_ROWS = 40  # stages that fit on a screen at a readable height
+# Of more micro-batches the fill is a colour alone: at this width of the figure digits of twice as
+# many would overlap.
 MOST_NUMBERED_CELLS = 200
-"""Of more micro-batches the fill is a colour alone: at this width of the figure digits of twice as
-many would overlap."""
-RANK_GAP = 0.8
-"""Between two ranks, in rows."""
+RANK_GAP = 0.8  # between two ranks, in rows
 PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
     "F": ("forward", ("#3b6fb6", "#7ea6d9")),
     "B": ("backward", ("#d9762b", "#efae78")),
@@ -43,16 +41,9 @@ PLACEHOLDER: dict[str, Any] = {"facecolor": "#ffffff", "edgecolor": "#888888", "
 def draw_step(
     step: StepPlan, lengths: Sequence[int], path: str | Path, *, title: str | None = None
 ) -> None:
-    """Draw one step into a file.
+    """Draw one step, of whose plan the cap may be broken, into a .png or .svg file.
 
-    Args:
-        step: a plan that covers its samples; it may be over the cap.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-        path: .png or .svg.
-        title: first line; the parallel dims and the cap if None.
-
-    Raises:
-        PlotError: see `check_picture`, or the file cannot be written.
+    The title is a first line; without one the parallel dims and the cap.
     """
     check_picture(path)
     figure, tooltips = step_figure(step, lengths, title=title)
@@ -62,11 +53,7 @@ def draw_step(
 def step_figure(
     step: StepPlan, lengths: Sequence[int], *, title: str | None = None
 ) -> tuple[Figure, dict[str, str]]:
-    """The picture as a matplotlib figure; arguments as in `draw_step`.
-
-    Returns:
-        the figure, and a line of text for each drawn pass and micro-batch by its `gid`.
-    """
+    """The picture as a matplotlib figure, and a line of text for each of its boxes by `gid`."""
     from matplotlib.figure import Figure
 
     timeline, statistics = step_timeline(step, lengths), step_statistics(step, lengths)

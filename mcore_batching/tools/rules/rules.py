@@ -36,20 +36,11 @@ def rule_plan(
     config: PlannerConfig,
     cost_model: CostModel | None = None,
 ) -> StepPlan:
-    """One step as another framework's rule plans it.
-
-    Args:
-        rule: one of `RULES`.
-        lengths: total length of each sample [samples], in tokens.
-        dims: sizes of the parallel groups.
-        config: gives cap and padding; the rule has policies of its own.
-        cost_model: weighs the plan afterwards; the rule does not see it.
+    """One step as another framework's rule plans it, by the cap and padding of the config.
 
     Raises:
         RuleFailureError: the framework crashes on this input, there are no samples, or the
             interleaved schedule cannot run the rule's count of micro-batches.
-        LengthError: a length is out of range.
-        ConfigError: the cap leaves no room for a single token.
     """
     # Whether an oversize sample is an error is the rule's to say, not the config's.
     problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"), cost_model)

@@ -31,21 +31,16 @@ from mcore_batching.integrations.megatron_lm.sft.records import (
     SftDataError,
 )
 
-IGNORED_TARGET = -100
-"""An ``SFTTokenizer``'s target where a token is not trained."""
+IGNORED_TARGET = -100  # an SFTTokenizer's, where a token is not trained
 
-_Piece = tuple[list[int], bool]
-"""Token ids, and True if they are trained."""
+_Piece = tuple[list[int], bool]  # token ids, and True if they are trained
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleTokens:
-    """A sample as tokens.
+    """A sample's token ids, int32 ``[tokens]``, and which of them the model learns to predict.
 
-    Attributes:
-        ids: token ids, int32 ``[tokens]``.
-        trained: True where the model learns to predict the token, bool ``[tokens]``; never the
-            first.
+    ``trained`` is bool ``[tokens]``, and never True for the first.
     """
 
     ids: np.ndarray[Any, np.dtype[np.int32]]
@@ -58,17 +53,10 @@ class SampleTokens:
 
 
 class SampleTokenizer:
-    """Writes samples as tokens.
+    """Writes samples as tokens, by what ``megatron.training.get_tokenizer()`` returns.
 
-    Args:
-        tokenizer: as ``megatron.training.get_tokenizer()`` returns it: with ``tokenize`` and
-            ``eod``, and perhaps a ``chat_template``.
-
-    Attributes:
-        end: the end-of-document token's id.
-
-    Raises:
-        SftDataError: the tokenizer has no end-of-document token.
+    It has ``tokenize`` and ``eod``, and perhaps a ``chat_template``. Without ``eod``, or where it
+    cannot write a sample, there is a `SftDataError`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -83,11 +71,7 @@ class SampleTokenizer:
         self._before, self._behind = _added_to_every_text(tokenizer, end)
 
     def __call__(self, sample: Completion | Conversation) -> SampleTokens:
-        """Tokens of one sample.
-
-        Raises:
-            SftDataError: the tokenizer cannot write it.
-        """
+        """Tokens of one sample."""
         try:
             pieces = self._pieces(sample)
         except SftDataError:
