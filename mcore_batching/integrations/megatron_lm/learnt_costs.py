@@ -14,7 +14,7 @@ from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.learning.cost_learning import cost_learner, learners_of
 from mcore_batching.planning import ConfigError
 
-_NAME = "dynamic_batch_learnt_costs"
+_NAME = "dynamic_batch_learnt_costs"  # in args
 
 
 def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]:

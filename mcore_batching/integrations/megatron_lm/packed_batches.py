@@ -74,7 +74,6 @@ class PackedRows(Iterator[PreparedRow]):
 
     def __init__(self, rows: Iterator[PreparedRow], *, counts_flops: bool) -> None:
         self._rows = rows
-        # By stock code, in its throughput. Not in evaluation, after which it resets no count.
         self._counts_flops = counts_flops
         self.current: PackedMicroBatch | None = None
 
@@ -125,15 +124,6 @@ def _times_counted(row: PackedMicroBatch) -> int:
     model: int = parallel_state.get_context_parallel_world_size()
     before, after = (-(-model * ranks // size) for ranks in (rank, rank + 1))
     return after - before
-
-
-def packed_rows(stages: Sequence[Iterator[PreparedRow]], *, counts_flops: bool) -> list[PackedRows]:
-    """One data iterator per model chunk."""
-    # All chunks run every row: the first alone counts its tokens.
-    return [
-        PackedRows(rows, counts_flops=counts_flops and number == 0)
-        for number, rows in enumerate(stages)
-    ]
 
 
 def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | None:

@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     from mcore_batching.batch import Schema
 
 NAMES = ("get_data_iterator", "forward_only", "get_batch")
+# First parameters of the functions of slime and miles where the rollout manager plans.
+LEADING = {
+    "get_data_iterator": (("rollout_data",), ("args", "model", "rollout_data")),
+    "forward_only": (("f", "args", "model", "data_iterator", "num_microbatches"),),
+    "get_batch": (("data_iterator", "keys"),),
+}
 
 _DATA = {"slime": "backends.megatron_utils.data", "miles": "backends.training_utils.data"}
 _MODEL = "backends.megatron_utils.model"
@@ -84,7 +90,11 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
 
     schema = DEFAULT_SCHEMA if schema is None else schema
     holders = _holders(modules)
-    in_place = _of_manager if _is_scheduled(holders) else _of_trainer
+    # By parameters, not versions: checkouts are rarely of a release.
+    takes = {name: _parameters(getattr(found[0], name)) for name, found in holders.items()}
+    is_planned = takes["get_data_iterator"] == ("rollout_data",)
+    is_planned |= "rollout_id" in takes["forward_only"]
+    in_place = _of_manager if is_planned else _of_trainer
     found = [in_place(name, module, schema) for name in NAMES for module in holders[name]]
     return Hook(modules, [each for each in found if each is not None])
 
@@ -104,13 +114,6 @@ def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
     return found
 
 
-def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
-    """True if the framework plans in its rollout manager."""
-    # By parameters, not versions: checkouts are rarely of a release.
-    takes = {name: _parameters(getattr(holders[name][0], name)) for name in NAMES}
-    return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
-
-
 def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
     """For a framework that plans where it trains."""
     from mcore_batching.integrations.slime import before_1860
@@ -127,8 +130,16 @@ def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | 
     """For a framework that plans in its rollout manager; None: its own stays."""
     from mcore_batching.integrations.slime import trainer
 
-    original = getattr(module, name)
-    _check_leading(f"{module.__name__}.{name}", original, trainer.LEADING[name])
+    original, where, known = getattr(module, name), f"{module.__name__}.{name}", LEADING[name]
+    refuse_hooked(where, original)
+    names = _parameters(original)
+    if not any(names[: len(each)] == each for each in known):
+        expected = " or ".join(f"{name}({', '.join(each)}, ...)" for each in known)
+        found = str(inspect.signature(original)) if callable(original) else type(original).__name__
+        raise HookError(
+            f"{where} is of an unknown version of slime or miles: expected {expected}, found "
+            f"{found}; mcore_batching/integrations/slime/README.md lists versions"
+        )
     if name == "get_batch":
         return None
     ours = functools.partial(getattr(trainer, name), original)
@@ -137,20 +148,6 @@ def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | 
     return Replacement(
         name, original, in_place_of(original, trainer.checking_model(original, ours))
     )
-
-
-def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]) -> None:
-    """Refuse a function that begins with none of these parameters."""
-    refuse_hooked(where, function)
-    names = _parameters(function)
-    if not any(names[: len(each)] == each for each in known):
-        name = where.rpartition(".")[2]
-        expected = " or ".join(f"{name}({', '.join(each)}, ...)" for each in known)
-        found = str(inspect.signature(function)) if callable(function) else type(function).__name__
-        raise HookError(
-            f"{where} is of an unknown version of slime or miles: expected {expected}, found "
-            f"{found}; mcore_batching/integrations/slime/README.md lists versions"
-        )
 
 
 def _parameters(function: Any) -> tuple[str, ...]:

@@ -30,13 +30,6 @@ from mcore_batching.megatron.topology import model_chunks
 
 _OPERATION = "forward_only"
 
-# First parameters of slime's and miles' functions.
-LEADING = {
-    "get_data_iterator": (("rollout_data",), ("args", "model", "rollout_data")),
-    "forward_only": (("f", "args", "model", "data_iterator", "num_microbatches"),),
-    "get_batch": (("data_iterator", "keys"),),
-}
-
 
 def get_data_iterator(
     original: Callable[..., Any], *arguments: Any, schema: Schema, **keywords: Any
@@ -187,7 +180,14 @@ def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Ca
         given = signature.bind(*arguments, **keywords).arguments
         # At the first call that has the model: the manager, which plans, has none.
         if "model" in given and _is_planned(given):
-            _check(given["args"], model_chunks(given["model"]))
+            job, chunks = job_of(given["args"]), model_chunks(given["model"])
+            if chunks[0] not in job.memory.checked_models:
+                job.consensus.agree(
+                    "checking the model",
+                    lambda: prepare_packed_model(chunks),
+                    failure=PlanningFailedError,
+                )
+                job.memory.checked_models.add(chunks[0])
         return ours(*arguments, **keywords)
 
     return checked
@@ -200,13 +200,3 @@ def _is_planned(given: dict[str, Any]) -> bool:
     data = given["data_iterator"][0] if "data_iterator" in given else None
     rollout_data = given["rollout_data"] if data is None else getattr(data, "rollout_data", ())
     return "micro_batch_indices" in rollout_data
-
-
-def _check(args: Any, chunks: list[Any]) -> None:
-    job = job_of(args)
-    if chunks[0] in job.memory.checked_models:
-        return
-    job.consensus.agree(
-        "checking the model", lambda: prepare_packed_model(chunks), failure=PlanningFailedError
-    )
-    job.memory.checked_models.add(chunks[0])

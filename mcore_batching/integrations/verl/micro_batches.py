@@ -209,19 +209,13 @@ def _filled(
     """The micro-batches and the samples in each, none empty: verl runs no empty one."""
     # The shortest sample, masked, takes a placeholder's place.
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
-    made = [
-        _select(batch, list(samples)) if samples else _masked(batch, shortest) for samples in chosen
-    ]
-    return made, [list(samples) or [shortest] for samples in chosen]
-
-
-def _masked(batch: Any, sample: int) -> Any:
-    """A micro-batch of one sample that adds nothing to the loss."""
-    micro_batch = _select(batch, [sample])
-    for name in _MASKS:
-        if micro_batch.get(name, None) is not None:
-            micro_batch[name] = torch.zeros_like(micro_batch[name])
-    return micro_batch
+    indices = [list(samples) or [shortest] for samples in chosen]
+    made = [_select(batch, samples) for samples in indices]
+    for micro_batch in (each for each, samples in zip(made, chosen, strict=True) if not samples):
+        for name in _MASKS:
+            if micro_batch.get(name, None) is not None:
+                micro_batch[name] = torch.zeros_like(micro_batch[name])
+    return made, indices
 
 
 def _select(batch: Any, samples: list[int]) -> Any:

@@ -65,7 +65,12 @@ def build_sft_datasets(
         raise SftDataError(f"no file to train on: set {PREFIX}data to JSON-lines files")
     if not _reads_data(args, vp_stage):
         return None, None, None
-    tokenizer = _sample_tokenizer(args)
+    if args.dynamic_batch_tokenizer == "bytes":
+        tokenizer = SampleTokenizer(byte_level_tokenizer())
+    else:
+        from megatron.training import get_tokenizer
+
+        tokenizer = SampleTokenizer(get_tokenizer())
     files = [_fitting_samples(path, tokenizer, args) for path in args.dynamic_batch_data]
     wanted = zip(Split, _shares(files, args.split), train_valid_test_num_samples, strict=True)
     return tuple(_dataset(args, *each) for each in wanted)
@@ -158,11 +163,3 @@ def _reads_data(args: Any, vp_stage: int | None) -> bool:
         parallel_state.is_pipeline_first_stage(**chunk)
         or parallel_state.is_pipeline_last_stage(**chunk)
     )
-
-
-def _sample_tokenizer(args: Any) -> SampleTokenizer:
-    if args.dynamic_batch_tokenizer == "bytes":
-        return SampleTokenizer(byte_level_tokenizer())
-    from megatron.training import get_tokenizer
-
-    return SampleTokenizer(get_tokenizer())
