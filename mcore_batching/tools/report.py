@@ -13,7 +13,6 @@ from mcore_batching.planning import (
     micro_batch_lower_bound,
     step_problem,
 )
-from mcore_batching.planning.plans.memory import PredictedMemory
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.plans.statistics import total_statistics
 
@@ -84,16 +83,6 @@ def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
     return (name, *(figure.format(step) for figure in STEP_COLUMNS.values()))
-
-
-def memory_line(memory: PredictedMemory) -> str:
-    """One line: what a rank of the first and of the last stage holds at the peak."""
-    return (
-        f"estimated memory per rank beside weights, gradients and optimizer: first stage "
-        f"{memory.first_stage_bytes / 2**30:.2f} GiB, last stage "
-        f"{memory.last_stage_bytes / 2**30:.2f} GiB "
-        f"({memory.logit_bytes / 2**30:.2f} GiB of it for logits)"
-    )
 
 
 def packing_line(plan: Plan, lengths: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from mcore_batching.planning.plans.records import RecordError
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.cli.options import CommandParser, UsageError
 from mcore_batching.tools.lengths_file import LengthsFileError
-from mcore_batching.tools.pictures.picture import PlotError
+from mcore_batching.tools.pictures.plot import PlotError
 from mcore_batching.tools.rules.rule_parts import RuleFailureError
 
 REPOSITORY = Path(__file__).resolve().parents[2]

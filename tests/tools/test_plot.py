@@ -12,8 +12,13 @@ import pytest
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.pictures.picture import PlotError, check_picture
-from mcore_batching.tools.pictures.plot import MOST_ROWS, draw_step, step_figure
+from mcore_batching.tools.pictures.plot import (
+    MOST_ROWS,
+    PlotError,
+    check_picture,
+    draw_step,
+    step_figure,
+)
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 

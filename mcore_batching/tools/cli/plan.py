@@ -32,8 +32,7 @@ from mcore_batching.tools.cli.options import (
 )
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.lengths_file import read_lengths
-from mcore_batching.tools.pictures.picture import check_picture
-from mcore_batching.tools.pictures.plot import draw_step
+from mcore_batching.tools.pictures.plot import check_picture, draw_step
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -112,7 +111,12 @@ def _print(
     print(report.STEP_LEGEND)
     if shape is not None:  # the peak of all steps: memory must hold the worst of them
         memory = predicted_memory(total_statistics(statistics), plan.steps[0], shape)
-        print(report.memory_line(memory))
+        print(
+            f"estimated memory per rank beside weights, gradients and optimizer: first stage "
+            f"{memory.first_stage_bytes / 2**30:.2f} GiB, last stage "
+            f"{memory.last_stage_bytes / 2**30:.2f} GiB "
+            f"({memory.logit_bytes / 2**30:.2f} GiB of it for logits)"
+        )
     if len(plan.steps) == 1:
         advice = not options.no_advice
         print(explain(plan.steps[0], lengths, options.spell, advice=advice))

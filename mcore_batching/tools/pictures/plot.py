@@ -1,19 +1,23 @@
 """The picture of a step: its passes over time, and how full each micro-batch is.
 
 Up to `MOST_ROWS` stages over all ranks are drawn one row each; beyond, those of the slowest, the
-median and the fastest rank. Times are the predicted ones of `step_timeline`.
+median and the fastest rank. Times are the predicted ones of `step_timeline`. In an .svg a browser
+shows a line of text under the pointer. matplotlib is imported only to draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_batching.planning import StepPlan, step_statistics
+from mcore_batching.planning import MCoreBatchingError, StepPlan, step_statistics
 from mcore_batching.planning.pipeline import Kind, Operation
+from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import counted
-from mcore_batching.tools.pictures.picture import check_picture, save_figure
 from mcore_batching.tools.pictures.timeline import RankTimeline, StepTimeline, step_timeline
 from mcore_batching.tools.report import dims_line
 
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FORMATS = (".png", ".svg")
 MOST_ROWS = 40  # stages that fit on a screen at a readable height
 # Of more micro-batches the fill is a colour alone: at this width of the figure digits of twice as
 # many would overlap.
@@ -38,6 +43,20 @@ OVER_CAP = "#d62728"
 PLACEHOLDER: dict[str, Any] = {"facecolor": "#ffffff", "edgecolor": "#888888", "hatch": "//////"}
 
 
+class PlotError(MCoreBatchingError, ValueError):
+    """A picture that cannot be drawn as asked."""
+
+
+def check_picture(path: str | Path) -> None:
+    """Check, before long work, that a picture of this name could be drawn."""
+    if Path(path).suffix not in FORMATS:
+        raise PlotError(f"expected a name that ends in {' or '.join(FORMATS)}, got {path}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise PlotError("drawing needs matplotlib; pip install 'mcore_batching[plot]'") from None
+
+
 def draw_step(
     step: StepPlan, lengths: Sequence[int], path: str | Path, *, title: str | None = None
 ) -> None:
@@ -47,7 +66,7 @@ def draw_step(
     """
     check_picture(path)
     figure, tooltips = step_figure(step, lengths, title=title)
-    save_figure(figure, path, tooltips)
+    _save(figure, path, tooltips)
 
 
 def step_figure(
@@ -237,3 +256,25 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, label="ranks that share a row"))
     handles += [Patch(facecolor=IDLE, label="idle"), Patch(label="placeholder", **PLACEHOLDER)]
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def _save(figure: Figure, path: str | Path, tooltips: Mapping[str, str]) -> None:
+    import matplotlib
+
+    def with_title(match: re.Match[str]) -> str:
+        text = tooltips.get(match[1])
+        return match[0] if text is None else f"{match[0]}<title>{escape(text)}</title>"
+
+    ending, picture = Path(path).suffix[1:], io.BytesIO()
+    # No date and no random ids: the same figure gives the same text.
+    metadata = {"Date": None} if ending == "svg" else None
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mcore_batching"}):
+        figure.savefig(picture, format=ending, dpi=150, metadata=metadata)
+    content = picture.getvalue()
+    if ending == "svg":
+        # Browsers show a group's title under the pointer; matplotlib writes none.
+        content = re.sub(r'<g id="([^"]*)">', with_title, content.decode()).encode()
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise PlotError(f"cannot write {path}: {error.strerror}; name another file") from error
