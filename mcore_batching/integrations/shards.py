@@ -1,8 +1,15 @@
-"""One rank's micro-batches, where samples stay on the ranks to which a framework dealt them."""
+"""One rank's micro-batches, where samples stay on the ranks to which a framework dealt them.
+
+verl and SkyRL hand the functions that are replaced a batch alone. The model that it is for, which
+is checked and whose layers are what samples cost, is their caller's, an engine or a worker.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.agreement.figures import largest
@@ -18,6 +25,9 @@ from mcore_batching.planning import (
     soonest_counts,
 )
 from mcore_batching.planning.integers import round_up
+
+# By the first chunk of each model that was checked; a model that is gone takes its costs along.
+_costs: WeakKeyDictionary[Any, CostModel] = WeakKeyDictionary()
 
 
 def planned_shard(
@@ -51,3 +61,35 @@ def planned_shard(
     count = round_up(max(soonest, fewest), multiple)
     # Ranks with fewer split what they have before they add placeholders.
     return consensus.agree("filling", lambda: fill_shard(*packed.result, count)).result
+
+
+def caller_with(attribute: str) -> Any:
+    """The nearest caller's ``self`` with this attribute of its own; None where no caller has it."""
+    # The frameworks hand over a batch alone, and no public name leads from there to the model.
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if attribute in getattr(owner, "__dict__", ()):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def checked_costs(chunks: list[Any], consensus: Consensus, *, packs_rows: bool) -> CostModel:
+    """The first guess of a Megatron model's costs. A collective at the first call with it.
+
+    Where samples share rows (``packs_rows``), a model that cannot run these on some rank is a
+    `RankFailedError` on every rank.
+    """
+    # Megatron is there where its models are; other engines' processes may lack it.
+    from megatron.core.utils import get_model_config, unwrap_model
+
+    from mcore_batching.megatron import topology
+    from mcore_batching.megatron.checks.validation import prepare_packed_model
+
+    if chunks[0] not in _costs:
+        if packs_rows:
+            consensus.agree("checking the model", lambda: prepare_packed_model(chunks))
+        vocabulary, config = topology.vocabulary_size(chunks), get_model_config(chunks[0])
+        _costs[chunks[0]] = topology.first_guess(vocabulary, config, unwrap_model(chunks[0]))
+    return _costs[chunks[0]]

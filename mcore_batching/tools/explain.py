@@ -44,16 +44,13 @@ def explain(
     *,
     advice: bool = True,
 ) -> str:
-    """A plan in words.
+    """A plan in words, or one step of it: a paragraph per step, and the samples that are in none.
 
     Args:
-        plan: a plan, or one step of it.
+        plan: what to explain.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         spell: how to print the arguments that suggestions name.
         advice: say what would help, too, which takes longer than planning did.
-
-    Returns:
-        a paragraph per step, and the samples that are in none.
 
     Raises:
         InvariantError: the plan is broken.
@@ -81,19 +78,34 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: 
         f"count: {_count(step, problem, ranks)}",
         f"filled by: {real} micro-batches with samples, {placeholders} placeholders",
     ]
-    if step.num_samples:
-        lines += _bottleneck(step, problem, ranks, statistics)
-        lines += _oversize(step, problem)
-        lines += _time(step, lengths, statistics)
-        if step.context_parallel is not None:
-            sizes = [row.size for row in step.rows()]
-            of_size = [f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes))]
-            lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
-        if step.config.split_backward != "off":
-            lines.append(f"backward passes: {_split(step, lengths, statistics)}")
-        # Advice plans anew with samples on any rank, which a local plan may not do.
-        if step.scope == "global" and advice:
-            lines.append(_advice(step, lengths, spell))
+    if not step.num_samples:
+        return "\n  ".join(lines)
+    lines += _bottleneck(step, problem, ranks, statistics)
+    if problem.oversize:
+        samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
+        lines.append(
+            f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
+            f"{max(rows.capacity for rows in usable_sizes(problem))} tokens: {shortened(samples)}"
+        )
+    lines += [
+        f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
+        f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
+        f"({FLOOR}); the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most",
+        f"held back by: {what_holds_back(step, lengths)}",
+    ]
+    if step.context_parallel is not None:
+        sizes = [row.size for row in step.rows()]
+        of_size = [f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes))]
+        lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
+    if step.config.split_backward != "off":
+        lines.append(f"backward passes: {_split(step, lengths, statistics)}")
+    # Advice plans anew with samples on any rank, which a local plan may not do.
+    if step.scope == "global" and advice:
+        found = suggestions(step, lengths)
+        names = [each.otherwise or " and ".join(map(spell, each.changes)) for each in found]
+        helps = [f"{n} ({each.gain:.2f} x as fast)" for n, each in zip(names, found, strict=True)]
+        none = "none of the other caps, parallel sizes, schedules and step sizes that were tried"
+        lines.append(f"would help: {_NEXT_LINE.join(helps) or none}")
     return "\n  ".join(lines)
 
 
@@ -166,33 +178,6 @@ def _bottleneck(
         f"longest sample: {step.sample_indices[longest]}, {problem.lengths[longest]} tokens, on "
         f"rank {owner}"
     )
-
-
-def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
-    if problem.oversize:
-        samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
-        yield (
-            f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
-            f"{max(rows.capacity for rows in usable_sizes(problem))} tokens: " + shortened(samples)
-        )
-
-
-def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> Iterator[str]:
-    yield (
-        f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
-        f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
-        f"({FLOOR}); the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
-    )
-    yield f"held back by: {what_holds_back(step, lengths)}"
-
-
-def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
-    helps = [
-        f"{each.otherwise or ' and '.join(map(spell, each.changes))} ({each.gain:.2f} x as fast)"
-        for each in suggestions(step, lengths)
-    ]
-    none = "none of the other caps, parallel sizes, schedules and step sizes that were tried"
-    return f"would help: {_NEXT_LINE.join(helps) or none}"
 
 
 def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str:

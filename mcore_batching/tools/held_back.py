@@ -18,7 +18,7 @@ _FEW_SAMPLES_PER_STAGE = 8  # samples of a rank per pipeline stage
 
 def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
     """The one thing that keeps a valid plan of one sample or more from ending sooner."""
-    model, dims = step.cost_model, step.dims
+    dims = step.dims
     problem, _ = step_problem(step, lengths)
     statistics = step_statistics(step, lengths)
     end = statistics.step_time
@@ -42,7 +42,10 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
     if most is not None and step.num_samples > _ALMOST_FULL * rows * most:
         return f"the most samples that may share a micro-batch, {most}: almost all hold as many"
     smallest = next(iter(usable_sizes(problem)))  # under dynamic CP: rows on one rank
-    if _cap_binds(smallest, step.num_microbatches):
+    slots = step.num_microbatches * smallest.dims.data_parallel
+    model, starts = smallest.cost_model, slots * smallest.cost_model.per_micro_batch
+    is_full = sum(smallest.tokens) > _ALMOST_FULL * slots * smallest.capacity
+    if is_full and starts > _COSTLY_STARTS * (starts + sum(smallest.costs)) and model.sample(1):
         cap, start = step.config.cap_tokens(smallest.dims), model.per_micro_batch / model.sample(1)
         return (
             f"the cap of {cap} tokens: micro-batches are full, and "
@@ -75,18 +78,6 @@ def _uneven_ranks(step: StepPlan, lengths: Sequence[int], statistics: StepStatis
         return None
     return (
         f"rank {ends.index(max(ends))}: it ends {max(ends) / mean:.2f} x as late as the mean rank"
-    )
-
-
-def _cap_binds(problem: Problem, num_microbatches: int) -> bool:
-    """True if micro-batches are almost full and starting them is a good part of the work."""
-    model = problem.cost_model
-    rows = num_microbatches * problem.dims.data_parallel
-    starts = rows * model.per_micro_batch
-    return (
-        sum(problem.tokens) > _ALMOST_FULL * rows * problem.capacity
-        and starts > _COSTLY_STARTS * (starts + sum(problem.costs))
-        and model.sample(1) > 0  # the sentence gives a start's cost in tokens
     )
 
 

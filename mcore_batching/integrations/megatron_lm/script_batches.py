@@ -51,7 +51,8 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
             "that reads the batch so"
         )
     # Ours already, or of a script that is patched.
-    if is_replacement(original) or "next_batch" in _names_used_by(original):
+    code = getattr(inspect.unwrap(original), "__code__", None)
+    if is_replacement(original) or "next_batch" in getattr(code, "co_names", ()):
         return
     fields = _declared_fields or fields_unpacked_by(function)
     _scripts.replace(scope, "get_batch", functools.partial(_get_batch, fields))
@@ -121,8 +122,3 @@ def _unpackings(tree: ast.Module) -> list[tuple[str, ...]]:
 
 def _calls_get_batch(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and getattr(value.func, "id", None) == "get_batch"
-
-
-def _names_used_by(function: Callable[..., Any]) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code.co_names if code is not None else ()

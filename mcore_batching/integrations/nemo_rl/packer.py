@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_batching.integrations.models import costs_of_config
 from mcore_batching.integrations.replacements import Hook, HookError, replacing
 from mcore_batching.planning import (
+    ConfigError,
     CostModel,
     LengthError,
     ParallelDims,
@@ -28,6 +29,8 @@ from mcore_batching.planning import (
     StepPlan,
     plan_step,
 )
+from mcore_batching.planning.costs.layers_of import config_of_json, first_guess, language_model
+from mcore_batching.planning.json_text import read_document
 
 ALGORITHM = "mcore_batching"  # of NeMo-RL's sequence_packing.algorithm
 
@@ -46,8 +49,9 @@ def hook(
     Sizes are the policy's, as in `ParallelDims`.
 
     Args:
-        model: its config, whose layers are what samples cost: names and values, an object of
-            transformers, or the path of a ``config.json`` or its folder; None: the default costs.
+        model: its config, whose layers are what samples cost: names and values, as in Hugging
+            Face's ``config.json`` or Megatron's config; an object with ``to_dict``; or the path of
+            a ``config.json`` or of its folder. None: the default costs.
         share_prefixes: refused.
 
     Returns:
@@ -71,11 +75,29 @@ def hook(
     )
     costs = None
     if model is not None:
-        costs = costs_of_config(model, expert_model_parallel_size=expert_parallel)
+        costs = _costs_of_config(model, {"expert_model_parallel_size": expert_parallel})
     module = importlib.import_module("nemo_rl.data.packing.algorithms")
     packer = _packer_class(module.SequencePacker, dims, costs)
     get_packer = functools.partial(_get_packer, packer)
     return Hook([module], [replacing(module, "get_packer", get_packer)])
+
+
+def _costs_of_config(model: Any, sizes: dict[str, int]) -> CostModel:
+    """The first guess of a model's costs; ``sizes`` of the job count where it does not say."""
+    if hasattr(model, "to_dict"):
+        model = model.to_dict()
+    if isinstance(model, Mapping):
+        return first_guess(sizes | language_model(model))
+    path = os.fspath(model)
+    path = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    try:
+        text = read_document(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}; give the folder of a model on this machine, or "
+            "transformers.AutoConfig.from_pretrained(name)"
+        ) from error
+    return first_guess(sizes | config_of_json(text))
 
 
 def _get_packer(

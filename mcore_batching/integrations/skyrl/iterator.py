@@ -24,7 +24,6 @@ import torch.distributed as dist
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.agreement.consensus import Consensus
 from mcore_batching.integrations.dims import job_dims
-from mcore_batching.integrations.models import caller_with, checked_costs
 from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
@@ -32,7 +31,7 @@ from mcore_batching.integrations.replacements import (
     check_signature,
     replacing,
 )
-from mcore_batching.integrations.shards import planned_shard
+from mcore_batching.integrations.shards import caller_with, checked_costs, planned_shard
 from mcore_batching.planning import PlannerConfig
 
 _MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
@@ -65,7 +64,11 @@ def hook(*, share_prefixes: bool = False) -> Hook:
         raise HookError(f"{where} cannot be replaced: there is none in this version of SkyRL")
     count = replacing(original, _NAMES[2], _sync_num_microbatches)
     reorder = replacing(original, _REORDER, _reorder_and_combine_batches)
-    check_signature(f"{where}.__init__", original.__init__, _init)  # type: ignore[misc]
+    check_signature(
+        f"{where}.__init__",
+        original.__init__,  # type: ignore[misc]
+        lambda self, data, max_tokens_per_microbatch: None,
+    )
     # __init__ packs, has the number agreed on, then adds padding: ours comes between the two. In
     # another order its own micro-batches would be padded, or ours overwritten.
     used = [name for name in original.__init__.__code__.co_names if name in _NAMES]  # type: ignore[misc]
@@ -78,10 +81,6 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     subclass = Replacement(_CLASS, original, type(_CLASS, (original,), body))
     # The methods are in no module's globals, but undone with the class that has them.
     return Hook([module], [subclass, count, reorder])
-
-
-def _init(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
-    """The signature of SkyRL's."""
 
 
 def _sync_num_microbatches(original: Callable[..., Any], self: Any) -> int:

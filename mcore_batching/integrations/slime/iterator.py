@@ -89,16 +89,15 @@ class PlaceholderIterator:
                 )
         made = make_placeholder(self._schema, keys, data if count else self._template)
         if not count:  # no sample shows where values are
-            made = {key: [_on_device(value) for value in values] for key, values in made.items()}
+            device = torch.device(torch.cuda.current_device())
+            for values in made.values():
+                values[:] = [
+                    each.to(device, non_blocking=True) if isinstance(each, Tensor) else each
+                    for each in values
+                ]
         # Two marks: forward_only knows a placeholder by its lengths, a loss's mask counts none.
         if "total_lengths" in made:
             made["total_lengths"] = PlaceholderLengths(made["total_lengths"])
         if "loss_masks" in made:
             made["loss_masks"] = list(map(zero_count_mask, made["loss_masks"]))
         return made
-
-
-def _on_device(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(torch.device(torch.cuda.current_device()), non_blocking=True)

@@ -74,7 +74,7 @@ def forward_only(
     planned = isinstance(data_iterator[0], PlaceholderIterator)
     # slime's log-prob server runs data-parallel ranks separately: a collective would hang there.
     if not (planned and getattr(args, "use_dynamic_batch_size", False)):
-        return run(_Guarded(f, _raise))  # each rank by itself: what fails is raised at once
+        return run(_Guarded(f, None))
     job = job_of(args)
     job.consensus.agree(
         _OPERATION,
@@ -115,17 +115,14 @@ def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) 
         )
 
 
-def _raise(exception: Exception) -> None:
-    raise exception
-
-
 class _Guarded:
     """The function of the logits, with checked outputs, and empty ones for a placeholder."""
 
-    def __init__(self, f: Callable[..., Any], failed: Callable[[Exception], None]) -> None:
+    def __init__(self, f: Callable[..., Any], failed: Callable[[Exception], None] | None) -> None:
         functools.update_wrapper(self, f)
         self._f = f
-        self._failed = failed  # called with what f or the check raises
+        # Called with what f or the check raises; None: each rank runs by itself, so it is raised.
+        self._failed = failed
         self.names: set[str] | None = None  # of its outputs, since its first call
 
     def __call__(self, logits: Any, **keywords: Any) -> Any:
@@ -144,6 +141,8 @@ class _Guarded:
             values = self._checked(made, len(lengths))
             output = made[0] if isinstance(made, tuple) else None
         except Exception as exception:
+            if self._failed is None:
+                raise
             self._failed(exception)
             # Stands in for any name, with one value per sample, until all ranks raise.
             values = collections.defaultdict(lambda: [None] * (not is_placeholder) * len(lengths))

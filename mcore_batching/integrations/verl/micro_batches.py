@@ -29,9 +29,8 @@ from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.agreement.figures import largest, least
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.integrations.dims import job_dims
-from mcore_batching.integrations.models import caller_with, checked_costs
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.shards import planned_shard
+from mcore_batching.integrations.shards import caller_with, checked_costs, planned_shard
 from mcore_batching.integrations.verl.shared_prefixes import SharedPrefixes
 from mcore_batching.planning import (
     CostModel,

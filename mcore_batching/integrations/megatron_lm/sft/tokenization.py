@@ -98,7 +98,11 @@ class SampleTokenizer:
         messages = list(sample.messages)
         # It has a chat template as well, but knows itself what is trained.
         if _optional(self._tokenizer, "library") == "sft":
-            return self._by_sft_tokenizer(messages)
+            ids, targets = self._tokenizer.tokenize_conversation(
+                messages, return_target=True, add_generation_prompt=False
+            )
+            both = zip(ids, targets, strict=True)
+            return [([int(token)], bool(target != IGNORED_TARGET)) for token, target in both]
         if _optional(self._tokenizer, "chat_template") is not None:
             return self._by_chat_template(messages)
         return [(self._before, False), *self._plainly(messages)]
@@ -152,15 +156,6 @@ class SampleTokenizer:
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
         return text
-
-    def _by_sft_tokenizer(self, messages: list[dict[str, Any]]) -> list[_Piece]:
-        ids, targets = self._tokenizer.tokenize_conversation(
-            messages, return_target=True, add_generation_prompt=False
-        )
-        return [
-            ([int(token)], bool(target != IGNORED_TARGET))
-            for token, target in zip(ids, targets, strict=True)
-        ]
 
 
 def byte_level_tokenizer() -> Any:
