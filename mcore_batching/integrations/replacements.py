@@ -195,39 +195,25 @@ def check_signature(where: str, function: Any, like: Function) -> None:
     # First, since a replacement has the signature that is looked for.
     refuse_hooked(where, function)
     expected = list(inspect.signature(like).parameters.values())
-    if not callable(function) or inspect.isclass(function):
-        expects, found = f"a function {_shown(where, expected)}", f"a {type(function).__name__}"
-    else:
-        parameters = list(inspect.signature(function).parameters.values())
-        difference = _difference(parameters, expected)
-        if difference is None:
-            return
-        expects, found = _shown(where, expected), f"{_shown(where, parameters)}: {difference}"
-    raise HookError(
-        f"{where} cannot be replaced: expected {expects}, found {found}; hook a version of the "
-        "framework with that signature"
-    )
+    found: list[inspect.Parameter] = []
+    if is_function := callable(function) and not inspect.isclass(function):
+        found = list(inspect.signature(function).parameters.values())
+    # Ours must take every call that theirs takes: a name, a default or the order may not differ,
+    # annotations may.
+    same = [
+        (theirs.name, theirs.kind, theirs.default) == (ours.name, ours.kind, ours.default)
+        for theirs, ours in zip(found, expected, strict=False)
+    ]
+    lacking = expected[len(found) :]
+    has_all = all(each.default is not each.empty for each in lacking)
+    if not (is_function and all(same) and len(found) <= len(expected) and has_all):
+        name = where.rpartition(".")[2]
+        shown = f"{name}{_bare(found)}" if is_function else f"a {type(function).__name__}"
+        raise HookError(
+            f"{where} cannot be replaced: expected {name}{_bare(expected)}, found {shown}; hook a "
+            "version of the framework with that signature"
+        )
 
 
-def _difference(found: list[inspect.Parameter], expected: list[inspect.Parameter]) -> str | None:
-    """The first difference of two signatures; None if ours takes every call that theirs takes."""
-    # Annotations may differ; a name, a default or the order may not.
-    for place, (theirs, ours) in enumerate(zip(found, expected, strict=False), start=1):
-        if (theirs.name, theirs.kind, theirs.default) != (ours.name, ours.kind, ours.default):
-            return f"parameter {place} is {_bare(theirs)} and not {_bare(ours)}"
-    if len(found) > len(expected):
-        return f"there is one more parameter, {_bare(found[len(expected)])}"
-    missing = [each for each in expected[len(found) :] if each.default is each.empty]
-    if missing:
-        return f"there is no parameter {_bare(missing[0])}"
-    return None
-
-
-def _bare(parameter: inspect.Parameter) -> str:
-    bare = str(parameter.replace(annotation=parameter.empty))
-    return f"keyword-only {bare}" if parameter.kind is parameter.KEYWORD_ONLY else bare
-
-
-def _shown(where: str, parameters: Sequence[inspect.Parameter]) -> str:
-    bare = [each.replace(annotation=each.empty) for each in parameters]
-    return f"{where.rpartition('.')[2]}{inspect.Signature(bare)}"
+def _bare(parameters: Sequence[inspect.Parameter]) -> inspect.Signature:
+    return inspect.Signature([each.replace(annotation=each.empty) for each in parameters])

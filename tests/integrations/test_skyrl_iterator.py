@@ -130,10 +130,10 @@ def _batch_of_rows(own_workers: Any) -> Callable[..., Any]:
     ("before", "after", "message"),
     [
         ("TokenBased", "Other", "there is none in this version"),
-        ("data, max_tokens_per_microbatch):", "data, cap):", "parameter 3 is cap"),
+        ("data, max_tokens_per_microbatch):", "data, cap):", "found __init__.*, cap"),
         ("def _sync_num_microbatches(self):", "def _sync_num_microbatches(self, group):", "group"),
         ("self._token_counts", "self._lengths", "in this order; hook a version"),
-        ("batches(self, batches):", "batches(self, outputs):", "parameter 2 is outputs"),
+        ("batches(self, batches):", "batches(self, outputs):", "batches.*, outputs"),
     ],
 )
 def test_another_iterator_is_refused_by_name(

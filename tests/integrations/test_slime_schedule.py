@@ -244,12 +244,12 @@ def test_unknown_versions_are_refused_by_name(slime: Path) -> None:
     path = slime / "utils" / "dp_schedule.py"
     path.write_text("def build_dp_schedule(args, config, lengths, *, global_batch_size): ...\n")
     with pytest.raises(
-        HookError, match=r"dp_schedule cannot be replaced: .* parameter 2 is config"
+        HookError, match=r"dp_schedule cannot be replaced: .* found build_dp_schedule\(args, config"
     ):
         hook_schedule()
     forget()
     path.write_text("def build_dp_schedule(args, train_parallel_config, total_lengths): ...\n")
-    with pytest.raises(HookError, match="there is no parameter keyword-only global"):
+    with pytest.raises(HookError, match=r"found .*train_parallel_config, total_lengths\)"):
         hook_schedule()
     forget()
     path.unlink()

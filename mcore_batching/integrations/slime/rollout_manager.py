@@ -158,9 +158,8 @@ def build_dp_schedule(
                 partitions[rank] += samples
                 micro_batches[rank].append(list(range(first, first + len(samples))))
     counts = [step.num_microbatches for step in plan.steps]
-    steps = group_steps(rollout_indices, global_batch_size, last=last)
     # slime scales a step's loss by its rollouts, which may have several samples each.
-    sizes = [len({rollout_indices[sample] for sample in step}) for step in steps]
+    sizes = [len({rollout_indices[i] for i in step.sample_indices}) for step in plan.steps]
     return partitions, micro_batches, counts, sizes
 
 
