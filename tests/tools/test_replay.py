@@ -52,13 +52,6 @@ def test_a_step_that_was_not_measured_has_no_error_beside_those_that_were(tmp_pa
     assert [row[4:6] for row in rows] == [("-", "-"), ("1.000 s", "+0.0%")]
 
 
-def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
-    for step in replay.replay(measured_job(tmp_path)):
-        record = step.record
-        assert step.predicted == record.predicted
-        assert step.statistics == step_statistics(record.plan, record.lengths)
-
-
 def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
     recorder = StepRecorder(tmp_path)
     for step in range(6):
