@@ -20,6 +20,7 @@ SHOWN_STEPS_AT_EACH_END = 8  # of a long table: twice as many fit on a screen
 
 FLOOR = "a mean rank's work or the longest sample's way through all stages; no plan ends sooner"
 
+# Headings of the table of steps, and the figure of `StepStatistics` below each.
 STEP_COLUMNS = {
     "samples": "{.num_samples}",
     "micro-batches/rank": "{.num_microbatches}",
@@ -32,7 +33,6 @@ STEP_COLUMNS = {
     "slot balance": "{.slot_balance:.3f}",
     "time/floor": "{.time_over_floor:.3f}",
 }
-"""Headings of the table of steps, and the figure of `StepStatistics` below each."""
 
 STEP_LEGEND = f"""\
 token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)

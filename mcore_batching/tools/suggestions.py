@@ -27,8 +27,7 @@ from mcore_batching.planning.costs.layer_costs import OUTPUT, cut_layers, work_o
 from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.search import split_backward
 
-Changes = tuple[Argument, ...]
-"""Arguments to set together, with their new values."""
+Changes = tuple[Argument, ...]  # to set together, with their new values
 
 # Of a plan that is only compared, at most: a fifth of the default. Doubled, advice takes
 # twice as long.

@@ -30,12 +30,12 @@ from mcore_batching.planning.problem import Problem
 
 PREFIX = "batching/"
 REMEMBERED_STEPS = 32  # in the median of seconds per unit of cost
+# Entries without --dynamic-batch-log-all.
 LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
-"""Entries without ``--dynamic-batch-log-all``."""
+# Figures: of the slowest rank by learnt costs, 0 where there are none; and the most that waited for
+# weight gradients on any rank.
 PREDICTED_SECONDS = "predicted seconds"
-"""Of the slowest rank by learnt costs; 0 where there are none."""
 LEFT_BYTES = "left bytes"
-"""Most that waited for weight gradients on any rank."""
 
 OwnFigures = tuple[Problem, dict[str, Figure]]
 

@@ -27,8 +27,8 @@ from mcore_batching.planning.errors import MCoreBatchingError
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
+# Response lengths are 0: labels and masks come ready-made.
 STOCK_SCHEMA = DEFAULT_SCHEMA.declare("labels", Kind.PER_TOKEN).declare("loss_mask", Kind.PER_TOKEN)
-"""The fields of a stock batch. Response lengths are 0: labels and masks come ready-made."""
 
 
 class StockDataError(MCoreBatchingError, RuntimeError):

@@ -36,8 +36,8 @@ from mcore_batching.planning import PlannerConfig
 
 _MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
 _CLASS = "TokenBasedBatchIterator"
+# What SkyRL's __init__ uses, in this order; another version may do something else.
 _NAMES = ("_token_counts", "_microbatches", "_sync_num_microbatches", "_num_padding_microbatches")
-"""Names that SkyRL's ``__init__`` uses, in this order; another version may do something else."""
 _REORDER = "reorder_and_combine_batches"
 
 

@@ -31,12 +31,12 @@ MOST_ROWS = 40  # stages that fit on a screen at a readable height
 # many would overlap.
 MOST_NUMBERED_CELLS = 200
 RANK_GAP = 0.8  # between two ranks, in rows
+# Names of passes, and their colours in model chunks with even and odd numbers.
 PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
     "F": ("forward", ("#3b6fb6", "#7ea6d9")),
     "B": ("backward", ("#d9762b", "#efae78")),
     "W": ("weight gradients", ("#4f9a5b", "#94c79c")),
 }
-"""Names of passes, and their colours in model chunks with even and odd numbers."""
 IDLE = "#ededed"
 BLOCK = "#e8a200"
 OVER_CAP = "#d62728"

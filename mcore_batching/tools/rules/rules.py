@@ -236,6 +236,7 @@ def megatron_dp_balanced(problem: Problem) -> list[Bins]:
     return dealt(moved_out(bins, range(len(bins))[::-1], multiple), problem.num_ranks)
 
 
+# Without dynamic CP, in the order in which tables list them.
 RULES: dict[str, Rule] = {
     "first-fit in order": first_fit_in_order,
     "slime": slime,
@@ -244,4 +245,3 @@ RULES: dict[str, Rule] = {
     "AReaL": areal,
     "Megatron dp_balanced": megatron_dp_balanced,
 }
-"""All rules without dynamic CP, in the order in which tables list them."""
