@@ -8,7 +8,6 @@ at the cap under which its own steps end soonest.
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -124,30 +123,14 @@ def one_size(
     return of_one_size(made, dims, config, cost_model)
 
 
-def draw_steps(
-    lengths: Sequence[int],
-    samples_per_step: int | None = None,
-    draws: int | None = None,
-    seed: int = 0,
-) -> list[list[int]]:
-    """The lengths of every step: `draws` drawn without replacement, or None: consecutive ones."""
+def consecutive_steps(lengths: Sequence[int], samples_per_step: int | None) -> list[list[int]]:
+    """The lengths of every step of so many samples; None: of all."""
     if not lengths:
         raise LengthError(Argument("lengths"), " holds no length; give one or more")
-    per_step = len(lengths)
+    number = len(lengths)
     if samples_per_step is not None:
-        per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
-    if draws is None:
-        return [
-            list(lengths[first : first + per_step]) for first in range(0, len(lengths), per_step)
-        ]
-    if per_step > len(lengths):
-        raise LengthError(
-            Argument("samples_per_step", per_step),
-            f" cannot be drawn from {len(lengths)} lengths; decrease it",
-        )
-    count = at_least("draws", draws, 1, LengthError)
-    # A generator of its own for each: draw i stays the same whatever `draws` is.
-    return [random.Random(seed + i).sample(list(lengths), per_step) for i in range(count)]
+        number = at_least("samples_per_step", samples_per_step, 1, LengthError)
+    return [list(lengths[first : first + number]) for first in range(0, len(lengths), number)]
 
 
 def compare(

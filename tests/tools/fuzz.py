@@ -211,7 +211,7 @@ FLAGS = [
     *("--max-tokens-per-gpu", "--dp", "--pp", "--vpp", "--cp", "--tp", "--ep", "--plan-effort"),
     *("--samples-per-step", "--microbatch-group-size", "--max-inflight-tokens", "--plot-step"),
     "--max-samples-per-row",
-    *("--draws", "--seed", "--steps"),
+    "--steps",
 ]
 WORDS = ["--balance", "--fill", "--packing", "--column"]
 

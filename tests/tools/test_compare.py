@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -158,24 +157,17 @@ def test_every_planner_is_shown_where_dynamic_cp_lacks_a_rules_size(
     assert len(found) == len(list(compare.planners(dims, config, CostModel())))
 
 
-def test_draws() -> None:
-    assert compare.draw_steps([3, 4, 5]) == [[3, 4, 5]]
-    assert compare.draw_steps([3, 4, 5], 2) == [[3, 4], [5]]
-    lengths = list(range(1, 101))
-    drawn = compare.draw_steps(lengths, 10, draws=3, seed=7)
-    assert drawn == [random.Random(7 + i).sample(lengths, 10) for i in range(3)]
-    for arguments, message in (
-        (([],), "lengths holds no length"),
-        (([3], 0), "samples_per_step must be 1 or more"),
-        (([3], 2, 1), "samples_per_step=2 cannot be drawn from 1 lengths"),
-        (([3], 1, 0), "draws must be 1 or more"),
-    ):
-        with pytest.raises(LengthError, match=message):
-            compare.draw_steps(*arguments)
+def test_consecutive_steps() -> None:
+    assert compare.consecutive_steps([3, 4, 5], None) == [[3, 4, 5]]
+    assert compare.consecutive_steps([3, 4, 5], 2) == [[3, 4], [5]]
+    with pytest.raises(LengthError, match="lengths holds no length"):
+        compare.consecutive_steps([], None)
+    with pytest.raises(LengthError, match="samples_per_step must be 1 or more"):
+        compare.consecutive_steps([3], 0)
 
 
 def test_ours_is_compared_with_its_split_backward_passes() -> None:
-    steps = compare.draw_steps(LENGTHS, 16, 2, 3)
+    steps = [LENGTHS[:16], LENGTHS[16:32]]
     dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
     plain, split = (
         {made.name: made.time_over_ours for made in compare.compare(steps, dims, config)}
@@ -200,26 +192,21 @@ COMMAND = [
 ]
 
 
-def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "table.csv"
-    more = ["--draws", "2", "--seed", "3", "--out", str(out)]
-    assert main(["compare", lengths_file, *COMMAND, *more]) == 0
+def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", lengths_file, *COMMAND]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "2 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
+    assert printed[0] == "4 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
     assert printed[1].split("  ")[-1] == "time/ours there"
-    assert sum(line.split()[0] == "mcore_batching" for line in printed[3:7]) == 1
-    assert printed[-1] == f"wrote {out}"
-    steps = compare.draw_steps(LENGTHS, 16, 2, 3)
-    expected = compare.compare(steps, DIMS, PlannerConfig(max_tokens_per_gpu=1000, plan_effort=20))
-    rows = list(csv.DictReader(out.open()))
-    assert [row["time_over_floor"] for row in rows] == [str(o.time_over_floor) for o in expected]
+    steps = compare.consecutive_steps(LENGTHS, 16)
+    ours, *_ = compare.compare(steps, DIMS, replace(CONFIG, plan_effort=20))
+    (line,) = [line for line in printed if line.split()[:1] == ["mcore_batching"]]
+    assert line.split()[1:4] == ["4/4", f"{ours.time_over_floor:.3f}", "1.000"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--draws", "0"], "--draws must be 1 or more"),
-        (["--samples-per-step", "65", "--draws", "1"], "--samples-per-step=65 cannot be drawn"),
+        (["--samples-per-step", "0"], "--samples-per-step must be 1 or more"),
         (["--cost-model", "/no/file"], "cannot read /no/file"),
     ],
 )

@@ -1,15 +1,11 @@
-"""`mcore-batching compare`: this planner, its plainer modes and others' rules, as table and CSV."""
+"""`mcore-batching compare`: this planner, its plainer modes and other frameworks' rules."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 
 from mcore_batching.planning import ParallelDims, PlannerConfig
-from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
@@ -19,9 +15,8 @@ from mcore_batching.tools.cli.options import (
     add_search,
     cost_model_of,
     made_of,
-    write,
 )
-from mcore_batching.tools.compare import OURS, Outcome, compare, draw_steps
+from mcore_batching.tools.compare import OURS, Outcome, compare, consecutive_steps
 from mcore_batching.tools.lengths_file import read_lengths
 
 COLUMNS = (
@@ -51,22 +46,14 @@ def add_arguments(parser: CommandParser) -> None:
     )
     add_lengths(parser)
     add_dims(parser)
-    parser.add_argument(
-        "--draws",
-        type=int,
-        metavar="N",
-        help="draw this many steps of --samples-per-step at random (default: consecutive steps)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --draws")
     add_search(parser)
-    parser.add_argument("--out", metavar="FILE.csv", help="also write all figures to this file")
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare and print the table."""
     dims, config = made_of(ParallelDims, options), made_of(PlannerConfig, options)
     lengths = read_lengths(options.lengths, options.column)
-    steps = draw_steps(lengths, options.samples_per_step, options.draws, options.seed)
+    steps = consecutive_steps(lengths, options.samples_per_step)
     outcomes = compare(steps, dims, config, cost_model_of(options))
     sizes = sorted({len(step) for step in steps})  # the last step may hold fewer
     samples = " to ".join(map(str, sizes))
@@ -75,9 +62,6 @@ def run(options: argparse.Namespace) -> int:
     print(LEGEND)
     for line in summary(outcomes):
         print(line)
-    if options.out:
-        write(options.out, as_csv(outcomes))
-        print(f"wrote {printable(options.out)}")
     return 0
 
 
@@ -123,12 +107,3 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
         for o in outcomes
         if o.failure
     ]
-
-
-def as_csv(outcomes: Sequence[Outcome]) -> str:
-    """One line per planner under a heading of `Outcome`'s fields; None is an empty cell."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Outcome)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(map(asdict, outcomes))
-    return text.getvalue().rstrip("\n")
