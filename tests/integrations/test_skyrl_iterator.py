@@ -93,7 +93,7 @@ FAULTS: dict[str, Callable[[list[dict[str, torch.Tensor]]], Any]] = {
 def check_faults(made: Any, outputs: list[Any], batch_of_rows: Callable[..., Any]) -> None:
     """Every fault is an error, and outputs without one come back in order."""
     for name, change in FAULTS.items():
-        with pytest.raises(OrderError, match="micro-batches, got" if "a " in name else "rows of"):
+        with pytest.raises(OrderError, match="outputs, got" if "a " in name else "rows of"):
             made.reorder_and_combine_batches([batch_of_rows(each) for each in change(outputs)])
     together = made.reorder_and_combine_batches([batch_of_rows(each) for each in outputs])
     assert [int(row) for row in together["places"]] == list(range(len(LENGTHS)))

@@ -29,32 +29,23 @@ NO_NON_LOSS_DATA = (
 # Arguments that must be unset; one that this release lacks counts as unset.
 _REFUSED = {
     "dynamic_batch_share_prefixes": (
-        "stock scripts train every token of a sample, so samples cannot share any: unset "
-        f"{PREFIX}share-prefixes"
+        f"stock scripts train every token, so samples share none: unset {PREFIX}share-prefixes"
     ),
-    "sft": (
-        "--sft packs samples in the dataset and pads them to seq_length: unset --sft and give "
-        f"the file with {PREFIX}data"
-    ),
+    "sft": f"--sft packs in the dataset: unset --sft and give the file with {PREFIX}data",
     "dataloader_inter_document_masking": (
         "--dataloader-inter-document-masking packs rows itself: set --reset-attention-mask and "
         "--reset-position-ids instead"
     ),
-    "hybrid_context_parallel": (
-        "hybrid context parallelism schedules itself: unset --hybrid-context-parallel"
-    ),
+    "hybrid_context_parallel": "it makes schedules of its own: unset --hybrid-context-parallel",
     "iterations_to_skip": "--iterations-to-skip draws batches of a fixed size: unset it",
-    "logits_load_dir": ("cached teacher logits are of other rows: unset --logits-load-dir"),
-    "modelopt_enabled": (
-        "ModelOpt distillation expects rows of seq_length: unset --modelopt-enabled"
-    ),
+    "logits_load_dir": "cached teacher logits are of other rows: unset --logits-load-dir",
+    "modelopt_enabled": "ModelOpt expects rows of seq_length: unset --modelopt-enabled",
     "perform_rl_step": (
         "Megatron's RL loop packs sequences itself: unset --perform-rl-step, or build a loop on "
         "mcore_batching.megatron.get_data_iterator"
     ),
     "reuse_grad_buf_for_mxfp8_param_ag": (
-        "shared gradient and parameter buffers are untested: unset "
-        "--reuse-grad-buf-for-mxfp8-param-ag"
+        "shared buffers are untested: unset --reuse-grad-buf-for-mxfp8-param-ag"
     ),
 }
 
@@ -80,8 +71,7 @@ def check_arguments(args: Any) -> None:
     if not is_on(args):
         if options.exchanges_samples:
             raise DynamicBatchArgumentError(
-                f"{PREFIX}exchange and {PREFIX}context-parallel do nothing alone: "
-                f"set {FLAG} as well"
+                f"{PREFIX}exchange and -context-parallel do nothing alone: set {FLAG} as well"
             )
         return
     problems = _problems(args)

@@ -79,8 +79,7 @@ def install(
     given = [word.split("=", 1)[0] for word in (sys.argv[1:] if arguments is None else arguments)]
     if FLAG in given and "--yaml-cfg" in given:
         raise DynamicBatchArgumentError(
-            f"--yaml-cfg overrides the command line, {FLAG} included: unset it, and give flags "
-            "instead"
+            f"--yaml-cfg overrides the command line, {FLAG} included: give flags instead"
         )
     if FLAG in given and batch_fields is not None:
         declare_batch_fields(batch_fields)
@@ -166,6 +165,5 @@ def _module(name: str) -> Any:
 def _require(module: Any, name: str) -> None:
     if not hasattr(module, name):
         raise DynamicBatchArgumentError(
-            f"{module.__name__} has no {name}: use Megatron-LM 0.16 to 0.19, or hook it by hand as "
-            "in patches/"
+            f"{module.__name__} has no {name}: use Megatron-LM 0.16 to 0.19, or see patches/"
         )

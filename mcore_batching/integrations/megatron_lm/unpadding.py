@@ -54,8 +54,8 @@ def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]
                 batches.append(next(iterator))
             except StopIteration:
                 raise StockDataError(
-                    f"the data iterator ended after {number} of {num_batches} micro-batches: give "
-                    "it more samples, or lower --train-iters (--eval-iters)"
+                    f"the data iterator ended after {number} of {num_batches} micro-batches: "
+                    "lower --train-iters or --eval-iters"
                 ) from None
     return drawn[0]
 

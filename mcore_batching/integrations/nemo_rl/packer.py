@@ -64,10 +64,7 @@ def hook(
         ParallelDimsError: a size is below 1, or sizes do not fit together.
     """
     if share_prefixes:
-        raise HookError(
-            "NeMo-RL tells its packer lengths and not tokens, so samples cannot share them: leave "
-            "out share_prefixes"
-        )
+        raise HookError("a packer is told lengths, not tokens, to share: leave out share_prefixes")
     dims = ParallelDims(
         pipeline_parallel=pipeline_parallel,
         virtual_pipeline=virtual_pipeline,
@@ -94,8 +91,7 @@ def _costs_of_config(model: Any, sizes: dict[str, int]) -> CostModel:
         text = read_document(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read {path}: {error}; give the folder of a model on this machine, or "
-            "transformers.AutoConfig.from_pretrained(name)"
+            f"cannot read {path}: {error}; give a model's folder, or transformers' config"
         ) from error
     return first_guess(sizes | config_of_json(text))
 

@@ -52,10 +52,7 @@ def hook(*, share_prefixes: bool = False) -> Hook:
             ``share_prefixes`` is set.
     """
     if share_prefixes:
-        raise HookError(
-            "SkyRL reads a row by one segment a sample, so samples cannot share them: leave out "
-            "share_prefixes"
-        )
+        raise HookError("SkyRL reads a segment for each sample: leave out share_prefixes")
     module = importlib.import_module(_MODULE)
     original = getattr(module, _CLASS, None)
     where = f"{_MODULE}.{_CLASS}"
@@ -113,8 +110,7 @@ def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batche
     """SkyRL's own, after a check that each output has one row per sample, else an `OrderError`."""
     if len(batches) != len(self):
         raise OrderError(
-            f"expected the outputs of {len(self)} micro-batches, got {len(batches)}: return one "
-            "each, for padding too"
+            f"expected {len(self)} micro-batches' outputs, got {len(batches)}: return one each"
         )
     # SkyRL looks rows up by sample: one too many would be taken for another sample's.
     outputs = zip(self._microbatches, batches, strict=False)  # padding micro-batches come last

@@ -128,8 +128,7 @@ def forward_only(
     """
     if getattr(args, "custom_megatron_before_log_prob_hook_path", None):
         raise DynamicBatchArgumentError(
-            "forward_only does not call custom_megatron_before_log_prob_hook_path: unset it, and "
-            "call the function before"
+            "forward_only does not call custom_megatron_before_log_prob_hook_path: unset it"
         )
     live = [_live(each).reset() for each in data_iterator]  # the caller may have drawn from them
     with _own_positions(model_chunks(model), schedule_of(live)):
@@ -213,8 +212,7 @@ def _live(data_iterator: Any) -> _LiveDataIterator:
     own = data_iterator.own if isinstance(data_iterator, PlaceholderIterator) else data_iterator
     if not isinstance(own, _LiveDataIterator):
         raise DynamicBatchArgumentError(
-            f"expected an iterator from the hooked get_data_iterator, got {type(own).__name__}: "
-            "call get_data_iterator after mcore_batching.hook"
+            f"expected an iterator of get_data_iterator once hooked, got {type(own).__name__}"
         )
     return own
 

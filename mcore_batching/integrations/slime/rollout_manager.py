@@ -68,8 +68,7 @@ def framework(module: str) -> str:
     for name in [*loaded, *_installed()]:
         return name
     raise HookError(
-        f"neither {' nor '.join(_FRAMEWORKS)} is installed: for another framework call "
-        "mcore_batching.hook with its modules"
+        "neither slime nor miles is installed: for another call mcore_batching.hook(modules)"
     )
 
 
@@ -229,14 +228,11 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
     if idle:
         raise HookError(
             f"data-parallel rank {idle[0]} would train no sample: set --global-batch-size to "
-            f"{dims.data_parallel} rollouts or more"
+            f"{dims.data_parallel} or more"
         )
     full = all(all(rank) for step in plan.steps for rank in step.micro_batches)
     if not full and getattr(args, "enable_mtp_training", False):
-        raise HookError(
-            "multi-token prediction would divide by a placeholder's 0 tokens: unset "
-            "--enable-mtp-training, or set --global-batch-size higher"
-        )
+        raise HookError("MTP would divide by a placeholder's 0 tokens: unset --enable-mtp-training")
 
 
 def _in_place_of_own(

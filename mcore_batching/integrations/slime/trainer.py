@@ -133,8 +133,7 @@ class _Guarded:
         try:
             if "total_lengths" not in keywords:
                 raise HookError(
-                    "forward_only passes its function no total_lengths, which mark placeholders: "
-                    "use a version of the framework that does"
+                    "forward_only passes its function no total_lengths: use another version"
                 )
             # Of a placeholder, too: f may be a collective of the ranks that share the row.
             made = self._f(logits, **keywords)

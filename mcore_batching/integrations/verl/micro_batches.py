@@ -182,7 +182,7 @@ def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> li
     if longest > max_token_len:
         raise LengthError(
             f"a sample has {longest} tokens, a micro-batch may hold {max_token_len}: set "
-            "ppo_max_token_len_per_gpu (for log-probs log_prob_max_token_len_per_gpu) higher"
+            "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) higher"
         )
     return agreed.result
 
