@@ -1,8 +1,4 @@
-"""One rank's micro-batches, where samples stay on the ranks to which a framework dealt them.
-
-verl and SkyRL hand the functions that are replaced a batch alone. The model that it is for, which
-is checked and whose layers are what samples cost, is their caller's, an engine or a worker.
-"""
+"""One rank's micro-batches, where a framework has dealt samples to ranks, and their model."""
 
 from __future__ import annotations
 
@@ -65,7 +61,8 @@ def planned_shard(
 
 def caller_with(attribute: str) -> Any:
     """The nearest caller's ``self`` with this attribute of its own; None where no caller has it."""
-    # The frameworks hand over a batch alone, and no public name leads from there to the model.
+    # verl and SkyRL hand over a batch alone, and no public name leads from there to its model, the
+    # engine's or worker's.
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

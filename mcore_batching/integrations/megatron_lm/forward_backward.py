@@ -96,18 +96,11 @@ class PackedForwardBackward:
         """Draw ``num_microbatches`` ordinary micro-batches, pack their samples and run the rows.
 
         Returns, on the last stage, the loss function's report of every packed micro-batch.
-
-        Raises:
-            DynamicBatchArgumentError: an argument that packed rows do not support.
-            CollectiveError: on every rank, if data, planning or the loss function failed on any.
-            PipelineFailedError: on every rank that can be reached, if the model raised on any.
         """
         del micro_batch_size
         problems = [NO_NON_LOSS_DATA] if collect_non_loss_data else []
         if adjust_tensor_shapes_fn is not None:
-            problems.append(
-                f"adjust_tensor_shapes_fn expects rows of seq_length: unset it, or {FLAG}"
-            )
+            problems.append("adjust_tensor_shapes_fn expects rows of seq_length: unset it")
         refuse(FLAG, problems)
         use_packed_batches(forward_step_func)  # evaluation may have a forward step of its own
         chunks = model_chunks(model)

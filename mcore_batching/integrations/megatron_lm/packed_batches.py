@@ -1,8 +1,6 @@
 """Packed rows as the batches of a stock script: the values that its ``get_batch`` returns.
 
-A script unpacks its batch into local names, which identify the values. Three orders are common:
-`SIX_FIELDS` up to Megatron-LM 0.17, `TEN_FIELDS` (alphabetical) from 0.18 on, and `SEVEN_FIELDS` on
-its dev branch.
+A script unpacks its batch into local names, which identify the values.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.rows.prepared_step import PreparedRow
 
+# Three orders are common: up to Megatron-LM 0.17, alphabetical from 0.18 on, and its dev branch's.
 SIX_FIELDS = (
     "tokens",
     "labels",

@@ -3,9 +3,7 @@
     draws of the step    b0 b1 b2 b3 | b4 b5 b6 b7 | ...      as without reading ahead
     reads                b0 b1 b2 b3   b4 b5 b6 b7 ...        after the step's first pass
 
-Megatron's iterators stay where they are, and what they draw from gets a buffer. So they record and
-replay the same batches, consumed samples are counted as they are drawn, and batches that no step
-has drawn (another number is wanted, or the job ends) are not lost, only read.
+Batches that no step has drawn (another number is wanted, or the job ends) are only read, not lost.
 """
 
 from __future__ import annotations
@@ -67,6 +65,8 @@ def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
     read = []
     for iterator in iterators:
         if isinstance(iterator, RerunDataIterator):
+            # Megatron's iterators stay in front: they record and replay the same batches, and
+            # consumed samples are counted as they are drawn.
             if not isinstance(iterator.iterable, Buffered):
                 iterator.iterable = Buffered(iterator.iterable)
             read.append(iterator.iterable.next_values(num_batches))

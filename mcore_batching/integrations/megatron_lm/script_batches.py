@@ -76,8 +76,6 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
 
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
 
-    Where it unpacks the batch in several branches, by its length: the longest that packed rows fit.
-
     Raises:
         DynamicBatchArgumentError: it does not unpack the batch, its source cannot be read, or
             names that packed rows need are missing.
@@ -96,7 +94,8 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
             f"{where} does not unpack get_batch(...) into names: call {advice}"
         )
     fitting = [names for names in found if not problems_of_fields(names)]
-    # Where none fits, the error is about the longest: the others are older forms of it.
+    # Of several branches, by the batch's length, the longest that packed rows fit. Where none fits,
+    # the error is about the longest: the others are older forms of it.
     check_fields((fitting or found)[0], where)
     return (fitting or found)[0]
 

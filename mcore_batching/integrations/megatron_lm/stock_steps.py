@@ -2,8 +2,7 @@
 
     stock iterators -> ordinary micro-batches -> unpadded samples -> plan of all ranks -> rows
 
-The first step is planned in line, where ranks compare that all plan ahead. During a step, after its
-first pass, the next one is read and planned; it is taken if it is of the batches then drawn.
+The first step is planned in line; during a step, after its first pass, the next one is.
 """
 
 from __future__ import annotations
@@ -61,7 +60,9 @@ class StockSteps:
         ahead, cost_model = self._plans_ahead(job), self._cost_model_of_rerun()
         self._is_rerun = cost_model is not None
         prepared = learnt = None
+        # Not in the first step, which is planned in line: there ranks compare that all plan ahead.
         if ahead is not None and ahead.has_begun:
+            # Of other batches than are now drawn, say as the batch size has grown, it is not taken.
             is_of_these = are_same(drawn, self._ahead)
             prepared, learnt = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
         if prepared is None:
@@ -147,10 +148,8 @@ class StockSteps:
         return iteration
 
     def _cost_model_of_rerun(self) -> CostModel | None:
-        """The cost model of this step's first run, where Megatron reruns the step; else None.
-
-        Costs learnt since would give another plan, so other rounding than the rerun compares.
-        """
+        """The cost model of this step's first run, where Megatron reruns the step; else None."""
+        # Costs learnt since would give another plan, so other rounding than the rerun compares.
         iteration, cost_model = self._last_planned
         return cost_model if iteration is not None and iteration == self._iteration else None
 

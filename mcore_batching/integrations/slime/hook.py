@@ -7,9 +7,7 @@
     print(hooked)                               # the names that were replaced
     hooked.undo()                               # or: with mcore_batching.hook(data, model): ...
 
-All three are checked before any is replaced, and replaced together: the framework's own
-``forward_only`` would take placeholders' outputs for samples'. Versions that plan in the rollout
-manager are hooked there as well, by `hook_schedule`.
+Versions that plan in the rollout manager are hooked there as well, by `hook_schedule`.
 """
 
 from __future__ import annotations
@@ -95,6 +93,8 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     is_planned = takes["get_data_iterator"] == ("rollout_data",)
     is_planned |= "rollout_id" in takes["forward_only"]
     in_place = _of_manager if is_planned else _of_trainer
+    # All are checked before any is replaced, and replaced together: the framework's own
+    # forward_only would take placeholders' outputs for samples'.
     found = [in_place(name, module, schema) for name in NAMES for module in holders[name]]
     return Hook(modules, [each for each in found if each is not None])
 

@@ -1,9 +1,8 @@
 """An iterator over the framework's own ``rollout_data``, with placeholders.
 
-The dict is read when a micro-batch is drawn, so fields added after planning (log-probs,
-advantages) are there without a collective. A micro-batch without samples becomes a sample of one
-token with an empty response, which the framework packs and runs like any other: its loss is 0 and
-stays attached to the graph, and its mask adds 0 to token counts.
+A micro-batch without samples becomes a sample of one token with an empty response, which the
+framework packs and runs like any other: its loss is 0 and stays attached to the graph, and its mask
+adds 0 to token counts.
 """
 
 from __future__ import annotations
@@ -61,7 +60,8 @@ class PlaceholderIterator:
         if self.own.offset >= len(self._micro_batches):
             count = len(self._micro_batches)
             raise IndexError(f"all {count} micro-batches have been drawn: call reset() first")
-        # Read anew each time: log-probs and advantages are added between the passes.
+        # Read anew each time: log-probs and advantages are added between the passes, and are there
+        # without a collective.
         data = self.own.rollout_data
         present = tuple(key for key in keys if data.get(key) is not None)
         has_samples = bool(self._micro_batches[self.own.offset])

@@ -4,9 +4,9 @@ Since slime's pull request 1926 and miles' 1927 the rollout manager plans, and a
 list the samples of each micro-batch. Where it lists none, `PlaceholderIterator` fabricates one, and
 ``forward_only`` drops its outputs.
 
-The framework restores the order of outputs without checking their number. So it is checked here:
-before a pass, that the model can run packed rows and that micro-batches hold each sample once;
-after it, that there is one output per sample. Their order within a micro-batch cannot be checked.
+Checked are, before a pass, that the model can run packed rows and that micro-batches hold each
+sample once; after it, that there is one output per sample. Their order within a micro-batch cannot
+be.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def forward_only(
     if not (planned and getattr(args, "use_dynamic_batch_size", False)):
         return run(_Guarded(f, None))
     job = job_of(args)
+    # The framework restores the order of outputs by these places, without checking their number.
     job.consensus.agree(
         _OPERATION,
         lambda: _check_plan(data_iterator[0], num_microbatches),

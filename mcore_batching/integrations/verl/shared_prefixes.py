@@ -2,8 +2,7 @@
 
 verl's forward function gets a micro-batch's samples as a nested tensor and returns nested outputs.
 Ours calls it with the hosts alone and cuts every sample's outputs out of its host's, so what comes
-before and behind it is verl's own: packing, context parallelism, losses. Gradients of tokens that
-several samples train add up, hence responses may overlap.
+before and behind it is verl's own: packing, context parallelism, losses.
 """
 
 from __future__ import annotations
@@ -142,6 +141,7 @@ def _forward(
         **options,
     )
     # A sample's outputs are the beginning of its host's, as both see the same tokens until there.
+    # Gradients of tokens that several samples train add up, hence responses may overlap.
     place = {i: at for at, i in enumerate(held)}
     sources = [place[own] for own in host]
     lengths = [len(row) for row in columns["tokens"]]

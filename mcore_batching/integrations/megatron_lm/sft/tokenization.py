@@ -1,13 +1,9 @@
 """Token ids of a sample and which of them are trained, by any of Megatron's tokenizers.
 
-Trained are the completion, or the assistant's messages, and the end token after each. Trained and
-untrained text is tokenized separately, as at inference, so no token is partly trained.
-
-The first trained token needs a predecessor: a sample without a prompt begins with the tokenizer's
-begin token or, without one, with the end-of-document token.
-
-Conversations are written by the tokenizer's chat template, if it has one; by an ``SFTTokenizer`` in
-its own way; and otherwise, with ``EOD`` for the tokenizer's end-of-document token, as
+Trained are the completion, or the assistant's messages, and the end token after each. A sample
+without a prompt begins with the tokenizer's begin token or, without one, with the end-of-document
+token. Conversations are written by the tokenizer's chat template, if it has one; by an
+``SFTTokenizer`` in its own way; and otherwise, with ``EOD`` for that token, as
 
     <|user|>
     the message
@@ -88,6 +84,7 @@ class SampleTokenizer:
         return SampleTokens(np.array(ids, np.int32), np.array(trained, np.bool_))
 
     def _pieces(self, sample: Completion | Conversation) -> list[_Piece]:
+        # Trained and untrained text apart, as at inference: no token is then partly trained.
         if isinstance(sample, Completion):
             return [
                 (self._before, False),
