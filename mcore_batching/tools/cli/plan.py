@@ -20,7 +20,6 @@ from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
-    UsageError,
     add_dims,
     add_lengths,
     add_options,
@@ -63,10 +62,9 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw the pipeline's time line and the fill of each micro-batch, to a .png file, or "
+        help="draw the first step's time line and the fill of each micro-batch, to a .png file, or "
         "to an .svg file, where a browser tells of each pass under the pointer",
     )
-    parser.add_argument("--plot-step", type=int, default=0, metavar="N", help="step to draw")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -97,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         print(f"wrote {printable(options.out)}")
     if options.plot:
-        _draw(options, plan, lengths)
+        draw_step(plan.steps[0], lengths, options.plot)
         print(f"wrote {printable(options.plot)}")
     return 0
 
@@ -123,12 +121,3 @@ def _print(
     else:
         print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")
-
-
-def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> None:
-    number = options.plot_step  # only now known to be one of the plan's
-    if not 0 <= number < len(plan.steps):
-        raise UsageError(f"--plot-step must be from 0 to {len(plan.steps) - 1}, got {number}")
-    where = f"step {number}, " if len(plan.steps) > 1 else ""
-    title = f"{where}{report.dims_line(plan.dims, plan.config)}"
-    draw_step(plan.steps[number], lengths, options.plot, title=title)

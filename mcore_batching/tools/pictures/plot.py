@@ -57,21 +57,14 @@ def check_picture(path: str | Path) -> None:
         raise PlotError("drawing needs matplotlib; pip install 'mcore_batching[plot]'") from None
 
 
-def draw_step(
-    step: StepPlan, lengths: Sequence[int], path: str | Path, *, title: str | None = None
-) -> None:
-    """Draw one step, of whose plan the cap may be broken, into a .png or .svg file.
-
-    The title is a first line; without one the parallel dims and the cap.
-    """
+def draw_step(step: StepPlan, lengths: Sequence[int], path: str | Path) -> None:
+    """Draw one step, of whose plan the cap may be broken, into a .png or .svg file."""
     check_picture(path)
-    figure, tooltips = step_figure(step, lengths, title=title)
+    figure, tooltips = step_figure(step, lengths)
     _save(figure, path, tooltips)
 
 
-def step_figure(
-    step: StepPlan, lengths: Sequence[int], *, title: str | None = None
-) -> tuple[Figure, dict[str, str]]:
+def step_figure(step: StepPlan, lengths: Sequence[int]) -> tuple[Figure, dict[str, str]]:
     """The picture as a matplotlib figure, and a line of text for each of its boxes by `gid`."""
     from matplotlib.figure import Figure
 
@@ -104,7 +97,7 @@ def step_figure(
         f"{counted(statistics.num_placeholders, 'placeholder')}; the step ends at "
         f"{statistics.time_over_floor:.3f} x the floor, stages work {timeline.busy:.0%} of it"
     )
-    title = title or dims_line(step.dims, step.config)
+    title = dims_line(step.dims, step.config)
     figure.suptitle(f"{title}\n{summary}", fontsize=11, x=0.01, ha="left")
     _add_legend(figure, step)
     return figure, tooltips
