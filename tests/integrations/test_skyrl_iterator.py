@@ -52,7 +52,8 @@ def test_the_iterator_is_replaced_everywhere_and_put_back(workers: Any) -> None:
             for name in ("megatron_worker", "worker_utils")
         ]
         made = worker.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
-        assert isinstance(made, worker.TokenBasedBatchIterator)
+        imported_meanwhile = worker.TokenBasedBatchIterator
+        assert isinstance(made, imported_meanwhile)
         assert isinstance(made, own[0]["TokenBasedBatchIterator"])
         assert sorted(itertools.chain(*made._microbatches)) == list(range(12))
         assert all(sum(LENGTHS[i] for i in samples) <= 120 for samples in made._microbatches)
@@ -61,6 +62,7 @@ def test_the_iterator_is_replaced_everywhere_and_put_back(workers: Any) -> None:
             hook()
     assert (dict(vars(workers)), dict(vars(worker))) == own
     assert len(worker.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)) == 12
+    assert len(imported_meanwhile(batch_of(LENGTHS), 120)) == 12
 
 
 def test_in_a_pipeline_it_is_the_plan_of_the_rank(
