@@ -56,6 +56,8 @@ from megatron.training import global_vars, training
 
 given = json.loads(sys.stdin.read())
 outcomes = {name: outcome(words) for name, words in given.items()}
+os.environ["RANK"] = "1"
+outcomes["on rank 1"] = outcome(given["auxiliary-loss"])
 for name in ("train", "evaluate"):
     for on in (True, False):
         options = {"on": on, "forward_step_func": no_get_batch}
@@ -177,6 +179,7 @@ def test_flags_with_a_message(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name].startswith("accepted; mcore_batching: ")
     assert WITH_MESSAGE[name][1] in outcomes[name]
     assert outcomes[name].count("mcore_batching: ") == 1
+    assert outcomes["on rank 1"] == "accepted"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -91,7 +91,9 @@ def check_arguments(args: Any) -> None:
 
     config = core_transformer_config_from_args(args)
     check_model_config(config, dims, planner)
-    print_start_messages(args, config)
+    if args.rank == 0:
+        for message in start_messages(args, config):
+            print(f"mcore_batching: {message}", flush=True)
 
 
 def check_training(
@@ -131,13 +133,6 @@ def _problems(args: Any) -> list[str]:
             "--moe-expert-rank-capacity-factor"
         )
     return problems
-
-
-def print_start_messages(args: Any, config: Any) -> None:
-    """Print `start_messages` on rank 0."""
-    if args.rank == 0:
-        for message in start_messages(args, config):
-            print(f"mcore_batching: {message}", flush=True)
 
 
 def start_messages(args: Any, config: Any) -> list[str]:
