@@ -140,12 +140,8 @@ def replacing(
 ) -> Replacement:
     """Of a module or class a function, and ours for it, if it has the expected signature.
 
-    Args:
-        module: that has the function.
-        name: of the function there.
-        ours: called with the framework's own function before its arguments.
-        like: has the expected parameters; those with a default may be missing. None: those of
-            `ours` but the first.
+    Ours is called with the framework's own before its arguments. ``like`` has the expected
+    parameters, of which those with a default may be missing; None: those of ours but the first.
 
     Raises:
         HookError: saying what was expected and what was found.
@@ -182,16 +178,8 @@ def refuse_hooked(where: str, function: Any) -> None:
 
 
 def check_signature(where: str, function: Any, like: Function) -> None:
-    """Refuse to replace a function of another signature.
-
-    Args:
-        where: dotted name of the function, for the message.
-        function: the framework's.
-        like: has the expected parameters; those with a default may be missing.
-
-    Raises:
-        HookError: saying what was expected and what was found.
-    """
+    """Refuse to replace the function of this dotted name, if it does not take what ``like`` takes.
+    Those of its parameters that have a default may be missing."""
     # First, since a replacement has the signature that is looked for.
     refuse_hooked(where, function)
     expected = list(inspect.signature(like).parameters.values())

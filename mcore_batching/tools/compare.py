@@ -139,14 +139,8 @@ def compare(
     config: PlannerConfig,
     cost_model: CostModel | None = None,
 ) -> list[Outcome]:
-    """Plan every step by every planner; the cost model weighs all plans.
-
-    Args:
-        steps: lengths of each step [steps][samples], in tokens.
-        dims: sizes of the parallel groups.
-        config: cap, padding and the search's options; each planner sets `balance` itself.
-        cost_model: None: the default one.
-    """
+    """Plan every step [steps][samples], in tokens, by every planner; the cost model weighs all
+    plans."""
     model = cost_model or CostModel()
     caps = [config.max_tokens_per_gpu]
     mean = sum(map(sum, steps)) / max(1, sum(map(len, steps)))

@@ -33,11 +33,7 @@ def declare_batch_fields(names: Sequence[str]) -> None:
 
 
 def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
-    """Let a forward step's ``get_batch`` accept packed rows, unless it does so already.
-
-    Raises:
-        DynamicBatchArgumentError: there is no such function, or its batch is of another kind.
-    """
+    """Let a forward step's ``get_batch`` accept packed rows, unless it does so already."""
     function: Any = forward_step_func
     while isinstance(function, functools.partial):
         function = function.func
@@ -72,13 +68,10 @@ def restore_batches() -> None:
 
 
 def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
-    """The names into which a forward step's source unpacks its ``get_batch``.
+    """The names into which a forward step's source unpacks its ``get_batch``; an error where it
+    does not.
 
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
-
-    Raises:
-        DynamicBatchArgumentError: it does not unpack the batch, its source cannot be read, or
-            names that packed rows need are missing.
     """
     where = f"{getattr(forward_step, '__module__', '')}.{forward_step.__name__}"
     advice = "mcore_batching.install(batch_fields=(...)) with the names of what get_batch returns"

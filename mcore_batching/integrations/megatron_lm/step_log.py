@@ -78,16 +78,10 @@ def record_step(
     learnt: Mapping[str, float] | None = None,
     log_all: bool = False,
 ) -> None:
-    """Remember the training step that has just run.
+    """Remember the training step that has just run, of whose plan ``made`` are statistics.
 
-    Args:
-        made: statistics of its plan, over all data-parallel ranks.
-        plan_seconds: reading, planning and collating, on this rank.
-        run: marks before and after all forward and backward passes, on this rank.
-        memory: predicted, where the model's shape is known.
-        left_bytes: `LEFT_BYTES`; None: no pass may be split.
-        learnt: entries of learnt costs; its predicted seconds replace the median's.
-        log_all: True logs every value, False those of `LOGGED`.
+    ``run`` are marks before and after all its passes, on this rank; ``left_bytes`` None where no
+    pass may be split. Predicted seconds that were ``learnt`` replace the median's.
     """
     # First, as the last step's time is among the values logged with this one.
     _read_times()

@@ -79,12 +79,8 @@ def get_data_iterator(
     """`mcore_batching.megatron.get_data_iterator`, with rows padded as slime pads them.
 
     A collective over all ranks. ``args.data_pad_size_multiplier`` must equal the ``pad_multiplier``
-    of `get_batch`. Fields that are added to ``rollout_data`` later are seen.
-
-    Raises:
-        DynamicBatchArgumentError: an argument asks for another layout, or for the engine's own
-            rows or training step.
-        CollectiveError: on every rank, if reading or planning failed on any.
+    of `get_batch`. A `DynamicBatchArgumentError` where an argument asks for another layout, or for
+    the engine's own rows or training step.
     """
     layout = getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False)
     refuse("the hooked batching", [*_layout_problems(*layout), *_option_problems(args)])

@@ -46,11 +46,7 @@ _MODEL = "backends.megatron_utils.model"
 
 
 def init(args: Any) -> None:
-    """`hook` the modules of slime or miles: for ``--custom-megatron-init-path``.
-
-    Raises:
-        HookError: neither framework is installed, or its functions have another signature.
-    """
+    """`hook` the modules of slime or miles: for ``--custom-megatron-init-path``."""
     del args
     name = framework(_MODEL)
     if name == "miles":  # raises for an older one, which would silently train by its own plan
@@ -73,13 +69,8 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     ``get_batch`` stays the framework's, and further parameters are passed on. The framework's
     forward step, loss and log-prob functions stay in all: see `.before_1860` and `.trainer`.
 
-    Args:
-        modules: the modules that have the three functions.
-        schema: the kind of every field that ``get_batch`` is asked for; declare your own fields
-            with `Schema.declare`. None: `mcore_batching.batch.DEFAULT_SCHEMA`.
-
-    Returns:
-        the replaced functions, with `Hook.undo`.
+    The schema has the kind of every field that ``get_batch`` is asked for; declare your own with
+    `Schema.declare`.
 
     Raises:
         HookError: a function is missing, is hooked already, or has another signature.

@@ -52,10 +52,8 @@ class PlaceholderIterator:
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
         """The next micro-batch: one value per sample, None for fields that the data lack.
 
-        Raises:
-            IndexError: all micro-batches have been drawn.
-            SchemaError: on every rank, at the first micro-batch: a field is not declared, or does
-                not have one value per sample.
+        A `SchemaError` on every rank, at the first micro-batch, if a field is not declared, or does
+        not have one value per sample.
         """
         if self.own.offset >= len(self._micro_batches):
             count = len(self._micro_batches)

@@ -47,12 +47,7 @@ class SharedPrefixes:
         self.hook: Hook | None = None
 
     def hosts(self, batch: Any) -> Sequence[int]:
-        """For each sample of verl's batch the one in whose segment it is computed, or itself.
-
-        Raises:
-            HookError: the engine is not Megatron's, the rows are padded, or verl's functions have
-                another signature.
-        """
+        """For each sample of verl's batch the one in whose segment it is computed, or itself."""
         state: Any = sys.modules.get("megatron.core.parallel_state")
         if state is None or not state.model_parallel_is_initialized():
             raise HookError(f"prefixes are shared in verl's Megatron engine alone: {UNSET}")

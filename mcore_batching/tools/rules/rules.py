@@ -38,9 +38,8 @@ def rule_plan(
 ) -> StepPlan:
     """One step as another framework's rule plans it, by the cap and padding of the config.
 
-    Raises:
-        RuleFailureError: the framework crashes on this input, there are no samples, or the
-            interleaved schedule cannot run the rule's count of micro-batches.
+    A `RuleFailureError` where the framework crashes on this input, there are no samples, or the
+    interleaved schedule cannot run the rule's count of micro-batches.
     """
     # Whether an oversize sample is an error is the rule's to say, not the config's.
     problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"), cost_model)
