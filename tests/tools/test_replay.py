@@ -111,17 +111,6 @@ def test_a_learnt_job_that_was_not_measured(
     assert "a unit of cost took 1.000e-03 s (as learnt)\n" in capsys.readouterr().out
 
 
-def test_a_job_without_measured_times(tmp_path: Path) -> None:
-    recorded_job(tmp_path, [None, None])
-    steps = replay.replay(read_records(tmp_path))
-    assert replay.seconds_per_unit(steps) is None
-    assert replay_command.step_table(steps, None).rows[0][3:6] == (
-        f"{steps[0].predicted:.0f}",
-        "-",
-        "-",
-    )
-
-
 def test_better_plans(tmp_path: Path) -> None:
     steps = replay.replay(measured_job(tmp_path))[:2]
     found = replay.better_plans(steps, 100)

@@ -235,18 +235,11 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
         raise HookError("MTP would divide by a placeholder's 0 tokens: unset --enable-mtp-training")
 
 
-def _in_place_of_own(
-    original: Callable[..., Any],
-    args: Any,
-    *lengths: Any,
-    global_batch_size: int,
-    rollout_indices: list[int],
-) -> Any:
-    plans = args.use_dynamic_batch_size and len(set(rollout_indices)) >= global_batch_size
+def _in_place_of_own(original: Callable[..., Any], args: Any, *lengths: Any, **step: Any) -> Any:
     # Of too few rollouts for a step the framework itself says what is wrong.
-    return (build_dp_schedule if plans else original)(
-        args, *lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices
-    )
+    has_step = len(set(step["rollout_indices"])) >= step["global_batch_size"]
+    plans = args.use_dynamic_batch_size and has_step
+    return (build_dp_schedule if plans else original)(args, *lengths, **step)
 
 
 def _installed() -> list[str]:
