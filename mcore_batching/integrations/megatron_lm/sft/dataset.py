@@ -1,8 +1,7 @@
 """A dataset of fine-tuning samples for Megatron's data loaders.
 
 Item i is the same sample in every process and run with the same seed, files and tokenizer, however
-many samples are drawn, so a resumed job continues with the right sample. Each epoch holds every
-sample once, in its own order. No sample is cut off.
+many samples are drawn, so a resumed job continues with the right sample. No sample is cut off.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ default_collate_fn_map[UnpaddedSample] = collate
 
 
 class SftDataset(Dataset[Mapping[str, Tensor]]):
-    """Samples for next-token prediction, epoch after epoch.
+    """Samples for next-token prediction, epoch after epoch, each of which holds every sample once.
 
     An item is a dict of ``tokens``, ``labels`` (the token that follows) and ``position_ids``, int64
     ``[length]``, and ``loss_mask``, float32 ``[length]``, 1 where the label is trained. The prompt
@@ -73,7 +72,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         split: training, validation or test.
         num_samples: how many are drawn, over all epochs; None: each once.
         seed: of the epochs' orders, 0 or more; None: in the order of ``samples``.
-        pad_to: pad every item to this length, in tokens, with loss mask 0; None: no padding.
+        pad_to: pad every item to so many tokens, with loss mask 0; None: no padding.
         attention_mask: give padded items a causal ``attention_mask``, bool ``[1, pad_to, pad_to]``,
             True where no attention is paid, as ``--create-attention-mask-in-dataloader`` does.
     """

@@ -34,10 +34,8 @@ _Piece = tuple[list[int], bool]  # token ids, and True if they are trained
 
 @dataclasses.dataclass(frozen=True)
 class SampleTokens:
-    """A sample's token ids, int32 ``[tokens]``, and which of them the model learns to predict.
-
-    ``trained`` is bool ``[tokens]``, and never True for the first.
-    """
+    """A sample's token ids, int32 ``[tokens]``, and which of them the model learns to predict, bool
+    ``[tokens]``; never the first."""
 
     ids: np.ndarray[Any, np.dtype[np.int32]]
     trained: np.ndarray[Any, np.dtype[np.bool_]]
@@ -49,11 +47,8 @@ class SampleTokens:
 
 
 class SampleTokenizer:
-    """Writes samples as tokens, by what ``megatron.training.get_tokenizer()`` returns.
-
-    It has ``tokenize`` and ``eod``, and perhaps a ``chat_template``. Without ``eod``, or where it
-    cannot write a sample, there is a `SftDataError`.
-    """
+    """Writes samples as tokens, by what ``megatron.training.get_tokenizer()`` returns: it has
+    ``tokenize`` and ``eod``, else a `SftDataError`, and perhaps a ``chat_template``."""
 
     def __init__(self, tokenizer: Any) -> None:
         end = _optional(tokenizer, "eod")
