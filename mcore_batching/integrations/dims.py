@@ -27,11 +27,7 @@ def job_dims(args: Any = None, **known: Any) -> ParallelDims:
         job_dims(args)                      of arguments: before groups are made, or without them
         job_dims(data_parallel=8)           of Megatron's groups; one stage where there are none
 
-    Args:
-        args: Megatron's arguments, or a framework's with the same names; None: the groups that
-            megatron.core has in this process.
-        known: fields that are not to be read there. ``microbatch_group_size`` counts for
-            interleaved schedules only.
+    Fields that are ``known`` are not read there.
     """
     # Looked up, not imported: other engines' processes have no Megatron.
     groups = sys.modules.get("megatron.core.parallel_state")

@@ -13,14 +13,14 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_batching.planning.errors import MCoreBatchingError
 
 Function = Callable[..., Any]
 
-# Attribute that marks a replacement; a wrapper of one has it, too, as functools.wraps copies it.
-MARK = "_mcore_batching_original"
+# functools.wraps copies attributes: a wrapper of a replacement has the mark, too.
+_MARK = "_mcore_batching_original"
 
 
 class HookError(MCoreBatchingError, ValueError):
@@ -28,21 +28,14 @@ class HookError(MCoreBatchingError, ValueError):
 
 
 @dataclasses.dataclass
-class _Place:
-    """Mark of a replacement; wrappers of it share the object, so undoing reaches them too."""
+class _Mark:
+    """Of a replacement and of its wrappers, which share the object."""
 
     is_ours: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Replacement:
-    """A function and the one in its place.
-
-    Attributes:
-        name: of both.
-        original: the framework's.
-        ours: what is put where `original` is, made by `in_place_of`, or with its `MARK`.
-    """
+class Replacement(NamedTuple):
+    """The framework's function of a name, and the one from `in_place_of` to put wherever it is."""
 
     name: str
     original: Function
@@ -75,17 +68,18 @@ class Hook:
         self._done: list[Replacement] = []
         self.hooked: list[str] = []
         for each in replacements:
-            for scope in self._scopes_with(each.name, each.original):
-                self._put(scope, each)
-            self._done.append(each)
+            self.add(each)
+
+    def add(self, replacement: Replacement) -> None:
+        """Replace a function wherever it is found."""
+        for scope in self._scopes_with(replacement.name, replacement.original):
+            self._put(scope, replacement)
+        self._done.append(replacement)
 
     def replace(self, scope: dict[str, Any], name: str, ours: Any) -> None:
         """Replace a name in one module's globals alone.
 
-        Args:
-            scope: the globals.
-            name: of the original in them.
-            ours: a class, or a function that is called with the original before its arguments.
+        ``ours`` is a class, or a function that is called with the original before its arguments.
         """
         original = scope[name]
         if not inspect.isclass(ours):
@@ -107,7 +101,7 @@ class Hook:
         while self._done:
             each = self._done.pop()
             # References that nobody can reach call the original from now on. A class has no mark.
-            getattr(each.ours, MARK, _Place()).is_ours = False
+            getattr(each.ours, _MARK, _Mark()).is_ours = False
             for scope in self._scopes_with(each.name, each.ours):
                 scope[each.name] = each.original
         self.hooked.clear()
@@ -117,15 +111,12 @@ class Hook:
         self.undo()
 
     def __enter__(self) -> Hook:
-        """Itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """`undo`."""
         self.undo()
 
     def __str__(self) -> str:
-        """One line for a log."""
         return f"mcore_batching: hooked {', '.join(self.hooked) or 'nothing'}"
 
     def _scopes_with(self, name: str, function: Function) -> list[dict[str, Any]]:
@@ -145,17 +136,12 @@ class Hook:
 
 
 def replacing(
-    module: Any, name: str, ours: Function, *, like: Function | None = None, mark: Any = None
+    module: Any, name: str, ours: Function, *, like: Function | None = None
 ) -> Replacement:
-    """A function of a framework and ours for it, if it has the expected signature.
+    """Of a module or class a function, and ours for it, if it has the expected signature.
 
-    Args:
-        module: that has the function; or a class.
-        name: of the function there.
-        ours: called with the framework's own function before its arguments.
-        like: has the expected parameters; those with a default may be missing. None: those of
-            `ours` but the first.
-        mark: of another replacement, to be undone together.
+    Ours is called with the framework's own before its arguments. ``like`` has the expected
+    parameters, of which those with a default may be missing; None: those of ours but the first.
 
     Raises:
         HookError: saying what was expected and what was found.
@@ -164,91 +150,58 @@ def replacing(
     bound = functools.partial(ours, original)
     owner = f"{module.__module__}.{module.__name__}" if inspect.isclass(module) else module.__name__
     check_signature(f"{owner}.{name}", original, like or bound)
-    return Replacement(name, original, in_place_of(original, bound, mark))
+    return Replacement(name, original, in_place_of(original, bound))
 
 
-def in_place_of(original: Function, ours: Function, place: _Place | None = None) -> Function:
-    """Our function under the original's name and signature, marked as what replaces it.
-
-    Args:
-        original: the framework's.
-        ours: called until the replacement is undone.
-        place: the mark of another replacement, to be undone together.
-    """
-    place = place or _Place()
+def in_place_of(original: Function, ours: Function) -> Function:
+    """Our function under the original's name and signature; the original once it is undone."""
+    mark = _Mark()
 
     # Modules that import it meanwhile keep a reference that `undo` cannot reach.
     @functools.wraps(original)
     def replacement(*arguments: Any, **keywords: Any) -> Any:
-        return (ours if place.is_ours else original)(*arguments, **keywords)
+        return (ours if mark.is_ours else original)(*arguments, **keywords)
 
-    setattr(replacement, MARK, place)
+    setattr(replacement, _MARK, mark)
     return replacement
 
 
 def is_replacement(function: Any) -> bool:
     """True for a function that `in_place_of` made, or a wrapper of one, until it is undone."""
-    return getattr(function, MARK, _Place(is_ours=False)).is_ours
+    return getattr(function, _MARK, _Mark(is_ours=False)).is_ours
 
 
 def refuse_hooked(where: str, function: Any) -> None:
-    """Refuse to replace what is a replacement.
-
-    Raises:
-        HookError: it is one.
-    """
+    """Raise a `HookError` for what is a replacement; ``where`` is its dotted name."""
     if is_replacement(function):
         raise HookError(f"{where} is hooked already: undo that hook first")
 
 
 def check_signature(where: str, function: Any, like: Function) -> None:
-    """Refuse to replace a function of another signature.
-
-    Args:
-        where: dotted name of the function, for the message.
-        function: the framework's.
-        like: has the expected parameters; those with a default may be missing.
-
-    Raises:
-        HookError: saying what was expected and what was found.
-    """
+    """Refuse to replace the function of this dotted name, if it does not take what ``like`` takes.
+    Those of its parameters that have a default may be missing."""
     # First, since a replacement has the signature that is looked for.
     refuse_hooked(where, function)
     expected = list(inspect.signature(like).parameters.values())
-    if not callable(function) or inspect.isclass(function):
+    found: list[inspect.Parameter] = []
+    if is_function := callable(function) and not inspect.isclass(function):
+        found = list(inspect.signature(function).parameters.values())
+    # Ours must take every call that theirs takes: a name, a default or the order may not differ,
+    # annotations may.
+    same = [
+        (theirs.name, theirs.kind, theirs.default) == (ours.name, ours.kind, ours.default)
+        for theirs, ours in zip(found, expected, strict=False)
+    ]
+    lacking = expected[len(found) :]
+    has_all = all(each.default is not each.empty for each in lacking)
+    if not (is_function and all(same) and len(found) <= len(expected) and has_all):
+        name = where.rpartition(".")[2]
+        shown = f"{name}{_bare(found)}" if is_function else f"a {type(function).__name__}"
         raise HookError(
-            f"{where} cannot be replaced: expected a function {_shown(where, expected)}, found a "
-            f"{type(function).__name__}"
-        )
-    found = list(inspect.signature(function).parameters.values())
-    difference = _difference(found, expected)
-    if difference:
-        raise HookError(
-            f"{where} cannot be replaced: expected {_shown(where, expected)}, found "
-            f"{_shown(where, found)}: {difference}; hook a version of the framework with that "
-            "signature"
+            f"{where} cannot be replaced: expected {name}{_bare(expected)}, found {shown}; hook a "
+            "version of the framework with that signature"
         )
 
 
-def _difference(found: list[inspect.Parameter], expected: list[inspect.Parameter]) -> str | None:
-    """The first difference of two signatures; None if ours takes every call that theirs takes."""
-    # Annotations may differ; a name, a default or the order may not.
-    for place, (theirs, ours) in enumerate(zip(found, expected, strict=False), start=1):
-        if (theirs.name, theirs.kind, theirs.default) != (ours.name, ours.kind, ours.default):
-            return f"parameter {place} is {_bare(theirs)} and not {_bare(ours)}"
-    if len(found) > len(expected):
-        return f"there is one more parameter, {_bare(found[len(expected)])}"
-    missing = [each for each in expected[len(found) :] if each.default is each.empty]
-    if missing:
-        return f"there is no parameter {_bare(missing[0])}"
-    return None
-
-
-def _bare(parameter: inspect.Parameter) -> str:
-    bare = str(parameter.replace(annotation=parameter.empty))
-    return f"keyword-only {bare}" if parameter.kind is parameter.KEYWORD_ONLY else bare
-
-
-def _shown(where: str, parameters: Sequence[inspect.Parameter]) -> str:
-    bare = [each.replace(annotation=each.empty) for each in parameters]
-    return f"{where.rpartition('.')[2]}{inspect.Signature(bare)}"
+def _bare(parameters: Sequence[inspect.Parameter]) -> inspect.Signature:
+    return inspect.Signature([each.replace(annotation=each.empty) for each in parameters])

@@ -1,8 +1,11 @@
-"""One rank's micro-batches, where samples stay on the ranks to which a framework dealt them."""
+"""One rank's micro-batches, where a framework has dealt samples to ranks, and their model."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.agreement.figures import largest
@@ -19,6 +22,9 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.integers import round_up
 
+# By the first chunk of each model that was checked; a model that is gone takes its costs along.
+_costs: WeakKeyDictionary[Any, CostModel] = WeakKeyDictionary()
+
 
 def planned_shard(
     lengths: Sequence[int],
@@ -32,19 +38,8 @@ def planned_shard(
 ) -> MicroBatches:
     """This rank's micro-batches, the same number on every rank; empty ones are placeholders.
 
-    A collective over the ranks of ``consensus``, which need the same number of micro-batches.
-
-    Args:
-        lengths: of the rank's samples.
-        dims: parallel dims.
-        config: the planner's settings, without a bound on tokens in flight.
-        consensus: of those ranks.
-        cost_model: the same on all ranks; None: the default.
-        fewest: the least number of micro-batches.
-        multiple: their number is a multiple of this.
-
-    Raises:
-        RankFailedError: on every rank, naming those where planning failed.
+    A collective over the ranks of ``consensus``, on all of which a failure of one is raised. Their
+    number is at least ``fewest`` and a multiple of ``multiple``.
     """
 
     def pack() -> tuple[Problem, list[list[int]]]:
@@ -62,3 +57,36 @@ def planned_shard(
     count = round_up(max(soonest, fewest), multiple)
     # Ranks with fewer split what they have before they add placeholders.
     return consensus.agree("filling", lambda: fill_shard(*packed.result, count)).result
+
+
+def caller_with(attribute: str) -> Any:
+    """The nearest caller's ``self`` with this attribute of its own; None where no caller has it."""
+    # verl and SkyRL hand over a batch alone, and no public name leads from there to its model, the
+    # engine's or worker's.
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if attribute in getattr(owner, "__dict__", ()):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def checked_costs(chunks: list[Any], consensus: Consensus, *, packs_rows: bool) -> CostModel:
+    """The first guess of a Megatron model's costs. A collective at the first call with it.
+
+    Where samples share rows (``packs_rows``), a model that cannot run these on some rank is a
+    `RankFailedError` on every rank.
+    """
+    # Megatron is there where its models are; other engines' processes may lack it.
+    from megatron.core.utils import get_model_config, unwrap_model
+
+    from mcore_batching.megatron import topology
+    from mcore_batching.megatron.checks.validation import prepare_packed_model
+
+    if chunks[0] not in _costs:
+        if packs_rows:
+            consensus.agree("checking the model", lambda: prepare_packed_model(chunks))
+        vocabulary, config = topology.vocabulary_size(chunks), get_model_config(chunks[0])
+        _costs[chunks[0]] = topology.first_guess(vocabulary, config, unwrap_model(chunks[0]))
+    return _costs[chunks[0]]

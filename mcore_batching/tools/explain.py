@@ -25,13 +25,21 @@ from mcore_batching.planning import (
 from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.plans.plan import counted, rank_noun
 from mcore_batching.planning.plans.statistics import micro_batch_costs
-from mcore_batching.tools.held_back import longest_sample, usable_sizes, what_holds_back
+from mcore_batching.tools.pictures.timeline import step_timeline
 from mcore_batching.tools.report import FLOOR, sharing
 from mcore_batching.tools.suggestions import suggestions
 
 Spell = Callable[[Argument], str]
+# Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem.
 Ranks = Sequence[Sequence[Sequence[int]]]
-"""Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem."""
+
+# Shares from which on something counts as what holds a step back. They choose among sentences, no
+# plan depends on them; other values name another cause first where two are about as strong.
+_ALMOST_THE_STEP = 0.95  # one sample's way through all stages, of the step
+_UNEVEN = 1.05  # the slowest rank over the mean
+_ALMOST_FULL = 0.9  # tokens over the cap, or samples over the most per row
+_COSTLY_STARTS = 0.05  # fixed costs of micro-batches, of all work
+_FEW_SAMPLES_PER_STAGE = 8  # samples of a rank per pipeline stage
 
 _NEXT_LINE = "\n" + " " * len("  would help: ")
 
@@ -43,16 +51,13 @@ def explain(
     *,
     advice: bool = True,
 ) -> str:
-    """A plan in words.
+    """A plan in words, or one step of it: a paragraph per step, and the samples that are in none.
 
     Args:
-        plan: a plan, or one step of it.
+        plan: what to explain.
         lengths: total length of each sample of the whole batch [samples], in tokens.
         spell: how to print the arguments that suggestions name.
         advice: say what would help, too, which takes longer than planning did.
-
-    Returns:
-        a paragraph per step.
 
     Raises:
         InvariantError: the plan is broken.
@@ -79,24 +84,38 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: 
         f"count: {_count(step, problem, ranks)}",
         f"filled by: {real} micro-batches with samples, {placeholders} placeholders",
     ]
-    if step.num_samples:
-        lines += _bottleneck(step, problem, ranks, statistics)
-        lines += _oversize(step, problem)
-        lines += _time(step, lengths, statistics)
-        if step.context_parallel is not None:
-            sizes = [row.size for row in step.rows()]
-            of_size = [f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes))]
-            lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
-        if step.config.split_backward != "off":
-            lines.append(f"backward passes: {_split(step, lengths, statistics)}")
-        # Advice plans anew with samples on any rank, which a local plan may not do.
-        if step.scope == "global" and advice:
-            lines.append(_advice(step, lengths, spell))
+    if not step.num_samples:
+        return "\n  ".join(lines)
+    lines += _bottleneck(step, problem, ranks, statistics)
+    if problem.oversize:
+        samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
+        lines.append(
+            f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
+            f"{max(rows.capacity for rows in _usable_sizes(problem))} tokens: {shortened(samples)}"
+        )
+    lines += [
+        f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
+        f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
+        f"({FLOOR}); the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most",
+        f"held back by: {what_holds_back(step, lengths)}",
+    ]
+    if step.context_parallel is not None:
+        sizes = [row.size for row in step.rows()]
+        of_size = [f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes))]
+        lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
+    if step.config.split_backward != "off":
+        lines.append(f"backward passes: {_split(step, lengths, statistics)}")
+    # Advice plans anew with samples on any rank, which a local plan may not do.
+    if step.scope == "global" and advice:
+        found = suggestions(step, lengths)
+        names = [each.otherwise or " and ".join(map(spell, each.changes)) for each in found]
+        helps = [f"{n} ({each.gain:.2f} x as fast)" for n, each in zip(names, found, strict=True)]
+        none = "none of the other caps, parallel sizes, schedules and step sizes that were tried"
+        lines.append(f"would help: {_NEXT_LINE.join(helps) or none}")
     return "\n  ".join(lines)
 
 
 def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
-    """The origin of the number of micro-batches per rank."""
     if not step.num_samples:
         reason = "no samples: one micro-batch per rank is the least a schedule runs"
         needed = 1
@@ -143,7 +162,6 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
 def _bottleneck(
     step: StepPlan, problem: Problem, ranks: Ranks, statistics: StepStatistics
 ) -> Iterator[str]:
-    """The rank, the micro-batch and the sample with the most work."""
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [sum(rank) for rank in costs]
     slowest = max(rank_costs)
@@ -160,7 +178,7 @@ def _bottleneck(
         f"costliest micro-batch: rank {rank} slot {slot}, {samples}, "
         f"{costs[rank][slot] / (slowest or 1.0):.1%} of the slowest rank's work"
     )
-    longest = longest_sample(problem)
+    longest = _longest_sample(problem)
     owner = next(n for n, rank in enumerate(ranks) if any(longest in samples for samples in rank))
     yield (
         f"longest sample: {step.sample_indices[longest]}, {problem.lengths[longest]} tokens, on "
@@ -168,37 +186,7 @@ def _bottleneck(
     )
 
 
-def _oversize(step: StepPlan, problem: Problem) -> Iterator[str]:
-    if problem.oversize:
-        samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
-        yield (
-            f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
-            f"{max(rows.capacity for rows in usable_sizes(problem))} tokens: " + shortened(samples)
-        )
-
-
-def _time(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> Iterator[str]:
-    """The predicted end of the step, and what holds it back."""
-    yield (
-        f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
-        f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
-        f"({FLOOR}); the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most"
-    )
-    yield f"held back by: {what_holds_back(step, lengths)}"
-
-
-def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell) -> str:
-    """Changes that would help, one on each line."""
-    helps = [
-        f"{each.otherwise or ' and '.join(map(spell, each.changes))} ({each.gain:.2f} x as fast)"
-        for each in suggestions(step, lengths)
-    ]
-    none = "none of the other caps, parallel sizes, schedules and step sizes that were tried"
-    return f"would help: {_NEXT_LINE.join(helps) or none}"
-
-
 def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str:
-    """The number of split backward passes, and the gain, in words."""
     if not step.split_backward:
         return "whole: without a pipeline to fill, or splitting them gains less than 2 %"
     stages = [stage for rank in step.split_backward for stage in rank]
@@ -209,3 +197,85 @@ def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -
         f"{number} of {of_all} leave weight gradients for later; with none, these micro-batches "
         f"would end {whole / (statistics.step_time or 1.0):.2f} x as late"
     )
+
+
+def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
+    """The one thing that keeps a valid plan of one sample or more from ending sooner."""
+    dims = step.dims
+    problem, _ = step_problem(step, lengths)
+    statistics = step_statistics(step, lengths)
+    end = statistics.step_time
+    if not end:
+        return "nothing: by its cost model the step takes no time"
+    # From the cause that no plan can mend to those that a larger batch or cap would.
+    longest = _longest_sample(problem)
+    sample = step.sample_indices[longest]
+    size = next(row.size for row in step.rows() if sample in row.samples)
+    passes = problem.schedule.cost_of_passes * dims.pipeline_parallel
+    alone = passes * problem.on_ranks[size].cost([longest])
+    if alone >= _ALMOST_THE_STEP * end:
+        back = "" if step.forward_only else " and back"
+        return (
+            f"sample {sample} ({problem.lengths[longest]} tokens): its own "
+            f"way through {_stages(step)}{back} takes {alone / end:.0%} of the step"
+        )
+    if uneven := _uneven_ranks(step, lengths, statistics):
+        return uneven
+    rows, most = step.num_microbatches * problem.num_ranks, step.config.max_samples_per_row
+    if most is not None and step.num_samples > _ALMOST_FULL * rows * most:
+        return f"the most samples that may share a micro-batch, {most}: almost all hold as many"
+    smallest = next(iter(_usable_sizes(problem)))  # under dynamic CP: rows on one rank
+    slots = step.num_microbatches * smallest.dims.data_parallel
+    model, starts = smallest.cost_model, slots * smallest.cost_model.per_micro_batch
+    is_full = sum(smallest.tokens) > _ALMOST_FULL * slots * smallest.capacity
+    if is_full and starts > _COSTLY_STARTS * (starts + sum(smallest.costs)) and model.sample(1):
+        cap, start = step.config.cap_tokens(smallest.dims), model.per_micro_batch / model.sample(1)
+        return (
+            f"the cap of {cap} tokens: micro-batches are full, and "
+            f"starting each of them costs as much as {start:.0f} tokens"
+        )
+    # From here on nothing is uneven and nothing is full.
+    if dims.pipeline_parallel == 1:
+        return "the work itself: ranks are even and there is no pipeline to fill"
+    samples_per_rank = step.num_samples / problem.num_ranks
+    if samples_per_rank < _FEW_SAMPLES_PER_STAGE * dims.pipeline_parallel:
+        few = f"{samples_per_rank:.0f} per rank for {_stages(step)}"
+        return f"too few samples for this pipeline: {few}"
+    return f"filling and draining {_stages(step)} with {step.num_microbatches} micro-batches"
+
+
+def _uneven_ranks(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str | None:
+    """The straggler, or with expert parallelism the slots that wait for one."""
+    if step.dims.in_lockstep:
+        # No rank is late by itself here: each slot ends with its slowest micro-batch.
+        balance = statistics.slot_balance
+        if balance <= _UNEVEN:
+            return None
+        return (
+            f"slots whose micro-batches differ over ranks: with expert parallelism each waits for "
+            f"its slowest, which adds up to {balance:.2f} x the mean"
+        )
+    ends = [rank.end for rank in step_timeline(step, lengths).ranks]
+    mean = sum(ends) / len(ends)
+    if max(ends) <= _UNEVEN * mean:
+        return None
+    return (
+        f"rank {ends.index(max(ends))}: it ends {max(ends) / mean:.2f} x as late as the mean rank"
+    )
+
+
+def _usable_sizes(problem: Problem) -> list[Problem]:
+    """The problem by each context-parallel size that a micro-batch may have, ascending."""
+    if problem.config.max_context_parallel is None:
+        return [problem]  # `row_sizes` leaves out one whose cap holds no placeholder
+    return [problem.on_ranks[size] for size in problem.row_sizes]
+
+
+def _longest_sample(problem: Problem) -> int:
+    """The first of the longest samples."""
+    return max(range(problem.num_samples), key=problem.lengths.__getitem__)
+
+
+def _stages(step: StepPlan) -> str:
+    number = step.dims.pipeline_parallel
+    return f"{number} stages" if number > 1 else "the one stage"

@@ -34,9 +34,6 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
         source: a path to CSV with a heading (`.csv`), one JSON object per line (`.jsonl`, `.json`,
             `.ndjson`) or text with one integer per line; `-` for text on standard input.
         column: the CSV column or JSON key; may be left out for a CSV with a single column.
-
-    Raises:
-        LengthsFileError: names the file, and the line where there is one.
     """
     return [_length(value, place) for place, value in _values(source, column)]
 

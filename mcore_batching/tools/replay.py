@@ -1,7 +1,6 @@
 """A recorded job again: predicted against measured time, and what other plans would have taken.
 
-Alternatives are planned for the very samples of each step, and weighed by the cost model that
-predicts the recorded plan. All times are in units of cost, which `seconds_per_unit` makes seconds.
+All times are in units of cost, which `seconds_per_unit` makes seconds.
 """
 
 from __future__ import annotations
@@ -24,18 +23,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.costs.cost import in_units_of
 from mcore_batching.planning.plans.records import StepRecord
-from mcore_batching.tools.report import Table, both_ends
 from mcore_batching.tools.suggestions import Changes, alternatives
-
-STEP_COLUMNS = (
-    "step",
-    "samples",
-    "micro-batches/rank",
-    "predicted",
-    "measured",
-    "error",
-    "time/floor",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +31,11 @@ class ReplayedStep:
     """A recorded step, predicted anew."""
 
     record: StepRecord
-    """The recorded step."""
     statistics: StepStatistics
-    """Of the recorded plan."""
 
     @property
     def predicted(self) -> float:
-        """Predicted time of the recorded plan."""
+        """Time of the recorded plan."""
         return self.statistics.step_time
 
     @property
@@ -59,11 +45,7 @@ class ReplayedStep:
         return plan.dims, plan.config, plan.cost_model
 
     def error(self, factor: float | None) -> float | None:
-        """Predicted over measured seconds, less 1; None where nothing was measured.
-
-        Args:
-            factor: seconds per unit of cost.
-        """
+        """Predicted over measured seconds, less 1; None where nothing was measured."""
         measured = self.record.measured_seconds
         return factor * self.predicted / measured - 1.0 if factor and measured else None
 
@@ -72,25 +54,18 @@ class ReplayedStep:
 class Alternative:
     """Another plan for the same steps."""
 
-    changes: Changes
-    """Options that differ; empty for today's plan with the recorded dims and cap."""
-    time: float
-    """Predicted time of all its steps together."""
-    recorded_time: float
-    """The same for the recorded plans of these steps."""
+    changes: Changes  # none: today's plan with the recorded dims and cap
+    time: float  # predicted, of all its steps together
+    recorded_time: float  # the same for the recorded plans of these steps
 
     @property
     def gain(self) -> float:
-        """Predicted time of the recorded plans over that of these."""
+        """Times as fast as recorded."""
         return self.recorded_time / self.time if self.time else 1.0
 
 
 def replay(records: Sequence[StepRecord]) -> list[ReplayedStep]:
-    """Predict the recorded plans by the costs that they were made by.
-
-    Raises:
-        ConfigError: learnt costs whose units are too far apart.
-    """
+    """Predict the recorded plans by the costs that they were made by."""
     # Learnt costs changed from step to step, and so did the seconds of their unit: all steps are
     # put into the last one's, so that one factor makes seconds of them.
     unit = next((r.seconds_per_unit for r in reversed(records) if r.seconds_per_unit), None)
@@ -106,12 +81,10 @@ def replay(records: Sequence[StepRecord]) -> list[ReplayedStep]:
 
 
 def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
-    """Consecutive steps of the same parallel dims, planner's options and cost model together.
-
-    A learnt cost model changes from step to step: its steps are alike, too.
-    """
+    """Consecutive steps of the same parallel dims, planner's options and cost model together."""
 
     def setting(step: ReplayedStep) -> tuple[Any, ...]:
+        # A learnt cost model changes from step to step: its steps are alike, too.
         dims, config, cost_model = step.setting
         is_learnt = step.record.seconds_per_unit is not None
         return dims, config, None if is_learnt else cost_model
@@ -120,7 +93,7 @@ def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
 
 
 def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]:
-    """Options of the second step's plan that differ from the first one's, with their values."""
+    """The options that the second step's plan has otherwise than the first one's."""
     old, new = (
         {name: value for part in step.setting for name, value in asdict(part).items()}
         for step in (before, after)
@@ -129,10 +102,7 @@ def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]
 
 
 def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
-    """Seconds per unit of cost over steps of one setting: median of measured over predicted time.
-
-    Where nothing was measured, as it was learnt; None if it was not.
-    """
+    """Of steps of one setting, as measured or else as learnt; None if it was neither."""
     # The median: a few slow steps (the first ones, a checkpoint) do not move it.
     ratios = [
         step.record.measured_seconds / step.predicted
@@ -143,7 +113,7 @@ def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
 
 
 def spread_out(steps: Sequence[ReplayedStep], count: int) -> list[ReplayedStep]:
-    """At most `count` of the steps, evenly spread from the first to the last."""
+    """At most `count` of the steps, evenly spread."""
     if len(steps) <= count:
         return list(steps)
     # The middle of each of `count` equal parts: neither end, where jobs warm up and shut down.
@@ -151,15 +121,9 @@ def spread_out(steps: Sequence[ReplayedStep], count: int) -> list[ReplayedStep]:
 
 
 def better_plans(steps: Sequence[ReplayedStep], plan_effort: int) -> list[Alternative]:
-    """Today's plan of the same steps, and plans for other caps and dims on the same GPUs.
+    """Today's plan of the same steps, then those for other caps and dims on the same GPUs, by gain.
 
-    Args:
-        steps: which to plan.
-        plan_effort: of every plan.
-
-    Returns:
-        today's plan first, the others by their gain. One that any of the steps cannot be planned
-        with is left out.
+    What any of the steps cannot be planned with is left out.
     """
     times: dict[Changes, list[float]] = {}
     for step in steps:
@@ -180,31 +144,3 @@ def better_plans(steps: Sequence[ReplayedStep], plan_effort: int) -> list[Altern
         if len(taken) == len(steps)  # else its times are not of the same samples
     ]
     return sorted(found, key=lambda other: (other.changes != (), -other.gain))
-
-
-def step_table(steps: Sequence[ReplayedStep], factor: float | None) -> Table:
-    """One row per step; of many steps only the first and the last few.
-
-    Args:
-        steps: steps of a job.
-        factor: seconds per unit of cost; None: times are in units.
-    """
-    return Table(columns=STEP_COLUMNS, rows=both_ends([_row(step, factor) for step in steps]))
-
-
-def _row(step: ReplayedStep, factor: float | None) -> tuple[str, ...]:
-    record, error = step.record, step.error(factor)
-    return (
-        str(record.step),
-        str(len(record.lengths)),
-        str(record.plan.num_microbatches),
-        time_text(step.predicted, factor),
-        "-" if record.measured_seconds is None else f"{record.measured_seconds:.3f} s",
-        "-" if error is None else f"{error:+.1%}",
-        f"{step.statistics.time_over_floor:.3f}",
-    )
-
-
-def time_text(units: float, factor: float | None) -> str:
-    """A time in seconds, or in units of cost where `factor`, seconds per unit, is None."""
-    return f"{units:.0f}" if factor is None else f"{factor * units:.3f} s"

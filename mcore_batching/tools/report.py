@@ -13,16 +13,14 @@ from mcore_batching.planning import (
     micro_batch_lower_bound,
     step_problem,
 )
-from mcore_batching.planning.plans.memory import PredictedMemory
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.plans.statistics import total_statistics
 
-SHOWN_STEPS_AT_EACH_END = 8
-"""Of a long table: twice as many fit on a screen."""
+SHOWN_STEPS_AT_EACH_END = 8  # of a long table: twice as many fit on a screen
 
 FLOOR = "a mean rank's work or the longest sample's way through all stages; no plan ends sooner"
 
-
+# Headings of the table of steps, and the figure of `StepStatistics` below each.
 STEP_COLUMNS = {
     "samples": "{.num_samples}",
     "micro-batches/rank": "{.num_microbatches}",
@@ -35,7 +33,6 @@ STEP_COLUMNS = {
     "slot balance": "{.slot_balance:.3f}",
     "time/floor": "{.time_over_floor:.3f}",
 }
-"""Headings of the table of steps, and the figure of `StepStatistics` below each."""
 
 STEP_LEGEND = f"""\
 token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
@@ -52,14 +49,10 @@ class Table:
     """A table of strings; as text, right-aligned and two spaces apart."""
 
     columns: tuple[str, ...]
-    """Headings [columns]."""
     rows: tuple[tuple[str, ...], ...]
-    """Cells [rows][columns]."""
-    total: tuple[str, ...] | None = None
-    """A last row [columns], set apart."""
+    total: tuple[str, ...] | None = None  # a last row, set apart
 
     def __str__(self) -> str:
-        """The table, without an end of its last line."""
         rows = [self.columns, *self.rows, *([self.total] if self.total else [])]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
@@ -73,11 +66,7 @@ class Table:
 
 
 def step_table(statistics: Sequence[StepStatistics]) -> Table:
-    """One row per step and a total; of many steps only the first and the last few.
-
-    Args:
-        statistics: of each step, in order; at least one.
-    """
+    """One row per step and a total; of many steps only the first and the last few."""
     rows = [_step_row(str(index), step) for index, step in enumerate(statistics)]
     total = _step_row("total", total_statistics(statistics))
     return Table(columns=("step", *STEP_COLUMNS), rows=both_ends(rows), total=total)
@@ -94,16 +83,6 @@ def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
     return (name, *(figure.format(step) for figure in STEP_COLUMNS.values()))
-
-
-def memory_line(memory: PredictedMemory) -> str:
-    """One line: what a rank of the first and of the last stage holds at the peak."""
-    return (
-        f"estimated memory per rank beside weights, gradients and optimizer: first stage "
-        f"{memory.first_stage_bytes / 2**30:.2f} GiB, last stage "
-        f"{memory.last_stage_bytes / 2**30:.2f} GiB "
-        f"({memory.logit_bytes / 2**30:.2f} GiB of it for logits)"
-    )
 
 
 def packing_line(plan: Plan, lengths: Sequence[int]) -> str:

@@ -27,14 +27,12 @@ from mcore_batching.planning.costs.layer_costs import OUTPUT, cut_layers, work_o
 from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.search import split_backward
 
-Changes = tuple[Argument, ...]
-"""Arguments to set together, with their new values."""
+Changes = tuple[Argument, ...]  # to set together, with their new values
 
+# Of a plan that is only compared, at most: a fifth of the default. Doubled, advice takes
+# twice as long.
 COMPARED_PLAN_EFFORT = 300
-"""Largest `plan_effort` of a plan that is only compared: a fifth of the default. Doubled, advice
-takes twice as long."""
-LEAST_GAIN = 1.01
-"""A gain under 1 % is not worth changing a job's parallel dims for."""
+LEAST_GAIN = 1.01  # less is not worth changing a job's parallel dims for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +40,12 @@ class Suggestion:
     """Another way to run the same samples on the same GPUs."""
 
     changes: Changes
-    """Arguments to set; none where it takes more than that."""
-    gain: float
-    """Predicted time of the samples now over that then, `LEAST_GAIN` or more."""
-    otherwise: str = ""
-    """The change in words, where there is no argument for it."""
+    gain: float  # predicted time of the samples now over that then
+    otherwise: str = ""  # the change in words, where there is no argument for it
 
 
 def suggestions(step: StepPlan, lengths: Sequence[int]) -> list[Suggestion]:
-    """Changes that let the step end sooner, the largest gain first.
-
-    Args:
-        step: a valid plan made for all ranks together.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-    """
+    """Changes that let the step of a plan for all ranks end sooner, the largest gain first."""
     now = predicted_step_time(step, lengths)
     found = []
     for changes, otherwise, time_of in _trials(step, lengths):
@@ -122,13 +112,7 @@ def better_layout(
 ) -> tuple[str, CostModel] | None:
     """The cut of a model's layers into stages whose slowest has least work on these samples.
 
-    Args:
-        model: knows its layers, or there is none.
-        dims: stages; without interleaving.
-        lengths: of the samples.
-
-    Returns:
-        Megatron's flags for it, and the costs then; None where no cut is better.
+    Megatron's flags for it, and the costs then; None where no cut is better, or none is known.
     """
     stages, body = dims.pipeline_parallel, model.layers.replace("|", "").rstrip(OUTPUT)
     if stages == 1 or dims.virtual_pipeline > 1 or len(body) < stages:
@@ -189,11 +173,7 @@ def _any_cut(
 def alternatives(
     step: StepPlan,
 ) -> Iterator[tuple[Changes, ParallelDims, PlannerConfig, CostModel]]:
-    """Other caps and parallel dims for the same GPUs: what changes, and what to plan with.
-
-    Args:
-        step: a plan; its dims, options and cost model are where changes start.
-    """
+    """Other caps and parallel dims for a plan's GPUs: what changes, and what to plan with."""
     dims, config, model = step.dims, step.config, step.cost_model
     cap, ranks = config.max_tokens_per_gpu, dims.data_parallel
     stages, size = dims.pipeline_parallel, dims.context_parallel

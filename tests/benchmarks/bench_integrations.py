@@ -22,6 +22,7 @@ import importlib
 import importlib.util
 import io
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +44,6 @@ from mcore_batching.planning import (
     plan_step,
     predicted_step_time,
 )
-from mcore_batching.tools.compare import draw_steps
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table
 from mcore_batching.tools.rules.rule_parts import karmarkar_karp
@@ -268,7 +268,7 @@ def main() -> int:
         cap = 16384 if max(whole) <= 16384 else 131072
         for layout, dims in LAYOUTS.items():
             for samples in SAMPLES:
-                steps = draw_steps(whole, samples, options.steps)
+                steps = [random.Random(i).sample(whole, samples) for i in range(options.steps)]
                 for framework, both in frameworks.items():
                     record = compare(steps, dims, cap, both)
                     case = f"{path.stem.partition('_')[0]}, {samples}, {layout}"

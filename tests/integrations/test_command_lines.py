@@ -56,6 +56,8 @@ from megatron.training import global_vars, training
 
 given = json.loads(sys.stdin.read())
 outcomes = {name: outcome(words) for name, words in given.items()}
+os.environ["RANK"] = "1"
+outcomes["on rank 1"] = outcome(given["auxiliary-loss"])
 for name in ("train", "evaluate"):
     for on in (True, False):
         options = {"on": on, "forward_step_func": no_get_batch}
@@ -132,41 +134,12 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "skipped-iterations": ([*ON, "--iterations-to-skip", "3"], "--iterations-to-skip"),
     "cuda-graphs": ([*ON, "--cuda-graph-impl", "local"], "set --cuda-graph-impl none"),
-    "global-auxiliary-loss": (
-        [
-            *(*ON, *ALLTOALL, "--moe-router-load-balancing-type", "global_aux_loss"),
-            *("--moe-aux-loss-coeff", "0.01"),
-        ],
-        "set --moe-router-load-balancing-type aux_loss or none",
-    ),
-    "allgather-dispatcher": (
-        [*ON, *EXPERTS, "--moe-token-dispatcher-type", "allgather"],
-        "set --moe-token-dispatcher-type alltoall",
-    ),
     "expert-capacity": (
         [
             *(*ON, *ALLTOALL, "--moe-expert-capacity-factor", "1.0"),
             *("--moe-router-load-balancing-type", "none"),
         ],
         "unset --moe-expert-capacity-factor",
-    ),
-    "sinkhorn": (
-        [*ON, *ALLTOALL, "--moe-router-load-balancing-type", "sinkhorn"],
-        "sinkhorn routes a token by all tokens of its micro-batch",
-    ),
-    "hybrid-ep": (
-        [
-            *(*ON, *EXPERTS, "--moe-token-dispatcher-type", "flex"),
-            *("--moe-flex-dispatcher-backend", "hybridep"),
-        ],
-        "set --moe-hybridep-pad-uneven-dispatch-inputs",
-    ),
-    "overlapped-tensor-parallelism": (
-        [
-            *(*ON, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-            "--tp-comm-overlap",
-        ],
-        "unset --tp-comm-overlap",
     ),
     "interleaved-without-overlap": (
         [
@@ -206,6 +179,7 @@ def test_flags_with_a_message(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name].startswith("accepted; mcore_batching: ")
     assert WITH_MESSAGE[name][1] in outcomes[name]
     assert outcomes[name].count("mcore_batching: ") == 1
+    assert outcomes["on rank 1"] == "accepted"
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,8 +11,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from packed_row_cases import rows
 
 from mcore_batching.batch import SchemaError
-from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
-from mcore_batching.integrations.megatron_lm.script_forward_step import check_loss, row_given
+from mcore_batching.integrations.megatron_lm.forward_backward import (
+    PackedForwardBackward,
+    check_loss,
+    row_given,
+)
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.megatron import DynamicBatchArgumentError
 from mcore_batching.planning import CostModel

@@ -182,35 +182,6 @@ assert changed(before, names()) == []
 
 
 @needs_training
-def test_undo_leaves_what_others_put_on_top(run: Runs) -> None:
-    """What they call is Megatron's own function again, and can be hooked again."""
-    run("""
-import functools
-from megatron.training import training
-calls = []
-training.train = lambda forward_step_func: calls.append("own")
-own = training.train
-installation = install(["--use-dynamic-batch-size"])
-ours = training.train
-
-@functools.wraps(ours)
-def profiled(*arguments):
-    calls.append("profiled")
-    return ours(*arguments)
-
-training.train = profiled
-installation.undo()
-assert training.train is profiled
-training.train(None)  # whose forward step ours would refuse
-assert calls == ["profiled", "own"], calls
-again = install(["--use-dynamic-batch-size"])
-assert training.train is not profiled
-again.undo()
-assert training.train is profiled
-""")
-
-
-@needs_training
 @pytest.mark.parametrize("word", ["--yaml-cfg", "--yaml-cfg=job.yaml"])
 def test_a_yaml_file_that_would_drop_the_flag_is_refused(word: str, run: Runs) -> None:
     run(

@@ -79,23 +79,6 @@ def modules() -> SimpleNamespace:
     )
 
 
-def test_the_plan_is_replaced_and_put_back(miles: Path) -> None:
-    manager = importlib.import_module("miles.ray.rollout.train_data_conversion")
-    own = manager.build_dp_schedule
-    hooked = hook_schedule()
-    assert hooked is not None
-    with hooked:
-        assert sorted(hooked.hooked) == [
-            "miles.ray.rollout.train_data_conversion.build_dp_schedule",
-            "miles.utils.dp_schedule.build_dp_schedule",
-        ]
-        given = {"global_batch_size": 2, "rollout_indices": [0, 1]}
-        made = manager.RolloutManager().split(arguments(10), unpartitioned(2), [4, 5], **given)
-        assert made[2:] == ([1], [2])
-        assert hook_schedule() is None
-    assert manager.build_dp_schedule is own
-
-
 def test_where_both_are_installed_all_plans_there_are_are_replaced(
     miles: Path, slime: Path
 ) -> None:

@@ -175,16 +175,6 @@ def test_only_ranks_that_read_data_in_stock_scripts_make_datasets(path, rank):
     assert not reads(vp_stage=0, mtp_num_layers=1)
 
 
-def test_flags_are_added_once(path):
-    parser = provider.add_sft_arguments(argparse.ArgumentParser())
-    assert provider.add_sft_arguments(parser) is parser
-    args = parser.parse_args([])
-    assert args.dynamic_batch_data is None
-    assert args.dynamic_batch_on_too_long == "error"
-    assert args.dynamic_batch_tokenizer == "megatron"
-    assert parser.parse_args(["--dynamic-batch-data", "a", "b"]).dynamic_batch_data == ["a", "b"]
-
-
 def test_a_scripts_own_provider_is_kept_without_the_flag(path, monkeypatch):
     def own(num_samples, vp_stage=None):
         raise AssertionError

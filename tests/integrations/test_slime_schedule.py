@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples, real_lengths
+from planning_cases import examples
 from slime_package import forget, own_tests_of, slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
@@ -237,21 +237,12 @@ def test_the_rollout_function_hooks_the_plan_of_its_process(slime: Path) -> None
         del sys.modules[wrapper.__name__]
 
 
-def test_a_process_without_slime_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert hook_schedule() is None
-
-
 def test_unknown_versions_are_refused_by_name(slime: Path) -> None:
     path = slime / "utils" / "dp_schedule.py"
     path.write_text("def build_dp_schedule(args, config, lengths, *, global_batch_size): ...\n")
     with pytest.raises(
-        HookError, match=r"dp_schedule cannot be replaced: .* parameter 2 is config"
+        HookError, match=r"dp_schedule cannot be replaced: .* found build_dp_schedule\(args, config"
     ):
-        hook_schedule()
-    forget()
-    path.write_text("def build_dp_schedule(args, train_parallel_config, total_lengths): ...\n")
-    with pytest.raises(HookError, match="there is no parameter keyword-only global"):
         hook_schedule()
     forget()
     path.unlink()
@@ -308,16 +299,3 @@ def test_the_same_contract_as_slimes_own(checkout: Any) -> None:
             ours = checkout.build_dp_schedule(args, config, lengths, **given)
         check(ours, config, lengths, rollouts, 12, 1000)
         assert checkout.build_dp_schedule(args, config, lengths, **given) == before
-
-
-@needs_checkout
-def test_real_lengths_through_slimes_own_name(checkout: Any) -> None:
-    lengths, rollouts = real_lengths(512), [i // 2 for i in range(512)]
-    args = arguments(16384, pipeline_model_parallel_size=4)
-    hooked = hook_schedule()
-    assert hooked is not None
-    with hooked:
-        for config in (parallel(8), parallel(8, chunks=2, group=4)):
-            given = {"global_batch_size": 64, "rollout_indices": rollouts}
-            result = checkout.build_dp_schedule(args, config, lengths, **given)
-            check(result, config, lengths, rollouts, 64, 16384)

@@ -176,7 +176,7 @@ def test_slime_calls_init(slime: Path, capfd: Any) -> None:
             "data",
             "get_data_iterator(rollout_data)",
             "get_data_iterator(data)",
-            "parameter 1 is data",
+            r"found get_data_iterator\(data\)",
         ),
         (
             "data",

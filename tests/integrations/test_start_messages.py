@@ -1,4 +1,4 @@
-"""Messages at the start of a job: each where it applies, on one rank, and only there."""
+"""Messages at the start of a job: each where it applies, and only there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_batching.integrations.megatron_lm.arguments import (
-    print_start_messages,
-    start_messages,
-)
+from mcore_batching.integrations.megatron_lm.arguments import start_messages
 from mcore_batching.megatron import compat
 
 DENSE = SimpleNamespace(num_moe_experts=None)
@@ -64,19 +61,5 @@ def test_documents_are_separate_where_transformer_engine_would_mix_them() -> Non
 
 
 @pytest.mark.parametrize("config", [DENSE, experts(), experts(moe_z_loss_coeff=0.0)])
-def test_a_job_to_which_none_applies_prints_nothing(
-    config: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    print_start_messages(PLAIN, config)
-    assert capsys.readouterr().out == ""
-
-
-def test_rank_0_prints_every_message(capsys: pytest.CaptureFixture[str]) -> None:
-    args, config = documents("transformer_engine"), experts(moe_aux_loss_coeff=0.01)
-    print_start_messages(args, config)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"mcore_batching: {message}" for message in start_messages(args, config)]
-    assert len(lines) == 2
-    args.rank = 1
-    print_start_messages(args, config)
-    assert capsys.readouterr().out == ""
+def test_a_job_to_which_none_applies_has_none(config: SimpleNamespace) -> None:
+    assert start_messages(PLAIN, config) == []

@@ -43,7 +43,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         ({"reset_attention_mask": True}, "needs --reset-position-ids"),
         ({"iterations_to_skip": [3]}, "--iterations-to-skip draws batches of a fixed size"),
         ({"logits_load_dir": "/somewhere"}, "unset --logits-load-dir"),
-        ({"modelopt_enabled": True}, "ModelOpt distillation expects rows of seq_length"),
+        ({"modelopt_enabled": True}, "ModelOpt expects rows of seq_length"),
         ({"perform_rl_step": True}, "unset --perform-rl-step"),
         ({"dynamic_batch_share_prefixes": True}, "unset --dynamic-batch-share-prefixes"),
         (

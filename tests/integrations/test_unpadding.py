@@ -102,29 +102,12 @@ def test_lengths_are_those_of_the_fields_and_responses_are_empty(rows: Rows, spl
     assert data.keys() == {*FIELDS, "total_lengths", "response_lengths"}
 
 
-def test_what_is_behind_the_last_trained_position_is_cut_off() -> None:
-    data = unpadded_samples([masked([0, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0])], split_documents=False)
-    assert lists(data) == [[0, 1, 2, 3], [6]]
-    assert lists(data, "labels") == [[1000, 1001, 1002, 1003], [1006]]
-    assert lists(data, "loss_mask") == [[0, 1, 0, 1], [1]]
-    assert data["total_lengths"] == [4, 1]
-
-
 @pytest.mark.parametrize("split", [True, False])
 def test_a_row_without_a_trained_position_keeps_one_token(split: bool) -> None:
     """All data-parallel ranks have to have the samples that the loop counts as consumed."""
     data = unpadded_samples([masked([0, 0, 0])], split_documents=split)
     assert lists(data) == [[0]]
     assert lists(data, "loss_mask") == [[0]]
-
-
-def test_documents_of_a_row_are_samples_of_their_own_if_asked() -> None:
-    rows = [[(0, True), (1, True), (2, False), (0, True), (1, False), (0, False), (1, False)]]
-    data = unpadded_samples([batch(rows)], split_documents=True)
-    assert lists(data) == [[0, 1], [3]]  # the last document trains nothing
-    assert lists(data, "position_ids") == [[0, 1], [0]]
-    together = unpadded_samples([batch(rows)], split_documents=False)
-    assert lists(together) == [[0, 1, 2, 3]]
 
 
 def test_a_row_that_begins_inside_a_document_is_not_lost() -> None:
@@ -139,10 +122,6 @@ def test_samples_of_any_length_come_as_lists() -> None:
     data = unpadded_samples([listed], split_documents=False)
     assert data["total_lengths"] == [3, 5]
     assert lists(data) == [[0, 1, 2], [0, 1, 2, 3, 4]]
-
-
-def test_no_batch_is_no_sample() -> None:
-    assert unpadded_samples([], split_documents=False)["total_lengths"] == []
 
 
 @pytest.mark.parametrize("how", ["absent", "None"])

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from kit.patience import patience
-from planning_cases import real_lengths
 from verl_package import SOURCE, own_verl, small_verl
 from verl_worker import batch_of
 
@@ -252,23 +251,6 @@ def test_losses_gradients_and_order_are_those_of_verls_own(own_verl: Any, mode: 
     again = run(own_verl, LENGTHS, mode)
     assert again["indices"] == theirs["indices"]
     assert again["loss"] == theirs["loss"]
-
-
-def test_real_lengths_through_verls_own_names(own_verl: Any) -> None:
-    lengths = real_lengths(64)
-    batch = tensordict_of(own_verl, lengths, 16384)
-    for multiple in (None, 4):
-        with hook():
-            made, indices = own_verl.engine.prepare_micro_batches(
-                batch, num_batches_divided_by=multiple
-            )
-            rows = torch.nested.as_nested_tensor(
-                [row for each in made for row in each["input_ids"].unbind()], layout=torch.jagged
-            )
-            restored = own_verl.engine.restore_dynamic_batch(rows, indices)
-        assert len(made) % (multiple or 1) == 0
-        assert max(sum(lengths[i] for i in samples) for samples in indices) <= 16384
-        assert torch.equal(restored.values(), batch["input_ids"].values())
 
 
 def test_verls_own_tests_pass_with_ours(own_verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container
+from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -43,36 +44,14 @@ from mcore_batching.planning import (
 )
 from mcore_batching.tools.cli import main as command
 
-DIMS: dict[str, Any] = {
-    "data_parallel": 2,
-    "pipeline_parallel": 2,
-    "virtual_pipeline": 1,
-    "context_parallel": 1,
-    "tensor_parallel": 1,
-    "expert_parallel": 1,
-    "sequence_parallel": False,
-    "microbatch_group_size": None,
-}
-CONFIG: dict[str, Any] = {
-    "max_tokens_per_gpu": 64,
-    "packing": "auto",
-    "balance": "auto",
-    "fill": "split",
-    "on_oversize": "own-bin",
-    "pad_each_to": None,
-    "pad_total_to": 8,
-    "plan_effort": 20,
-    "max_samples_per_row": None,
-    "max_inflight_tokens": None,
-}
+DIMS: dict[str, Any] = asdict(ParallelDims(data_parallel=2, pipeline_parallel=2))
+CONFIG: dict[str, Any] = asdict(
+    PlannerConfig(max_tokens_per_gpu=64, pad_total_to=8, plan_effort=20)
+)
 COSTS: dict[str, Any] = {"linear": 1.0, "quadratic": 0.1, "per_micro_batch": 3.0, "window": None}
 BATCH_OPTIONS = {"samples_per_step", "owners", "groups", "groups_per_step", "forward_only"}
 LENGTHS = [30, 7, 64, 1, 0, 12, 12, 90]
-
-
 MOST_CPU_SECONDS = 10.0
-
-
 PACKED = {"sample_alignment_tokens": 4, "row_alignment_tokens": 8, "context_parallel_size": 1}
 
 
@@ -230,9 +209,9 @@ def packs(rng: random.Random) -> None:
 NUMBERS = ["0", "1", "2", "3", "64", "-1", "10" * 9, "1e3", "x", "", "nan", "²", "7" * 5000]
 FLAGS = [
     *("--max-tokens-per-gpu", "--dp", "--pp", "--vpp", "--cp", "--tp", "--ep", "--plan-effort"),
-    *("--samples-per-step", "--microbatch-group-size", "--max-inflight-tokens", "--plot-step"),
+    *("--samples-per-step", "--microbatch-group-size", "--max-inflight-tokens"),
     "--max-samples-per-row",
-    *("--draws", "--seed", "--steps"),
+    "--steps",
 ]
 WORDS = ["--balance", "--fill", "--packing", "--column"]
 

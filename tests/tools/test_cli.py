@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -16,17 +15,12 @@ from kit.patience import patience
 from mcore_batching.flags import FLAGS, OPTIONS, THEMES
 from mcore_batching.planning import (
     Argument,
-    MCoreBatchingError,
     Plan,
     PlanningError,
     step_statistics,
 )
-from mcore_batching.planning.plans.records import RecordError
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.cli.options import CommandParser, UsageError
-from mcore_batching.tools.lengths_file import LengthsFileError
-from mcore_batching.tools.pictures.picture import PlotError
-from mcore_batching.tools.rules.rule_parts import RuleFailureError
+from mcore_batching.tools.cli.options import CommandParser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -134,14 +128,6 @@ def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> Non
     assert plan.steps[0].num_microbatches == 5
 
 
-def test_forward_only_plans_are_explained_as_such(
-    lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--max-tokens-per-gpu", "14", "--pp", "2", "--forward-only"]
-    assert main(["plan", lengths_file, *flags]) == 0
-    assert "predicted end of the forward passes" in capsys.readouterr().out
-
-
 def test_standard_input_csv_and_json_lines(
     tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,17 +141,6 @@ def test_standard_input_csv_and_json_lines(
         flags = ["--column", *column] if column else []
         assert main(["plan", str(path), *flags, "--max-tokens-per-gpu", "10"]) == 0
         assert capsys.readouterr().out == piped.stdout
-
-
-def test_no_lengths_make_one_step_of_placeholders(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lengths = tmp_path / "none.txt"
-    lengths.write_text("")
-    assert main(["plan", str(lengths), "--max-tokens-per-gpu", "10", "--dp", "3"]) == 0
-    printed = capsys.readouterr().out
-    assert "0 samples in 1 step, DP3, cap 10 tokens" in printed
-    assert "0 micro-batches with samples, 3 placeholders" in printed
 
 
 def test_many_steps_are_summarised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,20 +203,6 @@ def test_check_finds_a_changed_plan_that_keeps_the_invariants(
     changed.write_text(json.dumps(document))
     assert main(["check", str(changed), lengths_file]) == 0
     assert capsys.readouterr().out.endswith("holds; no digest recorded\n")
-
-
-def test_check_against_other_lengths(
-    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan_document(tmp_path, lengths_file, capsys)
-    fewer = tmp_path / "fewer.txt"
-    fewer.write_text("6\n4\n3\n")
-    assert main(["check", str(tmp_path / "plan.json"), str(fewer)]) == 1
-    assert "invariant 'exact cover' is broken: 6 samples, but 3 lengths" in capsys.readouterr().err
-    longer = tmp_path / "longer.txt"
-    longer.write_text("6\n40\n3\n9\n2\n14\n")
-    assert main(["check", str(tmp_path / "plan.json"), str(longer)]) == 1
-    assert "invariant 'cap' is broken at step 0, rank" in capsys.readouterr().err
 
 
 def test_check_against_other_lengths_that_fit_as_well(
@@ -360,43 +321,6 @@ def test_arguments_without_a_flag_are_spelled_as_in_the_library() -> None:
         *(Argument("lengths"), " or ", Argument("pad_each_to", 8)),
     )
     assert error.text(parser.spell) == "set --dp=2, --dp, LENGTHS or pad_each_to=8"
-
-
-@pytest.mark.parametrize(
-    "kind", [UsageError, LengthsFileError, PlotError, RuleFailureError, RecordError]
-)
-def test_errors_have_one_root_and_survive_pickling(kind: type[MCoreBatchingError]) -> None:
-    error = kind("set ", Argument("column", "n"))
-    assert isinstance(error, MCoreBatchingError)
-    assert isinstance(error, ValueError)
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is kind
-    assert str(copy) == str(error) == "set column='n'"
-    assert copy.text(lambda argument: "--column") == "set --column"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot read"),
-        ("{}", 'expected "format": "mcore-batching/plan", got None'),
-        ("nonsense", "expected a plan in JSON"),
-    ],
-)
-def test_check_of_what_is_no_plan(
-    tmp_path: Path,
-    lengths_file: str,
-    capsys: pytest.CaptureFixture[str],
-    content: str | None,
-    message: str,
-) -> None:
-    path = tmp_path / "plan.json"
-    if content is not None:
-        path.write_text(content)
-    assert main(["check", str(path), lengths_file]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

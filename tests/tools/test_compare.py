@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,8 @@ from mcore_batching.planning import (
     predicted_step_time,
     step_statistics,
 )
-from mcore_batching.tools import compare, compare_report
+from mcore_batching.tools import compare
+from mcore_batching.tools.cli import compare as compare_command
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.rules.rules import RULES, rule_plan
 
@@ -125,13 +124,13 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert (verl.steps, verl.planned) == (2, 1)
     assert verl.failure == "3 samples do not divide by 2; pass a multiple of 2"
     assert verl.time_over_floor is not None
-    (line,) = [line for line in compare_report.summary(found) if line.startswith("verl 0.9")]
+    (line,) = [line for line in compare_command.summary(found) if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
     never = by_name(
         compare.compare([[5] * 3], ParallelDims(data_parallel=2), CONFIG_OF_100), "verl 0.9"
     )
     assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
-    assert compare_report.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
+    assert compare_command.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
 
 
 def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
@@ -140,19 +139,10 @@ def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
     peers = [o for o in outcomes if o.kind == "peer" and o.time_over_ours]
     best = min(peers, key=lambda o: (o.time_over_ours, o.name))
     tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
-    line = compare_report.summary(outcomes)[0]
+    line = compare_command.summary(outcomes)[0]
     assert f"{best.name} ends soonest, at {best.time_over_ours:.3f} x the time" in line
     at = f"at {tuned.time_over_ours_at_best_cap:.3f} x"
     assert f"{tuned.name} under {tuned.best_cap}, {at}" in line
-
-
-def test_csv_holds_every_field(outcomes: list[compare.Outcome]) -> None:
-    rows = list(csv.DictReader(io.StringIO(compare_report.as_csv(outcomes))))
-    assert [row["name"] for row in rows] == [outcome.name for outcome in outcomes]
-    assert list(rows[0]) == [field.name for field in fields(compare.Outcome)]
-    assert [float(row["time_over_floor"]) for row in rows if row["time_over_floor"]] == [
-        outcome.time_over_floor for outcome in outcomes if outcome.time_over_floor is not None
-    ]
 
 
 @pytest.mark.parametrize(("ranks", "context", "most"), [(2, 4, 2), (4, 3, 2), (3, 1, 3)], ids=str)
@@ -167,24 +157,17 @@ def test_every_planner_is_shown_where_dynamic_cp_lacks_a_rules_size(
     assert len(found) == len(list(compare.planners(dims, config, CostModel())))
 
 
-def test_draws() -> None:
-    assert compare.draw_steps([3, 4, 5]) == [[3, 4, 5]]
-    assert compare.draw_steps([3, 4, 5], 2) == [[3, 4], [5]]
-    lengths = list(range(1, 101))
-    drawn = compare.draw_steps(lengths, 10, draws=3, seed=7)
-    assert drawn == [random.Random(7 + i).sample(lengths, 10) for i in range(3)]
-    for arguments, message in (
-        (([],), "lengths holds no length"),
-        (([3], 0), "samples_per_step must be 1 or more"),
-        (([3], 2, 1), "samples_per_step=2 cannot be drawn from 1 lengths"),
-        (([3], 1, 0), "draws must be 1 or more"),
-    ):
-        with pytest.raises(LengthError, match=message):
-            compare.draw_steps(*arguments)
+def test_consecutive_steps() -> None:
+    assert compare.consecutive_steps([3, 4, 5], None) == [[3, 4, 5]]
+    assert compare.consecutive_steps([3, 4, 5], 2) == [[3, 4], [5]]
+    with pytest.raises(LengthError, match="lengths holds no length"):
+        compare.consecutive_steps([], None)
+    with pytest.raises(LengthError, match="samples_per_step must be 1 or more"):
+        compare.consecutive_steps([3], 0)
 
 
 def test_ours_is_compared_with_its_split_backward_passes() -> None:
-    steps = compare.draw_steps(LENGTHS, 16, 2, 3)
+    steps = [LENGTHS[:16], LENGTHS[16:32]]
     dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
     plain, split = (
         {made.name: made.time_over_ours for made in compare.compare(steps, dims, config)}
@@ -209,26 +192,21 @@ COMMAND = [
 ]
 
 
-def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "table.csv"
-    more = ["--draws", "2", "--seed", "3", "--out", str(out)]
-    assert main(["compare", lengths_file, *COMMAND, *more]) == 0
+def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", lengths_file, *COMMAND]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "2 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
+    assert printed[0] == "4 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
     assert printed[1].split("  ")[-1] == "time/ours there"
-    assert sum(line.split()[0] == "mcore_batching" for line in printed[3:7]) == 1
-    assert printed[-1] == f"wrote {out}"
-    steps = compare.draw_steps(LENGTHS, 16, 2, 3)
-    expected = compare.compare(steps, DIMS, PlannerConfig(max_tokens_per_gpu=1000, plan_effort=20))
-    rows = list(csv.DictReader(out.open()))
-    assert [row["time_over_floor"] for row in rows] == [str(o.time_over_floor) for o in expected]
+    steps = compare.consecutive_steps(LENGTHS, 16)
+    ours, *_ = compare.compare(steps, DIMS, replace(CONFIG, plan_effort=20))
+    (line,) = [line for line in printed if line.split()[:1] == ["mcore_batching"]]
+    assert line.split()[1:4] == ["4/4", f"{ours.time_over_floor:.3f}", "1.000"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--draws", "0"], "--draws must be 1 or more"),
-        (["--samples-per-step", "65", "--draws", "1"], "--samples-per-step=65 cannot be drawn"),
+        (["--samples-per-step", "0"], "--samples-per-step must be 1 or more"),
         (["--cost-model", "/no/file"], "cannot read /no/file"),
     ],
 )

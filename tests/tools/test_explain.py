@@ -19,8 +19,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.pipeline import Schedule, SplitClock, pipeline_time
 from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.search import split_backward
-from mcore_batching.tools.explain import explain
-from mcore_batching.tools.held_back import what_holds_back
+from mcore_batching.tools.explain import explain, what_holds_back
 from mcore_batching.tools.suggestions import (
     COMPARED_PLAN_EFFORT,
     alternatives,

@@ -12,8 +12,13 @@ import pytest
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.pictures.picture import PlotError, check_picture
-from mcore_batching.tools.pictures.plot import MOST_ROWS, draw_step, step_figure
+from mcore_batching.tools.pictures.plot import (
+    MOST_ROWS,
+    PlotError,
+    check_picture,
+    draw_step,
+    step_figure,
+)
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
@@ -135,7 +140,7 @@ def test_a_large_step_shows_three_ranks() -> None:
 def test_files(tmp_path: Path) -> None:
     step = planned(LENGTHS, data_parallel=2, pipeline_parallel=2)
     for name in ("a.png", "a.svg"):
-        draw_step(step, LENGTHS, tmp_path / name, title="<step>")
+        draw_step(step, LENGTHS, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     picture = ElementTree.parse(tmp_path / "a.svg")
     titles = {
@@ -146,8 +151,7 @@ def test_files(tmp_path: Path) -> None:
     _, tooltips = step_figure(step, LENGTHS)
     assert titles == tooltips
     text = (tmp_path / "a.svg").read_text()
-    assert "&lt;step&gt;" in text
-    draw_step(step, LENGTHS, tmp_path / "a.svg", title="<step>")
+    draw_step(step, LENGTHS, tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text() == text
 
 
@@ -192,18 +196,15 @@ PLAN = ["--max-tokens-per-gpu", "60", "--dp", "2", "--samples-per-step", "3"]
 
 def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a.svg"
-    more = ["--plot", str(out), "--plot-step", "1"]
-    assert main(["plan", lengths_file, *PLAN, *more]) == 0
+    assert main(["plan", lengths_file, *PLAN, "--plot", str(out)]) == 0
     assert capsys.readouterr().out.endswith(f"wrote {out}\n")
-    assert "step 1, DP2, cap 60 tokens" in out.read_text()
+    assert "DP2, cap 60 tokens" in out.read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--plot", "a.pdf"], "expected a name that ends in .png or .svg, got a.pdf"),
-        (["--plot", "a.png", "--plot-step", "2"], "--plot-step must be from 0 to 1"),
-        (["--plot", "a.png", "--plot-step", "-1"], "--plot-step must be from 0 to 1"),
         (["--plot", "/no/such/folder/a.png"], "cannot write /no/such/folder/a.png"),
     ],
 )

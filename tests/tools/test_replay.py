@@ -21,6 +21,7 @@ from mcore_batching.planning.costs.cost import in_units_of
 from mcore_batching.planning.plans.records import StepRecord, StepRecorder, read_records
 from mcore_batching.tools import replay
 from mcore_batching.tools.cli import main
+from mcore_batching.tools.cli import replay as replay_command
 
 
 def step_time(plan: StepPlan, lengths: list[int] | tuple[int, ...]) -> float:
@@ -47,15 +48,8 @@ def test_units_become_seconds_by_the_median(tmp_path: Path) -> None:
 def test_a_step_that_was_not_measured_has_no_error_beside_those_that_were(tmp_path: Path) -> None:
     recorded_job(tmp_path, [None, 1.0])
     steps = replay.replay(read_records(tmp_path))
-    rows = replay.step_table(steps, replay.seconds_per_unit(steps)).rows
+    rows = replay_command.step_table(steps, replay.seconds_per_unit(steps)).rows
     assert [row[4:6] for row in rows] == [("-", "-"), ("1.000 s", "+0.0%")]
-
-
-def test_predictions_and_floors_are_the_plans(tmp_path: Path) -> None:
-    for step in replay.replay(measured_job(tmp_path)):
-        record = step.record
-        assert step.predicted == record.predicted
-        assert step.statistics == step_statistics(record.plan, record.lengths)
 
 
 def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
@@ -115,13 +109,6 @@ def test_a_learnt_job_that_was_not_measured(
     recorder.close()
     assert main(["replay", str(tmp_path / "records"), "--plan-effort", "1"]) == 0
     assert "a unit of cost took 1.000e-03 s (as learnt)\n" in capsys.readouterr().out
-
-
-def test_a_job_without_measured_times(tmp_path: Path) -> None:
-    recorded_job(tmp_path, [None, None])
-    steps = replay.replay(read_records(tmp_path))
-    assert replay.seconds_per_unit(steps) is None
-    assert replay.step_table(steps, None).rows[0][3:6] == (f"{steps[0].predicted:.0f}", "-", "-")
 
 
 def test_better_plans(tmp_path: Path) -> None:

@@ -26,37 +26,28 @@ NO_NON_LOSS_DATA = (
     f"pretrain, or unset {FLAG}"
 )
 
+# Arguments that must be unset; one that this release lacks counts as unset.
 _REFUSED = {
     "dynamic_batch_share_prefixes": (
-        "stock scripts train every token of a sample, so samples cannot share any: unset "
-        f"{PREFIX}share-prefixes"
+        f"stock scripts train every token, so samples share none: unset {PREFIX}share-prefixes"
     ),
-    "sft": (
-        "--sft packs samples in the dataset and pads them to seq_length: unset --sft and give "
-        f"the file with {PREFIX}data"
-    ),
+    "sft": f"--sft packs in the dataset: unset --sft and give the file with {PREFIX}data",
     "dataloader_inter_document_masking": (
         "--dataloader-inter-document-masking packs rows itself: set --reset-attention-mask and "
         "--reset-position-ids instead"
     ),
-    "hybrid_context_parallel": (
-        "hybrid context parallelism schedules itself: unset --hybrid-context-parallel"
-    ),
+    "hybrid_context_parallel": "it makes schedules of its own: unset --hybrid-context-parallel",
     "iterations_to_skip": "--iterations-to-skip draws batches of a fixed size: unset it",
-    "logits_load_dir": ("cached teacher logits are of other rows: unset --logits-load-dir"),
-    "modelopt_enabled": (
-        "ModelOpt distillation expects rows of seq_length: unset --modelopt-enabled"
-    ),
+    "logits_load_dir": "cached teacher logits are of other rows: unset --logits-load-dir",
+    "modelopt_enabled": "ModelOpt expects rows of seq_length: unset --modelopt-enabled",
     "perform_rl_step": (
         "Megatron's RL loop packs sequences itself: unset --perform-rl-step, or build a loop on "
         "mcore_batching.megatron.get_data_iterator"
     ),
     "reuse_grad_buf_for_mxfp8_param_ag": (
-        "shared gradient and parameter buffers are untested: unset "
-        "--reuse-grad-buf-for-mxfp8-param-ag"
+        "shared buffers are untested: unset --reuse-grad-buf-for-mxfp8-param-ag"
     ),
 }
-"""Arguments that must be unset; one that this release lacks counts as unset."""
 
 
 def is_on(args: Any) -> bool:
@@ -72,9 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def check_arguments(args: Any) -> None:
     """Refuse flags under which packed training would hang or differ; print `start_messages`.
 
-    Args:
-        args: Megatron's arguments, validated.
-
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
@@ -83,8 +71,7 @@ def check_arguments(args: Any) -> None:
     if not is_on(args):
         if options.exchanges_samples:
             raise DynamicBatchArgumentError(
-                f"{PREFIX}exchange and {PREFIX}context-parallel do nothing alone: "
-                f"set {FLAG} as well"
+                f"{PREFIX}exchange and -context-parallel do nothing alone: set {FLAG} as well"
             )
         return
     problems = _problems(args)
@@ -104,17 +91,15 @@ def check_arguments(args: Any) -> None:
 
     config = core_transformer_config_from_args(args)
     check_model_config(config, dims, planner)
-    print_start_messages(args, config)
+    if args.rank == 0:
+        for message in start_messages(args, config):
+            print(f"mcore_batching: {message}", flush=True)
 
 
 def check_training(
     forward_step_func: Callable[..., Any], process_non_loss_data_func: Any = None
 ) -> None:
     """Refuse a training script that cannot run packed rows, before its first step.
-
-    Args:
-        forward_step_func: the script's forward step.
-        process_non_loss_data_func: as the script gave it to ``pretrain``.
 
     Raises:
         DynamicBatchArgumentError: with what to change in the script.
@@ -150,20 +135,8 @@ def _problems(args: Any) -> list[str]:
     return problems
 
 
-def print_start_messages(args: Any, config: Any) -> None:
-    """Print `start_messages` on rank 0."""
-    if args.rank == 0:
-        for message in start_messages(args, config):
-            print(f"mcore_batching: {message}", flush=True)
-
-
 def start_messages(args: Any, config: Any) -> list[str]:
-    """Differences from the same job without ``--use-dynamic-batch-size``, a sentence each.
-
-    Args:
-        args: Megatron's arguments, validated.
-        config: the model's `TransformerConfig`.
-    """
+    """Differences from the same job without ``--use-dynamic-batch-size``, a sentence each."""
     messages = []
     if has_auxiliary_loss(config):
         messages.append(

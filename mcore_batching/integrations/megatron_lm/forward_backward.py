@@ -13,35 +13,45 @@ the same sums as those of the ordinary micro-batches; a placeholder's are 0 and 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from megatron.core.utils import get_model_config
+import torch
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
 
+from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.batch.fields.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.arguments import FLAG, NO_NON_LOSS_DATA, is_on
 from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
-from mcore_batching.integrations.megatron_lm.packed_batches import packed_rows
+from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
-from mcore_batching.integrations.megatron_lm.script_forward_step import with_deferred_errors
-from mcore_batching.integrations.megatron_lm.step_figures import (
+from mcore_batching.integrations.megatron_lm.step_log import (
     LEFT_BYTES,
     PREDICTED_SECONDS,
     own_figures,
+    record_step,
     statistics_of,
 )
-from mcore_batching.integrations.megatron_lm.step_log import record_step
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.integrations.megatron_lm.unpadding import draw_batches
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.errors import refuse
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.learning.pass_times import mark
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.split_backward.plan import most_left_bytes
-from mcore_batching.megatron.step.multi_token import LossesOfRows
+from mcore_batching.megatron.step.model_inputs import changed_inputs, padding_mask
+from mcore_batching.megatron.step.multi_token import (
+    LaterLosses,
+    LossesOfRows,
+    predict_later_tokens,
+)
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import model_chunks, model_shape
 from mcore_batching.planning.plans.memory import predicted_memory
@@ -50,20 +60,16 @@ ForwardBackward = Callable[..., Any]
 
 
 def wrap_forward_backward(forward_backward_func: ForwardBackward) -> ForwardBackward:
-    """Megatron's forward-backward function over packed micro-batches.
+    """What ``get_forward_backward_func`` returned, over packed rows.
 
-    Args:
-        forward_backward_func: from ``get_forward_backward_func``.
-
-    Returns:
-        a function of the same keywords; the argument itself without ``--use-dynamic-batch-size``.
+    A function of the same keywords; the argument itself without ``--use-dynamic-batch-size``.
     """
     from megatron.training import get_args
 
     args = get_args()
-    return (
-        PackedForwardBackward(forward_backward_func, args) if is_on(args) else forward_backward_func
-    )
+    if not is_on(args):
+        return forward_backward_func
+    return PackedForwardBackward(forward_backward_func, args)
 
 
 class PackedForwardBackward:
@@ -89,17 +95,13 @@ class PackedForwardBackward:
     ) -> Any:
         """Draw ``num_microbatches`` ordinary micro-batches, pack their samples and run the rows.
 
-        Args: those of Megatron's function. ``collect_non_loss_data`` must be False,
-        ``adjust_tensor_shapes_fn`` None; ``micro_batch_size`` is not used. Returns, on the last
-        stage, the loss function's report of every packed micro-batch.
-
-        Raises:
-            DynamicBatchArgumentError: an argument that packed rows do not support.
-            CollectiveError: on every rank, if data, planning or the loss function failed on any.
-            PipelineFailedError: on every rank that can be reached, if the model raised on any.
+        Returns, on the last stage, the loss function's report of every packed micro-batch.
         """
         del micro_batch_size
-        _check_options(collect_non_loss_data, adjust_tensor_shapes_fn)
+        problems = [NO_NON_LOSS_DATA] if collect_non_loss_data else []
+        if adjust_tensor_shapes_fn is not None:
+            problems.append("adjust_tensor_shapes_fn expects rows of seq_length: unset it")
+        refuse(FLAG, problems)
         use_packed_batches(forward_step_func)  # evaluation may have a forward step of its own
         chunks = model_chunks(model)
         started, job = time.monotonic(), job_of(self._args)
@@ -108,7 +110,12 @@ class PackedForwardBackward:
         next_step = None
         if not forward_only:
             next_step = self._steps.making_next(job, chunks, data_iterator, num_microbatches)
-        rows = packed_rows(prepared.iterators(len(chunks)), counts_flops=not forward_only)
+        # All chunks run every row, so the first alone counts FLOPs; and none in evaluation, after
+        # which stock code does not reset its count.
+        rows = [
+            PackedRows(of_chunk, counts_flops=not forward_only and number == 0)
+            for number, of_chunk in enumerate(prepared.iterators(len(chunks)))
+        ]
         operation = "evaluation" if forward_only else "training"
         failed: list[Exception] = []
         later = LossesOfRows(prepared.token_weights, undo=prepared.token_weights[0])
@@ -164,8 +171,88 @@ class PackedForwardBackward:
         )
 
 
-def _check_options(collect_non_loss_data: bool, adjust_tensor_shapes_fn: Any) -> None:
-    problems = [NO_NON_LOSS_DATA] if collect_non_loss_data else []
-    if adjust_tensor_shapes_fn is not None:
-        problems.append(f"adjust_tensor_shapes_fn expects rows of seq_length: unset it, or {FLAG}")
-    refuse(FLAG, problems)
+def with_deferred_errors(
+    forward_step_func: Callable[..., Any],
+    failed: list[Exception],
+    job: Job,
+    later_of: Callable[[PackedMicroBatch], LaterLosses | None],
+) -> Callable[..., tuple[Tensor, Callable[..., Any]]]:
+    """The forward step, with errors of its loss function in ``failed`` instead of raised.
+
+    The micro-batch counts as 0, and all ranks raise together at the end. ``later_of`` gives a row's
+    losses of multi-token prediction; None leaves its layers out.
+    """
+
+    def forward_step(data_iterator: PackedRows, chunk: Any, *rest: Any, **options: Any) -> Any:
+        with row_given(data_iterator, chunk, later_of):
+            output, loss_function = forward_step_func(data_iterator, chunk, *rest, **options)
+
+        def loss(output_tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                result = loss_function(output_tensor, *arguments, **keywords)
+                check_loss(result)
+            except Exception as exception:
+                # Raised in the middle of the pipeline, it would leave the other ranks waiting.
+                job.defer(failed, exception, data_iterator.current)
+                # Attached to the graph: the stages before wait for a gradient of this output.
+                zero = output_tensor.float().sum() * 0.0
+                return zero, torch.zeros((), dtype=torch.int, device=zero.device), {}
+            return result
+
+        return output, loss
+
+    return forward_step
+
+
+def check_loss(result: Any) -> None:
+    """Refuse a loss that depends on how samples are packed, such as a micro-batch's mean."""
+    problem = _problem_of(result)
+    if problem:
+        raise DynamicBatchArgumentError(f"the loss function must {problem}")
+
+
+def _problem_of(result: Any) -> str | None:
+    if not isinstance(result, tuple) or len(result) != 3:
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        return f"return (sum over tokens, number of tokens, report), got {found}"
+    loss, _, report = result
+    if not torch.is_tensor(loss) or loss.numel() != 1 or not loss.is_floating_point():
+        # An integer has no backward pass: the stages before would wait for its gradient.
+        return f"return a sum over tokens, a float tensor of one value, got {describe(loss)}"
+    if not isinstance(report, Mapping):
+        kind = type(report).__name__
+        return f"return its report as a dict of [sum, number of tokens], got {kind}"
+    single = [key for key, value in report.items() if torch.is_tensor(value) and value.numel() != 2]
+    if single:
+        return f"report {', '.join(single)} as [sum, number of tokens], got a single value"
+    return None
+
+
+@contextlib.contextmanager
+def row_given(
+    data_iterator: PackedRows,
+    chunk: Any,
+    later_of: Callable[[PackedMicroBatch], LaterLosses | None] = lambda row: None,
+) -> Iterator[None]:
+    """Pass the model what stock scripts do not: host offsets, the row's group, a padding mask, and
+    what multi-token prediction reads."""
+    is_routed = bool(get_model_config(chunk).num_moe_experts)
+
+    def with_row(inputs: dict[str, Any]) -> dict[str, Any]:
+        row, params = data_iterator.current, inputs.get("packed_seq_params")
+        if row is not None and params is not None:
+            # Mamba layers end their state at them; attention without Transformer Engine would have
+            # to wait for the device to read them there.
+            compat.packed_rows.give_offsets(params, row.host_cu_seqlens_padded)
+            compat.packed_rows.set_row_group(params, row_group(row.context_parallel_size))
+            predict_later_tokens(params, chunk, row, later_of(row))
+        if not is_routed:
+            return inputs
+        compat.packed_rows.forget_padded_length(params)
+        # By it routers neither route nor count padding. Newer scripts pass a mask of their own.
+        if row is None or inputs.get("padding_mask") is not None:
+            return inputs
+        return inputs | {"padding_mask": padding_mask(chunk, row)}
+
+    with changed_inputs([unwrap_model(chunk)], with_row):
+        yield

@@ -33,24 +33,11 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
-Replaced = tuple[Any, str, Any]
-"""A module, a name in it, and what `Hook.replace` takes in its place."""
-Part = Callable[[], Iterator[Replaced]]
-
 _installed: Installation | None = None
 
 
 class Installation(Hook):
-    """The names that `install` replaced.
-
-    Attributes:
-        hooked: dotted names of what was replaced, in order.
-        parts: what of the plugin is there.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: set[Part] = set()
+    """The names that `install` replaced."""
 
     def __str__(self) -> str:
         if not self.hooked:
@@ -58,10 +45,7 @@ class Installation(Hook):
         return super().__str__()
 
     def undo(self) -> None:
-        """Put the originals back. A second call does nothing.
-
-        Where somebody wrapped a replacement since, the wrapper stays and calls Megatron's function.
-        """
+        """Put the originals back. A second call does nothing."""
         global _installed
         super().undo()
         if _installed is self:
@@ -93,58 +77,43 @@ def install(
     global _installed
     # argparse takes --flag=value, too.
     given = [word.split("=", 1)[0] for word in (sys.argv[1:] if arguments is None else arguments)]
-    enabled = FLAG in given
-    if enabled and "--yaml-cfg" in given:
+    if FLAG in given and "--yaml-cfg" in given:
         raise DynamicBatchArgumentError(
-            f"--yaml-cfg overrides the command line, {FLAG} included: unset it, and give flags "
-            "instead"
+            f"--yaml-cfg overrides the command line, {FLAG} included: give flags instead"
         )
-    parts: list[Part] = []
-    if enabled or any(word.startswith((PREFIX, "--max-tokens-per-gpu")) for word in given):
-        parts.append(_arguments)
-    if f"{PREFIX}data" in given:
-        parts.append(_datasets)
-    if enabled:
-        parts.append(_training)
-    if enabled and batch_fields is not None:
+    if FLAG in given and batch_fields is not None:
         declare_batch_fields(batch_fields)
-    installation = _installed or Installation()
-    missing = [part for part in parts if part not in installation.parts]
     # All names are looked up before one is replaced: after an error nothing is hooked.
-    found = [each for part in missing for each in part()]
+    found = list(_replaced(given))
     for module, name, _ in found:
         _require(module, name)
+    installation = _installed or Installation()
     for module, name, ours in found:
-        installation.replace(module.__dict__, name, ours)
-    installation.parts.update(missing)
-    if installation.parts:
+        if f"{module.__name__}.{name}" not in installation.hooked:
+            installation.replace(vars(module), name, ours)
+    if installation.hooked:
         _installed = installation
     return installation
 
 
-def _arguments() -> Iterator[Replaced]:
-    """The parser and what checks its arguments."""
-    arguments = _module("arguments")
-    yield arguments, "add_megatron_arguments", _then(add_arguments)
-    for module in compat.scripts.modules_with_validate_args(arguments, _module("initialize")):
-        yield module, "validate_args", _validate_args
-
-
-def _datasets() -> Iterator[Replaced]:
-    """The script's data."""
-    yield _module("training"), "build_train_valid_test_data_iterators", _build_data_iterators
-
-
-def _training() -> Iterator[Replaced]:
-    """Steps, evaluation, their log, and what checkpoints keep."""
-    training = _module("training")
-    yield training, "get_forward_backward_func", _then(wrap_forward_backward)
-    yield training, "train", _checked
-    yield training, "evaluate", _checked
-    yield training, "training_log", _training_log
-    yield _module("checkpointing"), "check_checkpoint_args", _check_checkpoint_args
-    # Megatron's attention without Transformer Engine would let tokens see other samples of a row.
-    yield *compat.layers.local_core_attention_name(), PackedAttention
+def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
+    """A module, a name in it and what `Hook.replace` takes in its place, for these flags."""
+    if any(word.startswith((FLAG, PREFIX, "--max-tokens-per-gpu")) for word in given):
+        arguments = _module("arguments")
+        yield arguments, "add_megatron_arguments", _then(add_arguments)
+        for module in compat.scripts.modules_with_validate_args(arguments, _module("initialize")):
+            yield module, "validate_args", _validate_args
+    if f"{PREFIX}data" in given:
+        yield _module("training"), "build_train_valid_test_data_iterators", _build_data_iterators
+    if FLAG in given:
+        training = _module("training")
+        yield training, "get_forward_backward_func", _then(wrap_forward_backward)
+        yield training, "train", _checked
+        yield training, "evaluate", _checked
+        yield training, "training_log", _training_log
+        yield _module("checkpointing"), "check_checkpoint_args", _check_checkpoint_args
+        # Megatron's attention without Transformer Engine would let tokens see other samples.
+        yield *compat.layers.local_core_attention_name(), PackedAttention
 
 
 def _then(after: Callable[[Any], Any]) -> Function:
@@ -196,6 +165,5 @@ def _module(name: str) -> Any:
 def _require(module: Any, name: str) -> None:
     if not hasattr(module, name):
         raise DynamicBatchArgumentError(
-            f"{module.__name__} has no {name}: use Megatron-LM 0.16 to 0.19, or hook it by hand as "
-            "in patches/"
+            f"{module.__name__} has no {name}: use Megatron-LM 0.16 to 0.19, or see patches/"
         )

@@ -1,8 +1,4 @@
-"""Learnt costs, kept with a stock script's checkpoints.
-
-Megatron saves its arguments in every checkpoint, and passes them to one function when it loads one.
-So learnt costs are stored as an argument.
-"""
+"""Learnt costs, kept with a stock script's checkpoints as one of Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -14,24 +10,20 @@ from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.learning.cost_learning import cost_learner, learners_of
 from mcore_batching.planning import ConfigError
 
+# In Megatron's arguments: these are saved in every checkpoint, and passed to one function when it
+# is loaded.
 _NAME = "dynamic_batch_learnt_costs"
 
 
 def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]:
-    """Store learnt costs where the next checkpoint saves them.
+    """Store learnt costs where the next checkpoint saves them; the figures to log, if any.
 
-    Args:
-        args: Megatron's arguments.
-        job: the present one.
-        predicted: seconds of the slowest rank in the last step; 0 if not known.
-
-    Returns:
-        figures to log; empty if costs are not learnt.
+    ``predicted`` are the slowest rank's seconds in the last step, 0 if not known.
     """
     learner = learners_of(job).of(None)
     if not job.options.learns_cost_model or learner.learnt is None:
         return {}
-    setattr(args, _NAME, learner.state_dict())  # Megatron saves its arguments
+    setattr(args, _NAME, learner.state_dict())
     return learner.statistics() | ({"predicted step seconds": predicted} if predicted else {})
 
 

@@ -1,8 +1,6 @@
 """Packed rows as the batches of a stock script: the values that its ``get_batch`` returns.
 
-A script unpacks its batch into local names, which identify the values. Three orders are common:
-`SIX_FIELDS` up to Megatron-LM 0.17, `TEN_FIELDS` (alphabetical) from 0.18 on, and `SEVEN_FIELDS` on
-its dev branch.
+A script unpacks its batch into local names, which identify the values.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.rows.prepared_step import PreparedRow
 
+# Three orders are common: up to Megatron-LM 0.17, alphabetical from 0.18 on, and its dev branch's.
 SIX_FIELDS = (
     "tokens",
     "labels",
@@ -68,11 +67,6 @@ def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
 class PackedRows(Iterator[PreparedRow]):
     """The data iterator that a forward step gets: one packed micro-batch per call.
 
-    Args:
-        rows: the prepared rows, moved to the device as they are drawn.
-        counts_flops: True if stock code is to count the rows in its throughput. False for all but
-            one model chunk, and in evaluation, after which stock code does not reset the count.
-
     Attributes:
         current: the row drawn last, None before the first.
     """
@@ -120,7 +114,7 @@ class PackedRows(Iterator[PreparedRow]):
 
 
 def _times_counted(row: PackedMicroBatch) -> int:
-    """Times that this rank counts a row's samples: its share of the model's CP size."""
+    """Times that this rank counts a row's samples."""
     if row_group(row.context_parallel_size) is None:  # the row has the model's own size
         return 1
     size, rank = row.context_parallel_size, row.context_parallel_rank
@@ -129,14 +123,6 @@ def _times_counted(row: PackedMicroBatch) -> int:
     model: int = parallel_state.get_context_parallel_world_size()
     before, after = (-(-model * ranks // size) for ranks in (rank, rank + 1))
     return after - before
-
-
-def packed_rows(stages: Sequence[Iterator[PreparedRow]], *, counts_flops: bool) -> list[PackedRows]:
-    """One data iterator per model chunk; the first alone counts tokens, as all run every row."""
-    return [
-        PackedRows(rows, counts_flops=counts_flops and number == 0)
-        for number, rows in enumerate(stages)
-    ]
 
 
 def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | None:
@@ -161,42 +147,28 @@ def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | N
     if isinstance(fields, int):
         if fields not in _BY_NUMBER:
             raise DynamicBatchArgumentError(
-                f"known scripts unpack 6, 7 or 10 values, got {fields}: give their names, "
-                "next_batch(data_iterator, ('tokens', ...))"
+                f"known scripts unpack 6, 7 or 10 values, got {fields}: give their names"
             )
         fields = _BY_NUMBER[fields]
     return data_iterator.next_fields(fields)
 
 
 def check_fields(names: Sequence[str], where: str) -> None:
-    """Refuse a batch with unknown names, or without those that packed rows need.
-
-    Args:
-        names: of the batch's values.
-        where: the forward step, or the argument that named them, for the message.
-
-    Raises:
-        DynamicBatchArgumentError: naming what is unknown or missing.
-    """
-    unknown, lacking = _unfit(names)
-    if unknown or lacking:
-        problems = [f"has {', '.join(unknown)}"] if unknown else []
-        problems += [f"lacks {', '.join(lacking)}"] if lacking else []
+    """Refuse a batch of ``where`` with unknown names, or without those that packed rows need."""
+    problems = problems_of_fields(names)
+    if problems:
         raise DynamicBatchArgumentError(
             f"the batch of {where} {' and '.join(problems)}; known are "
             f"({', '.join(SIX_FIELDS)}) up to 0.17 and ({', '.join(TEN_FIELDS)}) from 0.18 on"
         )
 
 
-def fits(names: Sequence[str]) -> bool:
-    """True if `check_fields` accepts these names."""
-    return _unfit(names) == ([], [])
-
-
-def _unfit(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Unknown names, and missing ones that packed rows need."""
-    known = {*SEVEN_FIELDS, *TEN_FIELDS}  # those of six are among the seven
+def problems_of_fields(names: Sequence[str]) -> list[str]:
+    """What a batch of these values has or lacks that packed rows do not know or need."""
+    # Those of six are among the seven.
+    unknown = [name for name in names if name not in {*SEVEN_FIELDS, *TEN_FIELDS}]
     lacking = [name for name in _NEEDED if name not in names]
     if "packed_seq_params" not in names and not {"cu_seqlens", "cu_seqlens_padded"} <= {*names}:
         lacking.append("packed_seq_params (or cu_seqlens and cu_seqlens_padded)")
-    return [name for name in names if name not in known], lacking
+    found = {"has": unknown, "lacks": lacking}
+    return [f"{verb} {', '.join(which)}" for verb, which in found.items() if which]

@@ -3,9 +3,7 @@
     draws of the step    b0 b1 b2 b3 | b4 b5 b6 b7 | ...      as without reading ahead
     reads                b0 b1 b2 b3   b4 b5 b6 b7 ...        after the step's first pass
 
-Megatron's iterators stay where they are, and what they draw from gets a buffer. So they record and
-replay the same batches, consumed samples are counted as they are drawn, and batches that no step
-has drawn (another number is wanted, or the job ends) are not lost, only read.
+Batches that no step has drawn (another number is wanted, or the job ends) are only read, not lost.
 """
 
 from __future__ import annotations
@@ -24,11 +22,7 @@ Batches = Sequence[Mapping[str, Any]]
 
 
 class Buffered:
-    """An iterator, of which some values have been read before they are drawn.
-
-    Args:
-        iterator: what it draws from.
-    """
+    """An iterator, of which some values have been read before they are drawn."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -49,11 +43,7 @@ class Buffered:
         return getattr(self._iterator, name)
 
     def next_values(self, count: int) -> list[Any]:
-        """The values that are drawn next.
-
-        Raises:
-            Exception: as reading one of them did; raised again where it is drawn.
-        """
+        """The values that are drawn next; raises what reading one did, as drawing it will again."""
         while len(self._read) < count and not (self._read and self._read[-1][1]):
             try:
                 self._read.append((next(self._iterator), None))
@@ -67,22 +57,16 @@ class Buffered:
 
 
 def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
-    """The ordinary micro-batches that `draw_batches` would draw next.
+    """What `draw_batches` would draw next; None of iterators that are not Megatron's, and of none.
 
-    Args:
-        data_iterator: as in `draw_batches`.
-        num_batches: as in `draw_batches`.
-
-    Returns:
-        None where there are none, and of iterators that are not Megatron's.
-
-    Raises:
-        Exception: as reading one of them did; raised again where it is drawn.
+    Raises what reading a batch did, as drawing it will again.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     read = []
     for iterator in iterators:
         if isinstance(iterator, RerunDataIterator):
+            # Megatron's iterators stay in front: they record and replay the same batches, and
+            # consumed samples are counted as they are drawn.
             if not isinstance(iterator.iterable, Buffered):
                 iterator.iterable = Buffered(iterator.iterable)
             read.append(iterator.iterable.next_values(num_batches))
@@ -109,10 +93,8 @@ def are_same(drawn: Callable[[], Batches | None], ahead: Callable[[], Batches | 
 
 @contextlib.contextmanager
 def after_first_pass(call: Callable[[], None]) -> Iterator[None]:
-    """Call a function once, between this rank's first and second pass of the pipeline inside.
-
-    Then the device is at work, and what the first pass made has been sent.
-    """
+    """Call a function once, between this rank's first and second pass of the pipeline inside."""
+    # Then the device is at work, and what the first pass made has been sent.
     num_marks = 0
 
     def mark() -> None:

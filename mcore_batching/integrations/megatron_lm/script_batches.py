@@ -13,37 +13,27 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.integrations.megatron_lm.packed_batches import check_fields, fits, next_batch
+from mcore_batching.integrations.megatron_lm.packed_batches import (
+    check_fields,
+    next_batch,
+    problems_of_fields,
+)
 from mcore_batching.integrations.replacements import Function, Hook, is_replacement
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 _declared_fields: tuple[str, ...] | None = None
-_scripts = Hook()
-"""Those whose ``get_batch`` was replaced."""
+_scripts = Hook()  # those whose get_batch was replaced
 
 
 def declare_batch_fields(names: Sequence[str]) -> None:
-    """Name the values that a script's ``get_batch`` returns, if its source does not.
-
-    Args:
-        names: in the order in which the script unpacks them.
-
-    Raises:
-        DynamicBatchArgumentError: a name is not known, or a needed one is missing.
-    """
+    """Name the values that a script's ``get_batch`` returns, in order, if its source does not."""
     global _declared_fields
     check_fields(names, "install(batch_fields=...)")
     _declared_fields = tuple(names)
 
 
 def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
-    """Let a forward step's ``get_batch`` accept packed rows. A second call does nothing.
-
-    A script whose ``get_batch`` calls `next_batch` itself is left alone.
-
-    Raises:
-        DynamicBatchArgumentError: there is no such function, or its batch is of another kind.
-    """
+    """Let a forward step's ``get_batch`` accept packed rows, unless it does so already."""
     function: Any = forward_step_func
     while isinstance(function, functools.partial):
         function = function.func
@@ -53,11 +43,11 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
     original = scope.get("get_batch")
     if not callable(original):
         raise DynamicBatchArgumentError(
-            f"the forward step {function!r} has no get_batch in its module: name the function "
-            "that reads the batch so"
+            f"{function!r} has no get_batch in its module: name what reads the batch so"
         )
     # Ours already, or of a script that is patched.
-    if is_replacement(original) or "next_batch" in _names_used_by(original):
+    code = getattr(inspect.unwrap(original), "__code__", None)
+    if is_replacement(original) or "next_batch" in getattr(code, "co_names", ()):
         return
     fields = _declared_fields or fields_unpacked_by(function)
     _scripts.replace(scope, "get_batch", functools.partial(_get_batch, fields))
@@ -78,15 +68,10 @@ def restore_batches() -> None:
 
 
 def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
-    """The names into which a forward step's source unpacks its ``get_batch``.
+    """The names into which a forward step's source unpacks its ``get_batch``; an error where it
+    does not.
 
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
-
-    Where it unpacks the batch in several branches, by its length: the longest that packed rows fit.
-
-    Raises:
-        DynamicBatchArgumentError: it does not unpack the batch, its source cannot be read, or
-            names that packed rows need are missing.
     """
     where = f"{getattr(forward_step, '__module__', '')}.{forward_step.__name__}"
     advice = "mcore_batching.install(batch_fields=(...)) with the names of what get_batch returns"
@@ -101,8 +86,9 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
         raise DynamicBatchArgumentError(
             f"{where} does not unpack get_batch(...) into names: call {advice}"
         )
-    fitting = [names for names in found if fits(names)]
-    # Where none fits, the error is about the longest: the others are older forms of it.
+    fitting = [names for names in found if not problems_of_fields(names)]
+    # Of several branches, by the batch's length, the longest that packed rows fit. Where none fits,
+    # the error is about the longest: the others are older forms of it.
     check_fields((fitting or found)[0], where)
     return (fitting or found)[0]
 
@@ -127,8 +113,3 @@ def _unpackings(tree: ast.Module) -> list[tuple[str, ...]]:
 
 def _calls_get_batch(value: ast.expr) -> bool:
     return isinstance(value, ast.Call) and getattr(value.func, "id", None) == "get_batch"
-
-
-def _names_used_by(function: Callable[..., Any]) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code.co_names if code is not None else ()

@@ -1,12 +1,12 @@
 """Statistics of a training step's plan, for Megatron's log line, TensorBoard and W&B.
 
-The README of this folder explains the five entries of every log.
-``--dynamic-batch-log-all`` logs every value of `record_step`, learnt costs and predicted seconds
-included. A plan predicts units of cost. They become seconds by the median of earlier steps' seconds
-per unit, which the first two steps do not have; learnt costs are in seconds to begin with.
+    own_figures(schedule, 0)            each rank's part, sent with the agreement that ends the step
+    statistics_of(schedule, agreed)     as `step_statistics` of the plan of all ranks
+    record_step(...)                    kept until stock code logs
+    with_batching_statistics(losses)    the log's entries, of which the README explains five
 
-Stock code logs the first step after a start and does not reset its sums then: the next log line is
-a mean over all steps since the start.
+A plan predicts units of cost. They become seconds by the median of earlier steps' seconds per unit,
+which the first two steps do not have; learnt costs are in seconds to begin with.
 """
 
 from __future__ import annotations
@@ -18,22 +18,54 @@ from typing import Any
 
 import torch
 
+from mcore_batching.batch.agreement.consensus import Agreement
+from mcore_batching.batch.agreement.figures import Figure, largest, total
+from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 from mcore_batching.megatron.learning.pass_times import is_over, seconds_between
-from mcore_batching.planning import StepStatistics
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.planning import StepStatistics, step_statistics
 from mcore_batching.planning.plans.memory import PredictedMemory
+from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
+from mcore_batching.planning.problem import Problem
 
 PREFIX = "batching/"
-REMEMBERED_STEPS = 32
-"""Steps in the median of seconds per unit of cost."""
+REMEMBERED_STEPS = 32  # in the median of seconds per unit of cost
+# Entries without --dynamic-batch-log-all.
 LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
-"""Entries without ``--dynamic-batch-log-all``."""
+# Figures: of the slowest rank by learnt costs, 0 where there are none; and the most that waited for
+# weight gradients on any rank.
+PREDICTED_SECONDS = "predicted seconds"
+LEFT_BYTES = "left bytes"
 
+OwnFigures = tuple[Problem, dict[str, Figure]]
+
+# Values of the training step that ran last.
 _last_step: dict[str, float] = {}
-"""Values of the training step that ran last."""
 _seconds_per_unit: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
-"""Of the last steps, each step's seconds per unit of cost."""
+# Marks of steps whose time has not been read, and the units of cost of each.
 _unread: collections.deque[tuple[Any, Any, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
-"""Marks of steps whose time has not been read, and the units of cost of each."""
+
+
+def own_figures(schedule: MicroBatchSchedule, left_bytes: int) -> OwnFigures:
+    """This rank's samples, and its part of the step's figures."""
+    lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
+    problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
+    figures = {
+        PREDICTED_SECONDS: largest(predicted_seconds(schedule, 0)),
+        LEFT_BYTES: largest(left_bytes),
+    }
+    if not schedule.plans:  # where samples were exchanged, every rank knows the plan of all
+        totals, maxima = shard_statistics(problem, schedule.steps[0])
+        figures |= {name: total(value) for name, value in totals.items()}
+        figures |= {name: largest(value) for name, value in maxima.items()}
+    return problem, figures
+
+
+def statistics_of(schedule: MicroBatchSchedule, agreed: Agreement[OwnFigures]) -> StepStatistics:
+    """Of the plan over all ranks."""
+    if schedule.plans:
+        return step_statistics(*schedule.step_plan(0))
+    return joined_statistics(agreed.result[0], agreed.figures)
 
 
 def record_step(
@@ -46,16 +78,10 @@ def record_step(
     learnt: Mapping[str, float] | None = None,
     log_all: bool = False,
 ) -> None:
-    """Remember the training step that has just run.
+    """Remember the training step that has just run, of whose plan ``made`` are statistics.
 
-    Args:
-        made: statistics of its plan, over all data-parallel ranks.
-        plan_seconds: reading, planning and collating, on this rank.
-        run: marks before and after all forward and backward passes, on this rank.
-        memory: predicted, where the model's shape is known.
-        left_bytes: most that waited for weight gradients on any rank; None: no pass may be split.
-        learnt: entries of learnt costs; its predicted seconds replace the median's.
-        log_all: True logs every value, False those of `LOGGED`.
+    ``run`` are marks before and after all its passes, on this rank; ``left_bytes`` None where no
+    pass may be split. Predicted seconds that were ``learnt`` replace the median's.
     """
     # First, as the last step's time is among the values logged with this one.
     _read_times()
@@ -100,16 +126,9 @@ def _read_times() -> None:
 
 
 def with_batching_statistics(loss_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's losses together with the statistics of its plan.
+    """What ``train_step`` returned as losses, with ``batching/...`` entries for stock code to log.
 
-    Stock code prints every entry in its log line, averaged over the log interval, and writes it to
-    TensorBoard and W&B.
-
-    Args:
-        loss_dict: as ``train_step`` returned it: empty but on the last pipeline stage.
-
-    Returns:
-        a copy with ``batching/...`` entries; without them if it is empty or no step was packed.
+    A copy; without them if it is empty, as but on the last stage, or no step was packed.
     """
     if not loss_dict:
         return {}

@@ -2,8 +2,7 @@
 
     stock iterators -> ordinary micro-batches -> unpadded samples -> plan of all ranks -> rows
 
-The first step is planned in line, where ranks compare that all plan ahead. During a step, after its
-first pass, the next one is read and planned; it is taken if it is of the batches then drawn.
+The first step is planned in line; during a step, after its first pass, the next one is.
 """
 
 from __future__ import annotations
@@ -37,11 +36,7 @@ from mcore_batching.planning.planning_process import PlanRequest
 
 
 class StockSteps:
-    """Makes the rows of one training loop's steps.
-
-    Args:
-        args: Megatron's arguments.
-    """
+    """Makes the rows of one training loop's steps."""
 
     def __init__(self, args: Any) -> None:
         self._args = args
@@ -57,22 +52,17 @@ class StockSteps:
         *,
         forward_only: bool,
     ) -> PreparedStep:
-        """A step's rows. A collective over all ranks.
-
-        Args:
-            job: the present one.
-            chunks: this rank's model chunks.
-            drawn: gives the step's ordinary micro-batches, or raises what drawing them did.
-            forward_only: True in evaluation, which is not planned ahead.
-        """
-        if forward_only:
+        """A step's rows, of what ``drawn`` gives. A collective over all ranks."""
+        if forward_only:  # evaluation is not planned ahead
             return self._planned(
                 job, "evaluation", None, chunks=chunks, drawn=drawn, forward_only=True
             )
         ahead, cost_model = self._plans_ahead(job), self._cost_model_of_rerun()
         self._is_rerun = cost_model is not None
         prepared = learnt = None
+        # Not in the first step, which is planned in line: there ranks compare that all plan ahead.
         if ahead is not None and ahead.has_begun:
+            # Of other batches than are now drawn, say as the batch size has grown, it is not taken.
             is_of_these = are_same(drawn, self._ahead)
             prepared, learnt = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
         if prepared is None:
@@ -91,7 +81,7 @@ class StockSteps:
     def making_next(
         self, job: Job, chunks: list[Any], data_iterator: Any, num_microbatches: int
     ) -> AbstractContextManager[None] | None:
-        """Around a training step's pipeline, in which the next step is made; None if it is not."""
+        """To run a training step's pipeline in, where the next step is made; None if it is not."""
         ahead, iteration = self._plans_ahead(job), self._iteration
         is_last = iteration is not None and iteration + 1 >= (self._args.train_iters or 0)
         # In a rerun the step after has begun already.
@@ -158,10 +148,8 @@ class StockSteps:
         return iteration
 
     def _cost_model_of_rerun(self) -> CostModel | None:
-        """The cost model of this step's first run, where Megatron reruns the step; else None.
-
-        Costs learnt since would give another plan, so other rounding than the rerun compares.
-        """
+        """The cost model of this step's first run, where Megatron reruns the step; else None."""
+        # Costs learnt since would give another plan, so other rounding than the rerun compares.
         iteration, cost_model = self._last_planned
         return cost_model if iteration is not None and iteration == self._iteration else None
 

@@ -27,8 +27,8 @@ from mcore_batching.planning.errors import MCoreBatchingError
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
+# Response lengths are 0: labels and masks come ready-made.
 STOCK_SCHEMA = DEFAULT_SCHEMA.declare("labels", Kind.PER_TOKEN).declare("loss_mask", Kind.PER_TOKEN)
-"""The fields of a stock batch. Response lengths are 0: labels and masks come ready-made."""
 
 
 class StockDataError(MCoreBatchingError, RuntimeError):
@@ -36,17 +36,10 @@ class StockDataError(MCoreBatchingError, RuntimeError):
 
 
 def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]] | None:
-    """Take ordinary micro-batches from this rank's stock iterators.
+    """Take ordinary micro-batches from this rank's stock iterators; None if it has none.
 
-    Args:
-        data_iterator: one iterator, or one per model chunk; None where stock code reads nothing.
-        num_batches: number of micro-batches to take.
-
-    Returns:
-        the batches, or None if this rank has no iterator.
-
-    Raises:
-        StockDataError: the iterator ended.
+    ``data_iterator`` is one, or one per model chunk, None where stock code reads nothing. A
+    `StockDataError` if one ends.
     """
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
     present = [iterator for iterator in iterators if iterator is not None]
@@ -61,8 +54,8 @@ def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]
                 batches.append(next(iterator))
             except StopIteration:
                 raise StockDataError(
-                    f"the data iterator ended after {number} of {num_batches} micro-batches: give "
-                    "it more samples, or lower --train-iters (--eval-iters)"
+                    f"the data iterator ended after {number} of {num_batches} micro-batches: "
+                    "lower --train-iters or --eval-iters"
                 ) from None
     return drawn[0]
 
@@ -70,19 +63,10 @@ def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]
 def unpadded_samples(
     batches: Iterable[Mapping[str, Any]], *, split_documents: bool
 ) -> dict[str, Any]:
-    """The samples of some stock batches, field by field.
+    """Of the batches' samples the four fields ``[length]``, their lengths and responses of 0.
 
-    Args:
-        batches: from `draw_batches`.
-        split_documents: position 0 inside a row begins a sample of its own, as documents are
-            separate under ``--reset-attention-mask``.
-
-    Returns:
-        ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` ``[length]`` for each sample,
-        with ``total_lengths`` and ``response_lengths`` (all 0).
-
-    Raises:
-        StockDataError: a batch lacks one of the four fields.
+    Where ``split_documents``, position 0 inside a row begins a sample of its own, as documents are
+    separate under ``--reset-attention-mask``. A `StockDataError` if a batch lacks a field.
     """
     data: dict[str, Any] = {name: [] for name in FIELDS}
     for batch in batches:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_batching.integrations.models import costs_of_config
 from mcore_batching.integrations.replacements import Hook, HookError, replacing
 from mcore_batching.planning import (
+    ConfigError,
     CostModel,
     LengthError,
     ParallelDims,
@@ -28,9 +29,10 @@ from mcore_batching.planning import (
     StepPlan,
     plan_step,
 )
+from mcore_batching.planning.costs.layers_of import config_of_json, first_guess, language_model
+from mcore_batching.planning.json_text import read_document
 
-ALGORITHM = "mcore_batching"
-"""Value of NeMo-RL's ``sequence_packing.algorithm`` that selects this packer."""
+ALGORITHM = "mcore_batching"  # of NeMo-RL's sequence_packing.algorithm
 
 
 def hook(
@@ -44,13 +46,12 @@ def hook(
 ) -> Hook:
     """Teach NeMo-RL's ``get_packer`` the name `ALGORITHM`. Call it in the driver's process.
 
+    Sizes are the policy's, as in `ParallelDims`.
+
     Args:
-        pipeline_parallel: pipeline stages of the policy.
-        virtual_pipeline: model chunks of a stage.
-        microbatch_group_size: as in `ParallelDims`.
-        expert_parallel: ranks that share the experts.
-        model: its config, whose layers are what samples cost: names and values, an object of
-            transformers, or the path of a ``config.json`` or its folder; None: the default costs.
+        model: its config, whose layers are what samples cost: names and values, as in Hugging
+            Face's ``config.json`` or Megatron's config; an object with ``to_dict``; or the path of
+            a ``config.json`` or of its folder. None: the default costs.
         share_prefixes: refused.
 
     Returns:
@@ -63,10 +64,7 @@ def hook(
         ParallelDimsError: a size is below 1, or sizes do not fit together.
     """
     if share_prefixes:
-        raise HookError(
-            "NeMo-RL tells its packer lengths and not tokens, so samples cannot share them: leave "
-            "out share_prefixes"
-        )
+        raise HookError("a packer is told lengths, not tokens, to share: leave out share_prefixes")
     dims = ParallelDims(
         pipeline_parallel=pipeline_parallel,
         virtual_pipeline=virtual_pipeline,
@@ -74,11 +72,28 @@ def hook(
     )
     costs = None
     if model is not None:
-        costs = costs_of_config(model, expert_model_parallel_size=expert_parallel)
+        costs = _costs_of_config(model, {"expert_model_parallel_size": expert_parallel})
     module = importlib.import_module("nemo_rl.data.packing.algorithms")
     packer = _packer_class(module.SequencePacker, dims, costs)
     get_packer = functools.partial(_get_packer, packer)
     return Hook([module], [replacing(module, "get_packer", get_packer)])
+
+
+def _costs_of_config(model: Any, sizes: dict[str, int]) -> CostModel:
+    """The first guess of a model's costs; ``sizes`` of the job count where it does not say."""
+    if hasattr(model, "to_dict"):
+        model = model.to_dict()
+    if isinstance(model, Mapping):
+        return first_guess(sizes | language_model(model))
+    path = os.fspath(model)
+    path = os.path.join(path, "config.json") if os.path.isdir(path) else path
+    try:
+        text = read_document(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot read {path}: {error}; give a model's folder, or transformers' config"
+        ) from error
+    return first_guess(sizes | config_of_json(text))
 
 
 def _get_packer(
@@ -102,8 +117,6 @@ def _get_packer(
 
 
 def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any:
-    """A subclass of NeMo-RL's packer with bins planned for these dims and costs."""
-
     # Made here, since its base is there only where NeMo-RL is.
     class PipelinePacker(base):  # type: ignore[misc]
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
@@ -122,12 +135,7 @@ def planned_bins(
 ) -> list[list[int]]:
     """The samples of each bin, in the order in which NeMo-RL deals bins to ranks.
 
-    Args:
-        lengths: of each sample, padded, in tokens.
-        capacity: most tokens of a bin.
-
-    Raises:
-        LengthError: there are fewer samples than bins.
+    Lengths are padded; fewer samples than bins are a `LengthError`.
     """
     config = PlannerConfig(max_tokens_per_gpu=capacity)
     step = plan_step(lengths, dims, config, costs)

@@ -24,43 +24,35 @@ import torch.distributed as dist
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.agreement.consensus import Consensus
 from mcore_batching.integrations.dims import job_dims
-from mcore_batching.integrations.models import caller_with, checked_costs
 from mcore_batching.integrations.replacements import (
-    MARK,
     Hook,
     HookError,
     Replacement,
     check_signature,
     replacing,
 )
-from mcore_batching.integrations.shards import planned_shard
+from mcore_batching.integrations.shards import caller_with, checked_costs, planned_shard
 from mcore_batching.planning import PlannerConfig
 
 _MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
 _CLASS = "TokenBasedBatchIterator"
+# What SkyRL's __init__ uses, in this order; another version may do something else.
 _NAMES = ("_token_counts", "_microbatches", "_sync_num_microbatches", "_num_padding_microbatches")
-"""Names that SkyRL's ``__init__`` uses, in this order; another version may do something else."""
 _REORDER = "reorder_and_combine_batches"
 
 
 def hook(*, share_prefixes: bool = False) -> Hook:
     """Replace the iterator in every loaded module of SkyRL. On all ranks or none.
 
-    Args:
-        share_prefixes: refused.
-
     Returns:
         the replaced names; its ``undo`` puts SkyRL's own back.
 
     Raises:
-        HookError: it is hooked already, or is another one in this version of SkyRL; prefixes are to
-            be shared.
+        HookError: it is hooked already, is another one in this version of SkyRL, or
+            ``share_prefixes`` is set.
     """
     if share_prefixes:
-        raise HookError(
-            "SkyRL reads a row by one segment a sample, so samples cannot share them: leave out "
-            "share_prefixes"
-        )
+        raise HookError("SkyRL reads a segment for each sample: leave out share_prefixes")
     module = importlib.import_module(_MODULE)
     original = getattr(module, _CLASS, None)
     where = f"{_MODULE}.{_CLASS}"
@@ -68,9 +60,12 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     if not isinstance(original, type):
         raise HookError(f"{where} cannot be replaced: there is none in this version of SkyRL")
     count = replacing(original, _NAMES[2], _sync_num_microbatches)
-    mark = getattr(count.ours, MARK)  # one mark, so that both methods are undone together
-    reorder = replacing(original, _REORDER, _reorder_and_combine_batches, mark=mark)
-    check_signature(f"{where}.__init__", original.__init__, _init)  # type: ignore[misc]
+    reorder = replacing(original, _REORDER, _reorder_and_combine_batches)
+    check_signature(
+        f"{where}.__init__",
+        original.__init__,  # type: ignore[misc]
+        lambda self, data, max_tokens_per_microbatch: None,
+    )
     # __init__ packs, has the number agreed on, then adds padding: ours comes between the two. In
     # another order its own micro-batches would be padded, or ours overwritten.
     used = [name for name in original.__init__.__code__.co_names if name in _NAMES]  # type: ignore[misc]
@@ -79,23 +74,17 @@ def hook(*, share_prefixes: bool = False) -> Hook:
             f"{where} cannot be replaced: its __init__ uses {', '.join(used) or 'none'}, expected "
             f"{', '.join(_NAMES)} in this order; hook a version of SkyRL that does"
         )
-    body = {count.name: count.ours, reorder.name: reorder.ours, MARK: mark, "__module__": _MODULE}
-    return Hook([module], [Replacement(_CLASS, original, type(_CLASS, (original,), body))])
-
-
-def _init(self: Any, data: Any, max_tokens_per_microbatch: int) -> None:
-    """The signature of SkyRL's."""
+    body = {count.name: count.ours, reorder.name: reorder.ours, "__module__": _MODULE}
+    subclass = Replacement(_CLASS, original, type(_CLASS, (original,), body))
+    # The methods are in no module's globals, but undone with the class that has them.
+    return Hook([module], [subclass, count, reorder])
 
 
 def _sync_num_microbatches(original: Callable[..., Any], self: Any) -> int:
     """Plan this rank's micro-batches and return every rank's number. A collective over all ranks.
 
-    SkyRL's ``__init__`` calls it after its own packing, and then adds padding micro-batches up to
-    the number returned.
-
-    Raises:
-        RankFailedError: on every rank: planning failed on some, or the model of a Megatron worker
-            cannot run packed rows.
+    SkyRL's ``__init__`` calls it behind its own packing, and then adds padding micro-batches up to
+    that number.
     """
     del original
     consensus = Consensus(dist.group.WORLD if dist.is_initialized() else None)
@@ -113,21 +102,15 @@ def _sync_num_microbatches(original: Callable[..., Any], self: Any) -> int:
         consensus,
         cost_model=costs,
     )
-    # SkyRL fills up with padding micro-batches of its own, behind these.
     self._microbatches = [list(samples) for samples in planned if samples]
     return len(planned)
 
 
 def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batches: Any) -> Any:
-    """SkyRL's own, after a check that each output has one row per sample.
-
-    Raises:
-        OrderError: on this rank, if one has not.
-    """
+    """SkyRL's own, after a check that each output has one row per sample, else an `OrderError`."""
     if len(batches) != len(self):
         raise OrderError(
-            f"expected the outputs of {len(self)} micro-batches, got {len(batches)}: return one "
-            "each, for padding too"
+            f"expected {len(self)} micro-batches' outputs, got {len(batches)}: return one each"
         )
     # SkyRL looks rows up by sample: one too many would be taken for another sample's.
     outputs = zip(self._microbatches, batches, strict=False)  # padding micro-batches come last

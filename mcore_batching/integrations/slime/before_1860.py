@@ -22,14 +22,18 @@ from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
 from mcore_batching.batch.rows.side_by_side import on_host
-from mcore_batching.integrations.slime.iterator import LiveDataIterator, PlaceholderIterator
+from mcore_batching.integrations.slime.iterator import PlaceholderIterator
 from mcore_batching.integrations.slime.rollout_manager import NO_LEARNING, NO_SHARING
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.arguments import LEARNT
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.data_iterator import planned_iterators, schedule_of
+from mcore_batching.megatron.rollout.data_iterator import (
+    DataIterator,
+    planned_iterators,
+    schedule_of,
+)
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
@@ -46,28 +50,37 @@ _PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_gl
 # cut for context parallelism.
 
 
+class _LiveDataIterator(DataIterator):
+    """A `DataIterator` whose values are those that the framework's dict has when they are drawn."""
+
+    def __init__(self, rollout: PlannedRollout, rollout_data: dict[str, Any]) -> None:
+        super().__init__(rollout)
+        self._live = rollout_data
+
+    @property
+    def rollout_data(self) -> dict[str, Any]:
+        """The framework's own dict, not a copy."""
+        return self._live
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
+        """The next micro-batch's values, None for fields that the dict lacks."""
+        indices = self._rollout.schedule.micro_batches[self.offset]
+        self.offset += 1
+        live = {key: self._live.get(key) for key in keys}
+        return {
+            key: None if values is None else [values[i] for i in indices]
+            for key, values in live.items()
+        }
+
+
 def get_data_iterator(
     schema: Schema, args: Any, model: Any, rollout_data: dict[str, Any] | None
 ) -> tuple[list[PlaceholderIterator], list[int]]:
     """`mcore_batching.megatron.get_data_iterator`, with rows padded as slime pads them.
 
-    A collective over all ranks.
-
-    Args:
-        schema: the kind of every field that `get_batch` will be asked for.
-        args: the framework's and Megatron's arguments; ``data_pad_size_multiplier`` must equal the
-            ``pad_multiplier`` of `get_batch`.
-        model: this rank's model chunks.
-        rollout_data: field name to one value per sample of this data-parallel rank; fields added
-            later are seen. None if another rank of the replica (pipeline, tensor, context) has it.
-
-    Returns:
-        one iterator per virtual pipeline stage, and the number of micro-batches of each step.
-
-    Raises:
-        DynamicBatchArgumentError: an argument asks for another layout, or for the engine's own
-            rows or training step.
-        CollectiveError: on every rank, if reading or planning failed on any.
+    A collective over all ranks. ``args.data_pad_size_multiplier`` must equal the ``pad_multiplier``
+    of `get_batch`. A `DynamicBatchArgumentError` where an argument asks for another layout, or for
+    the engine's own rows or training step.
     """
     layout = getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False)
     refuse("the hooked batching", [*_layout_problems(*layout), *_option_problems(args)])
@@ -92,7 +105,7 @@ def get_data_iterator(
     # A rank that was given nothing has what its replica sent it, without later fields.
     live = schedule.rollout_data if rollout_data is None else rollout_data
     return [
-        PlaceholderIterator(LiveDataIterator(rollout, live), schema, schedule.template)
+        PlaceholderIterator(_LiveDataIterator(rollout, live), schema, schedule.template)
         for _ in iterators
     ], list(counts)
 
@@ -107,17 +120,11 @@ def forward_only(
 ) -> dict[str, list[Tensor]]:
     """`mcore_batching.megatron.forward_only`, with the model called as slime calls it.
 
-    A collective over all ranks. Resets the iterators before. Arguments and result are those of the
-    engine's.
-
-    Raises:
-        DynamicBatchArgumentError: the iterators are the framework's own, or
-            ``custom_megatron_before_log_prob_hook_path`` is set.
+    It resets the iterators before. A `DynamicBatchArgumentError` if they are the framework's own.
     """
     if getattr(args, "custom_megatron_before_log_prob_hook_path", None):
         raise DynamicBatchArgumentError(
-            "forward_only does not call custom_megatron_before_log_prob_hook_path: unset it, and "
-            "call the function before"
+            "forward_only does not call custom_megatron_before_log_prob_hook_path: unset it"
         )
     live = [_live(each).reset() for each in data_iterator]  # the caller may have drawn from them
     with _own_positions(model_chunks(model), schedule_of(live)):
@@ -133,24 +140,12 @@ def get_batch(
 ) -> dict[str, Any]:
     """The next micro-batch as a packed row in slime's layout.
 
-    Args:
-        data_iterator: from `get_data_iterator`.
-        keys: fields to return.
-        pad_multiplier: each rank's row is padded to a multiple of this times the tensor-parallel
-            size.
-        qkv_format: "thd".
-        allgather_cp: False.
-
     Returns:
         for each key one value per sample, None if the rollout data lacks it; but ``tokens`` is the
         row, int64 ``[1, local tokens]`` on the device, and ``multimodal_train_inputs`` holds by
         name the tensors of all samples concatenated. Besides: ``unconcat_tokens`` of each sample,
         ``packed_seq_params``, ``dynamic_global_batch_size`` if the rollout data has it, and
         ``full_loss_masks`` ``[1, local tokens]``, each mask where its token is predicted.
-
-    Raises:
-        DynamicBatchArgumentError: the arguments ask for another layout, or the iterator is the
-            framework's own.
     """
     refuse("the hooked get_batch", _layout_problems(qkv_format, allgather_cp))
     live = _live(data_iterator)
@@ -202,29 +197,24 @@ def _packed_row(
 
 
 def _row_multiple(pad_multiplier: int) -> int:
-    """The multiple, in tokens, to which a whole row is padded."""
+    """To how many tokens a row of all its ranks is padded."""
     ranks: int = parallel_state.get_context_parallel_world_size()
     ranks *= parallel_state.get_tensor_model_parallel_world_size()
     return ranks * pad_multiplier
 
 
-def _live(data_iterator: Any) -> LiveDataIterator:
+def _live(data_iterator: Any) -> _LiveDataIterator:
     """The iterator inside one that `get_data_iterator` returned."""
     own = data_iterator.own if isinstance(data_iterator, PlaceholderIterator) else data_iterator
-    if not isinstance(own, LiveDataIterator):
+    if not isinstance(own, _LiveDataIterator):
         raise DynamicBatchArgumentError(
-            f"expected an iterator from the hooked get_data_iterator, got {type(own).__name__}: "
-            "call get_data_iterator after mcore_batching.hook"
+            f"expected an iterator of get_data_iterator once hooked, got {type(own).__name__}"
         )
     return own
 
 
 def _planned(rollout_data: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The fields of the rollout data that planning reads.
-
-    Raises:
-        SchemaError: a sample has no token.
-    """
+    """The fields of the rollout data that planning reads; a sample without tokens is refused."""
     if rollout_data is None:
         return None
     planned = {key: rollout_data[key] for key in _PLANNED if rollout_data.get(key) is not None}
@@ -267,8 +257,8 @@ def _option_problems(args: Any) -> Iterator[str]:
 
 
 def _own_positions(chunks: list[Any], schedule: MicroBatchSchedule) -> AbstractContextManager[None]:
-    """Pass no position ids to multimodal models, which compute their own from the images."""
-    # slime passes none to any model; to a text model 0, 1, 2, … per sample are the same.
+    # slime passes no position ids. Multimodal models then compute their own from the images; to a
+    # text model 0, 1, 2, … per sample are the same.
     fields = schedule.template
     finds_them = "multimodal_train_inputs" in fields and "position_ids" not in fields
     return changed_inputs(

@@ -7,11 +7,7 @@
     print(hooked)                               # the names that were replaced
     hooked.undo()                               # or: with mcore_batching.hook(data, model): ...
 
-All three are checked before any is replaced, and replaced together: the framework's own
-``forward_only`` would take placeholders' outputs for samples'.
-
-Versions that plan in the rollout manager, before samples are dealt to ranks, are hooked there as
-well, by `mcore_batching.integrations.slime.rollout_manager`.
+Versions that plan in the rollout manager are hooked there as well, by `hook_schedule`.
 """
 
 from __future__ import annotations
@@ -38,20 +34,19 @@ if TYPE_CHECKING:
     from mcore_batching.batch import Schema
 
 NAMES = ("get_data_iterator", "forward_only", "get_batch")
+# First parameters of the functions of slime and miles where the rollout manager plans.
+LEADING = {
+    "get_data_iterator": (("rollout_data",), ("args", "model", "rollout_data")),
+    "forward_only": (("f", "args", "model", "data_iterator", "num_microbatches"),),
+    "get_batch": (("data_iterator", "keys"),),
+}
 
 _DATA = {"slime": "backends.megatron_utils.data", "miles": "backends.training_utils.data"}
 _MODEL = "backends.megatron_utils.model"
 
 
 def init(args: Any) -> None:
-    """`hook` the modules of slime or miles: for ``--custom-megatron-init-path``.
-
-    Args:
-        args: the framework's arguments; not read.
-
-    Raises:
-        HookError: neither framework is installed, or its functions have another signature.
-    """
+    """`hook` the modules of slime or miles: for ``--custom-megatron-init-path``."""
     del args
     name = framework(_MODEL)
     if name == "miles":  # raises for an older one, which would silently train by its own plan
@@ -74,13 +69,8 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     ``get_batch`` stays the framework's, and further parameters are passed on. The framework's
     forward step, loss and log-prob functions stay in all: see `.before_1860` and `.trainer`.
 
-    Args:
-        modules: the modules that have the three functions.
-        schema: the kind of every field that ``get_batch`` is asked for; declare your own fields
-            with `Schema.declare`. None: `mcore_batching.batch.DEFAULT_SCHEMA`.
-
-    Returns:
-        the replaced functions, with `Hook.undo`.
+    The schema has the kind of every field that ``get_batch`` is asked for; declare your own with
+    `Schema.declare`.
 
     Raises:
         HookError: a function is missing, is hooked already, or has another signature.
@@ -89,17 +79,18 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
 
     schema = DEFAULT_SCHEMA if schema is None else schema
     holders = _holders(modules)
-    in_place = _of_manager if _is_scheduled(holders) else _of_trainer
+    # By parameters, not versions: checkouts are rarely of a release.
+    takes = {name: _parameters(getattr(found[0], name)) for name, found in holders.items()}
+    is_planned = takes["get_data_iterator"] == ("rollout_data",)
+    is_planned |= "rollout_id" in takes["forward_only"]
+    in_place = _of_manager if is_planned else _of_trainer
+    # All are checked before any is replaced, and replaced together: the framework's own
+    # forward_only would take placeholders' outputs for samples'.
     found = [in_place(name, module, schema) for name in NAMES for module in holders[name]]
     return Hook(modules, [each for each in found if each is not None])
 
 
 def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
-    """The modules that have each of the functions.
-
-    Raises:
-        HookError: none has.
-    """
     others = [module for module in modules if not isinstance(module, ModuleType)]
     if others:
         raise HookError(f"expected modules, got {others[0]!r}: import it first")
@@ -112,13 +103,6 @@ def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
                 f"those that have {', '.join(NAMES)}"
             )
     return found
-
-
-def _is_scheduled(holders: dict[str, list[ModuleType]]) -> bool:
-    """True if the framework plans in its rollout manager."""
-    # By parameters, since checkouts are rarely of a release.
-    takes = {name: _parameters(getattr(holders[name][0], name)) for name in NAMES}
-    return takes["get_data_iterator"] == ("rollout_data",) or "rollout_id" in takes["forward_only"]
 
 
 def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
@@ -136,34 +120,25 @@ def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
 def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | None:
     """For a framework that plans in its rollout manager; None: its own stays."""
     from mcore_batching.integrations.slime import trainer
-    from mcore_batching.integrations.slime.model_checks import checking_model
 
-    original = getattr(module, name)
-    _check_leading(f"{module.__name__}.{name}", original, trainer.LEADING[name])
+    original, where, known = getattr(module, name), f"{module.__name__}.{name}", LEADING[name]
+    refuse_hooked(where, original)
+    names = _parameters(original)
+    if not any(names[: len(each)] == each for each in known):
+        expected = " or ".join(f"{name}({', '.join(each)}, ...)" for each in known)
+        found = str(inspect.signature(original)) if callable(original) else type(original).__name__
+        raise HookError(
+            f"{where} is of an unknown version of slime or miles: expected {expected}, found "
+            f"{found}; mcore_batching/integrations/slime/README.md lists versions"
+        )
     if name == "get_batch":
         return None
     ours = functools.partial(getattr(trainer, name), original)
     if name == "get_data_iterator":
         ours = functools.partial(ours, schema=schema)
-    return Replacement(name, original, in_place_of(original, checking_model(original, ours)))
-
-
-def _check_leading(where: str, function: Any, known: tuple[tuple[str, ...], ...]) -> None:
-    """Refuse a function that begins with none of these parameters.
-
-    Raises:
-        HookError: saying what was expected and what was found.
-    """
-    refuse_hooked(where, function)
-    names = _parameters(function)
-    if not any(names[: len(each)] == each for each in known):
-        name = where.rpartition(".")[2]
-        expected = " or ".join(f"{name}({', '.join(each)}, ...)" for each in known)
-        found = str(inspect.signature(function)) if callable(function) else type(function).__name__
-        raise HookError(
-            f"{where} is of an unknown version of slime or miles: expected {expected}, found "
-            f"{found}; mcore_batching/integrations/slime/README.md lists versions"
-        )
+    return Replacement(
+        name, original, in_place_of(original, trainer.checking_model(original, ours))
+    )
 
 
 def _parameters(function: Any) -> tuple[str, ...]:

@@ -1,9 +1,8 @@
-"""Iterators over the framework's own ``rollout_data``, with placeholders.
+"""An iterator over the framework's own ``rollout_data``, with placeholders.
 
-The dict is read when a micro-batch is drawn, so fields added after planning (log-probs,
-advantages) are there without a collective. A micro-batch without samples becomes a sample of one
-token with an empty response, which the framework packs and runs like any other: its loss is 0 and
-stays attached to the graph, and its mask adds 0 to token counts.
+A micro-batch without samples becomes a sample of one token with an empty response, which the
+framework packs and runs like any other: its loss is 0 and stays attached to the graph, and its mask
+adds 0 to token counts.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from mcore_batching.batch import Kind, Schema, SchemaError, make_placeholder
 from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
-from mcore_batching.megatron.rollout.data_iterator import DataIterator
-from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 
 
 class PlaceholderLengths(list[int]):
@@ -27,10 +24,8 @@ class PlaceholderLengths(list[int]):
 class PlaceholderIterator:
     """An iterator over rollout data, with a fabricated sample where a micro-batch has none.
 
-    Args:
-        own: the framework's own iterator, or a `LiveDataIterator`.
-        schema: the kind of every field that will be asked for.
-        template: field name to values of one sample, for ranks without any; None: no such rank.
+    All other attributes are those of ``own``, the iterator inside. ``template`` has the values of
+    one sample, for ranks without any; None: no such rank.
     """
 
     def __init__(
@@ -47,7 +42,6 @@ class PlaceholderIterator:
         self._checked: set[tuple[str, ...]] = set()
 
     def __getattr__(self, name: str) -> Any:
-        """All other attributes are those of the iterator inside."""
         return getattr(self.own, name)
 
     def reset(self) -> PlaceholderIterator:
@@ -58,15 +52,14 @@ class PlaceholderIterator:
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
         """The next micro-batch: one value per sample, None for fields that the data lack.
 
-        Raises:
-            IndexError: all micro-batches have been drawn.
-            SchemaError: on every rank, at the first micro-batch: a field is not declared, or does
-                not have one value per sample.
+        A `SchemaError` on every rank, at the first micro-batch, if a field is not declared, or does
+        not have one value per sample.
         """
         if self.own.offset >= len(self._micro_batches):
             count = len(self._micro_batches)
             raise IndexError(f"all {count} micro-batches have been drawn: call reset() first")
-        # Read anew each time: log-probs and advantages are added between the passes.
+        # Read anew each time: log-probs and advantages are added between the passes, and are there
+        # without a collective.
         data = self.own.rollout_data
         present = tuple(key for key in keys if data.get(key) is not None)
         has_samples = bool(self._micro_batches[self.own.offset])
@@ -83,7 +76,6 @@ class PlaceholderIterator:
         return dict.fromkeys(keys) | fabricated
 
     def _fabricated(self, keys: Sequence[str]) -> dict[str, list[Any]]:
-        """One value for each key, like those of real samples."""
         data = self.own.rollout_data
         count = len(data["tokens"])
         for key in keys:
@@ -95,39 +87,15 @@ class PlaceholderIterator:
                 )
         made = make_placeholder(self._schema, keys, data if count else self._template)
         if not count:  # no sample shows where values are
-            made = {key: [_on_device(value) for value in values] for key, values in made.items()}
+            device = torch.device(torch.cuda.current_device())
+            for values in made.values():
+                values[:] = [
+                    each.to(device, non_blocking=True) if isinstance(each, Tensor) else each
+                    for each in values
+                ]
         # Two marks: forward_only knows a placeholder by its lengths, a loss's mask counts none.
         if "total_lengths" in made:
             made["total_lengths"] = PlaceholderLengths(made["total_lengths"])
         if "loss_masks" in made:
             made["loss_masks"] = list(map(zero_count_mask, made["loss_masks"]))
         return made
-
-
-class LiveDataIterator(DataIterator):
-    """A `DataIterator` whose values are those that the framework's dict has when they are drawn."""
-
-    def __init__(self, rollout: PlannedRollout, rollout_data: dict[str, Any]) -> None:
-        super().__init__(rollout)
-        self._live = rollout_data
-
-    @property
-    def rollout_data(self) -> dict[str, Any]:
-        """The framework's own dict, not a copy."""
-        return self._live
-
-    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
-        """The next micro-batch's values, None for fields that the dict lacks."""
-        indices = self._rollout.schedule.micro_batches[self.offset]
-        self.offset += 1
-        live = {key: self._live.get(key) for key in keys}
-        return {
-            key: None if values is None else [values[i] for i in indices]
-            for key, values in live.items()
-        }
-
-
-def _on_device(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(torch.device(torch.cuda.current_device()), non_blocking=True)

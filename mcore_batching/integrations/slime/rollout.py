@@ -17,6 +17,7 @@ hook_schedule()
 def _default() -> Any:
     if framework("utils.misc") == "slime":
         return importlib.import_module("slime.rollout.sglang_rollout").generate_rollout
+    # In miles a class, or the function of slime's name where MILES_USE_LEGACY_ROLLOUT_V1 is set.
     if importlib.import_module("miles.utils.environ").use_legacy_rollout_v1():
         return importlib.import_module("miles.rollout.sglang_rollout").generate_rollout
     name = "miles.rollout.inference_rollout.inference_rollout_common"
@@ -24,5 +25,3 @@ def _default() -> Any:
 
 
 generate_rollout = _default()
-"""``slime.rollout.sglang_rollout.generate_rollout``; in miles its class ``InferenceRolloutFn``, or
-the function of slime's name where ``MILES_USE_LEGACY_ROLLOUT_V1`` is set."""

@@ -44,11 +44,11 @@ NAME = "build_dp_schedule"
 
 _INIT = "--custom-megatron-init-path mcore_batching.integrations.slime.init"
 
+# Packages that have the function, and what to do if an older version lacks it.
 _FRAMEWORKS = {
     "slime": f"(its pull request 1926): leave hook_schedule out, {_INIT} is enough",
     "miles": "(its pull request 1927): use a later miles",
 }
-"""Packages that have the function, and what to do if an older version lacks it."""
 
 NO_SHARING = (
     "the framework finds tokens by lengths, so samples cannot share them: unset "
@@ -63,27 +63,18 @@ Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
 
 def framework(module: str) -> str:
-    """``slime`` or ``miles``: the one with this module loaded, else the one installed.
-
-    Raises:
-        HookError: neither is.
-    """
+    """``slime`` or ``miles``: the one with this module loaded, else the one installed."""
     # Both may be installed; the trainer has imported its own.
     loaded = [name for name in _FRAMEWORKS if f"{name}.{module}" in sys.modules]
     for name in [*loaded, *_installed()]:
         return name
     raise HookError(
-        f"neither {' nor '.join(_FRAMEWORKS)} is installed: for another framework call "
-        "mcore_batching.hook with its modules"
+        "neither slime nor miles is installed: for another call mcore_batching.hook(modules)"
     )
 
 
 def planning_modules(names: Sequence[str]) -> list[ModuleType]:
-    """The ``dp_schedule`` modules of these frameworks.
-
-    Raises:
-        HookError: no framework has one.
-    """
+    """The ``dp_schedule`` modules of these frameworks, of which one must have it."""
     modules, too_old = [], []
     for name in names:
         try:
@@ -126,13 +117,8 @@ def build_dp_schedule(
 ) -> Schedule:
     """The samples of each rank, and of each of its micro-batches.
 
-    Args:
-        args: the framework's, with ``dynamic_batch_*`` from ``--custom-config-path`` for the
-            planner's options.
-        train_parallel_config: the trainer's sizes.
-        total_lengths: of each sample, in tokens.
-        global_batch_size: rollouts of each step.
-        rollout_indices: the rollout of each sample.
+    ``args`` have the planner's options, ``dynamic_batch_*`` from ``--custom-config-path``. A step
+    takes ``global_batch_size`` rollouts, each of one sample or more.
 
     Returns:
         samples of each rank [ranks][samples]; of each rank's micro-batches, as positions in these,
@@ -178,7 +164,7 @@ def build_dp_schedule(
                 micro_batches[rank].append(list(range(first, first + len(samples))))
     counts = [step.num_microbatches for step in plan.steps]
     # slime scales a step's loss by its rollouts, which may have several samples each.
-    sizes = [len({rollout_indices[sample] for sample in step}) for step in steps]
+    sizes = [len({rollout_indices[i] for i in step.sample_indices}) for step in plan.steps]
     return partitions, micro_batches, counts, sizes
 
 
@@ -198,11 +184,7 @@ def _parallel_dims(args: Any, told: dict[str, Any]) -> ParallelDims:
 
 
 def planner_config(args: Any) -> PlannerConfig:
-    """The planner's options, with rows padded as the framework's ``get_batch`` pads them.
-
-    Raises:
-        ConfigError: rows are to have context-parallel sizes of their own, or to share tokens.
-    """
+    """The planner's options, with rows padded as the framework's ``get_batch`` pads them."""
     if getattr(args, "dynamic_batch_share_prefixes", False):
         raise ConfigError(NO_SHARING)
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
@@ -233,7 +215,7 @@ def _cost_model(args: Any) -> CostModel | None:
 
 
 def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:
-    """How rollouts left over are treated: "keep" where miles would make a smaller step of them."""
+    """Rollouts left over are dropped, or kept where miles would make a smaller step of them."""
     if not getattr(args, "allow_partial_train_step", False):
         return "drop"
     # miles drops a last step of fewer samples than ranks, too.
@@ -247,37 +229,23 @@ def _idle_ranks(plan: Plan) -> list[int]:
 
 
 def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
-    """Refuse what the trainer cannot run.
-
-    Raises:
-        HookError: naming the argument to set.
-    """
+    """Refuse what the trainer cannot run."""
     idle = _idle_ranks(plan)
     if idle:
         raise HookError(
             f"data-parallel rank {idle[0]} would train no sample: set --global-batch-size to "
-            f"{dims.data_parallel} rollouts or more"
+            f"{dims.data_parallel} or more"
         )
     full = all(all(rank) for step in plan.steps for rank in step.micro_batches)
     if not full and getattr(args, "enable_mtp_training", False):
-        raise HookError(
-            "multi-token prediction would divide by a placeholder's 0 tokens: unset "
-            "--enable-mtp-training, or set --global-batch-size higher"
-        )
+        raise HookError("MTP would divide by a placeholder's 0 tokens: unset --enable-mtp-training")
 
 
-def _in_place_of_own(
-    original: Callable[..., Any],
-    args: Any,
-    *lengths: Any,
-    global_batch_size: int,
-    rollout_indices: list[int],
-) -> Any:
-    plans = args.use_dynamic_batch_size and len(set(rollout_indices)) >= global_batch_size
+def _in_place_of_own(original: Callable[..., Any], args: Any, *lengths: Any, **step: Any) -> Any:
     # Of too few rollouts for a step the framework itself says what is wrong.
-    return (build_dp_schedule if plans else original)(
-        args, *lengths, global_batch_size=global_batch_size, rollout_indices=rollout_indices
-    )
+    has_step = len(set(step["rollout_indices"])) >= step["global_batch_size"]
+    plans = args.use_dynamic_batch_size and has_step
+    return (build_dp_schedule if plans else original)(args, *lengths, **step)
 
 
 def _installed() -> list[str]:

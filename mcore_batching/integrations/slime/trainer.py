@@ -4,16 +4,16 @@ Since slime's pull request 1926 and miles' 1927 the rollout manager plans, and a
 list the samples of each micro-batch. Where it lists none, `PlaceholderIterator` fabricates one, and
 ``forward_only`` drops its outputs.
 
-The framework's ``forward_only`` restores the order of outputs without checking their number. So it
-is checked here: before the pass, that the micro-batches hold each sample once; after it, that the
-function of the logits returned one output per sample. The order of outputs within a micro-batch
-cannot be checked.
+Checked are, before a pass, that the model can run packed rows and that micro-batches hold each
+sample once; after it, that there is one output per sample. Their order within a micro-batch cannot
+be.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,29 +21,23 @@ from mcore_batching.batch import OrderError, Schema, apply_order
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator, PlaceholderLengths
-from mcore_batching.megatron.errors import CollationFailedError
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.checks.validation import prepare_packed_model
+from mcore_batching.megatron.errors import CollationFailedError, PlanningFailedError
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.step.logits_function import checked_outputs
+from mcore_batching.megatron.topology import model_chunks
 
 _OPERATION = "forward_only"
-
-LEADING = {
-    "get_data_iterator": (("rollout_data",), ("args", "model", "rollout_data")),
-    "forward_only": (("f", "args", "model", "data_iterator", "num_microbatches"),),
-    "get_batch": (("data_iterator", "keys"),),
-}
-"""First parameters of slime's and miles' functions."""
 
 
 def get_data_iterator(
     original: Callable[..., Any], *arguments: Any, schema: Schema, **keywords: Any
 ) -> Any:
-    """The result of the framework's function, its iterators with placeholders.
-
-    Data that miles plans in the trainer (several modalities or adapters) stay its own.
-    """
+    """The result of the framework's function, its iterators with placeholders."""
     made = original(*arguments, **keywords)
     iterators, *counts = made if isinstance(made, tuple) else (made,)
+    # What miles plans in the trainer (several modalities or adapters) stays its own.
     with_placeholders = [
         PlaceholderIterator(each, schema) if "micro_batch_indices" in each.rollout_data else each
         for each in iterators
@@ -63,8 +57,8 @@ def forward_only(
 ) -> Any:
     """The framework's forward pass, without placeholders' outputs.
 
-    A collective over all ranks if the rollout manager planned. Otherwise (fixed micro-batches,
-    miles' own plans) errors are raised on their own rank.
+    A collective over all ranks if the rollout manager planned; otherwise errors are raised on their
+    own rank.
 
     Raises:
         CollationFailedError: on every rank, if any rank's micro-batches do not hold each sample
@@ -80,8 +74,9 @@ def forward_only(
     planned = isinstance(data_iterator[0], PlaceholderIterator)
     # slime's log-prob server runs data-parallel ranks separately: a collective would hang there.
     if not (planned and getattr(args, "use_dynamic_batch_size", False)):
-        return run(_Guarded(f, _raise))
+        return run(_Guarded(f, None))
     job = job_of(args)
+    # The framework restores the order of outputs by these places, without checking their number.
     job.consensus.agree(
         _OPERATION,
         lambda: _check_plan(data_iterator[0], num_microbatches),
@@ -104,7 +99,6 @@ def forward_only(
 
 
 def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) -> None:
-    """Refuse micro-batches that do not hold each sample once, or another number than is to run."""
     micro_batches = iterator.micro_batch_indices
     samples = range(len(iterator.rollout_data["tokens"]))
     try:
@@ -122,23 +116,15 @@ def _check_plan(iterator: PlaceholderIterator, num_microbatches: Sequence[int]) 
         )
 
 
-# Where each rank runs by itself, what fails is raised at once.
-def _raise(exception: Exception) -> None:
-    raise exception
-
-
 class _Guarded:
-    """The function of the logits, with checked outputs, and empty ones for a placeholder.
+    """The function of the logits, with checked outputs, and empty ones for a placeholder."""
 
-    Attributes:
-        names: of its outputs; None before its first call.
-    """
-
-    def __init__(self, f: Callable[..., Any], failed: Callable[[Exception], None]) -> None:
+    def __init__(self, f: Callable[..., Any], failed: Callable[[Exception], None] | None) -> None:
         functools.update_wrapper(self, f)
         self._f = f
-        self._failed = failed  # called with what f or the check raises
-        self.names: set[str] | None = None
+        # Called with what f or the check raises; None: each rank runs by itself, so it is raised.
+        self._failed = failed
+        self.names: set[str] | None = None  # of its outputs, since its first call
 
     def __call__(self, logits: Any, **keywords: Any) -> Any:
         """Outputs as Megatron's schedule takes them: a dict, or a tensor and a dict."""
@@ -148,14 +134,15 @@ class _Guarded:
         try:
             if "total_lengths" not in keywords:
                 raise HookError(
-                    "forward_only passes its function no total_lengths, which mark placeholders: "
-                    "use a version of the framework that does"
+                    "forward_only passes its function no total_lengths: use another version"
                 )
             # Of a placeholder, too: f may be a collective of the ranks that share the row.
             made = self._f(logits, **keywords)
             values = self._checked(made, len(lengths))
             output = made[0] if isinstance(made, tuple) else None
         except Exception as exception:
+            if self._failed is None:
+                raise
             self._failed(exception)
             # Stands in for any name, with one value per sample, until all ranks raise.
             values = collections.defaultdict(lambda: [None] * (not is_placeholder) * len(lengths))
@@ -177,3 +164,38 @@ class _Guarded:
                 f"{sorted(self.names)} for another: return the same names for all"
             )
         return values
+
+
+def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, with a check of the model before: a collective over all ranks, once per model.
+
+    It raises `PlanningFailedError` on every rank if any rank's model cannot run packed rows.
+    """
+    signature = inspect.signature(original)
+
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        # Mamba's state ends with each sample, which slime's and miles' rows do not say.
+        compat.packed_rows.end_states_with_samples()
+        given = signature.bind(*arguments, **keywords).arguments
+        # At the first call that has the model: the manager, which plans, has none.
+        if "model" in given and _is_planned(given):
+            job, chunks = job_of(given["args"]), model_chunks(given["model"])
+            if chunks[0] not in job.memory.checked_models:
+                job.consensus.agree(
+                    "checking the model",
+                    lambda: prepare_packed_model(chunks),
+                    failure=PlanningFailedError,
+                )
+                job.memory.checked_models.add(chunks[0])
+        return ours(*arguments, **keywords)
+
+    return checked
+
+
+def _is_planned(given: dict[str, Any]) -> bool:
+    # Other calls may be of one rank: slime's server runs data-parallel ranks separately.
+    if not getattr(given["args"], "use_dynamic_batch_size", False):
+        return False
+    data = given["data_iterator"][0] if "data_iterator" in given else None
+    rollout_data = given["rollout_data"] if data is None else getattr(data, "rollout_data", ())
+    return "micro_batch_indices" in rollout_data

@@ -27,14 +27,7 @@ _DIVISIONS = (Tensor.div, Tensor.true_divide, torch.div, torch.true_divide)
 
 
 def zero_count_mask(mask: Tensor) -> Tensor:
-    """The mask, with a sum that stays 0 when clamped to 1.
-
-    Args:
-        mask: ``[0]``, the loss mask of an empty response.
-
-    Raises:
-        SchemaError: the mask has a token.
-    """
+    """The ``[0]`` mask of an empty response, with a sum that stays 0 when clamped to 1."""
     if mask.numel():
         raise SchemaError(
             "loss_masks",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 
-from mcore_batching.integrations.replacements import MARK, Hook, replacing
+from mcore_batching.integrations.replacements import Hook, replacing
 
 
 def hook(*, share_prefixes: bool = False) -> Hook:
@@ -21,16 +21,21 @@ def hook(*, share_prefixes: bool = False) -> Hook:
     Raises:
         HookError: they are hooked already, or have another signature in this version of verl.
     """
+    # Here, since verl imports the plugin always: where it is off these would be loaded for nothing.
     from mcore_batching.integrations.verl import micro_batches
     from mcore_batching.integrations.verl.shared_prefixes import SharedPrefixes
 
     module = importlib.import_module("verl.utils.seqlen_balancing")
     sharing = SharedPrefixes() if share_prefixes else None
     rearrange = functools.partial(micro_batches.rearrange_micro_batches, sharing)
-    replacements = [
-        replacing(module, "rearrange_micro_batches", rearrange),
-        replacing(module, "restore_dynamic_batch", micro_batches.restore_dynamic_batch),
-    ]
+    restore = micro_batches.restore_dynamic_batch
+    hooked = Hook(
+        [module],
+        [
+            replacing(module, "rearrange_micro_batches", rearrange),
+            replacing(module, "restore_dynamic_batch", restore),
+        ],
+    )
     if sharing is not None:
-        sharing.mark = getattr(replacements[0].ours, MARK)
-    return Hook([module], replacements)
+        sharing.hook = hooked
+    return hooked

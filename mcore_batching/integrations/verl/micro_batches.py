@@ -29,9 +29,8 @@ from mcore_batching.batch.agreement.consensus import Consensus, Statement
 from mcore_batching.batch.agreement.figures import largest, least
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.integrations.dims import job_dims
-from mcore_batching.integrations.models import caller_with, checked_costs
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.shards import planned_shard
+from mcore_batching.integrations.shards import caller_with, checked_costs, planned_shard
 from mcore_batching.integrations.verl.shared_prefixes import SharedPrefixes
 from mcore_batching.planning import (
     CostModel,
@@ -59,18 +58,9 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
-    """The rank's samples in micro-batches. A collective over ``dp_group``.
+    """The rank's micro-batches, and the samples in each. A collective over ``dp_group``.
 
-    Args:
-        sharing: finds samples that are computed in others, which come into one micro-batch; None:
-            all are computed themselves.
-        original: verl's function; called if ``force_group_size``, the consecutive samples that stay
-            in one micro-batch, is above 1.
-        batch: TensorDict with ``input_ids``, nested or beside an ``attention_mask``.
-        max_token_len: most tokens of a micro-batch; this and the rest as in verl.
-
-    Returns:
-        the micro-batches, and the samples in each.
+    All but ``sharing`` (None: no sample is computed in another) and verl's function is as in verl.
 
     Raises:
         LengthError: on every rank, for a sample over the cap or a rank without samples.
@@ -78,7 +68,7 @@ def rearrange_micro_batches(
             verl's Megatron engine cannot run packed rows.
         HookError: on every rank: a sample would run twice where verl counts its tokens.
     """
-    if force_group_size != 1:
+    if force_group_size != 1:  # consecutive samples that must stay together: verl's own plan
         rest = num_batches_divided_by, same_micro_num_in_dp, min_num_micro_batch
         balance = use_dynamic_bsz_balance, force_group_size
         return original(batch, max_token_len, dp_group, *rest, *balance)  # type: ignore[no-any-return]
@@ -145,15 +135,9 @@ def restore_dynamic_batch(
 
 
 def _costs_of_engine() -> CostModel | None:
-    """Of the model of verl's Megatron engine, which calls; None for other engines.
-
-    They have one stage: what samples cost changes no plan's end.
-
-    Raises:
-        RankFailedError: on every rank: the model cannot run packed rows on some.
-    """
+    """Of the model of verl's Megatron engine, which calls; raises where it cannot pack rows."""
     engine = caller_with("tf_config")
-    if engine is None:
+    if engine is None:  # other engines have one stage: what samples cost changes no plan's end
         return None
     # Of all stages, which must fail together: `dp_group` holds one alone.
     everywhere = Consensus(dist.group.WORLD)
@@ -169,7 +153,6 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDims, PlannerConfig]:
-    """Settings of a plan, from Megatron's groups if there are any in this process."""
     dims = job_dims(data_parallel=ranks)
     dims = dataclasses.replace(
         dims,
@@ -185,12 +168,7 @@ def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDi
 
 
 def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> list[int]:
-    """Tokens of this rank's samples.
-
-    Raises:
-        LengthError: on every rank: a sample is over the cap, or a rank has none.
-        RankFailedError: on every rank: some rank's batch cannot be read.
-    """
+    """Tokens of this rank's samples, on every rank at least one and none over the cap."""
     agreed = consensus.agree(
         "reading lengths",
         lambda: _lengths(batch),
@@ -204,17 +182,13 @@ def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> li
     if longest > max_token_len:
         raise LengthError(
             f"a sample has {longest} tokens, a micro-batch may hold {max_token_len}: set "
-            "ppo_max_token_len_per_gpu (for log-probs log_prob_max_token_len_per_gpu) higher"
+            "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) higher"
         )
     return agreed.result
 
 
 def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> None:
-    """Refuse to repeat a sample where the loss is divided by the number of tokens run.
-
-    Raises:
-        HookError: on every rank.
-    """
+    """Refuse, on all ranks, to repeat a sample where a loss is divided by the tokens run."""
     agreed = consensus.agree(
         "filling up",
         lambda: not all(chosen),
@@ -234,22 +208,15 @@ def _filled(
     """The micro-batches and the samples in each, none empty: verl runs no empty one."""
     # The shortest sample, masked, takes a placeholder's place.
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
-    made = [
-        _select(batch, list(samples)) if samples else _masked(batch, shortest) for samples in chosen
-    ]
-    return made, [list(samples) or [shortest] for samples in chosen]
-
-
-def _masked(batch: Any, sample: int) -> Any:
-    """A micro-batch of one sample that adds nothing to the loss."""
-    micro_batch = _select(batch, [sample])
-    for name in _MASKS:
-        if micro_batch.get(name, None) is not None:
-            micro_batch[name] = torch.zeros_like(micro_batch[name])
-    return micro_batch
+    indices = [list(samples) or [shortest] for samples in chosen]
+    made = [_select(batch, samples) for samples in indices]
+    for micro_batch in (each for each, samples in zip(made, chosen, strict=True) if not samples):
+        for name in _MASKS:
+            if micro_batch.get(name, None) is not None:
+                micro_batch[name] = torch.zeros_like(micro_batch[name])
+    return made, indices
 
 
 def _select(batch: Any, samples: list[int]) -> Any:
-    """These samples of a batch, by verl's own function."""
     utilities = importlib.import_module("verl.utils.tensordict_utils")
     return utilities.index_select_tensor_dict(batch, samples)

@@ -2,8 +2,6 @@
 
 ``MCORE_BATCHING_VERL_SHARE_PREFIXES=1`` beside it shares prefixes.
 
-verl loads such entry points while it is imported, and only logs their errors. So they are printed
-here.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ def hook_if_asked() -> None:
         if _is_set(VARIABLE):
             print(hook(share_prefixes=_is_set(SHARING)), flush=True)
     except Exception:
+        # verl loads such entry points while it is imported, and only logs their errors.
         print("mcore_batching: verl keeps its own micro-batches, because", file=sys.stderr)
         traceback.print_exc()
         raise

@@ -2,8 +2,7 @@
 
 verl's forward function gets a micro-batch's samples as a nested tensor and returns nested outputs.
 Ours calls it with the hosts alone and cuts every sample's outputs out of its host's, so what comes
-before and behind it is verl's own: packing, context parallelism, losses. Gradients of tokens that
-several samples train add up, hence responses may overlap.
+before and behind it is verl's own: packing, context parallelism, losses.
 """
 
 from __future__ import annotations
@@ -26,49 +25,39 @@ from mcore_batching.integrations.replacements import (
     replacing,
 )
 
-UNSET = "unset MCORE_BATCHING_VERL_SHARE_PREFIXES"
-"""What mends every refusal."""
+UNSET = "unset MCORE_BATCHING_VERL_SHARE_PREFIXES"  # mends every refusal
 _PACKAGE = "verl.models.mcore"
 _FORWARD = "gptmodel_forward_model_engine"
 _FUSED = "fused_forward_model_engine"
+# Arguments of verl's logits processor with a value a token, and those that it takes out again where
+# there is no multi-token prediction.
 _PER_TOKEN = ("label", "temperature")
-"""Arguments of verl's logits processor with a value a token."""
 _OF_MTP = ("loss_mask", "response_attention_mask")
-"""Those that it takes out again where there is no multi-token prediction."""
 _SCHEMA = DEFAULT_SCHEMA.declare("temperature", Kind.PER_TOKEN)
 
 
 class SharedPrefixes:
     """Finds hosts, and has verl compute them alone.
 
-    Its forward is replaced at the first step: verl cannot import it while it loads its plugins.
-
     Attributes:
-        mark: of a replacement with which this one is undone; None: it is in place.
+        hook: to which verl's forward is still to be added; None: it is replaced.
     """
 
     def __init__(self) -> None:
-        self.mark: Any = None
+        self.hook: Hook | None = None
 
     def hosts(self, batch: Any) -> Sequence[int]:
-        """For each sample of a batch the one in whose place it is computed, itself if in its own.
-
-        Args:
-            batch: TensorDict with nested ``input_ids``.
-
-        Raises:
-            HookError: the engine is not Megatron's, the rows are padded, or verl's functions have
-                another signature.
-        """
+        """For each sample of verl's batch the one in whose segment it is computed, or itself."""
         state: Any = sys.modules.get("megatron.core.parallel_state")
         if state is None or not state.model_parallel_is_initialized():
             raise HookError(f"prefixes are shared in verl's Megatron engine alone: {UNSET}")
         input_ids = batch["input_ids"]
         if not input_ids.is_nested:
             raise HookError(f"prefixes are shared where input_ids are nested alone: {UNSET}")
-        if self.mark is not None:
-            _hook_forward(self.mark)
-            self.mark = None
+        # At the first step: verl cannot import its forward while it loads its plugins.
+        if self.hook is not None:
+            _replace_forward(self.hook)
+            self.hook = None
         columns: dict[str, list[Tensor]] = {"tokens": list(input_ids.unbind())}
         temperature = batch.get("temperature", None)
         if isinstance(temperature, Tensor) and temperature.dim():
@@ -81,17 +70,11 @@ def _hosts_of(columns: Mapping[str, Sequence[Tensor]]) -> Sequence[int]:
     return find_hosts(columns, _SCHEMA, [0] * len(columns["tokens"])).host
 
 
-def _hook_forward(mark: Any) -> None:
-    """Replace verl's forward functions, to be undone with the replacement of this mark.
-
-    Raises:
-        HookError: they have another signature in this version of verl.
-    """
+def _replace_forward(hook: Hook) -> None:
     forward = importlib.import_module(f"{_PACKAGE}.model_forward")
-    fused = importlib.import_module(f"{_PACKAGE}.model_forward_fused")
-    replaced = replacing(forward, _FORWARD, _forward, like=_forward_of_verl, mark=mark)
-    refused = in_place_of(getattr(fused, _FUSED), _refuse_fused, mark)
-    Hook([], [replaced, Replacement(_FUSED, getattr(fused, _FUSED), refused)])
+    fused = getattr(importlib.import_module(f"{_PACKAGE}.model_forward_fused"), _FUSED)
+    hook.add(replacing(forward, _FORWARD, _forward, like=_forward_of_verl))
+    hook.add(Replacement(_FUSED, fused, in_place_of(fused, _refuse_fused)))
 
 
 def _forward_of_verl(
@@ -129,10 +112,9 @@ def _forward(
     logits_processor_args: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Outputs of every sample, of a forward over the hosts.
+    """Outputs of every sample, of verl's forward over the hosts.
 
-    Raises:
-        HookError: the model, or what comes with the samples, does not allow it.
+    Raises a `HookError` where the model, or what comes with the samples, does not allow it.
     """
     # verl plans and runs in two places: what the plan put into one row is found again here.
     given = dict(logits_processor_args or {})
@@ -154,6 +136,7 @@ def _forward(
         **options,
     )
     # A sample's outputs are the beginning of its host's, as both see the same tokens until there.
+    # Gradients of tokens that several samples train add up, hence responses may overlap.
     place = {i: at for at, i in enumerate(held)}
     sources = [place[own] for own in host]
     lengths = [len(row) for row in columns["tokens"]]
@@ -165,12 +148,10 @@ def _forward(
 def _problems(
     model: Any, multi_modal_inputs: Any, given: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[str]:
-    """Why samples cannot share segments here, each with what mends it."""
     from mcore_batching.megatron.checks.shared_prefixes import sharing_problems
 
     problems = list(sharing_problems([model]))
-    config = model.config
-    if getattr(config, "enable_routing_replay", False):
+    if getattr(model.config, "enable_routing_replay", False):
         problems.append(f"verl replays experts sample by sample: set router_replay off, or {UNSET}")
     if multi_modal_inputs or options.get("vision_model"):
         problems.append(f"verl lays images out sample by sample: {UNSET}")
@@ -190,8 +171,8 @@ def _rows(values: Tensor, held: Sequence[int]) -> Tensor:
 
 
 def _cut(values: Tensor, sources: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Of every sample the beginning of its host's outputs; hidden states as they are."""
-    if not values.is_nested:  # an earlier pipeline stage's
+    """Of every sample the beginning of its host's outputs."""
+    if not values.is_nested:  # an earlier pipeline stage's hidden states: as they are
         return values
     nested: Any = values
     rows = nested.values().split(nested.offsets().diff().tolist())

@@ -18,8 +18,8 @@ from mcore_batching.tools.cli.options import CommandParser, HelpWithDefaults, co
 
 __all__ = ["main"]
 
+# Exit statuses; the last two are 128 and the signal's number, as of a shell's own commands.
 FAULTY, INTERRUPTED, NO_READER = 2, 130, 141
-"""Exit statuses; the last two are 128 and the signal's number, as of a shell's own commands."""
 
 
 def build_parser() -> CommandParser:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from mcore_batching.planning import ParallelDims, PlannerConfig
-from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.plan import counted
-from mcore_batching.tools import compare, compare_report, report
+from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
     add_dims,
@@ -15,9 +15,26 @@ from mcore_batching.tools.cli.options import (
     add_search,
     cost_model_of,
     made_of,
-    write,
 )
+from mcore_batching.tools.compare import OURS, Outcome, compare, consecutive_steps
 from mcore_batching.tools.lengths_file import read_lengths
+
+COLUMNS = (
+    "planner",
+    "steps",
+    "time/floor",
+    "time/ours",
+    "micro-batches/rank",
+    "planning",
+    "own best cap",
+    "time/ours there",
+)
+LEGEND = f"""\
+time/floor    predicted end of the step / the floor, mean over steps; the floor is
+              {report.FLOOR}
+time/ours     predicted end of the step / that under {OURS}'s plan, mean over steps
+own best cap  of caps up to the given one, that under which the planner's steps end soonest
+planning      processor time for one step at the given cap, mean over steps"""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -29,31 +46,64 @@ def add_arguments(parser: CommandParser) -> None:
     )
     add_lengths(parser)
     add_dims(parser)
-    parser.add_argument(
-        "--draws",
-        type=int,
-        metavar="N",
-        help="draw this many steps of --samples-per-step at random (default: consecutive steps)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --draws")
     add_search(parser)
-    parser.add_argument("--out", metavar="FILE.csv", help="also write all figures to this file")
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare and print the table."""
     dims, config = made_of(ParallelDims, options), made_of(PlannerConfig, options)
     lengths = read_lengths(options.lengths, options.column)
-    steps = compare.draw_steps(lengths, options.samples_per_step, options.draws, options.seed)
-    outcomes = compare.compare(steps, dims, config, cost_model_of(options))
+    steps = consecutive_steps(lengths, options.samples_per_step)
+    outcomes = compare(steps, dims, config, cost_model_of(options))
     sizes = sorted({len(step) for step in steps})  # the last step may hold fewer
     samples = " to ".join(map(str, sizes))
     print(f"{counted(len(steps), 'step')} of {samples} samples, {report.dims_line(dims, config)}")
-    print(compare_report.as_table(outcomes))
-    print(compare_report.LEGEND)
-    for line in compare_report.summary(outcomes):
+    print(as_table(outcomes))
+    print(LEGEND)
+    for line in summary(outcomes):
         print(line)
-    if options.out:
-        write(options.out, compare_report.as_csv(outcomes))
-        print(f"wrote {printable(options.out)}")
     return 0
+
+
+def as_table(outcomes: Sequence[Outcome]) -> report.Table:
+    """One row per planner."""
+    return report.Table(columns=COLUMNS, rows=tuple(map(_row, outcomes)))
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    seconds = outcome.planning_seconds
+    figures = (
+        ("{:.3f}", outcome.time_over_floor),
+        ("{:.3f}", outcome.time_over_ours),
+        ("{:.1f}", outcome.num_microbatches),
+        ("{:.1f} ms", None if seconds is None else 1000 * seconds),
+        ("{}", outcome.best_cap),
+        ("{:.3f}", outcome.time_over_ours_at_best_cap),
+    )
+    shown = ["-" if value is None else text.format(value) for text, value in figures]
+    return (outcome.name, f"{outcome.planned}/{outcome.steps}", *shown)
+
+
+def summary(outcomes: Sequence[Outcome]) -> list[str]:
+    """Lines below the table: the gain on the best rules, and who has no plan."""
+    lines = []
+    # A rule that has no plan for some steps would win by the ones that it left out.
+    peers = [o for o in outcomes if o.kind == "peer" and o.planned == o.steps]
+    at_cap = [(o.time_over_ours, o.name) for o in peers if o.time_over_ours]
+    tuned = [
+        (o.time_over_ours_at_best_cap, o.name, o.best_cap)
+        for o in peers
+        if o.time_over_ours_at_best_cap
+    ]
+    if at_cap and tuned:
+        time, name = min(at_cap)
+        time_tuned, name_tuned, cap = min(tuned)
+        lines.append(
+            f"of the other frameworks' rules {name} ends soonest, at {time:.3f} x the time of "
+            f"{OURS}; with caps chosen for each, {name_tuned} under {cap}, at {time_tuned:.3f} x"
+        )
+    return lines + [
+        f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: {o.failure}"
+        for o in outcomes
+        if o.failure
+    ]

@@ -37,10 +37,7 @@ class UsageError(MCoreBatchingError, ValueError):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that knows which flag sets which argument of the library.
-
-    The `dest` of a flag is the argument's name in the library.
-    """
+    """A parser whose flags have as `dest` the argument of the library that they set."""
 
     def spell(self, argument: Argument) -> str:
         """An argument as this command calls it; as the library does if it has no flag for it."""
@@ -152,11 +149,7 @@ def cost_model_of(options: argparse.Namespace) -> CostModel | None:
 
 
 def read(path: str) -> str:
-    """The text of a file of JSON.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """The text of a file of JSON."""
     try:
         return read_document(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -164,11 +157,7 @@ def read(path: str) -> str:
 
 
 def write(path: str, text: str) -> None:
-    """Write a line or more to a file.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+    """Write a line or more to a file."""
     try:
         write_whole(path, text.encode() + b"\n")
     except OSError as error:

@@ -20,7 +20,6 @@ from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
     CommandParser,
-    UsageError,
     add_dims,
     add_lengths,
     add_options,
@@ -32,8 +31,7 @@ from mcore_batching.tools.cli.options import (
 )
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.lengths_file import read_lengths
-from mcore_batching.tools.pictures.picture import check_picture
-from mcore_batching.tools.pictures.plot import draw_step
+from mcore_batching.tools.pictures.plot import check_picture, draw_step
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -64,10 +62,9 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw the pipeline's time line and the fill of each micro-batch, to a .png file, or "
+        help="draw the first step's time line and the fill of each micro-batch, to a .png file, or "
         "to an .svg file, where a browser tells of each pass under the pointer",
     )
-    parser.add_argument("--plot-step", type=int, default=0, metavar="N", help="step to draw")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -98,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         print(f"wrote {printable(options.out)}")
     if options.plot:
-        _draw(options, plan, lengths)
+        draw_step(plan.steps[0], lengths, options.plot)
         print(f"wrote {printable(options.plot)}")
     return 0
 
@@ -112,19 +109,15 @@ def _print(
     print(report.STEP_LEGEND)
     if shape is not None:  # the peak of all steps: memory must hold the worst of them
         memory = predicted_memory(total_statistics(statistics), plan.steps[0], shape)
-        print(report.memory_line(memory))
+        print(
+            f"estimated memory per rank beside weights, gradients and optimizer: first stage "
+            f"{memory.first_stage_bytes / 2**30:.2f} GiB, last stage "
+            f"{memory.last_stage_bytes / 2**30:.2f} GiB "
+            f"({memory.logit_bytes / 2**30:.2f} GiB of it for logits)"
+        )
     if len(plan.steps) == 1:
         advice = not options.no_advice
         print(explain(plan.steps[0], lengths, options.spell, advice=advice))
     else:
         print(report.packing_line(plan, lengths))
     print(f"digest {plan.digest()}")
-
-
-def _draw(options: argparse.Namespace, plan: Plan, lengths: Sequence[int]) -> None:
-    number = options.plot_step  # only now known to be one of the plan's
-    if not 0 <= number < len(plan.steps):
-        raise UsageError(f"--plot-step must be from 0 to {len(plan.steps) - 1}, got {number}")
-    where = f"step {number}, " if len(plan.steps) > 1 else ""
-    title = f"{where}{report.dims_line(plan.dims, plan.config)}"
-    draw_step(plan.steps[number], lengths, options.plot, title=title)

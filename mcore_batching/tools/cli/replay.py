@@ -17,9 +17,18 @@ from mcore_batching.tools.cli.options import (
     add_search,
 )
 
+# Default of --steps. Each is planned up to eight times: time grows with it, and gains of single
+# steps even out.
 MOST_PLANNED_STEPS = 16
-"""Default of --steps. Each is planned up to eight times: time grows with it, and gains of single
-steps even out."""
+STEP_COLUMNS = (
+    "step",
+    "samples",
+    "micro-batches/rank",
+    "predicted",
+    "measured",
+    "error",
+    "time/floor",
+)
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -74,7 +83,7 @@ def _print_steps(steps: Sequence[replay.ReplayedStep], factor: float | None) -> 
     """Steps of one setting: their times, and how far predictions are off."""
     plan = steps[0].record.plan
     print(f"{counted(len(steps), 'recorded step')}, {report.dims_line(plan.dims, plan.config)}")
-    print(replay.step_table(steps, factor))
+    print(step_table(steps, factor))
     shared = report.sharing(total_statistics([step.statistics for step in steps]))
     if shared:
         print(shared)
@@ -94,15 +103,40 @@ def _alternative_table(
     found: Sequence[replay.Alternative], steps: int, factor: float | None, plans: CommandParser
 ) -> report.Table:
     """One row for the recorded plans and one for each alternative: mean predicted time and gain."""
-    recorded = replay.time_text(found[0].recorded_time / steps, factor)
+    recorded = time_text(found[0].recorded_time / steps, factor)
     rows = [("as it was recorded", recorded, "1.000 x")]
     rows += [
         (
             " and ".join(map(plans.spell, other.changes))
             or "planned by this release, for all ranks",
-            replay.time_text(other.time / steps, factor),
+            time_text(other.time / steps, factor),
             f"{other.gain:.3f} x",
         )
         for other in found
     ]
     return report.Table(columns=("plan", "predicted per step", "faster by"), rows=tuple(rows))
+
+
+def step_table(steps: Sequence[replay.ReplayedStep], factor: float | None) -> report.Table:
+    """One row per step; of many steps only the first and the last few."""
+    return report.Table(
+        columns=STEP_COLUMNS, rows=report.both_ends([_row(step, factor) for step in steps])
+    )
+
+
+def _row(step: replay.ReplayedStep, factor: float | None) -> tuple[str, ...]:
+    record, error = step.record, step.error(factor)
+    return (
+        str(record.step),
+        str(len(record.lengths)),
+        str(record.plan.num_microbatches),
+        time_text(step.predicted, factor),
+        "-" if record.measured_seconds is None else f"{record.measured_seconds:.3f} s",
+        "-" if error is None else f"{error:+.1%}",
+        f"{step.statistics.time_over_floor:.3f}",
+    )
+
+
+def time_text(units: float, factor: float | None) -> str:
+    """A time in seconds, or in units of cost where `factor`, seconds per unit, is None."""
+    return f"{units:.0f}" if factor is None else f"{factor * units:.3f} s"

@@ -1,6 +1,5 @@
 """Pictures of plans.
 
 timeline  start and end of every pass of a step
-plot      a step: its passes, and the fill of its micro-batches
-picture   pictures as files: .png or .svg
+plot      a step: its passes, and the fill of its micro-batches, as .png or .svg
 """

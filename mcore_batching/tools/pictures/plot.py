@@ -1,19 +1,23 @@
 """The picture of a step: its passes over time, and how full each micro-batch is.
 
 Up to `MOST_ROWS` stages over all ranks are drawn one row each; beyond, those of the slowest, the
-median and the fastest rank. Times are the predicted ones of `step_timeline`.
+median and the fastest rank. Times are the predicted ones of `step_timeline`. In an .svg a browser
+shows a line of text under the pointer. matplotlib is imported only to draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_batching.planning import StepPlan, step_statistics
+from mcore_batching.planning import MCoreBatchingError, StepPlan, step_statistics
 from mcore_batching.planning.pipeline import Kind, Operation
+from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import counted
-from mcore_batching.tools.pictures.picture import check_picture, save_figure
 from mcore_batching.tools.pictures.timeline import RankTimeline, StepTimeline, step_timeline
 from mcore_batching.tools.report import dims_line
 
@@ -21,52 +25,47 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_ROWS = 40
-"""Stages that fit on a screen at a readable height."""
+FORMATS = (".png", ".svg")
+MOST_ROWS = 40  # stages that fit on a screen at a readable height
+# Of more micro-batches the fill is a colour alone: at this width of the figure digits of twice as
+# many would overlap.
 MOST_NUMBERED_CELLS = 200
-"""Of more micro-batches the fill is a colour alone: at this width of the figure digits of twice as
-many would overlap."""
-RANK_GAP = 0.8
-"""Between two ranks, in rows."""
+RANK_GAP = 0.8  # between two ranks, in rows
+# Names of passes, and their colours in model chunks with even and odd numbers.
 PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
     "F": ("forward", ("#3b6fb6", "#7ea6d9")),
     "B": ("backward", ("#d9762b", "#efae78")),
     "W": ("weight gradients", ("#4f9a5b", "#94c79c")),
 }
-"""Names of passes, and their colours in model chunks with even and odd numbers."""
 IDLE = "#ededed"
 BLOCK = "#e8a200"
 OVER_CAP = "#d62728"
 PLACEHOLDER: dict[str, Any] = {"facecolor": "#ffffff", "edgecolor": "#888888", "hatch": "//////"}
 
 
-def draw_step(
-    step: StepPlan, lengths: Sequence[int], path: str | Path, *, title: str | None = None
-) -> None:
-    """Draw one step into a file.
+class PlotError(MCoreBatchingError, ValueError):
+    """A picture that cannot be drawn as asked."""
 
-    Args:
-        step: a plan that covers its samples; it may be over the cap.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-        path: .png or .svg.
-        title: first line; the parallel dims and the cap if None.
 
-    Raises:
-        PlotError: see `check_picture`, or the file cannot be written.
-    """
+def check_picture(path: str | Path) -> None:
+    """Check, before long work, that a picture of this name could be drawn."""
+    if Path(path).suffix not in FORMATS:
+        raise PlotError(f"expected a name that ends in {' or '.join(FORMATS)}, got {path}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise PlotError("drawing needs matplotlib; pip install 'mcore_batching[plot]'") from None
+
+
+def draw_step(step: StepPlan, lengths: Sequence[int], path: str | Path) -> None:
+    """Draw one step, of whose plan the cap may be broken, into a .png or .svg file."""
     check_picture(path)
-    figure, tooltips = step_figure(step, lengths, title=title)
-    save_figure(figure, path, tooltips)
+    figure, tooltips = step_figure(step, lengths)
+    _save(figure, path, tooltips)
 
 
-def step_figure(
-    step: StepPlan, lengths: Sequence[int], *, title: str | None = None
-) -> tuple[Figure, dict[str, str]]:
-    """The picture as a matplotlib figure; arguments as in `draw_step`.
-
-    Returns:
-        the figure, and a line of text for each drawn pass and micro-batch by its `gid`.
-    """
+def step_figure(step: StepPlan, lengths: Sequence[int]) -> tuple[Figure, dict[str, str]]:
+    """The picture as a matplotlib figure, and a line of text for each of its boxes by `gid`."""
     from matplotlib.figure import Figure
 
     timeline, statistics = step_timeline(step, lengths), step_statistics(step, lengths)
@@ -98,7 +97,7 @@ def step_figure(
         f"{counted(statistics.num_placeholders, 'placeholder')}; the step ends at "
         f"{statistics.time_over_floor:.3f} x the floor, stages work {timeline.busy:.0%} of it"
     )
-    title = title or dims_line(step.dims, step.config)
+    title = dims_line(step.dims, step.config)
     figure.suptitle(f"{title}\n{summary}", fontsize=11, x=0.01, ha="left")
     _add_legend(figure, step)
     return figure, tooltips
@@ -250,3 +249,25 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, label="ranks that share a row"))
     handles += [Patch(facecolor=IDLE, label="idle"), Patch(label="placeholder", **PLACEHOLDER)]
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
+
+
+def _save(figure: Figure, path: str | Path, tooltips: Mapping[str, str]) -> None:
+    import matplotlib
+
+    def with_title(match: re.Match[str]) -> str:
+        text = tooltips.get(match[1])
+        return match[0] if text is None else f"{match[0]}<title>{escape(text)}</title>"
+
+    ending, picture = Path(path).suffix[1:], io.BytesIO()
+    # No date and no random ids: the same figure gives the same text.
+    metadata = {"Date": None} if ending == "svg" else None
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mcore_batching"}):
+        figure.savefig(picture, format=ending, dpi=150, metadata=metadata)
+    content = picture.getvalue()
+    if ending == "svg":
+        # Browsers show a group's title under the pointer; matplotlib writes none.
+        content = re.sub(r'<g id="([^"]*)">', with_title, content.decode()).encode()
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise PlotError(f"cannot write {path}: {error.strerror}; name another file") from error

@@ -16,19 +16,15 @@ class RankTimeline:
     """One rank's step."""
 
     rank: int
-    """As `StepPlan.micro_batches` numbers it."""
+    # Stage after stage, each in the order it runs. With expert parallelism a pass ends with this
+    # rank's own work, before its slot does.
     passes: tuple[Operation, ...]
-    """Stage after stage, each in the order it runs. With expert parallelism a pass ends with this
-    rank's own work, before its slot does."""
+    # Of each micro-batch: padded tokens (under dynamic CP of this rank's part of it), its
+    # context-parallel size and its samples, 0 for a placeholder.
     tokens: tuple[int, ...]
-    """Padded tokens of each micro-batch [num_microbatches], 0 for a placeholder; under dynamic CP
-    of this rank's part of it."""
     sizes: tuple[int, ...]
-    """Context-parallel size of each micro-batch [num_microbatches]."""
     num_samples: tuple[int, ...]
-    """Samples of each micro-batch [num_microbatches], 0 for a placeholder."""
-    busy: float
-    """Share of the makespan in which its stages work, 1 less the bubble."""
+    busy: float  # share of the makespan in which its stages work, 1 less the bubble
 
     @property
     def end(self) -> float:
@@ -40,12 +36,9 @@ class RankTimeline:
 class StepTimeline:
     """All ranks' step."""
 
-    ranks: tuple[RankTimeline, ...]
-    """In the order of `StepPlan.micro_batches`."""
-    end: float
-    """End of the last rank, in units of cost: the step's predicted time."""
+    ranks: tuple[RankTimeline, ...]  # in the order of `StepPlan.micro_batches`
+    end: float  # of the last rank, in units of cost: the step's predicted time
     stages: int
-    """Pipeline stages."""
 
     @property
     def busy(self) -> float:
@@ -59,12 +52,7 @@ class StepTimeline:
 
 
 def step_timeline(step: StepPlan, lengths: Sequence[int]) -> StepTimeline:
-    """Simulate a step.
-
-    Args:
-        step: a plan that covers its samples; it may be over the cap.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-    """
+    """Simulate a step, whose plan covers its samples; it may be over the cap."""
     problem, ranks = step_problem(step, lengths)
     passes = _passes(step, problem, ranks)
     end = max(timed.end for of_rank in passes for timed in of_rank)

@@ -17,13 +17,10 @@ from mcore_batching.tools.rules.rule_parts import RuleFailureError, legal_count,
 class Group:
     """Ranks that share samples in one slot."""
 
-    size: int
-    """Number of ranks."""
+    size: int  # number of ranks
     samples: list[int] = field(default_factory=list)
-    work: float = 0.0
-    """On each rank: L²/size, added up over samples."""
-    tokens: float = 0.0
-    """On each rank."""
+    work: float = 0.0  # of each rank: L²/size, added up over samples
+    tokens: float = 0.0  # of each rank
 
     def add(self, sample: int, length: int) -> None:
         """Put a sample on all ranks of the group."""
@@ -35,13 +32,7 @@ class Group:
 def megatron_dynamic_slots(lengths: Sequence[int], ranks: int, cap: int) -> list[list[Group]]:
     """The groups of each slot, formed slot after slot of the samples that are left, longest first.
 
-    Args:
-        lengths: total length of each sample [samples], in tokens.
-        ranks: data- and context-parallel ones.
-        cap: most tokens of a rank.
-
-    Raises:
-        RuleFailureError: a sample needs more ranks than there are, or ranks cannot be filled.
+    ``ranks`` are data- and context-parallel ones, of which each holds ``cap`` tokens.
     """
     left, slots = longest_first(range(len(lengths)), lengths), []
     while left:
@@ -121,11 +112,7 @@ def megatron_dynamic_plan(
     config: PlannerConfig,
     cost_model: CostModel | None = None,
 ) -> StepPlan:
-    """One step as Megatron's rule plans it; arguments as for `rule_plan`.
-
-    Raises:
-        RuleFailureError: the rule fails, or forms a group whose size does not divide the ranks.
-    """
+    """One step as Megatron's rule plans it; arguments as for `rule_plan`."""
     # The rule knows no largest size: any row may be spread over all ranks.
     ranks = dims.data_context_parallel
     lengths = [max(1, length) for length in lengths]

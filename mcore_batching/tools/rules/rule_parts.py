@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from mcore_batching.planning import Argument, ParallelDims, PlanningError, Problem
 from mcore_batching.planning.packing.packing import first_fit
 
+# Samples of each micro-batch, as positions in the problem.
 Bins = list[list[int]]
-"""Samples of each micro-batch, as positions in the problem."""
+# Of each set its sum, its number of items, and these in the order in which they came together.
 Sets = list[tuple[int, int, list[int]]]
-"""Of each set its sum, its number of items, and these in the order in which they came together."""
 
 
 class RuleFailureError(PlanningError):
@@ -21,20 +21,9 @@ class RuleFailureError(PlanningError):
 def karmarkar_karp(
     values: Sequence[int], parts: int, *, equal_count: bool = False
 ) -> list[list[int]]:
-    """The largest differencing method, with ties broken as verl and slime break them.
+    """Indices of each part's items by the largest differencing method, heaviest part first.
 
-    8 7 6 5 4 in two parts give 8 + 6 and 7 + 5 + 4.
-
-    Args:
-        values: weight of each item [items], 0 or more.
-        parts: number of parts.
-        equal_count: give every part equally many items.
-
-    Returns:
-        indices of each part's items, ascending; heaviest part first.
-
-    Raises:
-        RuleFailureError: fewer items than parts, or with `equal_count` items that do not divide.
+    8 7 6 5 4 in two parts give 8 + 6 and 7 + 5 + 4. Ties are broken as verl and slime break them.
     """
     if len(values) < parts:
         raise too_few(len(values), parts)
@@ -82,10 +71,7 @@ def longest_first(samples: Sequence[int], sizes: Sequence[int]) -> list[int]:
 def moved_out(bins: Bins, order: Sequence[int], multiple: int) -> Bins:
     """Bins, and their last samples moved out into bins of their own until `multiple` divides all.
 
-    Args:
-        bins: samples of each; changed in place.
-        order: positions of the bins to take from, first the one to be emptied first.
-        multiple: of the number of bins.
+    Those at the first positions of `order` are emptied first, in place.
     """
     target = -(-len(bins) // multiple) * multiple
     if sum(map(len, bins)) < target:
@@ -104,11 +90,7 @@ def dealt(bins: Bins, ranks: int) -> list[Bins]:
 
 
 def legal_count(ranks: Sequence[Sequence[object]], dims: ParallelDims) -> int:
-    """Micro-batches per rank.
-
-    Raises:
-        RuleFailureError: there are no ranks, or the interleaved schedule cannot run this many.
-    """
+    """Micro-batches per rank, which the interleaved schedule must be able to run."""
     if not ranks:
         raise RuleFailureError("no rule plans a step without samples; pass one or more")
     count = len(ranks[0])

@@ -36,20 +36,10 @@ def rule_plan(
     config: PlannerConfig,
     cost_model: CostModel | None = None,
 ) -> StepPlan:
-    """One step as another framework's rule plans it.
+    """One step as another framework's rule plans it, by the cap and padding of the config.
 
-    Args:
-        rule: one of `RULES`.
-        lengths: total length of each sample [samples], in tokens.
-        dims: sizes of the parallel groups.
-        config: gives cap and padding; the rule has policies of its own.
-        cost_model: weighs the plan afterwards; the rule does not see it.
-
-    Raises:
-        RuleFailureError: the framework crashes on this input, there are no samples, or the
-            interleaved schedule cannot run the rule's count of micro-batches.
-        LengthError: a length is out of range.
-        ConfigError: the cap leaves no room for a single token.
+    A `RuleFailureError` where the framework crashes on this input, there are no samples, or the
+    interleaved schedule cannot run the rule's count of micro-batches.
     """
     # Whether an oversize sample is an error is the rule's to say, not the config's.
     problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"), cost_model)
@@ -245,6 +235,7 @@ def megatron_dp_balanced(problem: Problem) -> list[Bins]:
     return dealt(moved_out(bins, range(len(bins))[::-1], multiple), problem.num_ranks)
 
 
+# Without dynamic CP, in the order in which tables list them.
 RULES: dict[str, Rule] = {
     "first-fit in order": first_fit_in_order,
     "slime": slime,
@@ -253,4 +244,3 @@ RULES: dict[str, Rule] = {
     "AReaL": areal,
     "Megatron dp_balanced": megatron_dp_balanced,
 }
-"""All rules without dynamic CP, in the order in which tables list them."""

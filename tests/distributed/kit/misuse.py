@@ -22,7 +22,7 @@ from kit.wrong_calls import Calls, loss_with
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.integrations.skyrl import iterator
-from mcore_batching.integrations.slime.model_checks import checking_model
+from mcore_batching.integrations.slime.trainer import checking_model
 from mcore_batching.integrations.verl import micro_batches
 from mcore_batching.megatron import (
     get_data_iterator,

@@ -1,8 +1,7 @@
 """A dataset of fine-tuning samples for Megatron's data loaders.
 
 Item i is the same sample in every process and run with the same seed, files and tokenizer, however
-many samples are drawn, so a resumed job continues with the right sample. Each epoch holds every
-sample once, in its own order. No sample is cut off.
+many samples are drawn, so a resumed job continues with the right sample. No sample is cut off.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ from mcore_batching.integrations.megatron_lm.sft.tokenization import SampleToken
 
 
 def read_samples(path: str, tokenizer: SampleTokenizer) -> dict[int, SampleTokens]:
-    """The samples of a JSON-lines file as tokens, by line number.
-
-    Raises:
-        SftDataError: naming the file and the line.
-    """
+    """The samples of a JSON-lines file as tokens, by line number, which a `SftDataError` names."""
     samples = {}
     for line, record in records_of(path):
         try:
@@ -52,12 +47,8 @@ def collate(
 
     PyTorch's default collation calls it for samples of an unpadded `SftDataset`, so that a data
     loader needs no ``collate_fn``. With another one, give it this function.
-
-    Args:
-        samples: as an `SftDataset` gives them.
-        collate_fn_map: PyTorch's, unused.
     """
-    del collate_fn_map
+    del collate_fn_map  # PyTorch's
     return {key: [sample[key] for sample in samples] for key in samples[0]}
 
 
@@ -65,12 +56,11 @@ default_collate_fn_map[UnpaddedSample] = collate
 
 
 class SftDataset(Dataset[Mapping[str, Tensor]]):
-    """Samples for next-token prediction, epoch after epoch.
+    """Samples for next-token prediction, epoch after epoch, each of which holds every sample once.
 
     An item is a dict of ``tokens``, ``labels`` (the token that follows) and ``position_ids``, int64
-    ``[length]``, and ``loss_mask``, float32 ``[length]``, 1 where the label is trained. A sample of
-    n tokens has length n - 1. The prompt "ab" with the completion "c", as bytes with the end mark
-    256:
+    ``[length]``, and ``loss_mask``, float32 ``[length]``, 1 where the label is trained. The prompt
+    "ab" with the completion "c", as bytes with the end mark 256:
 
         tokens        97  98  99
         labels        98  99 256
@@ -82,13 +72,9 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         split: training, validation or test.
         num_samples: how many are drawn, over all epochs; None: each once.
         seed: of the epochs' orders, 0 or more; None: in the order of ``samples``.
-        pad_to: pad every item to this length, in tokens, with loss mask 0; None: no padding.
+        pad_to: pad every item to so many tokens, with loss mask 0; None: no padding.
         attention_mask: give padded items a causal ``attention_mask``, bool ``[1, pad_to, pad_to]``,
-            True where no attention is paid, as stock datasets do with
-            ``--create-attention-mask-in-dataloader``.
-
-    Attributes:
-        split: read by Megatron's data loaders.
+            True where no attention is paid, as ``--create-attention-mask-in-dataloader`` does.
     """
 
     def __init__(
@@ -101,7 +87,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         pad_to: int | None = None,
         attention_mask: bool = False,
     ) -> None:
-        self.split = split
+        self.split = split  # read by Megatron's data loaders
         self._samples = samples
         self._order = _order(len(samples), num_samples, seed)
         self._pad_to = pad_to
@@ -111,7 +97,6 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         return len(self._order)
 
     def __getitem__(self, index: int) -> Mapping[str, Tensor]:
-        """The sample drawn as number ``index``."""
         sample = self._samples[self._order[index]]
         ids = torch.from_numpy(sample.ids).long()
         trained = torch.from_numpy(sample.trained).float()
@@ -133,7 +118,7 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
 
 def _order(count: int, num_samples: int | None, seed: int | None) -> Any:
-    """The place in the samples that each index draws, int64 [num_samples]."""
+    """The sample that each index draws, int64 [num_samples]."""
     num_samples = count if num_samples is None else num_samples
     # Evaluation sees the same samples every time.
     if seed is None:

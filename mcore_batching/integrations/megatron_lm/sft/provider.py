@@ -30,15 +30,11 @@ from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     byte_level_tokenizer,
 )
 
-_DEFAULT_SPLIT = "969, 30, 1"
-"""Megatron's own."""
+_DEFAULT_SPLIT = "969, 30, 1"  # Megatron's own
 
 
 def add_sft_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of the data, as an ``extra_args_provider``.
-
-    Flags that the parser has already are left alone.
-    """
+    """Add the flags of the data that the parser lacks, as an ``extra_args_provider``."""
     return add_flags(parser, [FINE_TUNING])
 
 
@@ -69,7 +65,12 @@ def build_sft_datasets(
         raise SftDataError(f"no file to train on: set {PREFIX}data to JSON-lines files")
     if not _reads_data(args, vp_stage):
         return None, None, None
-    tokenizer = _sample_tokenizer(args)
+    if args.dynamic_batch_tokenizer == "bytes":
+        tokenizer = SampleTokenizer(byte_level_tokenizer())
+    else:
+        from megatron.training import get_tokenizer
+
+        tokenizer = SampleTokenizer(get_tokenizer())
     files = [_fitting_samples(path, tokenizer, args) for path in args.dynamic_batch_data]
     wanted = zip(Split, _shares(files, args.split), train_valid_test_num_samples, strict=True)
     return tuple(_dataset(args, *each) for each in wanted)
@@ -82,8 +83,7 @@ def _dataset(
         return None
     if not samples:
         raise SftDataError(
-            f"no sample is left for the {split.name} dataset: raise its share of --split, or set "
-            "it to 0"
+            f"no sample is left for the {split.name} dataset: raise its share of --split"
         )
     pad = not getattr(args, "use_dynamic_batch_size", False)
     return SftDataset(
@@ -97,19 +97,13 @@ def _dataset(
 
 
 def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
-    """The datasets provider to pass to stock code.
+    """The datasets provider to pass to stock code: `build_sft_datasets` for ``provider``'s chunk.
 
-    Args:
-        args: Megatron's arguments.
-        provider: the script's, perhaps a ``functools.partial`` with its ``vp_stage``.
-
-    Returns:
-        `build_sft_datasets` for the same model chunk with ``--dynamic-batch-data``, else
-        ``provider`` itself.
+    Without ``--dynamic-batch-data`` it is ``provider`` itself.
     """
     if not getattr(args, "dynamic_batch_data", None):
         return provider
-    vp_stage = getattr(provider, "keywords", {}).get("vp_stage")
+    vp_stage = getattr(provider, "keywords", {}).get("vp_stage")  # of a functools.partial
     ours = functools.partial(build_sft_datasets, args, vp_stage=vp_stage)
     # Megatron's mark for providers to be called on every rank, not only on tensor-parallel rank 0.
     ours.is_distributed = True  # type: ignore[attr-defined]
@@ -117,11 +111,7 @@ def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[.
 
 
 def _fitting_samples(path: str, tokenizer: SampleTokenizer, args: Any) -> list[SampleTokens]:
-    """A file's samples; longer ones than ``--seq-length`` end the job, or are left out.
-
-    Raises:
-        SftDataError: naming the line of the longest sample, or a line that cannot be read.
-    """
+    """A file's samples; longer ones than ``--seq-length`` end the job, or are left out."""
     samples = read_samples(path, tokenizer)
     too_long = [line for line in samples if samples[line].length > args.seq_length]
     if too_long:
@@ -141,11 +131,7 @@ def _fitting_samples(path: str, tokenizer: SampleTokenizer, args: Any) -> list[S
 def _shares(
     files: Sequence[list[SampleTokens]], split: str | None
 ) -> list[list[SampleTokens] | None]:
-    """Samples for training, validation and test; None for a share of 0.
-
-    Raises:
-        SftDataError: ``split``, as ``--split`` spells it, cannot be read.
-    """
+    """Samples for training, validation and test by ``--split``; None for a share of 0."""
     # By Megatron's own functions, so that the same --split gives the same shares.
     try:
         with np.errstate(invalid="ignore"):  # shares that add up to 0
@@ -176,11 +162,3 @@ def _reads_data(args: Any, vp_stage: int | None) -> bool:
         parallel_state.is_pipeline_first_stage(**chunk)
         or parallel_state.is_pipeline_last_stage(**chunk)
     )
-
-
-def _sample_tokenizer(args: Any) -> SampleTokenizer:
-    if args.dynamic_batch_tokenizer == "bytes":
-        return SampleTokenizer(byte_level_tokenizer())
-    from megatron.training import get_tokenizer
-
-    return SampleTokenizer(get_tokenizer())

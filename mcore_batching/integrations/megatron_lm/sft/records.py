@@ -48,22 +48,13 @@ class Completion(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Messages in turn. The model is trained on those of the assistant.
+    """Messages with a ``role`` of `ROLES` and a ``content``; trained are those of the assistant."""
 
-    Attributes:
-        messages: each with a ``role`` of `ROLES` and a ``content``; other keys are left to the chat
-            template.
-    """
-
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Any], ...]  # further keys are left to the chat template
 
 
 def records_of(path: str) -> Iterator[tuple[int, Any]]:
-    """Line number, from 1, and value of each line of a UTF-8 file that is not blank.
-
-    Raises:
-        SftDataError: the file cannot be read, or a line is not JSON.
-    """
+    """Line number, from 1, and value of each line of a UTF-8 file that is not blank."""
     try:
         with open(path, "rb") as file:
             # Not by text mode's lines, which end at a carriage return inside a text, too.
@@ -81,15 +72,9 @@ def records_of(path: str) -> Iterator[tuple[int, Any]]:
 
 
 def parse_record(record: Any) -> Completion | Conversation:
-    """The sample in a record.
+    """The sample in a record; a `SftDataError` where it is of none of the three kinds.
 
-        parse_record({"question": "2+2?", "answer": "4"})  # Completion("2+2?\\n", "4")
-
-    Args:
-        record: as ``json.loads`` returned it.
-
-    Raises:
-        SftDataError: the record is of none of the three kinds.
+    parse_record({"question": "2+2?", "answer": "4"})  # Completion("2+2?\\n", "4")
     """
     keys = record.keys() if isinstance(record, dict) else set()
     if "messages" in keys:

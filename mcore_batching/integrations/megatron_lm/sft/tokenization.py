@@ -1,13 +1,9 @@
 """Token ids of a sample and which of them are trained, by any of Megatron's tokenizers.
 
-Trained are the completion, or the assistant's messages, and the end token after each. Trained and
-untrained text is tokenized separately, as at inference, so no token is partly trained.
-
-The first trained token needs a predecessor: a sample without a prompt begins with the tokenizer's
-begin token or, without one, with the end-of-document token.
-
-Conversations are written by the tokenizer's chat template, if it has one; by an ``SFTTokenizer`` in
-its own way; and otherwise, with ``EOD`` for the tokenizer's end-of-document token, as
+Trained are the completion, or the assistant's messages, and the end token after each. A sample
+without a prompt begins with the tokenizer's begin token or, without one, with the end-of-document
+token. Conversations are written by the tokenizer's chat template, if it has one; by an
+``SFTTokenizer`` in its own way; and otherwise, with ``EOD`` for that token, as
 
     <|user|>
     the message
@@ -31,22 +27,15 @@ from mcore_batching.integrations.megatron_lm.sft.records import (
     SftDataError,
 )
 
-IGNORED_TARGET = -100
-"""An ``SFTTokenizer``'s target where a token is not trained."""
+IGNORED_TARGET = -100  # an SFTTokenizer's, where a token is not trained
 
-_Piece = tuple[list[int], bool]
-"""Token ids, and True if they are trained."""
+_Piece = tuple[list[int], bool]  # token ids, and True if they are trained
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleTokens:
-    """A sample as tokens.
-
-    Attributes:
-        ids: token ids, int32 ``[tokens]``.
-        trained: True where the model learns to predict the token, bool ``[tokens]``; never the
-            first.
-    """
+    """A sample's token ids, int32 ``[tokens]``, and which of them the model learns to predict, bool
+    ``[tokens]``; never the first."""
 
     ids: np.ndarray[Any, np.dtype[np.int32]]
     trained: np.ndarray[Any, np.dtype[np.bool_]]
@@ -58,36 +47,21 @@ class SampleTokens:
 
 
 class SampleTokenizer:
-    """Writes samples as tokens.
-
-    Args:
-        tokenizer: as ``megatron.training.get_tokenizer()`` returns it: with ``tokenize`` and
-            ``eod``, and perhaps a ``chat_template``.
-
-    Attributes:
-        end: the end-of-document token's id.
-
-    Raises:
-        SftDataError: the tokenizer has no end-of-document token.
-    """
+    """Writes samples as tokens, by what ``megatron.training.get_tokenizer()`` returns: it has
+    ``tokenize`` and ``eod``, else a `SftDataError`, and perhaps a ``chat_template``."""
 
     def __init__(self, tokenizer: Any) -> None:
         end = _optional(tokenizer, "eod")
         if end is None:
             raise SftDataError(
-                f"{type(tokenizer).__name__} has no end-of-document token: choose another "
-                "--tokenizer-type"
+                f"{type(tokenizer).__name__} has no end-of-document token: use another tokenizer"
             )
         self.end: int = end
         self._tokenizer = tokenizer
         self._before, self._behind = _added_to_every_text(tokenizer, end)
 
     def __call__(self, sample: Completion | Conversation) -> SampleTokens:
-        """Tokens of one sample.
-
-        Raises:
-            SftDataError: the tokenizer cannot write it.
-        """
+        """Tokens of one sample."""
         try:
             pieces = self._pieces(sample)
         except SftDataError:
@@ -105,6 +79,7 @@ class SampleTokenizer:
         return SampleTokens(np.array(ids, np.int32), np.array(trained, np.bool_))
 
     def _pieces(self, sample: Completion | Conversation) -> list[_Piece]:
+        # Trained and untrained text apart, as at inference: no token is then partly trained.
         if isinstance(sample, Completion):
             return [
                 (self._before, False),
@@ -114,7 +89,11 @@ class SampleTokenizer:
         messages = list(sample.messages)
         # It has a chat template as well, but knows itself what is trained.
         if _optional(self._tokenizer, "library") == "sft":
-            return self._by_sft_tokenizer(messages)
+            ids, targets = self._tokenizer.tokenize_conversation(
+                messages, return_target=True, add_generation_prompt=False
+            )
+            both = zip(ids, targets, strict=True)
+            return [([int(token)], bool(target != IGNORED_TARGET)) for token, target in both]
         if _optional(self._tokenizer, "chat_template") is not None:
             return self._by_chat_template(messages)
         return [(self._before, False), *self._plainly(messages)]
@@ -153,8 +132,8 @@ class SampleTokenizer:
             answered = self._rendered(messages[: number + 1], add_generation_prompt=False)
             if not asked.startswith(written) or not answered.startswith(asked):
                 raise SftDataError(
-                    f"the chat template rewrites what precedes message {number + 1}: give each "
-                    "turn as 'prompt' and 'completion', or a --chat-template that only appends"
+                    f"the chat template rewrites what precedes message {number + 1}: give turns "
+                    "as prompts and completions, or a --chat-template that only appends"
                 )
             pieces.append((self._ids(asked[len(written) :]), False))
             pieces.append((self._ids(answered[len(asked) :]), True))
@@ -168,15 +147,6 @@ class SampleTokenizer:
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
         return text
-
-    def _by_sft_tokenizer(self, messages: list[dict[str, Any]]) -> list[_Piece]:
-        ids, targets = self._tokenizer.tokenize_conversation(
-            messages, return_target=True, add_generation_prompt=False
-        )
-        return [
-            ([int(token)], bool(target != IGNORED_TARGET))
-            for token, target in zip(ids, targets, strict=True)
-        ]
 
 
 def byte_level_tokenizer() -> Any:
