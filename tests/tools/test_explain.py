@@ -114,9 +114,9 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None)
 def test_split_backward_passes_end_when_zero_bubble_schedules_do(stages: int, count: int) -> None:
     """ZB-H1 with equal micro-batches: (stages - 1) x (F + B - W) of idle time (Qi et al. 2023)."""
     schedule = Schedule(dims=ParallelDims(pipeline_parallel=stages))
-    costs = [[2.0] * count]
-    clock = SplitClock(costs, costs, schedule, tokens=[[1] * count], limit=stages)
-    assert clock.run(clock.layout.all_split) == 2.0 * (stages - 1 + 3 * count)
+    costs, tokens = [2.0] * count, [[1]] * count
+    clock = SplitClock(costs, costs, schedule, [()] * count, tokens=tokens, limit=stages)
+    assert clock.run(clock.all_split) == 2.0 * (stages - 1 + 3 * count)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,9 @@ class Program:
         slots: place of the cost that each number takes, slot * costs of a slot + which of them
             [numbers]; the place after the last for joints.
         of_each: what each number has, from a list of what places have, and last joints.
+        stages: of each number [numbers]; -1 for joints.
+        signs: -1 for backward passes, 1 for all else [numbers].
+        of_stages: numbers of each stage's passes, in the order it runs them [stages][passes].
         waits: the two numbers that each waits for, which may be equal [2][numbers].
         of_slot: numbers of the passes of each place, ascending [slots * costs of a slot].
         spans: the first of these, and one more than the last.
@@ -73,6 +76,13 @@ class Program:
         self.slots = integers(self._slots)
         self.of_each = itemgetter(*self._slots)
         self.waits = integers(self._waits[0]), integers(self._waits[1])
+        stages = [place[0] if place else -1 for place in self.places]
+        self.stages = integers(stages)
+        self.signs = integers([-1 if each and each[1].kind == "B" else 1 for each in self.places])
+        self.of_stages = [
+            [number for number, own in enumerate(stages) if own == stage]
+            for stage in range(schedule.dims.pipeline_parallel)
+        ]
         self._crossing: dict[int, tuple[Integers, Integers]] = {}
 
     def crossing(self, cut: int) -> tuple[Integers, Integers]:
@@ -181,10 +191,7 @@ def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
         replace(schedule, dims=one_rank, backward_ratio=1.0, deferred_share=deferred),
         count,
     )
-    shares = [
-        schedule.share(place[0], place[1].kind, place[1].chunk) if place else 1.0
-        for place in made.places
-    ]
+    shares = [schedule.share(place[1].kind) if place else 1.0 for place in made.places]
     return made, numbers(shares)
 
 

@@ -12,10 +12,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from mcore_batching.planning.pipeline import SplitClock, SplitStage, blocks_of, inflight_tokens
+from mcore_batching.planning.pipeline import (
+    Blocks,
+    SplitClock,
+    SplitStage,
+    blocks_of,
+    inflight_tokens,
+)
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.moves import drawing
 from mcore_batching.planning.search.objective import Objective
@@ -153,10 +160,11 @@ class _Slot(NamedTuple):
     """Of each rank."""
     sizes: tuple[int, ...]
     """Context-parallel size of each rank's."""
-    costs: list[list[float]]
-    """Forward cost of each on each kind of stage; in lockstep of the costliest alone."""
-    weights: list[list[float]]
-    """Cost of its W there; in lockstep the most that W of one costs."""
+    costs: list[float]
+    """Forward cost on each kind of stage, of each rank's [kinds * ranks]; in lockstep, as one, of
+    the costliest."""
+    weights: list[float]
+    """Cost of W there [kinds * ranks]; in lockstep the most that W of one costs."""
     tokens: tuple[int, ...]
     """Padded tokens of each rank's."""
 
@@ -165,12 +173,14 @@ def _slots(problem: Problem, ranks: Ranks, sizes: Sizes) -> list[_Slot]:
     slots = []
     for samples, of in zip(zip(*ranks, strict=True), zip(*sizes, strict=True), strict=True):
         rows = list(zip((problem.on_ranks[size] for size in of), samples, strict=True))
-        costs = [on.slot_costs([own]) for on, own in rows]
-        weights = [on.slot_weights(own) for on, own in rows]
-        if problem.dims.in_lockstep:
-            costs, weights = [_most(costs)], [_most(weights)]
+        costs = zip(*(on.slot_costs([own]) for on, own in rows), strict=True)
+        weights = zip(*(on.slot_weights(own) for on, own in rows), strict=True)
+        of_costs, of_weights = (
+            list(map(max, each) if problem.dims.in_lockstep else chain(*each))
+            for each in (costs, weights)
+        )
         tokens = tuple(map(problem.held_tokens, samples, of))
-        slots.append(_Slot(samples, of, costs, weights, tokens))
+        slots.append(_Slot(samples, of, of_costs, of_weights, tokens))
     return slots
 
 
@@ -194,12 +204,12 @@ class _Pipeline:
         self.slots = slots
         self.peak = _peak_of(problem, slots)
         self.clock = self._clock(slots)
-        self.end_unsplit = self.end = self.clock.run([0] * len(self.clock.layout.signs))
+        self.end_unsplit = self.end = self.clock.run([0] * len(self.clock.all_split))
         self.choose()
 
     def split_all(self) -> None:
         """Split every pass."""
-        self.split = self.clock.layout.all_split
+        self.split = self.clock.all_split
         self.end = self.clock.run(self.split)
 
     def choose(self) -> None:
@@ -232,7 +242,7 @@ class _Pipeline:
 
     def leave_whole(self, latest: float) -> None:
         """Split no pass that it ends in time without; they are tried in blocks."""
-        every = sum(self.clock.layout.all_split)
+        every = sum(self.clock.all_split)
         passes = [number for number, is_split in enumerate(self.split) if is_split]
         size = len(passes)
         while size * SMALLEST_BLOCK >= every:
@@ -250,17 +260,17 @@ class _Pipeline:
 
     def _clock(self, slots: Sequence[_Slot]) -> SplitClock:
         dims, config = self._problem.dims, self._problem.config
-        held = [slot.tokens for slot in slots]
+        tokens: list[Sequence[int]] = [slot.tokens for slot in slots]
+        blocks: list[Blocks] = [()] * len(slots)
         if dims.in_lockstep:  # as a slot takes as long as its costliest, it may hold its largest
-            held = [(max(tokens),) for tokens in held]
-        tokens = list(zip(*held, strict=True))
-        shares_rows = config.max_context_parallel is not None and not dims.in_lockstep
-        sizes = list(zip(*(slot.sizes for slot in slots), strict=True))
+            tokens = [(max(own),) for own in tokens]
+        elif config.max_context_parallel is not None:
+            blocks = blocks_of(list(zip(*(slot.sizes for slot in slots), strict=True)))
         return SplitClock(
-            _of_ranks(slot.costs for slot in slots),
-            _of_ranks(slot.weights for slot in slots),
+            [cost for slot in slots for cost in slot.costs],
+            [cost for slot in slots for cost in slot.weights],
             self._problem.schedule,
-            blocks=blocks_of(sizes) if shares_rows else (),
+            blocks,
             overhead=self._problem.cost_model.split_backward_overhead,
             tokens=tokens,
             deferred=[
@@ -268,13 +278,3 @@ class _Pipeline:
             ],
             limit=self._limit,
         )
-
-
-def _of_ranks(slots: Iterable[list[list[float]]]) -> list[list[float]]:
-    """Values of each rank [ranks][slots * kinds], of those of slots [slots][ranks][kinds]."""
-    return [[each for slot in rank for each in slot] for rank in zip(*slots, strict=True)]
-
-
-def _most(of_ranks: Iterable[Sequence[float]]) -> list[float]:
-    """The most on any rank of each kind of stage."""
-    return [max(of_kind) for of_kind in zip(*of_ranks, strict=True)]

@@ -1,43 +1,13 @@
-"""The end of a step, and the tokens in flight on a stage."""
+"""The tokens in flight on a stage, with passes whole or split."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
-from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline.clock import Clock
 from mcore_batching.planning.pipeline.passes import Schedule
-
-
-def pipeline_time(
-    forward_costs: Sequence[float],
-    dims: ParallelDims,
-    *,
-    backward_ratio: float = 2.0,
-    forward_only: bool = False,
-    which_cost: Sequence[Sequence[int]] = (),
-) -> float:
-    """End of the last pass of one data-parallel rank's step.
-
-    Args:
-        forward_costs: of each micro-batch on a stage [num_microbatches], over all its chunks;
-            with `which_cost` on each kind of stage [num_microbatches * kinds].
-        dims: stages and chunks.
-        backward_ratio: cost of a backward pass over its forward pass.
-        forward_only: no backward passes.
-        which_cost: the kind of each model chunk [stages][chunks]; empty: equal.
-
-    Raises:
-        ParallelDimsError: the schedule cannot run this many micro-batches.
-    """
-    schedule = Schedule(
-        dims=dims,
-        backward_ratio=backward_ratio,
-        forward_only=forward_only,
-        which_cost=tuple(map(tuple, which_cost)),
-    )
-    return Clock(forward_costs, schedule).end
+from mcore_batching.planning.pipeline.split_backward import PARTS, SplitStage
 
 
 def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: int = 0) -> float:
@@ -64,8 +34,40 @@ def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: in
     return most / schedule.dims.virtual_pipeline
 
 
+def split_inflight_tokens(
+    slot_tokens: Sequence[int],
+    schedule: Schedule,
+    of_stage: SplitStage,
+    kept: float,
+    *,
+    stage: int = 0,
+) -> float:
+    """`inflight_tokens` where passes are split: a micro-batch is in flight to the end of its W.
+
+    Args:
+        slot_tokens: padded tokens of each micro-batch [num_microbatches].
+        schedule: gives the order of passes.
+        of_stage: what the plan says of the stage.
+        kept: what a micro-batch holds from its backward pass on, over what it holds before.
+        stage: pipeline rank.
+    """
+    held = most = run = 0
+    queue: list[int] = []  # tokens held for W that has not run
+    passes = _held_passes(schedule, stage, len(slot_tokens))
+    for (is_forward, slot), is_split, before in zip(passes, *of_stage, strict=True):
+        run += before
+        while run >= PARTS:
+            run -= PARTS
+            held -= queue.pop(0)
+        held += slot_tokens[slot] if is_forward else -slot_tokens[slot]
+        if is_split:
+            queue.append(math.ceil(kept * slot_tokens[slot]))
+            held += queue[-1]
+        most = max(most, held)
+    return most / schedule.dims.virtual_pipeline
+
+
 @functools.lru_cache(maxsize=64)
 def _held_passes(schedule: Schedule, stage: int, count: int) -> list[tuple[bool, int]]:
     """A stage's passes that begin or end to hold tokens: whether forward, and the slot."""
-    order = schedule.order(stage, count)
-    return [(each.kind == "F", each.slot) for each in order]
+    return [(each.kind == "F", each.slot) for each in schedule.order(stage, count)]
