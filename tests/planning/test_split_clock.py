@@ -109,7 +109,7 @@ def splits(draw: st.DrawFn, of_ranks: tuple[int, ...] = (1, 4)) -> Split:
         blocks,
         overhead=overhead,
         tokens=held,
-        deferred=[[math.ceil(kept * each) for each in own] for own in held],
+        kept=kept,
         limit=int(memory * most),
     )
     chosen = clock.all_split

@@ -20,12 +20,8 @@ from mcore_batching.planning.pipeline.coupled_clock import (
     pipeline_time,
 )
 from mcore_batching.planning.pipeline.inflight import inflight_tokens, split_inflight_tokens
-from mcore_batching.planning.pipeline.passes import Kind, Pass, Schedule
-from mcore_batching.planning.pipeline.split_backward import (
-    PARTS,
-    SplitClock,
-    SplitStage,
-)
+from mcore_batching.planning.pipeline.passes import PARTS, Kind, Pass, Schedule, SplitStage
+from mcore_batching.planning.pipeline.split_backward import SplitClock
 
 __all__ = [
     "PARTS",

@@ -6,8 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from mcore_batching.planning.pipeline.passes import Schedule
-from mcore_batching.planning.pipeline.split_backward import PARTS, SplitStage
+from mcore_batching.planning.pipeline.passes import PARTS, Schedule, SplitStage
 
 
 def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: int = 0) -> float:

@@ -4,8 +4,8 @@ those run.
     B   gradient for the inputs, which the stage before waits for
     W   gradients of the weights of linear layers, which nobody waits for
 
-Passes keep their order. W waits in a queue of its stage, first in, first out over micro-batches, in
-`PARTS` of each. Before each pass as many parts run as end before it could start anyway, and as many
+Passes keep their order. W waits in a queue of its stage, first in, first out, in `PARTS` of each
+micro-batch. Before each pass as many parts run as end before it could start anyway, and as many
 more as make room for what it holds; the rest come last. A micro-batch is held from its forward pass
 to the end of its W.
 
@@ -24,8 +24,8 @@ where waits are shorter than a part: whoever chooses passes compares ends.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mcore_batching.planning.pipeline.clock import Operation
 from mcore_batching.planning.pipeline.compiled import (
@@ -38,30 +38,14 @@ from mcore_batching.planning.pipeline.compiled import (
     zeros,
 )
 from mcore_batching.planning.pipeline.coupled_clock import Blocks, members_of
-from mcore_batching.planning.pipeline.passes import Pass, Schedule
+from mcore_batching.planning.pipeline.passes import PARTS, Pass, Schedule, SplitStage
 from mcore_batching.planning.pipeline.program import program
-
-PARTS = 8
-"""Parts of one micro-batch's W, cut between layers, by which plans count."""
-
-
-class SplitStage(NamedTuple):
-    """The passes of one stage of one data-parallel rank in one step.
-
-    Attributes:
-        split: for each forward or backward pass of `Schedule.order(stage, num_microbatches)`, True
-            if it is a backward pass that leaves its W for later.
-        parts_before: for each of them, how many parts of W, of the oldest first, run before it;
-            what is left runs after the last.
-    """
-
-    split: tuple[bool, ...]
-    parts_before: tuple[int, ...]
 
 
 class SplitClock:
     """The pipelines of ranks with split backward passes: of one data-parallel rank, or as one of
-    ranks in lockstep; under dynamic CP of all. Rank r has number n of the program at n * ranks + r.
+    ranks in lockstep; under dynamic CP of all. [numbers] are those of the program, each once for
+    every rank: rank r has number n at n * ranks + r.
 
     Args:
         costs: forward cost of each micro-batch, as `CoupledClock` takes them
@@ -71,14 +55,14 @@ class SplitClock:
         blocks: the ranks that share a micro-batch [slots].
         overhead: growth of a backward pass without its W.
         tokens: that a stage holds of each micro-batch before its backward pass [slots][ranks];
-            none counts if empty.
-        deferred: that it holds after a split one, until the end of W [slots][ranks].
+            none count if empty.
+        kept: what it holds after a split one, until the end of W, over that.
         limit: most tokens that a stage may hold.
 
     Attributes:
         end: end of the step as simulated last.
         ends: as `Clock.ends`.
-        all_split: for `run`, every backward pass [numbers * ranks].
+        all_split: for `run`, every backward pass [numbers].
     """
 
     def __init__(
@@ -90,23 +74,24 @@ class SplitClock:
         *,
         overhead: float = 0.0,
         tokens: Sequence[Sequence[int]] = (),
-        deferred: Sequence[Sequence[int]] = (),
+        kept: float = 1.0,
         limit: int = 0,
     ) -> None:
-        kinds, made = schedule.num_costs, program(schedule, len(blocks))
+        kinds = schedule.num_costs
         ranks = self._ranks = len(costs) // (len(blocks) * kinds)
-        self.program, shares = made
+        self.program, shares = program(schedule, len(blocks))
         joint = [0] * ranks  # in the place after the last, which joints have
-        before, after = (
-            integers([each for slot in held for _ in range(kinds) for each in slot] + joint)
-            for held in (tokens or [joint] * len(blocks), deferred or [joint] * len(blocks))
-        )
-        _, together = members_of(blocks, ranks, kinds)
-        whole, of_weights = numbers([*costs, *joint]), numbers([*weights, *joint])
+        slots = [each for each in tokens or [joint] * len(blocks) for _ in range(kinds)]
+        held = [each for slot in (*slots, joint) for each in slot]
         self._of_passes = self.program.slots, self.program.stages, self.program.signs, shares
-        self._of_places = together, whole, of_weights, before, after
-        self._weight_share, self._growth = schedule.share("F"), 1.0 + overhead
-        self._limit = limit
+        self._of_places = (
+            members_of(blocks, ranks, kinds)[1],
+            numbers([*costs, *joint]),
+            numbers([*weights, *joint]),
+            integers(held),
+            integers([math.ceil(kept * each) for each in held]),
+        )
+        self._factors, self._limit = (schedule.share("F"), 1.0 + overhead), limit
         self.all_split = [int(sign < 0) for sign in self.program.signs for _ in range(ranks)]
         self.end, self.ends = 0.0, [0.0] * ranks
 
@@ -114,7 +99,7 @@ class SplitClock:
         """Simulate with these passes split, W as soon as it costs nothing; the end of the step.
 
         Args:
-            split: 1 for each backward pass that is to be split, 0 for all else [numbers * ranks].
+            split: 1 for each backward pass that is to be split, 0 for all else [numbers].
         """
         return self._simulate(split, [-1] * len(split))
 
@@ -138,7 +123,7 @@ class SplitClock:
             self.program.waits,
             self._of_passes,
             self._of_places,
-            (self._weight_share, self._growth),
+            self._factors,
             self._limit,
             (self._split, self._parts),
             (self._starts, self._ends, self._part),
@@ -173,16 +158,13 @@ class SplitClock:
     def stages(self) -> list[tuple[SplitStage, ...]]:
         """The split passes and parts of W of each rank's stages, as simulated last."""
         split, parts = as_list(self._split), as_list(self._parts)
-        of_ranks = []
-        for rank in range(self._ranks):
-            of_stages = [[n * self._ranks + rank for n in own] for own in self.program.of_stages]
-            of_ranks.append(
-                tuple(
-                    SplitStage(tuple(bool(split[at]) for at in own), tuple(parts[at] for at in own))
-                    for own in of_stages
-                )
-            )
-        return of_ranks
+
+        def of(rank: int, passes: Sequence[int]) -> SplitStage:
+            own = [number * self._ranks + rank for number in passes]
+            return SplitStage(tuple(bool(split[at]) for at in own), tuple(parts[at] for at in own))
+
+        of_stages = self.program.of_stages
+        return [tuple(of(rank, each) for each in of_stages) for rank in range(self._ranks)]
 
     def operations(self, rank: int = 0) -> list[Operation]:
         """As `Clock.operations`; parts of one W that run in a row are one pass."""
@@ -234,7 +216,7 @@ def _play(
     the ends of stages, and the last pass of each [ranks * stages]. Parts of -1 in `plan` are
     chosen, and what a split pass would leave then fits, or it is not split. All else that is filled
     is 0 at first."""
-    # One long loop, as a kernel calls no other.
+    # One function of more than 60 lines, as a kernel calls no other and this one runs hot.
     (waits, waits_too), (slots, stage_of, signs, shares) = program_waits, of_passes
     afters, costs, weights, tokens, deferred = of_places
     (weight_share, growth), (split, parts) = factors, plan
@@ -275,6 +257,7 @@ def _play(
                     if given >= 0:
                         if made >= given:
                             break
+                    # One more part would delay the pass, and what this holds fits already.
                     elif free[own] + part[oldest] > ready and (
                         more <= 0 or held[own] + more <= limit
                     ):

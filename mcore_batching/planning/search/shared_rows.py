@@ -91,6 +91,23 @@ class SharedObjective(Objective):
         )
 
 
+def layers_of(
+    samples: Sequence[int], sizes: Sequence[int], ranks: int
+) -> list[list[tuple[int, int]]]:
+    """First rank and sample of shared rows, of these context-parallel sizes [samples], in as few
+    slots as hold them [slots][rows]; all but the last are full."""
+    layers: list[list[tuple[int, int]]] = []
+    place = 0  # counts ranks through the slots
+    # By descending size every row begins at a multiple of its size, since all before it are
+    # multiples of that.
+    for sample in sorted(samples, key=lambda sample: -sizes[sample]):
+        if place % ranks == 0:
+            layers.append([])
+        layers[-1].append((place % ranks, sample))
+        place += sizes[sample]
+    return layers
+
+
 class Form(NamedTuple):
     """All that decides about a step before single samples are moved."""
 
@@ -192,19 +209,16 @@ class Forms:
     def _laid_out(self, sizes: tuple[int, ...]) -> Layout:
         """The shared samples of these sizes in as few slots as hold them."""
         if sizes not in self._layouts:
-            ranks, place, work = self._problem.num_ranks, 0, 0.0
-            layers: list[list[tuple[int, int, float]]] = []
+            ranks, on_ranks = self._problem.num_ranks, self._problem.on_ranks
             shared = [sample for sample in self.order if sizes[sample] > 1]
-            for sample in sorted(shared, key=lambda sample: -sizes[sample]):
-                if place % ranks == 0:
-                    layers.append([])
-                cost = self._problem.on_ranks[sizes[sample]].cost([sample])
-                layers[-1].append((place % ranks, sample, cost))
-                place += sizes[sample]
-                work += sizes[sample] * cost
+            layers = [
+                [(first, i, on_ranks[sizes[i]].cost([i])) for first, i in layer]
+                for layer in layers_of(shared, sizes, ranks)
+            ]
+            every = [sizes[i] * cost for layer in layers for _, i, cost in layer]
             layers.sort(key=lambda layer: -max(cost for *_, cost in layer))
             own = [sample for sample in self.order if sizes[sample] == 1]
-            work += ordered_sum(self._costs[sample] for sample in own)
+            work = ordered_sum(every) + ordered_sum(self._costs[sample] for sample in own)
             self._layouts[sizes] = Layout(layers, own, work / ranks)
         return self._layouts[sizes]
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -273,8 +272,6 @@ class _Pipeline:
             blocks,
             overhead=self._problem.cost_model.split_backward_overhead,
             tokens=tokens,
-            deferred=[
-                [math.ceil(config.split_backward_held * each) for each in own] for own in tokens
-            ],
+            kept=config.split_backward_held,
             limit=self._limit,
         )
