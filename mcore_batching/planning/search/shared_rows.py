@@ -57,11 +57,13 @@ class SharedObjective(Objective):
         self._floor = step_time_floor(problem) * (1.0 + 1e-9)
 
     def candidate(
-        self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None
+        self,
+        ranks: Sequence[Sequence[Sequence[int]]],
+        sizes: Sequence[Sequence[int]] | None = None,
     ) -> Candidate:
-        """A step of these micro-batches and sizes, simulated; all of 1 if there are none."""
+        """A step of these micro-batches and sizes, simulated."""
+        assert sizes is not None
         held = [[list(samples) for samples in slots] for slots in ranks]
-        sizes = sizes or [[1] * len(slots) for slots in ranks]
         problems = self.whole.on_ranks
         costs = [
             [
@@ -71,9 +73,11 @@ class SharedObjective(Objective):
             ]
             for slots, own in zip(held, sizes, strict=True)
         ]
-        return Candidate(held, self.ends_of(costs, sizes), sizes)
+        return Candidate(held, self.ends_of(costs, sizes), list(map(list, sizes)))
 
-    def ends_of(self, costs: Sequence[Sequence[float]], sizes: Sizes) -> list[float]:
+    def ends_of(
+        self, costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]
+    ) -> list[float]:
         """Ends of ranks with micro-batches of these costs and sizes, as in `clocks_of`; costs
         effort."""
         (clock,) = clocks_of(costs, self.problem.schedule, sizes)

@@ -69,9 +69,9 @@ def split_backward(
     if not all_split and best.end > WORTH_IT * plain_end:
         return _frozen(starts[0]), sizes, ()
     splits = best.splits()
-    if not any(any(stage.split) for stages in splits for stage in stages):
-        return _frozen(starts[0]), sizes, ()
-    return _frozen(best.ranks), best.sizes if sizes else None, splits
+    if any(any(stage.split) for stages in splits for stage in stages):
+        return _frozen(best.ranks), best.sizes if sizes else None, splits
+    return _frozen(starts[0]), sizes, ()
 
 
 def _frozen(ranks: Ranks) -> tuple[MicroBatches, ...]:
@@ -106,20 +106,14 @@ class _Step:
     @property
     def ranks(self) -> Ranks:
         """As given, in the order so far."""
-        return [
-            rank
-            for pipeline in self.pipelines
-            for rank in zip(*(slot.samples for slot in pipeline.slots), strict=True)
-        ]
+        slots = ((slot.samples for slot in each.slots) for each in self.pipelines)
+        return [rank for own in slots for rank in zip(*own, strict=True)]
 
     @property
     def sizes(self) -> Sizes:
         """Context-parallel sizes of the same."""
-        return tuple(
-            rank
-            for pipeline in self.pipelines
-            for rank in zip(*(slot.sizes for slot in pipeline.slots), strict=True)
-        )
+        slots = ((slot.sizes for slot in each.slots) for each in self.pipelines)
+        return tuple(rank for own in slots for rank in zip(*own, strict=True))
 
     def reorder(self, effort: float) -> None:
         """Change the order of the straggler's micro-batches until so many passes were simulated."""
