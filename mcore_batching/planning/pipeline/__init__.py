@@ -3,7 +3,7 @@
 passes          what each stage runs, in which order, and its share of a micro-batch's cost
 program         the passes of all stages, numbered, and which wait for which
 clock           when the passes of one pipeline end, also after changes of costs
-coupled_clock   the same for ranks that share rows; which clocks a step has, and its end
+coupled_clock   the same for ranks that share rows; which clocks a step has
 split_backward  when passes end some of which leave weight gradients for later
 inflight        the tokens in flight on a stage
 compiled        loops that numba compiles where it is installed
@@ -17,7 +17,6 @@ from mcore_batching.planning.pipeline.coupled_clock import (
     CoupledClock,
     blocks_of,
     clocks_of,
-    pipeline_time,
 )
 from mcore_batching.planning.pipeline.inflight import inflight_tokens, split_inflight_tokens
 from mcore_batching.planning.pipeline.passes import PARTS, Kind, Pass, Schedule, SplitStage
@@ -37,6 +36,5 @@ __all__ = [
     "blocks_of",
     "clocks_of",
     "inflight_tokens",
-    "pipeline_time",
     "split_inflight_tokens",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline.clock import Changes, Clock
 from mcore_batching.planning.pipeline.compiled import (
     Integers,
@@ -219,33 +218,3 @@ def blocks_of(sizes: Sequence[Sequence[int]]) -> list[Blocks]:
         [(rank, rank + size) for rank, size in enumerate(slot) if size > 1 and rank % size == 0]
         for slot in zip(*sizes, strict=True)
     ]
-
-
-def pipeline_time(
-    forward_costs: Sequence[float],
-    dims: ParallelDims,
-    *,
-    backward_ratio: float = 2.0,
-    forward_only: bool = False,
-    which_cost: Sequence[Sequence[int]] = (),
-) -> float:
-    """End of the last pass of one data-parallel rank's step.
-
-    Args:
-        forward_costs: of each micro-batch on a stage [num_microbatches], over all its chunks;
-            with `which_cost` on each kind of stage [num_microbatches * kinds].
-        dims: stages and chunks.
-        backward_ratio: cost of a backward pass over its forward pass.
-        forward_only: no backward passes.
-        which_cost: the kind of each model chunk [stages][chunks]; empty: equal.
-
-    Raises:
-        ParallelDimsError: the schedule cannot run this many micro-batches.
-    """
-    schedule = Schedule(
-        dims=dims,
-        backward_ratio=backward_ratio,
-        forward_only=forward_only,
-        which_cost=tuple(map(tuple, which_cost)),
-    )
-    return Clock(forward_costs, schedule).end
