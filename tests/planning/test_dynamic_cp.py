@@ -359,16 +359,41 @@ def test_a_long_sample_gets_more_ranks_than_it_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "ranks", "stages", "digest"),
-    [(60, 4, 2, "b1b3e5f0a2197995"), (90, 8, 4, "f17971eb4784da9f")],
+    ("count", "cap", "effort", "options", "forward_only", "digest"),
+    [
+        (60, 2000, 30, {"pipeline_parallel": 2}, False, "b1b3e5f0a2197995"),
+        (90, 2000, 30, {"data_parallel": 8, "pipeline_parallel": 4}, False, "f17971eb4784da9f"),
+        (120, 9000, 200, {"data_parallel": 8, "pipeline_parallel": 4}, False, "810fdbe269c2c145"),
+        (
+            120,
+            2000,
+            200,
+            {"pipeline_parallel": 4, "virtual_pipeline": 2},
+            False,
+            "d9585d66762ab4ff",
+        ),
+        (
+            150,
+            9000,
+            200,
+            {"context_parallel": 2, "pipeline_parallel": 4},
+            False,
+            "e3725817260adde7",
+        ),
+        (80, 4000, 200, {}, False, "e2c3c4e0764ac5f9"),
+        (80, 4000, 200, {"pipeline_parallel": 4}, True, "a2f0d7fe746bdfb7"),
+        (80, 2000, 200, {"pipeline_parallel": 3, "expert_parallel": 4}, False, "a2790e27e74c3841"),
+    ],
 )
 def test_plans_are_the_same_on_every_platform(
-    count: int, ranks: int, stages: int, digest: str
+    count: int, cap: int, effort: int, options: dict[str, int], forward_only: bool, digest: str
 ) -> None:
-    """Pinned: ranks on other platforms and Python versions must get the same."""
-    config = PlannerConfig(max_tokens_per_gpu=2000, max_context_parallel=4, plan_effort=30)
-    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=stages)
-    assert plan_step(long_tailed(count), dims, config).digest()[:16] == digest
+    """Pinned: ranks on other platforms and Python versions must get the same, and a change of the
+    search that changes plans is a decision."""
+    config = PlannerConfig(max_tokens_per_gpu=cap, max_context_parallel=4, plan_effort=effort)
+    dims = ParallelDims(**{"data_parallel": 4, **options})
+    step = plan_step(long_tailed(count), dims, config, forward_only=forward_only)
+    assert step.digest()[:16] == digest
 
 
 def test_costs_of_a_row_grow_with_each_doubling_of_its_size() -> None:

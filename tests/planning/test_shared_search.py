@@ -85,10 +85,12 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
     """So that moves begin from steps that they would not make of each other: the earliest of all
     that were made of each number."""
     earliest: dict[int, float] = {}
+    made: list[Form] = []
     make = Forms.make
 
     def noted(forms: Forms, form: Form) -> Candidate | None:
         step = make(forms, form)
+        made.append(form)
         if step is not None:
             count = form.kind.num_slots
             earliest[count] = min(step.end, earliest.get(count, step.end))
@@ -100,6 +102,7 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
     best = sorted((end, count) for count, end in earliest.items())[:STEPS_KEPT]
     assert [(step.end, len(step.ranks[0])) for step in steps] == best
     assert len(steps) == STEPS_KEPT
+    assert len(made) == len(set(made)), "none is made twice"
 
 
 @pytest.mark.parametrize("dims", LAYOUTS)
