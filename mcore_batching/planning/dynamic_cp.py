@@ -20,10 +20,8 @@ from mcore_batching.planning.placement import deal, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.shared_rows import layers_of
+from mcore_batching.planning.search.split_backward import Sizes
 from mcore_batching.planning.shard import pack_shard
-
-Sizes = tuple[tuple[int, ...], ...]
-"""Context-parallel size of each micro-batch [ranks][num_microbatches]."""
 
 
 def of_one_size(

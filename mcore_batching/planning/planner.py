@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
-from mcore_batching.planning.dynamic_cp import Sizes, packed_on_least_ranks
+from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
 from mcore_batching.planning.errors import Argument, ConfigError, InflightBoundError, LengthError
 from mcore_batching.planning.groups import LastStep, equal_slices, whole_groups
 from mcore_batching.planning.integers import integer_entries
@@ -27,6 +27,7 @@ from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
+    Sizes,
     Slots,
     Splits,
     check_inflight_tokens,

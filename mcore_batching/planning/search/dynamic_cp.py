@@ -22,7 +22,12 @@ from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.moves import drawing, improve
+from mcore_batching.planning.search.moves import (
+    drawing,
+    improve,
+    micro_batches_of,
+    most_in_flight,
+)
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
 from mcore_batching.planning.search.steps import (
@@ -131,7 +136,8 @@ def check_inflight_tokens(problem: Problem, step: Step) -> None:
     made = objective.candidate(*step)
     if not objective.fits(made):
         bound = problem.config.max_inflight_tokens
-        raise InflightBoundError(bound, objective.most_in_flight(made))
+        held = most_in_flight(micro_batches_of(made, objective), objective)
+        raise InflightBoundError(bound, held)
 
 
 class FormSearch:

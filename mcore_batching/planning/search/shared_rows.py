@@ -22,7 +22,6 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.deal import deal, settle
 from mcore_batching.planning.search.moves import (
     EFFORT_OF_A_SHARED_PASS,
-    fits_in_memory,
     micro_batches_of,
     most_in_flight,
 )
@@ -41,9 +40,6 @@ class SharedObjective(Objective):
     """Simulates steps of a problem under dynamic CP, and counts what that costs.
 
     Its `problem` is that of micro-batches which nobody shares.
-
-    Args:
-        problem: under dynamic CP.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -84,15 +80,10 @@ class SharedObjective(Objective):
         self.effort -= clock.passes_run * (1.0 if self.lockstep else EFFORT_OF_A_SHARED_PASS)
         return clock.ends
 
-    def most_in_flight(self, step: Candidate) -> float:
-        """As `moves.most_in_flight`."""
-        return most_in_flight(micro_batches_of(step, self), self)
-
     def fits(self, step: Candidate) -> bool:
         """True if a step keeps to the bound on tokens in flight."""
-        return self.max_inflight_tokens is None or fits_in_memory(
-            micro_batches_of(step, self), self
-        )
+        bound = self.max_inflight_tokens
+        return bound is None or most_in_flight(micro_batches_of(step, self), self) <= bound
 
 
 def layers_of(
@@ -136,11 +127,7 @@ class Layout(NamedTuple):
 
 
 class Forms:
-    """Makes steps of forms, and judges when these end.
-
-    Args:
-        objective: its effort is used.
-    """
+    """Makes steps of forms, and judges when these end; uses the objective's effort."""
 
     def __init__(self, objective: SharedObjective) -> None:
         self._objective = objective

@@ -22,6 +22,7 @@ from mcore_batching.planning.pipeline import (
     blocks_of,
     inflight_tokens,
 )
+from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.moves import drawing
 from mcore_batching.planning.search.objective import Objective
@@ -39,8 +40,6 @@ later; with 1, planning takes twice as long."""
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][slots]."""
-MicroBatches = tuple[tuple[int, ...], ...]
-"""As `plan.MicroBatches`."""
 Sizes = tuple[tuple[int, ...], ...]
 """As `StepPlan.context_parallel`."""
 Splits = tuple[tuple[SplitStage, ...], ...]
@@ -60,7 +59,7 @@ def split_backward(
     """
     all_split = problem.config.split_backward == "all"
     effort = Objective(problem).effort / EFFORT_OF_A_PASS / 2 if problem.config.searches else 0.0
-    steps = [_Step(problem, ranks, sizes, all_split) for ranks in starts]
+    steps = [_Step(problem, ranks, sizes) for ranks in starts]
     plain_end = steps[0].end_unsplit
     for step in steps:
         step.reorder(effort / len(steps))
@@ -81,17 +80,15 @@ def _frozen(ranks: Ranks) -> tuple[MicroBatches, ...]:
 class _Step:
     """A step that is being changed."""
 
-    def __init__(
-        self, problem: Problem, ranks: Ranks, sizes: Sizes | None, all_split: bool
-    ) -> None:
-        self._all_split, self._overhead = all_split, problem.cost_model.split_backward_overhead
+    def __init__(self, problem: Problem, ranks: Ranks, sizes: Sizes | None) -> None:
+        self._overhead = problem.cost_model.split_backward_overhead
         together = problem.dims.lockstep_groups if sizes is None else [range(len(ranks))]
         sizes = sizes or ((problem.dims.context_parallel,) * len(ranks[0]),) * len(ranks)
         groups = [
             _slots(problem, ranks[of.start : of.stop], sizes[of.start : of.stop]) for of in together
         ]
         self._peak = max(_peak_of(problem, slots) for slots in groups)
-        self.pipelines = [_Pipeline(problem, slots, self._peak, all_split) for slots in groups]
+        self.pipelines = [_Pipeline(problem, slots, self._peak) for slots in groups]
 
     @property
     def end(self) -> float:
@@ -138,8 +135,7 @@ class _Step:
         latest = AS_SOON * self.end
         made: list[tuple[SplitStage, ...]] = []
         for pipeline in self.pipelines:
-            if not self._all_split:
-                pipeline.leave_whole(latest)
+            pipeline.leave_whole(latest)
             pipeline.clock.run(pipeline.split)
             stages = pipeline.clock.stages  # in lockstep of one rank, as of all
             made += stages * (len(pipeline.slots[0].samples) // len(stages))
@@ -187,9 +183,9 @@ def _peak_of(problem: Problem, slots: Sequence[_Slot]) -> int:
 class _Pipeline:
     """Ranks that run together, or one, with the passes that are split."""
 
-    def __init__(self, problem: Problem, slots: list[_Slot], peak: int, all_split: bool) -> None:
-        self._problem, self._all_split = problem, all_split
-        config = problem.config
+    def __init__(self, problem: Problem, slots: list[_Slot], peak: int) -> None:
+        self._problem, config = problem, problem.config
+        self._all_split = config.split_backward == "all"
         self._peak, self._limit = peak, int(config.split_backward_memory * peak)
         if config.max_inflight_tokens is not None:
             bound = problem.dims.virtual_pipeline * config.max_inflight_tokens
@@ -234,7 +230,10 @@ class _Pipeline:
             self.slots, self.peak, self.clock, self.end = slots, peak, clock, end
 
     def leave_whole(self, latest: float) -> None:
-        """Split no pass that it ends in time without; they are tried in blocks."""
+        """Split no pass that it ends in time without, unless all are to be; they are tried in
+        blocks."""
+        if self._all_split:
+            return
         every = sum(self.clock.all_split)
         passes = [number for number, is_split in enumerate(self.split) if is_split]
         size = len(passes)
