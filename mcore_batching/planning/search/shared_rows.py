@@ -11,6 +11,7 @@ Where experts are spread over ranks all ranks run every slot together, whoever s
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -133,8 +134,9 @@ class Forms:
         self._objective = objective
         self._problem = problem = objective.whole
         self._costs = problem.on_ranks[1].costs
-        self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._profiles: dict[Kind, list[float]] = {}
+        # Forms that are tried have much in common.
+        self._laid_out = functools.cache(self._lay_out)
+        self._profile = functools.cache(self._make_profile)
         self.order = by_cost(range(problem.num_samples), self._costs)
         """Samples, costliest first."""
         # Of all samples in one micro-batch: their cost on each kind of stage over the mean one's.
@@ -197,30 +199,23 @@ class Forms:
         _make_last_real(rows, sizes)
         return self._objective.candidate(rows, sizes)
 
-    def _laid_out(self, sizes: tuple[int, ...]) -> Layout:
+    def _lay_out(self, sizes: tuple[int, ...]) -> Layout:
         """The shared samples of these sizes in as few slots as hold them."""
-        if sizes not in self._layouts:
-            ranks, on_ranks = self._problem.num_ranks, self._problem.on_ranks
-            shared = [sample for sample in self.order if sizes[sample] > 1]
-            layers = [
-                [(first, i, on_ranks[sizes[i]].cost([i])) for first, i in layer]
-                for layer in layers_of(shared, sizes, ranks)
-            ]
-            every = [sizes[i] * cost for layer in layers for _, i, cost in layer]
-            layers.sort(key=lambda layer: -max(cost for *_, cost in layer))
-            own = [sample for sample in self.order if sizes[sample] == 1]
-            work = ordered_sum(every) + ordered_sum(self._costs[sample] for sample in own)
-            self._layouts[sizes] = Layout(layers, own, work / ranks)
-        return self._layouts[sizes]
+        ranks, on_ranks = self._problem.num_ranks, self._problem.on_ranks
+        shared = [sample for sample in self.order if sizes[sample] > 1]
+        layers = [
+            [(first, i, on_ranks[sizes[i]].cost([i])) for first, i in layer]
+            for layer in layers_of(shared, sizes, ranks)
+        ]
+        every = [sizes[i] * cost for layer in layers for _, i, cost in layer]
+        layers.sort(key=lambda layer: -max(cost for *_, cost in layer))
+        own = [sample for sample in self.order if sizes[sample] == 1]
+        work = ordered_sum(every) + ordered_sum(self._costs[sample] for sample in own)
+        return Layout(layers, own, work / ranks)
 
-    def _profile(self, kind: Kind) -> list[float]:
+    def _make_profile(self, kind: Kind) -> list[float]:
         """Sizes of slots relative to each other [slots]."""
-        if kind not in self._profiles:
-            targets = Targets(
-                self._objective, kind.num_slots, kind.first, 0.0, kind.gentle, kind.fades
-            )
-            self._profiles[kind] = targets.relative
-        return self._profiles[kind]
+        return Targets(self._objective, kind.num_slots, kind.first, 0.0, kind.gentle).relative
 
     def _targets(self, form: Form) -> tuple[list[Slots], Sizes, list[list[float]]]:
         """The shared samples, their sizes, and what each slot is to cost [ranks][slots]; of no
