@@ -285,14 +285,9 @@ def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock] |
     clocks = []
     for first in range(0, len(costs), together):
         of_ranks = slice(first, first + together)
-        flat = [list(chain(*zip(*of[of_ranks], strict=True))) for of in (costs, weights)]
-        clock = SplitClock(
-            flat[0],
-            flat[1],
-            problem.schedule,
-            blocks,
-            overhead=problem.cost_model.split_backward_overhead,
-        )
+        takes, of_w = (list(chain(*zip(*of[of_ranks], strict=True))) for of in (costs, weights))
+        overhead = problem.cost_model.split_backward_overhead
+        clock = SplitClock(takes, of_w, problem.schedule, blocks, overhead=overhead)
         clock.follow(step.split_backward[of_ranks])
         clocks.append(clock)
     return clocks
