@@ -82,7 +82,7 @@ class Clock:
         of_slots = [*costs, 0.0]  # numbers without a micro-batch have the slot after the last
         took = list(map(mul, self._program.of_each(of_slots), self._shares))
         self._took, self._ends = numbers(took), zeros(len(took))
-        self._tails, self._tails_from = numbers(took), len(took)
+        self._tails, self._tails_from = zeros(len(took)), len(took)
         """Tails [numbers], valid from number `_tails_from` on; computed when first needed."""
         self._run(0, len(took))
 
