@@ -26,7 +26,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.search.dynamic_cp import LITTLE_EFFORT, STEPS_KEPT, FormSearch
 from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
+from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective, make_last_real
 from mcore_batching.planning.search.steps import Kind
 
 PP2 = ParallelDims(data_parallel=4, pipeline_parallel=2)
@@ -127,6 +127,18 @@ def test_limits_under_which_shared_rows_take_too_many_slots_are_left_out() -> No
     needed = FormSearch(SharedObjective(Problem.of([5001] * 200, PP2, config)))
     assert needed._limits[0] == (2,) * 200
     assert needed.search(0.0)
+
+
+def test_the_slot_that_most_ranks_share_goes_last_where_one_ends_with_a_placeholder() -> None:
+    """It is real on the ranks that share it; another then ends with a micro-batch of its own."""
+    rows = [[[0], [9], []], [[1], [9], [2]], [[3], [4], [5]], [[6], [], [7]]]
+    sizes = [[1, 2, 1], [1, 2, 1], [1, 1, 1], [1, 1, 1]]
+    make_last_real(rows, sizes)
+    assert rows == [[[0], [], [9]], [[1], [2], [9]], [[3], [5], [4]], [[6], [], [7]]]
+    assert sizes == [[1, 1, 2], [1, 1, 2], [1, 1, 1], [1, 1, 1]]
+    before = [[*slots] for slots in rows]
+    make_last_real(rows, sizes)
+    assert rows == before
 
 
 @pytest.mark.parametrize("seed", range(36))

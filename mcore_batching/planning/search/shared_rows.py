@@ -196,7 +196,7 @@ class Forms:
                 settled = settle([dealt[rank * count + slot] for slot in free], self._costs)
                 for slot, samples in zip(free, settled, strict=True):
                     slots[slot] = samples
-        _make_last_real(rows, sizes)
+        make_last_real(rows, sizes)
         return self._objective.candidate(rows, sizes)
 
     def _lay_out(self, sizes: tuple[int, ...]) -> Layout:
@@ -244,7 +244,7 @@ class Forms:
         return rows, sizes, targets
 
 
-def _make_last_real(rows: list[Slots], sizes: Sizes) -> None:
+def make_last_real(rows: list[Slots], sizes: Sizes) -> None:
     """Put the slot that most ranks share last where a rank has a placeholder there that it need
     not have; one that then has a placeholder there, a micro-batch of its own."""
     count = len(rows[0])
