@@ -11,7 +11,7 @@ On 4 ranks, with samples a that needs 4 of them, b that needs 2, and short ones 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from itertools import chain
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
@@ -19,10 +19,9 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import deal, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.shared_rows import layers_of
+from mcore_batching.planning.search.split_backward import Sizes
 from mcore_batching.planning.shard import pack_shard
-
-Sizes = tuple[tuple[int, ...], ...]
-"""Context-parallel size of each micro-batch [ranks][num_microbatches]."""
 
 
 def of_one_size(
@@ -56,56 +55,30 @@ def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], S
     Every sample has the least size under which it fits the cap: above 1 in a micro-batch of its
     own, in the last slots; the others are packed and spread over the places left.
     """
-    shared = [(size, (i,)) for i, size in enumerate(problem.least_sizes) if size > 1]
-    short = [i for i, size in enumerate(problem.least_sizes) if size == 1]
-    alone = problem.on_ranks[1]
+    ranks, least, alone = problem.num_ranks, problem.least_sizes, problem.on_ranks[1]
+    layers = layers_of([sample for sample, size in enumerate(least) if size > 1], least, ranks)
+    short = [sample for sample, size in enumerate(least) if size == 1]
     bins = [tuple(short[i] for i in samples) for samples in pack_shard(alone.subset(short))]
-    ranks = problem.dims.data_context_parallel
-    taken = sum(size for size, _ in shared)  # places, one on each rank of a block
+    taken = sum(size for size in least if size > 1)  # places, one on each rank of a block
     count = problem.dims.round_up_num_microbatches(-(-(len(bins) + taken) // ranks))
     if problem.config.fill == "split":
-        bins = [
-            tuple(samples) for samples in split_until(bins, count * ranks - taken, alone.weight)
-        ]
-    blocks = _last_slots(shared, ranks, count)
-    dealt = _dealt(problem, bins, blocks)
-    micro_batches, sizes = [], []
-    for of_rank, own in zip(blocks, dealt, strict=True):
-        weight = None if problem.config.balance == "none" else alone.weight
-        rest = iter(order_slots(own, of_rank.count(None), weight))
-        micro_batches.append(tuple(next(rest) if block is None else block[1] for block in of_rank))
-        sizes.append(tuple(1 if block is None else block[0] for block in of_rank))
-    return tuple(micro_batches), tuple(sizes)
-
-
-def _last_slots(
-    shared: Sequence[tuple[int, tuple[int, ...]]], ranks: int, count: int
-) -> list[list[tuple[int, tuple[int, ...]] | None]]:
-    """Size and samples of shared micro-batches [ranks][count], filled from the last slot on; None
-    for the other places."""
-    blocks: list[list[tuple[int, tuple[int, ...]] | None]] = [[None] * count for _ in range(ranks)]
-    # Counts ranks through the slots. By descending size every row begins at a multiple of its size,
-    # since all before it are multiples of that.
-    place = 0
-    for size, samples in sorted(shared, key=lambda block: (-block[0], block[1])):
-        for rank in range(place % ranks, place % ranks + size):
-            blocks[rank][count - 1 - place // ranks] = size, samples
-        place += size
-    return blocks
-
-
-def _dealt(
-    problem: Problem,
-    bins: Sequence[tuple[int, ...]],
-    blocks: Sequence[Sequence[tuple[int, tuple[int, ...]] | None]],
-) -> list[list[tuple[int, ...]]]:
-    """Unshared micro-batches of each rank, evened out with shared ones counted."""
-    alone = problem.on_ranks[1]
-    loads = [
-        ordered_sum(problem.on_ranks[block[0]].weight(block[1]) for block in of_rank if block)
-        for of_rank in blocks
-    ]
+        bins = [tuple(each) for each in split_until(bins, count * ranks - taken, alone.weight)]
+    shared: list[list[int]] = [[] for _ in range(ranks)]  # of each rank, in the last slots
+    for first, sample in chain.from_iterable(reversed(layers)):
+        for rank in range(first, first + least[sample]):
+            shared[rank].append(sample)
+    # The others are evened out over ranks with shared ones counted.
     bins = sorted(bins)
-    free = [of_rank.count(None) for of_rank in blocks]
+    loads = [
+        ordered_sum(problem.on_ranks[least[sample]].weight([sample]) for sample in own)
+        for own in shared
+    ]
+    free = [count - len(own) for own in shared]
     dealt = deal([alone.weight(samples) for samples in bins], loads, free)
-    return [[bins[i] for i in own] for own in dealt]
+    weight = None if problem.config.balance == "none" else alone.weight
+    micro_batches, sizes = [], []
+    for own, of_rank, places in zip(shared, dealt, free, strict=True):
+        rows = order_slots([bins[i] for i in of_rank], places, weight)
+        micro_batches.append((*rows, *((sample,) for sample in own)))
+        sizes.append((*(1,) * places, *(least[sample] for sample in own)))
+    return tuple(micro_batches), tuple(sizes)

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
-from mcore_batching.planning.dynamic_cp import Sizes, packed_on_least_ranks
+from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
 from mcore_batching.planning.errors import Argument, ConfigError, InflightBoundError
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.integers import integer_entries, one_per_sample
@@ -20,6 +20,7 @@ from mcore_batching.planning.plans.plan import MicroBatches, Plan, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
+    Sizes,
     Slots,
     Splits,
     check_inflight_tokens,

@@ -21,7 +21,7 @@ from mcore_batching.planning import (
     plan_step,
 )
 from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.planning.plans.statistics import predicted_step_time
 
 
@@ -38,12 +38,14 @@ def best_of_all_plans(problem: Problem) -> float:
                 continue
             costs = [problem.cost(row) for row in slots]
             ends = [
-                pipeline_time(
+                Clock(
                     costs[first : first + count],
-                    problem.dims,
-                    backward_ratio=problem.cost_model.backward_ratio,
-                    forward_only=problem.forward_only,
-                )
+                    Schedule(
+                        dims=problem.dims,
+                        backward_ratio=problem.cost_model.backward_ratio,
+                        forward_only=problem.forward_only,
+                    ),
+                ).end
                 for first in range(0, ranks * count, count)
             ]
             best = min(best, max(ends))
@@ -109,7 +111,10 @@ def test_the_longest_samples_may_share_a_rank() -> None:
     dims = ParallelDims(data_parallel=2, pipeline_parallel=8)
     config, model = PlannerConfig(max_tokens_per_gpu=800), CostModel(quadratic=0, per_micro_batch=0)
     problem = Problem.of([400, 400] + [40] * 83, dims, config, model)
-    ends = [pipeline_time([0.0] * 81 + [400.0] * 2, dims), pipeline_time([40.0] * 83, dims)]
+    ends = [
+        Clock([0.0] * 81 + [400.0] * 2, Schedule(dims=dims)).end,
+        Clock([40.0] * 83, Schedule(dims=dims)).end,
+    ]
     assert max(ends) == 10800.0
     assert step_time_bound(problem) <= 10800.0
 
@@ -127,7 +132,7 @@ def test_the_way_of_the_longest_sample_knows_of_what_is_beside_it(
     costs = [[10.0] * count for _ in range(count)]
     for place, slots in enumerate(costs):
         slots[place] += problem.costs[0]
-    best = min(pipeline_time(slots, dims, backward_ratio=ratio) for slots in costs)
+    best = min(Clock(slots, Schedule(dims=dims, backward_ratio=ratio)).end for slots in costs)
     alone = (1 + ratio) * stages * problem.costs[0]
     assert alone + 0.8 * (best - alone) < way_of_longest(problem) <= best * (1 + 1e-9)
 
@@ -154,12 +159,12 @@ def best_of_all_shared_plans(problem: Problem) -> float:
                 continue
             ratio = problem.cost_model.backward_ratio
             ends = [
-                pipeline_time(
+                Clock(
                     of_rank,
-                    problem.dims,
-                    backward_ratio=ratio,
-                    forward_only=problem.forward_only,
-                )
+                    Schedule(
+                        dims=problem.dims, backward_ratio=ratio, forward_only=problem.forward_only
+                    ),
+                ).end
                 for of_rank in costs
             ]
             best = min(best, max(ends))
@@ -224,12 +229,14 @@ def test_no_schedule_is_shorter_than_its_slots_weighted(
     costs: list[float], stages: int, ratio: float | None, further: int, overhead: float, part: float
 ) -> None:
     """Weights of as many slots or of more, for a sample in the costliest slot."""
-    end = pipeline_time(
+    end = Clock(
         [overhead + cost for cost in costs],
-        ParallelDims(pipeline_parallel=stages),
-        backward_ratio=ratio or 0.0,
-        forward_only=ratio is None,
-    )
+        Schedule(
+            dims=ParallelDims(pipeline_parallel=stages),
+            backward_ratio=ratio or 0.0,
+            forward_only=ratio is None,
+        ),
+    ).end
     for others, one, mean in slot_weights(len(costs) + further, stages, ratio):
         overheads = overhead * len(costs) * mean
         longest = part * max(costs)

@@ -17,7 +17,7 @@ from kit.learning import CAP, STALLED
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.planning.plans.records import read_records
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools import replay
@@ -60,11 +60,10 @@ def prediction_error(step: dict[str, Any], dims: dict[str, int] = DIMS) -> float
     learnt = LearntCosts.from_data(step["state"])
     rows = [[[step["lengths"][i] for i in samples] for samples in rank] for rank in step["ranks"]]
     truth = max(
-        pipeline_time(
+        Clock(
             [hidden.micro_batch(lengths) for lengths in rank],
-            shape,
-            backward_ratio=hidden.backward_ratio,
-        )
+            Schedule(dims=shape, backward_ratio=hidden.backward_ratio),
+        ).end
         for rank in rows
     )
     predicted = max(learnt.predicted_seconds(rank, shape) or 0.0 for rank in rows)

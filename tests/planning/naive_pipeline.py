@@ -50,7 +50,7 @@ def played(
                 for each in members:
                     of_slot = costs[node[3] * kinds :][:kinds]
                     which = schedule.which_cost[stage][node[2]] if kinds > 1 else 0
-                    took = of_slot[which][each] * schedule.share(stage, node[1], node[2])
+                    took = of_slot[which][each] * schedule.share(node[1])
                     times[each, node] = start, start + took
                     free[each, stage] = start + took
                     del left[each, stage][0]
@@ -94,8 +94,8 @@ def played_split(
         stage, kind, chunk, slot = node
         which = schedule.which_cost[stage][chunk] if schedule.which_cost else 0
         place = slot * schedule.num_costs + which
-        whole = costs[rank][place] * schedule.share(stage, kind if kind != "W" else "B", chunk)
-        weight = min(whole, weights[rank][place] * schedule.share(stage, "F", chunk))
+        whole = costs[rank][place] * schedule.share(kind if kind != "W" else "B")
+        weight = min(whole, weights[rank][place] * schedule.share("F"))
         if kind == "W":
             return weight / 8
         is_split = kind == "B" and (stage, "W", chunk, slot) in orders[rank, stage]

@@ -16,7 +16,7 @@ from mcore_batching.planning import ConfigError, CostModel, ParallelDims, Planne
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks, costs_of_stage
 from mcore_batching.planning.learning.fit import WINDOW_STEPS, evidence, relearnt, slowness
 from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.planning.plans.statistics import predicted_step_time
 
 LAUNCHES = CostModel(per_micro_batch=2048.0, backward_ratio=1.6)
@@ -403,7 +403,9 @@ def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
     kinds, which = costs_of_chunks(truth, dims)
     assert which == ((0,), (1,))
     costs = [kind.micro_batch(lengths) for lengths in rows for kind in kinds]
-    end = pipeline_time(costs, dims, backward_ratio=truth.backward_ratio, which_cost=which)
+    end = Clock(
+        costs, Schedule(dims=dims, backward_ratio=truth.backward_ratio, which_cost=which)
+    ).end
     seconds = learnt.predicted_seconds(rows, dims)
     assert seconds == pytest.approx(SECONDS_PER_UNIT * end, rel=0.01)
     assert LearntCosts.from_data(json.loads(json.dumps(learnt.to_data()))) == learnt

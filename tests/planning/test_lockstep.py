@@ -19,7 +19,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.packing.bounds import step_time_floor
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.moves import improve
@@ -103,7 +103,7 @@ def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> 
     step = plan_step(case.lengths, dims, case.config)
     objective = Objective(Problem.of(case.lengths, dims, case.config, MODEL))
     slowest = [max(slot) for slot in slot_costs(step, case.lengths)]
-    expected = pipeline_time(slowest, dims)
+    expected = Clock(slowest, Schedule(dims=dims)).end
     assert objective.candidate(step.micro_batches).end == pytest.approx(expected, rel=1e-9)
     assert predicted_step_time(step, case.lengths) == pytest.approx(expected, rel=1e-9)
 

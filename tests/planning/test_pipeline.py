@@ -18,13 +18,7 @@ from naive_pipeline import Node, played
 from planning_cases import examples, megatron_runs
 
 from mcore_batching.planning import ParallelDims, ParallelDimsError
-from mcore_batching.planning.pipeline import (
-    Clock,
-    Operation,
-    Schedule,
-    inflight_tokens,
-    pipeline_time,
-)
+from mcore_batching.planning.pipeline import Clock, Operation, Schedule, inflight_tokens
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ def test_operations_are_those_of_the_reference(run: Run) -> None:
         assert o.start == close(start)
         assert o.end == close(end)
     options = {"backward_ratio": run.backward_ratio, "forward_only": run.forward_only}
-    time = pipeline_time(run.costs, run.dims, **options)  # type: ignore[arg-type]
+    time = Clock(run.costs, Schedule(dims=run.dims, **options)).end  # type: ignore[arg-type]
     assert time == max(operation.end for operation in made)
 
 
@@ -156,9 +150,9 @@ def test_equal_micro_batches_take_the_textbook_s_time(
     dims = ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)
     count = groups * stages
     bubble = (stages - 1) / chunks
-    time = pipeline_time([3.0] * count, dims, backward_ratio=ratio)
+    time = Clock([3.0] * count, Schedule(dims=dims, backward_ratio=ratio)).end
     assert time == pytest.approx((count + bubble) * 3.0 * (1 + ratio), rel=1e-12)
-    forward = pipeline_time([3.0] * count, dims, forward_only=True)
+    forward = Clock([3.0] * count, Schedule(dims=dims, forward_only=True)).end
     assert forward == pytest.approx((count + bubble) * 3.0, rel=1e-12)
 
 
@@ -183,8 +177,8 @@ def test_a_costlier_micro_batch_never_ends_the_step_sooner(run: Run, data: st.Da
     slot = data.draw(st.integers(0, len(run.costs) - 1))
     costlier = list(run.costs)
     costlier[slot] += data.draw(st.floats(0, 200))
-    before = pipeline_time(run.costs, run.dims, **options)  # type: ignore[arg-type]
-    assert pipeline_time(costlier, run.dims, **options) >= before  # type: ignore[arg-type]
+    before = Clock(run.costs, Schedule(dims=run.dims, **options)).end  # type: ignore[arg-type]
+    assert Clock(costlier, Schedule(dims=run.dims, **options)).end >= before  # type: ignore[arg-type]
 
 
 @examples(150)
@@ -221,7 +215,7 @@ def test_counts_that_no_schedule_runs_are_refused(forward_only: bool) -> None:
     interleaved = ParallelDims(pipeline_parallel=4, virtual_pipeline=2, microbatch_group_size=6)
     for dims, count, legal in ((ParallelDims(pipeline_parallel=2), 0, 1), (interleaved, 7, 10)):
         with pytest.raises(ParallelDimsError, match=rf"{count} micro-batches.*set.* {legal}$"):
-            pipeline_time([1.0] * count, dims, forward_only=forward_only)
+            Clock([1.0] * count, Schedule(dims=dims, forward_only=forward_only))
 
 
 def test_a_refused_order_names_the_next_count_that_runs() -> None:

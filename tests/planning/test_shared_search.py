@@ -26,7 +26,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.search.dynamic_cp import LITTLE_EFFORT, STEPS_KEPT, FormSearch
 from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
+from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective, make_last_real
 from mcore_batching.planning.search.steps import Kind
 
 PP2 = ParallelDims(data_parallel=4, pipeline_parallel=2)
@@ -85,10 +85,12 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
     """So that moves begin from steps that they would not make of each other: the earliest of all
     that were made of each number."""
     earliest: dict[int, float] = {}
+    made: list[Form] = []
     make = Forms.make
 
     def noted(forms: Forms, form: Form) -> Candidate | None:
         step = make(forms, form)
+        made.append(form)
         if step is not None:
             count = form.kind.num_slots
             earliest[count] = min(step.end, earliest.get(count, step.end))
@@ -100,6 +102,7 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
     best = sorted((end, count) for count, end in earliest.items())[:STEPS_KEPT]
     assert [(step.end, len(step.ranks[0])) for step in steps] == best
     assert len(steps) == STEPS_KEPT
+    assert len(made) == len(set(made)), "none is made twice"
 
 
 @pytest.mark.parametrize("dims", LAYOUTS)
@@ -124,6 +127,18 @@ def test_limits_under_which_shared_rows_take_too_many_slots_are_left_out() -> No
     needed = FormSearch(SharedObjective(Problem.of([5001] * 200, PP2, config)))
     assert needed._limits[0] == (2,) * 200
     assert needed.search(0.0)
+
+
+def test_the_slot_that_most_ranks_share_goes_last_where_one_ends_with_a_placeholder() -> None:
+    """It is real on the ranks that share it; another then ends with a micro-batch of its own."""
+    rows = [[[0], [9], []], [[1], [9], [2]], [[3], [4], [5]], [[6], [], [7]]]
+    sizes = [[1, 2, 1], [1, 2, 1], [1, 1, 1], [1, 1, 1]]
+    make_last_real(rows, sizes)
+    assert rows == [[[0], [], [9]], [[1], [2], [9]], [[3], [5], [4]], [[6], [], [7]]]
+    assert sizes == [[1, 1, 2], [1, 1, 2], [1, 1, 1], [1, 1, 1]]
+    before = [[*slots] for slots in rows]
+    make_last_real(rows, sizes)
+    assert rows == before
 
 
 @pytest.mark.parametrize("seed", range(36))
@@ -156,6 +171,21 @@ def test_no_plan_of_one_size_ends_sooner(seed: int) -> None:
         if not rows.oversize:
             fixed = plan_step(lengths, rows.dims, rows.config, rows.cost_model)
             assert end <= predicted_step_time(fixed, lengths) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("count", "spread", "seed"), [(40, 0.3, 1), (40, 0.6, 0)])
+def test_the_size_of_the_best_step_is_planned_with_all_effort(
+    count: int, spread: float, seed: int
+) -> None:
+    """Where samples are alike one size for all is best; with `LITTLE_EFFORT` these steps end 1 %
+    later than a plan for that size alone."""
+    generator = random.Random(seed)
+    lengths = [int(500 * generator.lognormvariate(0, spread)) + 1 for _ in range(count)]
+    dims = ParallelDims(data_parallel=4, pipeline_parallel=4)
+    config = PlannerConfig(max_tokens_per_gpu=4 * max(lengths), plan_effort=1000)
+    alone = predicted_step_time(plan_step(lengths, dims, config), lengths)
+    step = plan_step(lengths, dims, replace(config, max_context_parallel=4))
+    assert predicted_step_time(step, lengths) <= alone * (1 + 1e-9)
 
 
 def test_a_sample_may_cost_more_on_one_rank_than_the_whole_step() -> None:

@@ -87,10 +87,10 @@ def splits(draw: st.DrawFn, of_ranks: tuple[int, ...] = (1, 4)) -> Split:
     )
     count = dims.round_up_num_microbatches(draw(st.integers(1, 12)))
     ranks, kinds = draw(st.sampled_from(of_ranks)), schedule.num_costs
-    blocks = [dice.choice(BLOCKS) for _ in range(count)] if ranks > 1 else []
+    blocks = [dice.choice(BLOCKS) if ranks > 1 else () for _ in range(count)]
     costs, weights, tokens = ([[] for _ in range(ranks)] for _ in range(3))
     for slot in range(count):
-        shared = {rank: block[0] for block in (blocks[slot:] or [[]])[0] for rank in range(*block)}
+        shared = {rank: block[0] for block in blocks[slot] for rank in range(*block)}
         for rank in range(ranks):
             if shared.get(rank, rank) == rank:
                 made = [dice.choice((0.0, 1.0, 9 * dice.random())) for _ in range(kinds)]
@@ -101,20 +101,26 @@ def splits(draw: st.DrawFn, of_ranks: tuple[int, ...] = (1, 4)) -> Split:
     overhead, kept = draw(st.sampled_from([0.0, 0.2])), draw(st.sampled_from([1.0, 2.65]))
     memory = draw(st.sampled_from([1.0, 1.25, 0.6, 100.0]))
     most = max(inflight_tokens(own, schedule) for own in tokens) * chunks
+    held = list(zip(*tokens, strict=True))
     clock = SplitClock(
-        costs,
-        weights,
+        flat(costs),
+        flat(weights),
         schedule,
-        blocks=blocks,
+        blocks,
         overhead=overhead,
-        tokens=tokens,
-        deferred=[[math.ceil(kept * each) for each in own] for own in tokens],
+        tokens=held,
+        kept=kept,
         limit=int(memory * most),
     )
-    chosen = clock.layout.all_split
+    chosen = clock.all_split
     if draw(st.booleans()):
         chosen = [is_split * dice.randrange(2) for is_split in chosen]
     return Split(clock, schedule, costs, weights, tokens, blocks, overhead, kept, memory, chosen)
+
+
+def flat(of_ranks: list[list[float]]) -> list[float]:
+    """As clocks of several ranks take costs."""
+    return [each for place in zip(*of_ranks, strict=True) for each in place]
 
 
 def close(value: float) -> object:
@@ -125,8 +131,8 @@ def part_of(case: Split, rank: int, node: Node) -> float:
     stage, kind, chunk, slot = node
     assert kind == "W"
     place = case.schedule.place_of_cost(stage, Pass("W", chunk, slot))
-    whole = case.costs[rank][place] * case.schedule.share(stage, "B", chunk)
-    return min(whole, case.weights[rank][place] * case.schedule.share(stage, "F", chunk)) / PARTS
+    whole = case.costs[rank][place] * case.schedule.share("B")
+    return min(whole, case.weights[rank][place] * case.schedule.share("F")) / PARTS
 
 
 @examples(300)
@@ -134,8 +140,9 @@ def part_of(case: Split, rank: int, node: Node) -> float:
 def test_times_are_those_of_passes_played_one_by_one(case: Split) -> None:
     clock, ranks = case.clock, len(case.costs)
     end = clock.run(case.split)
-    arguments = case.costs, case.weights, case.schedule
-    times, ends, orders = played_split(*arguments, clock.stages, case.overhead, case.blocks)
+    times, ends, orders = played_split(
+        case.costs, case.weights, case.schedule, clock.stages, case.overhead, case.blocks
+    )
     assert end == close(max(ends.values()))
     assert clock.ends == [
         close(max(end for (own, _), end in ends.items() if own == rank)) for rank in range(ranks)
@@ -149,22 +156,21 @@ def test_times_are_those_of_passes_played_one_by_one(case: Split) -> None:
     for node, timed in times.items():
         assert found[node] == (close(timed[0]), close(timed[1]))
     # What the plan says, simulated as such.
-    plan = SplitClock(*arguments, blocks=case.blocks, overhead=case.overhead)
+    costs, weights = flat(case.costs), flat(case.weights)
+    plan = SplitClock(costs, weights, case.schedule, case.blocks, overhead=case.overhead)
     plan.follow(clock.stages)
     assert plan.end == end
     assert all(plan.operations(rank) == clock.operations(rank) for rank in range(ranks))
     # The critical path: a pass starts when the one before ends, or the W that its stage ran since;
     # where ranks share it, the stage of the last of them.
     path = clock.critical_path()
-    places = clock.layout.program.places
+    places = clock.program.places
     assert path[-1] < 2 * ranks
     for after, before in pairwise(path):
         _, what = places[after // ranks] or (0, "")
         other, was = places[before // ranks] or (0, "")
         rank, ends_at = before % ranks, times[before % ranks, (other, *was)][1]
-        starts_at = times[
-            after % ranks, (clock.layout.stages[after] % len(clock.stages[0]), *what)
-        ][0]
+        starts_at = times[after % ranks, (clock.program.stages[after // ranks], *what)][0]
         ran = orders[rank, other]
         ran = ran[ran.index((other, *was)) + 1 :]
         # With what its stage ran of W before its next pass.
@@ -183,10 +189,10 @@ def test_no_stage_holds_more_than_it_may_and_w_costs_no_pass_its_time(case: Spli
     # without split passes.
     early, late = (
         SplitClock(
-            case.costs,
-            case.weights,
+            flat(case.costs),
+            flat(case.weights),
             case.schedule,
-            blocks=case.blocks,
+            case.blocks,
             overhead=case.overhead,
             limit=10**9,
         )
@@ -235,10 +241,8 @@ def test_no_stage_holds_more_than_it_may_and_w_costs_no_pass_its_time(case: Spli
 @given(splits())
 def test_without_split_passes_times_are_the_clock_s(case: Split) -> None:
     case.clock.run([0] * len(case.split))
-    if case.blocks:
-        costs = [cost for place in zip(*case.costs, strict=True) for cost in place]
-        clock: Clock = CoupledClock(costs, case.schedule, case.blocks)
-    else:
+    clock: Clock = CoupledClock(flat(case.costs), case.schedule, case.blocks)
+    if len(case.costs) == 1:
         clock = Clock(case.costs[0], case.schedule)
     assert case.clock.ends == clock.ends
     for rank in range(len(case.costs)):
@@ -437,7 +441,8 @@ def test_no_choice_ends_sooner_than_w_that_fills_every_wait(case: Split) -> None
     share = 0.7
     (costs,), schedule = case.costs, case.schedule
     weights = [share * cost for cost in costs]
-    clock = SplitClock([costs], [weights], schedule, tokens=case.tokens, limit=10**9)
+    tokens = [[each] for each in case.tokens[0]]
+    clock = SplitClock(costs, weights, schedule, case.blocks, tokens=tokens, limit=10**9)
     deferring = Clock(costs, replace(schedule, deferred_share=share))
     end = clock.run(case.split)
     assert deferring.end <= end * (1 + 1e-9)
@@ -453,7 +458,7 @@ def test_no_choice_ends_sooner_than_w_that_fills_every_wait(case: Split) -> None
             done = max(done, start) + stop - start
             if what.kind == "B":
                 cost = costs[schedule.place_of_cost(stage, what)]
-                done += cost * relaxed.share(stage, "W", what.chunk)
+                done += cost * relaxed.share("W")
         ends.append(done)
     assert deferring.end == close(max(ends))
     weighed = deferring.weights()

@@ -16,7 +16,7 @@ from mcore_batching.planning import (
     step_problem,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import Schedule, SplitClock, pipeline_time
+from mcore_batching.planning.pipeline import Clock, Schedule, SplitClock
 from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.search import split_backward
 from mcore_batching.tools.explain import explain, what_holds_back
@@ -113,9 +113,9 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None)
 def test_split_backward_passes_end_when_zero_bubble_schedules_do(stages: int, count: int) -> None:
     """ZB-H1 with equal micro-batches: (stages - 1) x (F + B - W) of idle time (Qi et al. 2023)."""
     schedule = Schedule(dims=ParallelDims(pipeline_parallel=stages))
-    costs = [[2.0] * count]
-    clock = SplitClock(costs, costs, schedule, tokens=[[1] * count], limit=stages)
-    assert clock.run(clock.layout.all_split) == 2.0 * (stages - 1 + 3 * count)
+    costs, tokens = [2.0] * count, [[1]] * count
+    clock = SplitClock(costs, costs, schedule, [()] * count, tokens=tokens, limit=stages)
+    assert clock.run(clock.all_split) == 2.0 * (stages - 1 + 3 * count)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
     ranks, _, splits = split_backward(every, [ranks])
     split = replace(step, split_backward=splits)
     ends = [clock.end for clock in step_clocks(split, problem, ranks)]
-    assert max(ends) < max(pipeline_time(rank, PP4) for rank in costs)
+    assert max(ends) < max(Clock(rank, Schedule(dims=PP4)).end for rank in costs)
     assert all(end > 3 * sum(rank) for end, rank in zip(ends, costs, strict=True))
     (split,) = [each for each in suggestions(step, MANY) if "split in two" in each.otherwise]
     assert split.gain == pytest.approx(step_time(step, MANY) / max(ends), rel=1e-12)

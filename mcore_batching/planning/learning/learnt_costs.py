@@ -10,7 +10,7 @@ from mcore_batching.planning.costs.cost import NOT_COSTS, CostModel
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import pipeline_time
+from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.plans.statistics import predicted_step_time
 
@@ -100,8 +100,8 @@ class LearntCosts:
         kinds, which = costs_of_chunks(self.cost_model, dims)
         costs = [kind.micro_batch(lengths) for lengths in rows for kind in kinds]
         ratio = self.cost_model.backward_ratio
-        end = pipeline_time(costs, dims, backward_ratio=ratio, which_cost=which)
-        return self.seconds_per_unit * end
+        schedule = Schedule(dims=dims, backward_ratio=ratio, which_cost=which)
+        return self.seconds_per_unit * Clock(costs, schedule).end
 
     def predicted_seconds_of_plan(self, plan: StepPlan, lengths: Sequence[int]) -> float | None:
         """Predicted time of the slowest rank's step, from all lengths of the plan's batch."""

@@ -3,9 +3,9 @@
 passes          what each stage runs, in which order, and its share of a micro-batch's cost
 program         the passes of all stages, numbered, and which wait for which
 clock           when the passes of one pipeline end, also after changes of costs
-coupled_clock   the same for ranks that share rows
+coupled_clock   the same for ranks that share rows; which clocks a step has
 split_backward  when passes end some of which leave weight gradients for later
-operations      the end of a step, and the tokens in flight on a stage
+inflight        the tokens in flight on a stage
 compiled        loops that numba compiles where it is installed
 """
 
@@ -18,14 +18,9 @@ from mcore_batching.planning.pipeline.coupled_clock import (
     blocks_of,
     clocks_of,
 )
-from mcore_batching.planning.pipeline.operations import inflight_tokens, pipeline_time
-from mcore_batching.planning.pipeline.passes import Kind, Pass, Schedule
-from mcore_batching.planning.pipeline.split_backward import (
-    PARTS,
-    SplitClock,
-    SplitStage,
-    split_inflight_tokens,
-)
+from mcore_batching.planning.pipeline.inflight import inflight_tokens, split_inflight_tokens
+from mcore_batching.planning.pipeline.passes import PARTS, Kind, Pass, Schedule, SplitStage
+from mcore_batching.planning.pipeline.split_backward import SplitClock
 
 __all__ = [
     "PARTS",
@@ -41,6 +36,5 @@ __all__ = [
     "blocks_of",
     "clocks_of",
     "inflight_tokens",
-    "pipeline_time",
     "split_inflight_tokens",
 ]

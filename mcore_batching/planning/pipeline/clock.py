@@ -28,7 +28,14 @@ from dataclasses import dataclass
 from operator import mul
 from typing import Any
 
-from mcore_batching.planning.pipeline.compiled import Integers, Numbers, as_list, kernel, numbers
+from mcore_batching.planning.pipeline.compiled import (
+    Integers,
+    Numbers,
+    as_list,
+    kernel,
+    numbers,
+    zeros,
+)
 from mcore_batching.planning.pipeline.passes import Kind, Schedule
 from mcore_batching.planning.pipeline.program import program
 
@@ -71,16 +78,16 @@ class Clock:
     """
 
     def __init__(self, costs: Sequence[float], schedule: Schedule) -> None:
-        self._load(costs, schedule, len(costs) // schedule.num_costs)
+        self._load(costs, schedule, len(costs) // schedule.num_costs, 1)
         of_slots = [*costs, 0.0]  # numbers without a micro-batch have the slot after the last
         took = list(map(mul, self._program.of_each(of_slots), self._shares))
-        self._took, self._ends = numbers(took), numbers([0.0] * len(took))
-        self._tails, self._tails_from = numbers(took), len(took)
+        self._took, self._ends = numbers(took), zeros(len(took))
+        self._tails, self._tails_from = zeros(len(took)), len(took)
         """Tails [numbers], valid from number `_tails_from` on; computed when first needed."""
         self._run(0, len(took))
 
-    def _load(self, costs: Sequence[float], schedule: Schedule, slots: int) -> None:
-        self.costs = list(costs)
+    def _load(self, costs: Sequence[float], schedule: Schedule, slots: int, ranks: int) -> None:
+        self.costs, self._ranks = list(costs), ranks
         self._program, self._shares = program(schedule, slots)
         self._waits, self._slots = self._program.waits, self._program.slots
         self._tried: Changes = ()
@@ -93,8 +100,8 @@ class Clock:
 
     @property
     def ends(self) -> list[float]:
-        """End of the step on each rank: here of one."""
-        return [float(self._ends[-1])]
+        """End of the step on each rank."""
+        return as_list(self._ends[-self._ranks :])
 
     def end_with(self, changes: Changes) -> float:
         """End of the step with `changes`, up to rounding; nothing is changed."""
@@ -120,7 +127,7 @@ class Clock:
 
     def weights(self) -> list[float]:
         """Weight of each micro-batch on the critical path [places]."""
-        weights = numbers([0.0] * (len(self.costs) + 1))  # one for joints, cut off
+        weights = zeros(len(self.costs) + 1)  # one for joints, cut off
         _weigh_critical_path(*self._waits, self._slots, self._shares, self._ends, weights)
         return as_list(weights)[:-1]
 
@@ -137,23 +144,24 @@ class Clock:
 
     def operations(self, rank: int = 0) -> list[Operation]:
         """All passes of a rank with their times: stage after stage, each in the order it runs."""
-        made = []
+        made, ends, ranks = [], as_list(self._ends), self._ranks
         for number, place in enumerate(self._program.places):
             if place is not None:
                 stage, what = place
-                start, end = self._times(number, rank)
-                made.append(Operation(stage, *what, start, end))
+                together = self._together(number, rank)
+                before = [waits[number] * ranks for waits in self._waits]
+                start = max(ends[other + each] for other in before for each in together)
+                made.append(Operation(stage, *what, start, ends[number * ranks + rank]))
         return sorted(made, key=lambda each: each.stage)
 
-    def _times(self, number: int, rank: int) -> tuple[float, float]:
-        """Start and end of a pass on a rank."""
-        del rank
-        start = max(self._ends[waits[number]] for waits in self._waits)
-        return float(start), float(self._ends[number])
+    def _together(self, number: int, rank: int) -> range:
+        """The ranks that run a pass of a rank together."""
+        del number
+        return range(rank, rank + 1)
 
     def _span(self, changes: Changes) -> tuple[int, int]:
         """Numbers from `first` to before `stop` that hold every pass of the changed slots."""
-        spans = [self._program.spans[self._slot_of(place)] for place, _ in changes]
+        spans = [self._program.spans[place // self._ranks] for place, _ in changes]
         return min(first for first, _ in spans), max(stop for _, stop in spans)
 
     def _change(self, changes: Changes) -> None:
@@ -169,9 +177,6 @@ class Clock:
     def _restore(self, first: int, stop: int, saved: tuple[list[float], Any, Any]) -> None:
         self.costs[:], self._took[first:stop], self._ends[first:stop] = saved
 
-    def _slot_of(self, place: int) -> int:
-        return place
-
     def _set_cost(self, place: int, cost: float) -> None:
         self.costs[place] = cost
         _set_times(self._program.of_slot[place], cost, self._shares, self._took)
@@ -184,7 +189,7 @@ class Clock:
         """Make the tails of number `first` and all after it valid."""
         stop = self._tails_from
         if first < stop:
-            crossing, after = self._program.crossing(stop), numbers([0.0] * stop)
+            crossing, after = self._program.crossing(stop), zeros(stop)
             _run_back(*self._waits, self._took, after, self._tails, first, stop, *crossing)
             self.passes_run += stop - first
             self._tails_from = first

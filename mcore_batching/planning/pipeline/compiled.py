@@ -2,8 +2,7 @@
 where it is not, with the same results to the last bit.
 
 A kernel takes indexable numbers only, lists without numba and arrays with it, and calls no other
-kernel. numba is imported, and kernels compiled, at the first call; what was compiled is kept on
-disk. numba's own `NUMBA_DISABLE_JIT=1` turns all of it off.
+kernel. What was compiled is kept on disk. numba's own `NUMBA_DISABLE_JIT=1` turns all of it off.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ Numbers = MutableSequence[float]
 """A list, or an array of float64."""
 Integers = MutableSequence[int]
 """A list, or an array of int64."""
-Table = MutableSequence[Numbers]
-"""Rows of as many numbers each."""
 
 
 def kernel(function: Function) -> Function:
-    """Decorator: compiles a function over numbers and tables at its first call, with numba."""
+    """Decorator: compiles a function over numbers at its first call, with numba."""
     chosen: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -44,16 +41,14 @@ def numbers(values: Sequence[float]) -> Numbers:
     return _arrays().array(values, dtype=float) if _compiler() else list(values)
 
 
+def zeros(count: int) -> Numbers:
+    """So many zeros, as kernels take them; an array of them is made in no time."""
+    return _arrays().zeros(count) if _compiler() else [0.0] * count
+
+
 def integers(values: Sequence[int]) -> Integers:
     """A copy of integers, as kernels take them."""
     return _arrays().array(values, dtype="int64") if _compiler() else list(values)
-
-
-def table(rows: int, columns: int, value: float = 0.0) -> Table:
-    """`rows` rows of `columns` times `value`."""
-    if _compiler():
-        return cast("Table", _arrays().full((rows, columns), value))
-    return [[value] * columns for _ in range(rows)]
 
 
 def as_list(values: MutableSequence[Value]) -> list[Value]:

@@ -16,11 +16,27 @@ from mcore_batching.planning.pipeline.compiled import (
     integers,
     kernel,
     numbers,
+    zeros,
 )
 from mcore_batching.planning.pipeline.passes import Schedule
 
 Blocks = Sequence[tuple[int, int]]
 """First rank, and the one after the last, of each row of a slot that ranks share."""
+
+
+def members_of(blocks: Sequence[Blocks], ranks: int, kinds: int) -> tuple[Integers, Integers]:
+    """First rank, and the one after the last, that run a place together [(slots * kinds + 1) *
+    ranks]; nobody shares the slot after the last, which joints have."""
+    firsts: list[int] = []
+    afters: list[int] = []
+    for shared in (*blocks, None):
+        first, after = list(range(ranks)), list(range(1, ranks + 1))
+        for begin, end in shared or ():
+            first[begin:end], after[begin:end] = [begin] * (end - begin), [end] * (end - begin)
+        times = 1 if shared is None else kinds
+        firsts += first * times
+        afters += after * times
+    return integers(firsts), integers(afters)
 
 
 class CoupledClock(Clock):
@@ -43,29 +59,15 @@ class CoupledClock(Clock):
     def __init__(
         self, costs: Sequence[float], schedule: Schedule, blocks: Sequence[Blocks]
     ) -> None:
-        self._load(costs, schedule, len(blocks))
-        ranks = self._ranks = len(costs) // (len(blocks) * schedule.num_costs)
-        alone = [(rank, rank + 1) for rank in range(ranks)]
-        of_places = []
-        # The slot after the last belongs to numbers without a micro-batch.
-        for shared in [*(each for each in blocks for _ in range(schedule.num_costs)), ()]:
-            members = alone[:]
-            for first, after in shared:
-                members[first:after] = [(first, after)] * (after - first)
-            of_places += members
-        self._firsts = integers([first for first, _ in of_places])
-        self._afters = integers([after for _, after in of_places])
-        """First rank, and the one after the last, that run a place together [places]."""
+        kinds = schedule.num_costs
+        ranks = len(costs) // (len(blocks) * kinds)
+        self._load(costs, schedule, len(blocks), ranks)
+        self._firsts, self._afters = members_of(blocks, ranks, kinds)
         self._took = numbers([*costs, *([0.0] * ranks)])
         count = len(self._slots) * ranks
-        self._ends, self._ends_tried = numbers([0.0] * count), numbers([0.0] * count)
+        self._ends, self._ends_tried = zeros(count), zeros(count)
         """Ends of passes [numbers * ranks]: by the costs, and with the changes tried last."""
         self._simulate(self._ends, 1)
-
-    @property
-    def ends(self) -> list[float]:
-        """End of the step on each rank."""
-        return as_list(self._ends[-self._ranks :])
 
     def end_with(self, changes: Changes) -> float:
         """As `Clock.end_with`; any of its places names a shared micro-batch."""
@@ -98,46 +100,21 @@ class CoupledClock(Clock):
     def _simulate(self, ends: Numbers, first: int) -> None:
         """Ends of all passes from number `first` on."""
         self.passes_run += (len(self._slots) - first) * self._ranks
-        _run_together(
-            *self._waits,
-            self._slots,
-            self._shares,
-            self._afters,
-            self._took,
-            ends,
-            self._ranks,
-            first,
-        )
+        tables = *self._waits, self._slots, self._shares, self._afters, self._took
+        _run_together(*tables, ends, self._ranks, first)
 
     def _critical_path(self, ends: Numbers) -> list[float]:
         """Weights [places], from ends of all passes."""
-        weights = numbers([0.0] * len(self._took))
+        weights = zeros(len(self._took))
         of_ranks = as_list(ends[-self._ranks :])
-        _weigh_path_over_ranks(
-            *self._waits,
-            self._slots,
-            self._shares,
-            self._firsts,
-            self._afters,
-            ends,
-            self._ranks,
-            of_ranks.index(max(of_ranks)),
-            weights,
-        )
+        late = of_ranks.index(max(of_ranks))
+        tables = *self._waits, self._slots, self._shares, self._firsts, self._afters
+        _weigh_path_over_ranks(*tables, ends, self._ranks, late, weights)
         return as_list(weights)[: len(self.costs)]
 
-    def _times(self, number: int, rank: int) -> tuple[float, float]:
+    def _together(self, number: int, rank: int) -> range:
         at = self._slots[number] * self._ranks + rank
-        members = range(self._firsts[at], self._afters[at])
-        start = max(
-            self._ends[waits[number] * self._ranks + each]
-            for waits in self._waits
-            for each in members
-        )
-        return float(start), float(self._ends[number * self._ranks + rank])
-
-    def _slot_of(self, place: int) -> int:
-        return place // self._ranks
+        return range(self._firsts[at], self._afters[at])
 
     def _set_cost(self, place: int, cost: float) -> None:
         slot = place - place % self._ranks

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
-from math import fsum
 from typing import Literal, NamedTuple
 
 from mcore_batching.planning.errors import Argument, ParallelDimsError
@@ -37,6 +35,24 @@ class Pass(NamedTuple):
     """Number of the micro-batch on its data-parallel rank."""
 
 
+PARTS = 8
+"""Parts of one micro-batch's W, cut between layers, by which plans count."""
+
+
+class SplitStage(NamedTuple):
+    """The passes of one stage of one data-parallel rank in one step.
+
+    Attributes:
+        split: for each forward or backward pass of `Schedule.order(stage, num_microbatches)`, True
+            if it is a backward pass that leaves its W for later.
+        parts_before: for each of them, how many parts of W, of the oldest first, run before it;
+            what is left runs after the last.
+    """
+
+    split: tuple[bool, ...]
+    parts_before: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A pipeline schedule with the relative costs of its passes."""
@@ -53,9 +69,8 @@ class Schedule:
     """Part of a backward pass, over its forward pass, that is W and runs whenever its stage would
     wait, in parts as small as need be: no plan of split backward passes ends sooner."""
 
-    def share(self, stage: int, kind: Kind, chunk: int) -> float:
+    def share(self, kind: Kind) -> float:
         """Cost of a pass over the forward cost of its micro-batch on a stage of such chunks."""
-        del stage, chunk
         share = 1.0 / self.dims.virtual_pipeline
         if kind == "F":
             return share
@@ -99,12 +114,10 @@ class Schedule:
     @property
     def way(self) -> float:
         """Time of one micro-batch through all stages, and back, over its cost on a mean stage."""
-        parts = product(range(self.dims.pipeline_parallel), range(self.dims.virtual_pipeline))
-        kinds: tuple[Kind, ...] = ("F",) if self.forward_only else ("F", "B")
-        # `fsum`: the same in every Python version.
-        way = fsum(self.share(stage, kind, chunk) for stage, chunk in parts for kind in kinds)
+        chunks = self.dims.pipeline_parallel * self.dims.virtual_pipeline
+        way = chunks * (self.share("F") + (0.0 if self.forward_only else self.share("B")))
         # W of the pass that comes last is still to run; of uneven stages the first may hold little.
-        return way if self.which_cost else way + self.share(0, "W", 0)
+        return way if self.which_cost else way + self.share("W")
 
     def least_end(self, work: float, least: float) -> float:
         """No rank with so much work ends its step sooner: each stage waits until it is reached, and
@@ -116,18 +129,10 @@ class Schedule:
         """
         if self.which_cost:  # some stage has as much work as the mean one
             return self.cost_of_passes * work
-        latest = waits = 0.0
-        for stage in range(self.dims.pipeline_parallel):
-            chunks = range(self.dims.virtual_pipeline)
-            takes = fsum(self.share(stage, "F", chunk) for chunk in chunks)
-            back = 0.0
-            if not self.forward_only:
-                takes *= self.cost_of_passes
-                # W may run while the stage would wait at the end.
-                back = 0.0 if self.deferred_share else self.share(stage, "B", 0)
-            latest = max(latest, takes * work + waits * least)
-            waits += self.share(stage, "F", 0) + back
-        return latest
+        # The last stage waits longest; W may run while a stage would wait at the end.
+        goes_back = not (self.forward_only or self.deferred_share)
+        way = self.share("F") + (self.share("B") if goes_back else 0.0)
+        return self.cost_of_passes * work + (self.dims.pipeline_parallel - 1) * way * least
 
     def least_beside(self, count: int) -> float:
         """Least cost of what the first stage runs before the forward pass of one of `count`
@@ -141,7 +146,7 @@ class Schedule:
         if self.dims.slots_per_group > 1 or self.forward_only or self.which_cost:
             return 0.0
         fewest = count - self.dims.pipeline_parallel
-        forward, backward = self.share(0, "F", 0), self.share(0, "B", 0)
+        forward, backward = self.share("F"), self.share("B")
         return min(
             forward * max(before, fewest) + backward * max(count - 1 - before, fewest)
             for before in range(count)

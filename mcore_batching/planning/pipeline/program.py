@@ -12,9 +12,9 @@ shrink during warm-up; under the interleaved schedule they do (`_waits_for_sends
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain, pairwise
 from operator import itemgetter
 
 from mcore_batching.planning.errors import ParallelDimsError
@@ -30,19 +30,17 @@ quarter of it and twice as much give the same programs up to 16 stages."""
 
 
 class Program:
-    """Numbered passes, with joints between them that take no time.
-
-    Number 0 is a joint, the start of the step; the last one is its end.
-
-    Args:
-        schedule: its order and waits count, its costs do not.
-        count: micro-batches of each data-parallel rank.
+    """Numbered passes of `count` micro-batches, with joints between them that take no time: number
+    0 is one, the start of the step; the last is its end. Costs of the schedule do not count.
 
     Attributes:
         places: stage and pass of each number [numbers]; None for joints.
         slots: place of the cost that each number takes, slot * costs of a slot + which of them
             [numbers]; the place after the last for joints.
         of_each: what each number has, from a list of what places have, and last joints.
+        stages: of each number [numbers]; -1 for joints.
+        signs: -1 for backward passes, 1 for all else [numbers].
+        of_stages: numbers of each stage's passes, in the order it runs them [stages][passes].
         waits: the two numbers that each waits for, which may be equal [2][numbers].
         of_slot: numbers of the passes of each place, ascending [slots * costs of a slot].
         spans: the first of these, and one more than the last.
@@ -62,9 +60,7 @@ class Program:
         self._joint(())
         self._number_passes()
         # The end waits for every number that no other waits for.
-        self._joint(
-            set(range(len(self._slots))) - {each for waits in self._waits for each in waits}
-        )
+        self._joint(set(range(len(self._slots))).difference(*self._waits))
         of_slot: list[list[int]] = [[] for _ in range(joints + 1)]
         for number, slot in enumerate(self._slots):
             of_slot[slot].append(number)
@@ -73,19 +69,20 @@ class Program:
         self.slots = integers(self._slots)
         self.of_each = itemgetter(*self._slots)
         self.waits = integers(self._waits[0]), integers(self._waits[1])
+        stages = [place[0] if place else -1 for place in self.places]
+        self.stages = integers(stages)
+        self.signs = integers([-1 if each and each[1].kind == "B" else 1 for each in self.places])
+        self.of_stages = [
+            [number for number, own in enumerate(stages) if own == stage]
+            for stage in range(schedule.dims.pipeline_parallel)
+        ]
         self._crossing: dict[int, tuple[Integers, Integers]] = {}
 
     def crossing(self, cut: int) -> tuple[Integers, Integers]:
         """The waits of numbers from `cut` on for numbers before it: these, and who waits."""
         if cut not in self._crossing:
-            pairs = sorted(
-                {
-                    (each, number)
-                    for waits in self._waits
-                    for number, each in enumerate(waits[cut:], start=cut)
-                    if each < cut
-                }
-            )
+            numbered = (enumerate(waits[cut:], start=cut) for waits in self._waits)
+            pairs = sorted({(each, number) for number, each in chain(*numbered) if each < cut})
             early, late = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             self._crossing[cut] = integers(early), integers(late)
         return self._crossing[cut]
@@ -119,14 +116,9 @@ class Program:
                 raise ParallelDimsError(f"{schedule} waits for itself; this is a bug")
 
     def _with_weights(self, place: Place, behind: int, ended: int) -> int:
-        """Add when a stage is done with a pass and with all W so far, if W takes what time the
-        stage waits: the stage's work since it last had no W left.
-
-        Args:
-            place: of the pass.
-            behind: what this returned for the stage's pass before; 0 before its first W.
-            ended: number of the pass.
-        """
+        """Add when a stage is done with a pass, which has number `ended`, and with all W so far, if
+        W takes what time the stage waits: the stage's work since it last had no W left. `behind` is
+        what this returned for the stage's pass before; 0 before its first W."""
         stage, what = place
         slot = self._schedule.place_of_cost(*place)
         if behind:
@@ -141,23 +133,21 @@ class Program:
 
     def _add(self, place: Place | None, slot: int, waits: Iterable[int]) -> int:
         """Add a number. Where it waits for more than two others, joints gather them first."""
-        implied = self._implied
+        implied, near = self._implied, (2 << IMPLIED_WAITS_REACH) - 1
         needed = sorted(set(waits) - {0}) or [0]  # every number comes after the start anyway
         if len(needed) > 2:  # leave out those that a later one waits for anyway
-            needed = [
-                each
-                for each in needed
-                if not any(implied[later] >> (later - each) & 1 for later in needed if later > each)
-            ]
+
+            def is_implied(each: int) -> bool:
+                return any(implied[late] >> (late - each) & 1 for late in needed if late > each)
+
+            needed = [each for each in needed if not is_implied(each)]
         while len(needed) > 2:
             needed = [*needed[:-2], self._joint(needed[-2:])]
         number = len(self._slots)
         implied.append(0)
         for each in needed:
             # What `each` comes after, moved up by the distance to it; far bits are cut off.
-            implied[number] |= (implied[each] | 1) << (number - each) & (
-                2 << IMPLIED_WAITS_REACH
-            ) - 1
+            implied[number] |= (implied[each] | 1) << (number - each) & near
         self.places.append(place)
         self._slots.append(slot)
         self._waits[0].append(needed[0])
@@ -171,32 +161,21 @@ _programs = functools.lru_cache(maxsize=64)(Program)
 @functools.lru_cache(maxsize=64)
 def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
     """A program of `count` micro-batches, and each number's time over the cost that it takes
-    [numbers].
-
-    Schedules that differ in shares of costs or ranks alone share one program.
-    """
+    [numbers]."""
+    # Schedules that differ in shares of costs or ranks alone share one program.
     one_rank = replace(schedule.dims, data_parallel=1, context_parallel=1, expert_parallel=1)
     deferred = float(schedule.deferred_share > 0.0)
-    made = _programs(
-        replace(schedule, dims=one_rank, backward_ratio=1.0, deferred_share=deferred),
-        count,
-    )
-    shares = [
-        schedule.share(place[0], place[1].kind, place[1].chunk) if place else 1.0
-        for place in made.places
-    ]
+    alike = replace(schedule, dims=one_rank, backward_ratio=1.0, deferred_share=deferred)
+    made = _programs(alike, count)
+    shares = [schedule.share(place[1].kind) if place else 1.0 for place in made.places]
     return made, numbers(shares)
 
 
 def _waits_for_sends(
     schedule: Schedule, orders: Sequence[Sequence[Pass]]
 ) -> dict[Place, list[Place]]:
-    """Passes that each pass of Megatron's interleaved schedule waits for beside its own input.
-
-    Args:
-        schedule: any; others than the interleaved one have no such waits.
-        orders: passes of each stage, in the order it runs them.
-    """
+    """Passes that each pass of Megatron's interleaved schedule waits for beside its own input; none
+    under others. `orders` are the passes of each stage, in the order it runs them."""
     dims = schedule.dims
     last_stage, last_chunk = dims.pipeline_parallel - 1, dims.virtual_pipeline - 1
     if last_chunk == 0:
@@ -238,7 +217,7 @@ def _waits_for_sends(
         steady = len(passes[stage]["F"]) - warm_ups[stage]
         numbers_of = {"F": 0, "B": 0}
         unfinished: dict[str, list[Place]] = {"F": [], "B": []}
-        for what, following in itertools.pairwise(order):
+        for what, following in pairwise(order):
             kind, number = what.kind, numbers_of[what.kind]
             numbers_of[kind] += 1
             sent = receiver_begins(stage, kind, number)

@@ -7,6 +7,7 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
@@ -254,7 +255,7 @@ def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock] |
     on_ranks = problem.on_ranks
     weights = _of_slots(step, ranks, lambda samples, size: on_ranks[size].slot_weights(samples))
     # A clock plays a rank by itself, or all that wait: in lockstep as one of the slots' maxima.
-    blocks: Sequence[Blocks] = ()
+    blocks: Sequence[Blocks] = [()] * step.num_microbatches
     together = 1
     if problem.dims.in_lockstep:
         costs, weights = ([[*map(max, zip(*of, strict=True))]] for of in (costs, weights))
@@ -263,13 +264,9 @@ def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock] |
     clocks = []
     for first in range(0, len(costs), together):
         of_ranks = slice(first, first + together)
-        clock = SplitClock(
-            costs[of_ranks],
-            weights[of_ranks],
-            problem.schedule,
-            blocks=blocks,
-            overhead=problem.cost_model.split_backward_overhead,
-        )
+        takes, of_w = (list(chain(*zip(*of[of_ranks], strict=True))) for of in (costs, weights))
+        overhead = problem.cost_model.split_backward_overhead
+        clock = SplitClock(takes, of_w, problem.schedule, blocks, overhead=overhead)
         clock.follow(step.split_backward[of_ranks])
         clocks.append(clock)
     return clocks

@@ -14,12 +14,13 @@ from mcore_batching.planning.search.dynamic_cp import check_inflight_tokens, sea
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.one_rank import best_slots, ends_by_count
-from mcore_batching.planning.search.split_backward import Splits, split_backward
+from mcore_batching.planning.search.split_backward import Sizes, Splits, split_backward
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, steps_of_counts
 
 __all__ = [
     "MOST_SLOTS_PER_STAGE",
     "Objective",
+    "Sizes",
     "Slots",
     "Splits",
     "best_slots",

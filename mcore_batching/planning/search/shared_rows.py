@@ -11,6 +11,7 @@ Where experts are spread over ranks all ranks run every slot together, whoever s
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,7 +23,6 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.deal import deal, settle
 from mcore_batching.planning.search.moves import (
     EFFORT_OF_A_SHARED_PASS,
-    fits_in_memory,
     micro_batches_of,
     most_in_flight,
 )
@@ -41,9 +41,6 @@ class SharedObjective(Objective):
     """Simulates steps of a problem under dynamic CP, and counts what that costs.
 
     Its `problem` is that of micro-batches which nobody shares.
-
-    Args:
-        problem: under dynamic CP.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -57,11 +54,13 @@ class SharedObjective(Objective):
         self._floor = step_time_floor(problem) * (1.0 + 1e-9)
 
     def candidate(
-        self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None
+        self,
+        ranks: Sequence[Sequence[Sequence[int]]],
+        sizes: Sequence[Sequence[int]] | None = None,
     ) -> Candidate:
-        """A step of these micro-batches and sizes, simulated; all of 1 if there are none."""
+        """A step of these micro-batches and sizes, simulated."""
+        assert sizes is not None
         held = [[list(samples) for samples in slots] for slots in ranks]
-        sizes = sizes or [[1] * len(slots) for slots in ranks]
         problems = self.whole.on_ranks
         costs = [
             [
@@ -71,24 +70,38 @@ class SharedObjective(Objective):
             ]
             for slots, own in zip(held, sizes, strict=True)
         ]
-        return Candidate(held, self.ends_of(costs, sizes), sizes)
+        return Candidate(held, self.ends_of(costs, sizes), list(map(list, sizes)))
 
-    def ends_of(self, costs: Sequence[Sequence[float]], sizes: Sizes) -> list[float]:
+    def ends_of(
+        self, costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]
+    ) -> list[float]:
         """Ends of ranks with micro-batches of these costs and sizes, as in `clocks_of`; costs
         effort."""
         (clock,) = clocks_of(costs, self.problem.schedule, sizes)
         self.effort -= clock.passes_run * (1.0 if self.lockstep else EFFORT_OF_A_SHARED_PASS)
         return clock.ends
 
-    def most_in_flight(self, step: Candidate) -> float:
-        """As `moves.most_in_flight`."""
-        return most_in_flight(micro_batches_of(step, self), self)
-
     def fits(self, step: Candidate) -> bool:
         """True if a step keeps to the bound on tokens in flight."""
-        return self.max_inflight_tokens is None or fits_in_memory(
-            micro_batches_of(step, self), self
-        )
+        bound = self.max_inflight_tokens
+        return bound is None or most_in_flight(micro_batches_of(step, self), self) <= bound
+
+
+def layers_of(
+    samples: Sequence[int], sizes: Sequence[int], ranks: int
+) -> list[list[tuple[int, int]]]:
+    """First rank and sample of shared rows, of these context-parallel sizes [samples], in as few
+    slots as hold them [slots][rows]; all but the last are full."""
+    layers: list[list[tuple[int, int]]] = []
+    place = 0  # counts ranks through the slots
+    # By descending size every row begins at a multiple of its size, since all before it are
+    # multiples of that.
+    for sample in sorted(samples, key=lambda sample: -sizes[sample]):
+        if place % ranks == 0:
+            layers.append([])
+        layers[-1].append((place % ranks, sample))
+        place += sizes[sample]
+    return layers
 
 
 class Form(NamedTuple):
@@ -115,18 +128,15 @@ class Layout(NamedTuple):
 
 
 class Forms:
-    """Makes steps of forms, and judges when these end.
-
-    Args:
-        objective: its effort is used.
-    """
+    """Makes steps of forms, and judges when these end; uses the objective's effort."""
 
     def __init__(self, objective: SharedObjective) -> None:
         self._objective = objective
         self._problem = problem = objective.whole
         self._costs = problem.on_ranks[1].costs
-        self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._profiles: dict[Kind, list[float]] = {}
+        # Forms that are tried have much in common.
+        self._laid_out = functools.cache(self._lay_out)
+        self._profile = functools.cache(self._make_profile)
         self.order = by_cost(range(problem.num_samples), self._costs)
         """Samples, costliest first."""
         # Of all samples in one micro-batch: their cost on each kind of stage over the mean one's.
@@ -186,36 +196,26 @@ class Forms:
                 settled = settle([dealt[rank * count + slot] for slot in free], self._costs)
                 for slot, samples in zip(free, settled, strict=True):
                     slots[slot] = samples
-        _make_last_real(rows, sizes)
+        make_last_real(rows, sizes)
         return self._objective.candidate(rows, sizes)
 
-    def _laid_out(self, sizes: tuple[int, ...]) -> Layout:
+    def _lay_out(self, sizes: tuple[int, ...]) -> Layout:
         """The shared samples of these sizes in as few slots as hold them."""
-        if sizes not in self._layouts:
-            ranks, place, work = self._problem.num_ranks, 0, 0.0
-            layers: list[list[tuple[int, int, float]]] = []
-            shared = [sample for sample in self.order if sizes[sample] > 1]
-            for sample in sorted(shared, key=lambda sample: -sizes[sample]):
-                if place % ranks == 0:
-                    layers.append([])
-                cost = self._problem.on_ranks[sizes[sample]].cost([sample])
-                layers[-1].append((place % ranks, sample, cost))
-                place += sizes[sample]
-                work += sizes[sample] * cost
-            layers.sort(key=lambda layer: -max(cost for *_, cost in layer))
-            own = [sample for sample in self.order if sizes[sample] == 1]
-            work += ordered_sum(self._costs[sample] for sample in own)
-            self._layouts[sizes] = Layout(layers, own, work / ranks)
-        return self._layouts[sizes]
+        ranks, on_ranks = self._problem.num_ranks, self._problem.on_ranks
+        shared = [sample for sample in self.order if sizes[sample] > 1]
+        layers = [
+            [(first, i, on_ranks[sizes[i]].cost([i])) for first, i in layer]
+            for layer in layers_of(shared, sizes, ranks)
+        ]
+        every = [sizes[i] * cost for layer in layers for _, i, cost in layer]
+        layers.sort(key=lambda layer: -max(cost for *_, cost in layer))
+        own = [sample for sample in self.order if sizes[sample] == 1]
+        work = ordered_sum(every) + ordered_sum(self._costs[sample] for sample in own)
+        return Layout(layers, own, work / ranks)
 
-    def _profile(self, kind: Kind) -> list[float]:
+    def _make_profile(self, kind: Kind) -> list[float]:
         """Sizes of slots relative to each other [slots]."""
-        if kind not in self._profiles:
-            targets = Targets(
-                self._objective, kind.num_slots, kind.first, 0.0, kind.gentle, kind.fades
-            )
-            self._profiles[kind] = targets.relative
-        return self._profiles[kind]
+        return Targets(self._objective, kind.num_slots, kind.first, 0.0, kind.gentle).relative
 
     def _targets(self, form: Form) -> tuple[list[Slots], Sizes, list[list[float]]]:
         """The shared samples, their sizes, and what each slot is to cost [ranks][slots]; of no
@@ -244,7 +244,7 @@ class Forms:
         return rows, sizes, targets
 
 
-def _make_last_real(rows: list[Slots], sizes: Sizes) -> None:
+def make_last_real(rows: list[Slots], sizes: Sizes) -> None:
     """Put the slot that most ranks share last where a rank has a placeholder there that it need
     not have; one that then has a placeholder there, a micro-batch of its own."""
     count = len(rows[0])

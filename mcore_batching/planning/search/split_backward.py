@@ -11,11 +11,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from mcore_batching.planning.pipeline import SplitClock, SplitStage, blocks_of, inflight_tokens
+from mcore_batching.planning.pipeline import (
+    Blocks,
+    SplitClock,
+    SplitStage,
+    blocks_of,
+    inflight_tokens,
+)
+from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.moves import drawing
 from mcore_batching.planning.search.objective import Objective
@@ -33,8 +40,6 @@ later; with 1, planning takes twice as long."""
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][slots]."""
-MicroBatches = tuple[tuple[int, ...], ...]
-"""As `plan.MicroBatches`."""
 Sizes = tuple[tuple[int, ...], ...]
 """As `StepPlan.context_parallel`."""
 Splits = tuple[tuple[SplitStage, ...], ...]
@@ -54,7 +59,7 @@ def split_backward(
     """
     all_split = problem.config.split_backward == "all"
     effort = Objective(problem).effort / EFFORT_OF_A_PASS / 2 if problem.config.searches else 0.0
-    steps = [_Step(problem, ranks, sizes, all_split) for ranks in starts]
+    steps = [_Step(problem, ranks, sizes) for ranks in starts]
     plain_end = steps[0].end_unsplit
     for step in steps:
         step.reorder(effort / len(steps))
@@ -63,9 +68,9 @@ def split_backward(
     if not all_split and best.end > WORTH_IT * plain_end:
         return _frozen(starts[0]), sizes, ()
     splits = best.splits()
-    if not any(any(stage.split) for stages in splits for stage in stages):
-        return _frozen(starts[0]), sizes, ()
-    return _frozen(best.ranks), best.sizes if sizes else None, splits
+    if any(any(stage.split) for stages in splits for stage in stages):
+        return _frozen(best.ranks), best.sizes if sizes else None, splits
+    return _frozen(starts[0]), sizes, ()
 
 
 def _frozen(ranks: Ranks) -> tuple[MicroBatches, ...]:
@@ -75,17 +80,15 @@ def _frozen(ranks: Ranks) -> tuple[MicroBatches, ...]:
 class _Step:
     """A step that is being changed."""
 
-    def __init__(
-        self, problem: Problem, ranks: Ranks, sizes: Sizes | None, all_split: bool
-    ) -> None:
-        self._all_split, self._overhead = all_split, problem.cost_model.split_backward_overhead
+    def __init__(self, problem: Problem, ranks: Ranks, sizes: Sizes | None) -> None:
+        self._overhead = problem.cost_model.split_backward_overhead
         together = problem.dims.lockstep_groups if sizes is None else [range(len(ranks))]
         sizes = sizes or ((problem.dims.context_parallel,) * len(ranks[0]),) * len(ranks)
         groups = [
             _slots(problem, ranks[of.start : of.stop], sizes[of.start : of.stop]) for of in together
         ]
         self._peak = max(_peak_of(problem, slots) for slots in groups)
-        self.pipelines = [_Pipeline(problem, slots, self._peak, all_split) for slots in groups]
+        self.pipelines = [_Pipeline(problem, slots, self._peak) for slots in groups]
 
     @property
     def end(self) -> float:
@@ -100,20 +103,14 @@ class _Step:
     @property
     def ranks(self) -> Ranks:
         """As given, in the order so far."""
-        return [
-            rank
-            for pipeline in self.pipelines
-            for rank in zip(*(slot.samples for slot in pipeline.slots), strict=True)
-        ]
+        slots = ((slot.samples for slot in each.slots) for each in self.pipelines)
+        return [rank for own in slots for rank in zip(*own, strict=True)]
 
     @property
     def sizes(self) -> Sizes:
         """Context-parallel sizes of the same."""
-        return tuple(
-            rank
-            for pipeline in self.pipelines
-            for rank in zip(*(slot.sizes for slot in pipeline.slots), strict=True)
-        )
+        slots = ((slot.sizes for slot in each.slots) for each in self.pipelines)
+        return tuple(rank for own in slots for rank in zip(*own, strict=True))
 
     def reorder(self, effort: float) -> None:
         """Change the order of the straggler's micro-batches until so many passes were simulated."""
@@ -138,8 +135,7 @@ class _Step:
         latest = AS_SOON * self.end
         made: list[tuple[SplitStage, ...]] = []
         for pipeline in self.pipelines:
-            if not self._all_split:
-                pipeline.leave_whole(latest)
+            pipeline.leave_whole(latest)
             pipeline.clock.run(pipeline.split)
             stages = pipeline.clock.stages  # in lockstep of one rank, as of all
             made += stages * (len(pipeline.slots[0].samples) // len(stages))
@@ -153,10 +149,11 @@ class _Slot(NamedTuple):
     """Of each rank."""
     sizes: tuple[int, ...]
     """Context-parallel size of each rank's."""
-    costs: list[list[float]]
-    """Forward cost of each on each kind of stage; in lockstep of the costliest alone."""
-    weights: list[list[float]]
-    """Cost of its W there; in lockstep the most that W of one costs."""
+    costs: list[float]
+    """Forward cost on each kind of stage, of each rank's [kinds * ranks]; in lockstep, as one, of
+    the costliest."""
+    weights: list[float]
+    """Cost of W there [kinds * ranks]; in lockstep the most that W of one costs."""
     tokens: tuple[int, ...]
     """Padded tokens of each rank's."""
 
@@ -165,12 +162,14 @@ def _slots(problem: Problem, ranks: Ranks, sizes: Sizes) -> list[_Slot]:
     slots = []
     for samples, of in zip(zip(*ranks, strict=True), zip(*sizes, strict=True), strict=True):
         rows = list(zip((problem.on_ranks[size] for size in of), samples, strict=True))
-        costs = [on.slot_costs([own]) for on, own in rows]
-        weights = [on.slot_weights(own) for on, own in rows]
-        if problem.dims.in_lockstep:
-            costs, weights = [_most(costs)], [_most(weights)]
+        costs = zip(*(on.slot_costs([own]) for on, own in rows), strict=True)
+        weights = zip(*(on.slot_weights(own) for on, own in rows), strict=True)
+        of_costs, of_weights = (
+            list(map(max, each) if problem.dims.in_lockstep else chain(*each))
+            for each in (costs, weights)
+        )
         tokens = tuple(map(problem.held_tokens, samples, of))
-        slots.append(_Slot(samples, of, costs, weights, tokens))
+        slots.append(_Slot(samples, of, of_costs, of_weights, tokens))
     return slots
 
 
@@ -184,9 +183,9 @@ def _peak_of(problem: Problem, slots: Sequence[_Slot]) -> int:
 class _Pipeline:
     """Ranks that run together, or one, with the passes that are split."""
 
-    def __init__(self, problem: Problem, slots: list[_Slot], peak: int, all_split: bool) -> None:
-        self._problem, self._all_split = problem, all_split
-        config = problem.config
+    def __init__(self, problem: Problem, slots: list[_Slot], peak: int) -> None:
+        self._problem, config = problem, problem.config
+        self._all_split = config.split_backward == "all"
         self._peak, self._limit = peak, int(config.split_backward_memory * peak)
         if config.max_inflight_tokens is not None:
             bound = problem.dims.virtual_pipeline * config.max_inflight_tokens
@@ -194,12 +193,12 @@ class _Pipeline:
         self.slots = slots
         self.peak = _peak_of(problem, slots)
         self.clock = self._clock(slots)
-        self.end_unsplit = self.end = self.clock.run([0] * len(self.clock.layout.signs))
+        self.end_unsplit = self.end = self.clock.run([0] * len(self.clock.all_split))
         self.choose()
 
     def split_all(self) -> None:
         """Split every pass."""
-        self.split = self.clock.layout.all_split
+        self.split = self.clock.all_split
         self.end = self.clock.run(self.split)
 
     def choose(self) -> None:
@@ -231,8 +230,11 @@ class _Pipeline:
             self.slots, self.peak, self.clock, self.end = slots, peak, clock, end
 
     def leave_whole(self, latest: float) -> None:
-        """Split no pass that it ends in time without; they are tried in blocks."""
-        every = sum(self.clock.layout.all_split)
+        """Split no pass that it ends in time without, unless all are to be; they are tried in
+        blocks."""
+        if self._all_split:
+            return
+        every = sum(self.clock.all_split)
         passes = [number for number, is_split in enumerate(self.split) if is_split]
         size = len(passes)
         while size * SMALLEST_BLOCK >= every:
@@ -250,31 +252,19 @@ class _Pipeline:
 
     def _clock(self, slots: Sequence[_Slot]) -> SplitClock:
         dims, config = self._problem.dims, self._problem.config
-        held = [slot.tokens for slot in slots]
+        tokens: list[Sequence[int]] = [slot.tokens for slot in slots]
+        blocks: list[Blocks] = [()] * len(slots)
         if dims.in_lockstep:  # as a slot takes as long as its costliest, it may hold its largest
-            held = [(max(tokens),) for tokens in held]
-        tokens = list(zip(*held, strict=True))
-        shares_rows = config.max_context_parallel is not None and not dims.in_lockstep
-        sizes = list(zip(*(slot.sizes for slot in slots), strict=True))
+            tokens = [(max(own),) for own in tokens]
+        elif config.max_context_parallel is not None:
+            blocks = blocks_of(list(zip(*(slot.sizes for slot in slots), strict=True)))
         return SplitClock(
-            _of_ranks(slot.costs for slot in slots),
-            _of_ranks(slot.weights for slot in slots),
+            [cost for slot in slots for cost in slot.costs],
+            [cost for slot in slots for cost in slot.weights],
             self._problem.schedule,
-            blocks=blocks_of(sizes) if shares_rows else (),
+            blocks,
             overhead=self._problem.cost_model.split_backward_overhead,
             tokens=tokens,
-            deferred=[
-                [math.ceil(config.split_backward_held * each) for each in own] for own in tokens
-            ],
+            kept=config.split_backward_held,
             limit=self._limit,
         )
-
-
-def _of_ranks(slots: Iterable[list[list[float]]]) -> list[list[float]]:
-    """Values of each rank [ranks][slots * kinds], of those of slots [slots][ranks][kinds]."""
-    return [[each for slot in rank for each in slot] for rank in zip(*slots, strict=True)]
-
-
-def _most(of_ranks: Iterable[Sequence[float]]) -> list[float]:
-    """The most on any rank of each kind of stage."""
-    return [max(of_kind) for of_kind in zip(*of_ranks, strict=True)]

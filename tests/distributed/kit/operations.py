@@ -53,7 +53,7 @@ def operations(
         backward_ratio: how much longer a backward pass sleeps.
         exchange_shapes: before every transfer, instead of taking them from the plan.
         which_cost: the kind of each stage, which then has its own of the costs, as
-            `pipeline_time` takes them.
+            `Clock` takes them.
 
     Returns:
         the passes of every step.

@@ -1,0 +1,72 @@
+"""The tokens in flight on a stage, with passes whole or split."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+from mcore_batching.planning.pipeline.passes import PARTS, Schedule, SplitStage
+
+
+def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: int = 0) -> float:
+    """Peak of the tokens whose activations a stage holds.
+
+    A micro-batch is in flight from its forward to its backward pass; each model chunk holds its
+    share of the stage's layers. Under 1F1B stage s of P has P - s micro-batches in flight. Of
+    forward passes alone each holds its micro-batch by itself.
+
+    Args:
+        slot_tokens: padded tokens of each micro-batch [num_microbatches].
+        schedule: gives the order of passes.
+        stage: pipeline rank; stage 0 holds most.
+    """
+    if schedule.forward_only:
+        return float(max(slot_tokens))  # one at a time: nothing waits for a backward pass
+    held = most = 0  # whole micro-batches; a chunk holds 1 / virtual_pipeline of the layers
+    for is_forward, slot in _held_passes(schedule, stage, len(slot_tokens)):
+        if is_forward:
+            held += slot_tokens[slot]
+            most = held if held > most else most
+        else:
+            held -= slot_tokens[slot]
+    return most / schedule.dims.virtual_pipeline
+
+
+def split_inflight_tokens(
+    slot_tokens: Sequence[int],
+    schedule: Schedule,
+    of_stage: SplitStage,
+    kept: float,
+    *,
+    stage: int = 0,
+) -> float:
+    """`inflight_tokens` where passes are split: a micro-batch is in flight to the end of its W.
+
+    Args:
+        slot_tokens: padded tokens of each micro-batch [num_microbatches].
+        schedule: gives the order of passes.
+        of_stage: what the plan says of the stage.
+        kept: what a micro-batch holds from its backward pass on, over what it holds before.
+        stage: pipeline rank.
+    """
+    held = most = run = 0
+    queue: list[int] = []  # tokens held for W that has not run
+    passes = _held_passes(schedule, stage, len(slot_tokens))
+    for (is_forward, slot), is_split, before in zip(passes, *of_stage, strict=True):
+        run += before
+        while run >= PARTS:
+            run -= PARTS
+            held -= queue.pop(0)
+        held += slot_tokens[slot] if is_forward else -slot_tokens[slot]
+        if is_split:
+            queue.append(math.ceil(kept * slot_tokens[slot]))
+            held += queue[-1]
+        most = max(most, held)
+    return most / schedule.dims.virtual_pipeline
+
+
+@functools.lru_cache(maxsize=64)
+def _held_passes(schedule: Schedule, stage: int, count: int) -> list[tuple[bool, int]]:
+    """A stage's passes that begin or end to hold tokens: whether forward, and the slot."""
+    return [(each.kind == "F", each.slot) for each in schedule.order(stage, count)]
