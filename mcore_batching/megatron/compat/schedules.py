@@ -16,10 +16,8 @@ from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAs
 
 
 def waits_for_sends(config: Any) -> bool:
-    """True if the interleaved schedule waits for an output's transfer before it frees the output.
-
-    From 0.18 on; earlier it freed at once, and could free a tensor that was on its way.
-    """
+    """True if the interleaved schedule waits for an output's transfer before it frees it."""
+    # Before 0.18 it freed at once, and could free a tensor that was on its way.
     major, minor = map(int, megatron.core.__version__.split(".")[:2])
     return bool((major, minor) >= (0, 18) and config.deallocate_pipeline_outputs)
 
@@ -31,19 +29,17 @@ _ASKS_FOR_SHAPES = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev",
 def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> Iterator[None]:
     """Take the shapes of what stages receive from a function, in place of an exchange.
 
-    A Megatron that exchanges them otherwise goes on doing so, with one warning: the exchange is
-    slow, but never wrong.
-
     Args:
         known: ``(tensor to the next stage or None, to the previous one or None, whether one comes
             from the previous stage, from the next) -> (shape from the previous, from the next)``;
             called before every transfer.
     """
     exchange = getattr(P2PCommunicator, "_communicate_shapes", None)
+    # The exchange is slow, but never wrong.
     if exchange is None or [*inspect.signature(exchange).parameters] != _ASKS_FOR_SHAPES:
         warnings.warn(
             "this Megatron-LM exchanges shapes between pipeline stages in a way that is not known "
-            "here: they are exchanged before each transfer although the plan has them",
+            "here: each transfer waits for its exchange",
             stacklevel=2,
         )
         yield
@@ -77,13 +73,7 @@ def around_passes(mark: Callable[[], None]) -> contextlib.AbstractContextManager
 def in_passes(
     entered: Callable[[bool], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Run each forward and backward pass of Megatron's schedules in a context manager.
-
-    The passes of one model chunk, without the transfers before and after them.
-
-    Args:
-        entered: gives it, called with whether the pass is backward.
-    """
+    """Run each pass of one model chunk, without its transfers, in ``entered(is backward)``."""
 
     def inside(step: Callable[..., Any], is_backward: bool) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -103,11 +93,7 @@ def in_passes(
 
 
 def unknown_to_split_backward(model: Any) -> Iterator[str]:
-    """Functions of Megatron that split backward passes replace, and that take other arguments here.
-
-    Args:
-        model: a chunk in the data-parallel wrapper.
-    """
+    """Functions that split backward passes of a wrapped chunk replace, if they are others here."""
     linear = LinearWithGradAccumulationAndAsyncCommunication
     tensors = {f"tensor_{what}_{whom}" for what in ("send", "recv") for whom in ("prev", "next")}
     known: list[tuple[Any, str, set[str]]] = [
