@@ -1,9 +1,7 @@
 """Torch stand-ins for the kernels of Mamba and GatedDeltaNet layers, which run on GPUs alone.
 
-Under the CPU stand-in they take the places of ``mamba_ssm``, ``causal_conv1d``,
-``flash-linear-attention`` and of the one function of Transformer Engine that these layers call. As
-the kernels, they begin anew with every sequence of a row. For tests: the scan's memory is quadratic
-in a sequence's length.
+For ``mamba_ssm``, ``causal_conv1d`` and ``flash-linear-attention`` under the CPU stand-in. As
+these, they begin anew with every sequence of a row; the scan's memory is quadratic in its length.
 """
 
 from __future__ import annotations

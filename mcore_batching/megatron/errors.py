@@ -1,8 +1,8 @@
 """Errors of wrong settings, and those that every rank raises together.
 
 An exception on one rank of a pipeline leaves the others waiting in a collective. So what may fail
-is done before or after the pipeline, in an agreement of all ranks, and every rank raises the same
-named error; the rank on which it happened chains its own exception to it.
+is done before or after it, in an agreement of all ranks, and every rank raises the same named
+error; the rank on which it happened chains its own exception to it.
 """
 
 from __future__ import annotations

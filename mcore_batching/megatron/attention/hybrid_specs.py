@@ -1,8 +1,6 @@
-"""The layers of a `HybridModel` without Transformer Engine.
+"""The layers of a `HybridModel` without Transformer Engine, which Megatron's own spec is of.
 
-Megatron's own spec of them has Transformer Engine's layers throughout. Here each has Megatron's
-local linear layers instead, `PackedAttention`, and a norm of its own where Transformer Engine's
-linear layers hold it.
+Each has Megatron's local linear layers instead, `PackedAttention`, and a norm of its own.
 """
 
 from __future__ import annotations
@@ -84,14 +82,13 @@ class _WholeLinear(torch.nn.Linear):
 def hybrid_spec() -> ModuleSpec:
     """The layers of a `HybridModel` for packed rows: ``packed_hybrid_stack_spec``.
 
-    With Transformer Engine installed, Megatron's own spec, unchanged. Without it, and on the CPU
-    stand-in, the same layers of Megatron's local ones; hybrid models then get a local final norm.
-    Where Megatron has no `HybridModel`, one that raises when it is built.
+    With Transformer Engine installed, Megatron's own spec, unchanged. Where Megatron has no
+    `HybridModel`, one that raises when it is built.
     """
     if not compat.layers.has_hybrid_model():
         return _refused(
-            "packed_hybrid_stack_spec is for HybridModel, which Megatron-LM has from 0.18 on: "
-            "install a later one, or build a GPTModel with packed_layer_spec(config)"
+            "Megatron-LM has HybridModel from 0.18 on: install a later one, or build a GPTModel "
+            "with packed_layer_spec(config)"
         )
     # Only here: versions before 0.18 have no such modules.
     from megatron.core.models.hybrid import hybrid_block

@@ -23,11 +23,8 @@ from mcore_batching.megatron.topology import prediction_depths
 
 
 def uses_transformer_engine() -> bool:
-    """True if `packed_layer_spec` takes Transformer Engine's layers.
-
-    Set ``apply_rope_fusion`` to it: unfused, packed rotary embeddings read the offsets back from
-    the device in every layer.
-    """
+    """True if `packed_layer_spec` takes Transformer Engine's layers, and RoPE is to be fused."""
+    # Unfused, packed rotary embeddings read the offsets back from the device in every layer.
     return compat.layers.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
 
 
@@ -84,11 +81,9 @@ def packed_mtp_block_spec(
 def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     """A copy of a local layer spec with `PackedAttention` as its core attention.
 
-    Under ``config.sequence_parallel`` the layer norms are replaced as well, and so is the final
-    norm of transformer blocks built from then on: Megatron's torch norms refuse sequence
-    parallelism.
+    Under ``config.sequence_parallel``, which Megatron's torch norms refuse, the layer norms are
+    replaced as well, and so is the final norm of transformer blocks built from then on.
     """
-    # Without sequence parallelism Megatron's own norms do: every rank has all tokens.
     attention = spec.submodules.self_attention
     inner: dict[str, Any] = {"core_attention": PackedAttention}
     norms: dict[str, Any] = {}
@@ -105,14 +100,7 @@ def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleS
 
 
 class SequenceParallelNorm:
-    """Builds torch's LayerNorm or RMSNorm with parameters marked for sequence parallelism.
-
-    Each tensor-parallel rank normalises its own tokens, so a parameter's gradient is the sum over
-    ranks. Megatron forms that sum for parameters that carry ``sequence_parallel=True``.
-
-    Raises:
-        DynamicBatchArgumentError: torch has no norm like the configured one.
-    """
+    """Builds torch's LayerNorm or RMSNorm with parameters marked for sequence parallelism."""
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
@@ -121,8 +109,7 @@ class SequenceParallelNorm:
         del unused
         if config.layernorm_zero_centered_gamma:
             raise DynamicBatchArgumentError(
-                "torch norms have no zero-centered gamma; unset --apply-layernorm-1p, or install "
-                "Transformer Engine"
+                "torch norms have no zero-centered gamma: unset --apply-layernorm-1p"
             )
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in norms:
@@ -132,7 +119,7 @@ class SequenceParallelNorm:
             )
         # Not an instance of this class: the layer is to hold, and save, torch's own module.
         module = norms[config.normalization](hidden_size, eps=eps)
-        # Megatron adds up the gradients of parameters that carry this mark.
+        # Each rank normalises its own tokens: Megatron adds up the gradients that carry this mark.
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return module

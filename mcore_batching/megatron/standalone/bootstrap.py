@@ -52,12 +52,6 @@ def initialize_model_parallel(
 ) -> None:
     """Make Megatron's process groups and seed its generators.
 
-    Args:
-        dims: the job's parallel dims.
-        seed: of the generators.
-        timeout_seconds: how long a collective waits for the other ranks; Megatron's own default is
-            half an hour.
-
     Raises:
         ParallelDimsError: torchrun started more or fewer processes than ``dims`` need.
     """
@@ -113,7 +107,7 @@ def build_model(
     hybrid_layer_pattern: str | None = None,
     **options: Any,
 ) -> list[Any]:
-    """This rank's model chunks, each wrapped in Megatron's data-parallel wrapper.
+    """This rank's model chunks, one per virtual pipeline stage, in the data-parallel wrapper.
 
     They are of a `GPTModel`, or of a `HybridModel` where there is a pattern of layers. In half
     precision Megatron's `Float16Module` comes in between.
@@ -126,13 +120,8 @@ def build_model(
             ``packed_hybrid_stack_spec`` for a pattern.
         ddp: data-parallel settings; None: Megatron's defaults, gradients reduced in float32.
         wrap: False gives bare chunks, for inference alone.
-        hybrid_layer_pattern: a letter for each layer, as ``--hybrid-layer-pattern``; ``|`` cuts
-            (virtual) pipeline stages, ``/`` begins those of multi-token prediction; from
-            Megatron-LM 0.18 on.
+        hybrid_layer_pattern: as ``--hybrid-layer-pattern``; from Megatron-LM 0.18 on.
         options: further arguments of the model.
-
-    Returns:
-        one chunk per virtual pipeline stage.
     """
     options = {
         "vocab_size": vocab_size,
