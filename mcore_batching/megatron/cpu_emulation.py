@@ -116,7 +116,6 @@ class _Idle:
         del args, kwargs
 
     def query(self) -> bool:
-        """Say that all is done."""
         return True
 
     def synchronize(self, other: Any = None) -> None:
@@ -127,7 +126,6 @@ class _Idle:
 
 class _Event(_Idle):
     def elapsed_time(self, other: Any) -> float:
-        """Say that no time has passed."""
         del other
         return 0.0
 
@@ -140,7 +138,6 @@ class _Stream(_Idle):
         del exception
 
     def record_event(self, event: Any = None) -> Any:
-        """Hand back an event that has happened."""
         return event if event is not None else _Event()
 
 

@@ -22,8 +22,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import cpu_emulation
-from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
-from mcore_batching.megatron.attention.specs import packed_layer_spec, packed_mtp_block_spec
+from mcore_batching.megatron.attention.specs import (
+    hybrid_spec,
+    packed_layer_spec,
+    packed_mtp_block_spec,
+)
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
