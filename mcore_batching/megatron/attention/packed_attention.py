@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -134,9 +134,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         self.window: int = config.window_size[0] if is_windowed else EVERYTHING
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # Named as Megatron's, so that checkpoints are the same.
-        self.softmax_offset = _sinks(
-            config, divide(config.num_attention_heads, self.tp_group.size())
-        )
+        heads = divide(config.num_attention_heads, self.tp_group.size())
+        self.softmax_offset = _sinks(config, heads)
 
     def forward(
         self,
@@ -184,9 +183,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             # On the CPU there is nothing that would be faster.
             if query.is_cuda:
                 _warn_of_slow_attention(reason)
-            out = attend_run_by_run(
-                query, key, value, geometry.runs, self.softmax_scale, dropout, self.window, sinks
-            )
+            settings = self.softmax_scale, dropout, self.window, sinks
+            out = attend_run_by_run(query, key, value, geometry.runs, *settings)
         else:
             out = geometry.kernel_row.attend(query, key, value, self.softmax_scale, self.window)
         return out.reshape(out.shape[0], -1)
@@ -197,9 +195,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 "PackedAttention needs packed_seq_params; set --context-parallel-size 1"
             )
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        out = causal_attention(
-            q, k, v, self.softmax_scale, dropout, self.window, self.softmax_offset
-        )
+        settings = self.softmax_scale, dropout, self.window, self.softmax_offset
+        out = causal_attention(q, k, v, *settings)
         sequence, batch = query.shape[:2]
         return out.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
@@ -209,9 +206,7 @@ def _gathered(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole row, in its order, from this rank's slice of them."""
     # One collective for both: keys and values side by side on the last axis.
-    both = _GatherTokens.apply(  # type: ignore[no-untyped-call]
-        torch.cat((key, value), dim=-1), group
-    )
+    both: Any = cast(Any, _GatherTokens).apply(torch.cat((key, value), dim=-1), group)
     # Ranks hold zigzag chunks, which lie rank after rank: put into the row's order.
     both = both.index_select(0, restore)
     key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)

@@ -116,7 +116,6 @@ def build_model(
     precision Megatron's `Float16Module` comes in between.
 
     Args:
-        config: the model's shape and parallelism.
         vocab_size: padded vocabulary, in entries.
         max_sequence_length: longest sequence, in tokens.
         spec: from the configuration to the layer spec; None: `packed_layer_spec`, or

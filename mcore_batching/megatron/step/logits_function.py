@@ -100,10 +100,8 @@ def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
     # slime's functions return a pair: a placeholder for a loss, then the outputs.
     outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
     if not isinstance(outputs, Mapping):
-        raise OrderError(
-            "f must return a dict of lists, or a pair that ends in one, got "
-            f"{type(outputs).__name__}"
-        )
+        kind = type(outputs).__name__
+        raise OrderError(f"f must return a dict of lists, or a pair that ends in one, got {kind}")
     for key, values in outputs.items():
         if not isinstance(key, str):
             raise OrderError(f"f returned the key {key!r}; name outputs by texts")

@@ -39,12 +39,7 @@ def run_pipeline(
     """Run a step's rows forward, and backward unless ``forward_only``.
 
     Args:
-        job: the present one.
-        model: this rank's model chunks.
-        prepared: the step, the same rows on all stages.
         operation: the call, in words.
-        forward_step: called as Megatron calls it.
-        forward_only: no backward passes.
         inside: a context manager of the caller's, around the passes and their split weights.
         rows: one iterator per model chunk; None: over the prepared rows.
         schedule: from ``get_forward_backward_func``; None: that which it gives now.

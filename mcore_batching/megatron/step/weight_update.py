@@ -14,16 +14,12 @@ from mcore_batching.planning import Argument, ConfigError, at_least
 def check_updates(model: list[Any], optimizer: Any) -> None:
     """Refuse a model or an optimizer over which Megatron would fail in the middle of a step."""
     if not all(hasattr(chunk, "zero_grad_buffer") for chunk in model):
-        raise TypeError(
-            "model must be wrapped in Megatron's DistributedDataParallel, got "
-            f"{', '.join(type(chunk).__name__ for chunk in model)}"
-        )
+        kinds = ", ".join(type(chunk).__name__ for chunk in model)
+        raise TypeError(f"model must be wrapped in Megatron's DistributedDataParallel, got {kinds}")
     # By what a step calls: Megatron has several optimizers without a base of their own.
     if not all(hasattr(optimizer, name) for name in ("zero_grad", "scale_loss", "step")):
-        raise TypeError(
-            "optimizer must be Megatron's, from get_megatron_optimizer, got "
-            f"{type(optimizer).__name__}"
-        )
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer must be Megatron's, from get_megatron_optimizer, got {kind}")
 
 
 def make_ready(model: list[Any], optimizer: Any) -> None:
