@@ -112,8 +112,8 @@ def _on_cpu(argument: Any) -> Any:
 class _Idle:
     """What nothing waits for: all that it was given to do is done."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
+    def __init__(self, *unused: Any, **named: Any) -> None:
+        pass
 
     def query(self) -> bool:
         return True
@@ -126,7 +126,6 @@ class _Idle:
 
 class _Event(_Idle):
     def elapsed_time(self, other: Any) -> float:
-        del other
         return 0.0
 
 
@@ -135,7 +134,7 @@ class _Stream(_Idle):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        del exception
+        pass
 
     def record_event(self, event: Any = None) -> Any:
         return event if event is not None else _Event()

@@ -83,7 +83,6 @@ def _whole_keys(
     config: Any, group: dist.ProcessGroup, projection: Any, inputs: Any, output: Any
 ) -> tuple[Any, Any]:
     """Latent keys and the rotary key with all columns, as Transformer Engine's layer makes them."""
-    del projection, inputs
     keys, bias = output
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     if keys.size(-1) != sum(sizes):  # a local layer has a slice of the columns on each rank

@@ -119,7 +119,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
-        del attn_mask_type, attention_type, cp_comm_type, unused
         self.config: TransformerConfig = config
         self.layer_number = layer_number
         # Passed on by Megatron where it does without its globals, else taken from these.
@@ -162,7 +161,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         Returns:
             ``[tokens, heads * dim]`` packed, or ``[sequence, batch, heads * dim]``.
         """
-        del attention_mask, attn_mask_type, unused
         if attention_bias is not None:
             raise DynamicBatchArgumentError(
                 "PackedAttention takes no attention_bias; use Transformer Engine's attention"

@@ -117,7 +117,6 @@ class SequenceParallelNorm:
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> Any:
         """Return the torch module (never an instance of this class)."""
-        del unused
         if config.layernorm_zero_centered_gamma:
             raise DynamicBatchArgumentError(
                 "torch norms have no zero-centered gamma: unset --apply-layernorm-1p"
@@ -153,7 +152,6 @@ class _Refused:
     """Raises when it is built."""
 
     def __init__(self, *unused: Any, instead: str, **options: Any) -> None:
-        del unused, options
         raise DynamicBatchArgumentError(instead)
 
 
@@ -174,7 +172,6 @@ class _WholeLinear(torch.nn.Linear):
         bias: bool,
         **unused: Any,
     ) -> None:
-        del unused
         super().__init__(input_size, output_size, bias, dtype=config.params_dtype)
         if config.perform_initialization:
             init_method(self.weight)

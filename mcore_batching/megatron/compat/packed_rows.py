@@ -120,15 +120,13 @@ def let_rows_have_groups(attention: Any) -> None:
     # again, with the same parameters, where backward computes activations anew.
     attention.groups_of_rows = []
 
-    def before_forward(module: Any, arguments: Any, named: dict[str, Any]) -> None:
-        del arguments
+    def before_forward(module: Any, _: Any, named: dict[str, Any]) -> None:
         params, groups = named.get("packed_seq_params"), module.pg_collection
         module.groups_of_rows.append(groups.cp)
         if params is not None and params.cp_group is not None:
             groups.cp = params.cp_group
 
     def after_forward(module: Any, *unused: Any) -> None:
-        del unused
         module.pg_collection.cp = module.groups_of_rows.pop()
 
     attention.register_forward_pre_hook(before_forward, with_kwargs=True)

@@ -15,6 +15,21 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
 
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value inside a ``with`` block."""
+    own = vars(owner)
+    was_there, before = name in own, own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_there:
+            setattr(owner, name, before)
+        else:  # of the class
+            delattr(owner, name)
+
+
 def waits_for_sends(config: Any) -> bool:
     """True if the interleaved schedule waits for an output's transfer before it frees it."""
     # Before 0.18 it freed at once, and could free a tensor that was on its way.
@@ -45,23 +60,18 @@ def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> It
         yield
         return
 
-    def known_shapes(self: Any, *transfer: Any, **named: Any) -> tuple[list[int], list[int]]:
-        del self
+    def known_shapes(_: Any, *transfer: Any, **named: Any) -> tuple[list[int], list[int]]:
         return known(*transfer, **named)
 
-    P2PCommunicator._communicate_shapes = known_shapes
-    try:
+    with replaced(P2PCommunicator, "_communicate_shapes", known_shapes):
         yield
-    finally:
-        P2PCommunicator._communicate_shapes = exchange
 
 
 def around_passes(mark: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Call a function before and after each pass, as `in_passes` counts them."""
 
     @contextlib.contextmanager
-    def marked(is_backward: bool) -> Iterator[None]:
-        del is_backward
+    def marked(_: bool) -> Iterator[None]:
         mark()
         yield
         mark()
@@ -83,13 +93,13 @@ def in_passes(
 
         return run
 
-    forward, backward = schedules.forward_step, schedules.backward_step
-    schedules.forward_step = inside(forward, False)
-    schedules.backward_step = inside(backward, True)
-    try:
+    forward = inside(schedules.forward_step, False)
+    backward = inside(schedules.backward_step, True)
+    with (
+        replaced(schedules, "forward_step", forward),
+        replaced(schedules, "backward_step", backward),
+    ):
         yield
-    finally:
-        schedules.forward_step, schedules.backward_step = forward, backward
 
 
 def unknown_to_split_backward(model: Any) -> Iterator[str]:

@@ -80,16 +80,12 @@ def output_layer(chunk: Any, fused: bool) -> Iterator[Callable[[Tensor], Logits]
     weights: list[Tensor] = []
 
     def keep(hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
-        del unused
         weights.append(layer.weight if weight is None else weight)
         return hidden, None
 
     # On this one module and for this one pass: the model's own forward and its hooks run as ever.
-    layer.forward = keep
-    try:
+    with compat.schedules.replaced(layer, "forward", keep):
         yield lambda output: FusedLogits(output, weights[0], layer.sequence_parallel)
-    finally:
-        del layer.forward
 
 
 def tensors_of(logits: Logits) -> tuple[Tensor, ...]:

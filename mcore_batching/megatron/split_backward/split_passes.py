@@ -36,7 +36,7 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
     with contextlib.ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(compat.schedules.replaced(owner, name, value))
 
         kept = [weight for chunk in model for weight in _weights_of_output(chunk)]
         backward = leaving_weights(MEGATRONS.backward, deferred, kept)
@@ -55,20 +55,6 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
             deferred.flush()  # nothing, unless gradients are added up over ranks later
         finally:
             deferred.clear()
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(owner)
-    was_there, before = name in own, own.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if was_there:
-            setattr(owner, name, before)
-        else:  # of the class
-            delattr(owner, name)
 
 
 def _weights_of_output(chunk: Any) -> list[Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
 from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
@@ -158,13 +159,12 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
     config = get_model_config(chunks[0])
     # Chunk by chunk: a caller may have some in evaluation mode already.
     was_training = [chunk.training for chunk in chunks]
-    timers, config.timers = config.timers, None
     for chunk in chunks:
         chunk.eval()
     try:
-        yield
+        with compat.schedules.replaced(config, "timers", None):
+            yield
     finally:
-        config.timers = timers
         for chunk, training in zip(chunks, was_training, strict=True):
             chunk.train(training)
 
@@ -178,13 +178,11 @@ def _run(
     def forward_step(
         rows: Iterator[PreparedRow], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
-        del unused
         row = next(rows).row
         of_chunk, logits_of = run_for_losses(job.options, chunk, row)
 
         # Megatron names the second argument where it collects something else than losses.
         def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
-            del non_loss_data
             try:
                 logits = logits_of(output)
                 with logits_of_shape(logits):

@@ -26,9 +26,8 @@ def changed_inputs(
     """
 
     def before_forward(
-        module: Any, arguments: Any, inputs: dict[str, Any]
+        _: Any, arguments: Any, inputs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        del module
         return arguments, change(inputs)
 
     with contextlib.ExitStack() as hooks:

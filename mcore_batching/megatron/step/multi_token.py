@@ -92,7 +92,6 @@ class LaterLosses:
         **unused: Any,
     ) -> Tensor:
         """``[1, T_local]``"""
-        del unused
         logits, _ = output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
         if scale_logits_fn is not None:
             logits = scale_logits_fn(logits)
@@ -191,8 +190,7 @@ def _mask_padding(layer: Any) -> None:
         return
     layer.is_told_padding = True
 
-    def before_forward(module: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        del module
+    def before_forward(_: Any, arguments: Any, named: dict[str, Any]) -> Any:
         mask = getattr(named.get("packed_seq_params"), "own_padding_mask", None)
         if mask is None or named.get("padding_mask") is not None:
             return None

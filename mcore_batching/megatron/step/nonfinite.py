@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import NonFiniteError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.options import Options
@@ -46,7 +47,6 @@ def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -
     finalize: Callable[..., None] = config.finalize_model_grads_func
     wrappers = [chunk.ddp_config for chunk in model if hasattr(chunk, "ddp_config")]
     overlaps = any(wrapper.overlap_grad_reduce for wrapper in wrappers)
-    were_checked = [wrapper.check_for_nan_in_grad for wrapper in wrappers]
 
     def finalize_and_measure(*arguments: Any, **options: Any) -> None:
         # Buckets may be in the middle of their reduction: gradients are whole once it has ended.
@@ -61,17 +61,14 @@ def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -
         if not overlaps:
             finalize(*arguments, **options)
 
-    config.finalize_model_grads_func = finalize_and_measure
-    # Megatron's check raises on one rank inside the pipeline, where the others wait.
-    for wrapper in wrappers:
-        wrapper.check_for_nan_in_grad = False
-    try:
+    # For the step alone: the model's configuration outlives it, and others train it, too.
+    with contextlib.ExitStack() as stack:
+        replace = compat.schedules.replaced
+        stack.enter_context(replace(config, "finalize_model_grads_func", finalize_and_measure))
+        # Megatron's check raises on one rank inside the pipeline, where the others wait.
+        for wrapper in wrappers:
+            stack.enter_context(replace(wrapper, "check_for_nan_in_grad", False))
         yield
-    finally:
-        # The model's configuration outlives the step, and others train it, too.
-        config.finalize_model_grads_func = finalize
-        for wrapper, was_checked in zip(wrappers, were_checked, strict=True):
-            wrapper.check_for_nan_in_grad = was_checked
 
 
 def faults(

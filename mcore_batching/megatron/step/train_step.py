@@ -207,7 +207,6 @@ def _forward_backward(
     def forward_step(
         rows: Iterator[PreparedRow], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
-        del unused
         prepared_row = next(rows)
         later = LaterLosses(prepared_row.row, prepared.token_weights, undo_later, is_fused=is_fused)
         made, logits_of = run_for_losses(job.options, chunk, prepared_row.row, later)
