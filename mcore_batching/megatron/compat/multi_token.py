@@ -34,7 +34,7 @@ def what_multi_token_prediction_lacks() -> str:
 
 def recomputes_multi_token_rows() -> bool:
     """True if this Megatron recomputes multi-token prediction of packed rows (from 0.19 on)."""
-    # 0.17 saves a row's parameters as tensors, 0.18 passes on a padding mask to who takes none.
+    # 0.17 saves a row's parameters as tensors, 0.18 passes on a mask that it does not take.
     layer = multi_token_prediction.MultiTokenPredictionLayer
     return "padding_mask" in inspect.signature(layer._checkpointed_forward).parameters
 

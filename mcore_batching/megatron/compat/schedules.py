@@ -103,7 +103,7 @@ def in_passes(
 
 
 def unknown_to_split_backward(model: Any) -> Iterator[str]:
-    """Functions that split backward passes of a wrapped chunk replace, if they are others here."""
+    """Functions that split backward passes replace, missing here or with other arguments."""
     linear = LinearWithGradAccumulationAndAsyncCommunication
     tensors = {f"tensor_{what}_{whom}" for what in ("send", "recv") for whom in ("prev", "next")}
     known: list[tuple[Any, str, set[str]]] = [

@@ -58,7 +58,7 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
 
 
 def _weights_of_output(chunk: Any) -> list[Tensor]:
-    """Weights of a chunk's output layer: what their gradients need is tokens times vocabulary."""
+    """Weights of a chunk's output layer, never left: tokens times vocabulary would wait."""
     bare = unwrap_model(chunk)
     layer = getattr(bare, "output_layer", None)
     if layer is None:
@@ -106,7 +106,7 @@ class _Request:
 def _of_reductions(
     model: list[Any], deferred: WeightGradients
 ) -> Iterator[tuple[Any, str, Callable[..., Any] | list[Any]]]:
-    """Owner, name and replacement of each function that adds gradients up over ranks: W first."""
+    """Owner, name and replacement of each function that adds up gradients over ranks, W first."""
     config = get_model_config(model[0])
     finalize, sync = config.finalize_model_grads_func, config.grad_sync_func
 

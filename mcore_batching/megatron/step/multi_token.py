@@ -118,7 +118,7 @@ class LossesOfRows:
         return self._made[-1]
 
     def log(self, num_microbatches: int) -> None:
-        """Hand Megatron's log the sums over this rank's rows, which it divides by the number."""
+        """Hand Megatron's log the sums over this rank's rows, which it divides by this number."""
         # None of chunks without these layers.
         by_depth = list(zip(*(each.shares for each in self._made if each.shares), strict=True))
         hits = list(zip(*(each.hits for each in self._made if each.hits), strict=True))
@@ -185,7 +185,7 @@ def _follow_parameters() -> None:
 
 def _mask_padding(layer: Any) -> None:
     """Let a layer's routers leave padding out where Megatron does not tell it what is padding."""
-    # HybridModel does not and, before 0.18, GPTModel.
+    # HybridModel does not and, before 0.18, GPTModel does not.
     if hasattr(layer, "is_told_padding"):
         return
     layer.is_told_padding = True
