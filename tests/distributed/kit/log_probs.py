@@ -189,7 +189,7 @@ class _Job:
 
 def fused_against_plain(dims: dict[str, Any], tied: bool) -> dict[str, Any]:
     """Differences that fusing the output layer makes; hooks that a constant loss fires."""
-    job = _Job(dims, torch.float32, share_embeddings_and_output_weights=tied)
+    job = _Job(dims, torch.float32, tied=tied)
     on = {"dynamic_batch_fuse_output_layer": True, "dynamic_batch_log_prob_chunk_tokens": 23}
     kinds: set[str] = set()
 
