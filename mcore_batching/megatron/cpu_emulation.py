@@ -65,12 +65,6 @@ def enable(*, force: bool = False) -> None:
     _mode.__enter__()  # type: ignore[no-untyped-call]
 
 
-def enable_in_thread() -> None:
-    """Do in this thread what `enable` did in another: each thread has modes of its own."""
-    if _mode is not None:
-        _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
-
-
 class _CudaMeansCpu(TorchFunctionMode):
     """CUDA in device arguments means the CPU; moving a tensor to the GPU does nothing."""
 

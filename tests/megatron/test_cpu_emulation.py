@@ -19,7 +19,7 @@ from torch.nn.functional import silu, softplus
 from mcore_batching.megatron import cpu_kernels
 
 PROGRAM = """
-import json, os, sys, threading, types, torch
+import json, os, sys, types, torch
 found = {}
 
 before = torch.cuda.current_device, torch.cuda.Stream
@@ -64,13 +64,6 @@ found['enabled'] = {
     'event': torch.cuda.current_stream().record_event().query(),
     'seed': torch.equal(a, torch.rand(2)),
 }
-def in_thread():
-    cpu_emulation.enable_in_thread()
-    found['enabled']['in a thread'] = torch.ones(1, device='cuda').device.type == 'cpu'
-found['enabled']['in a thread'] = False
-thread = threading.Thread(target=in_thread)
-thread.start()
-thread.join()
 print(json.dumps(found))
 """
 ASKED_FOR = """
