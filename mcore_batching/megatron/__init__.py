@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.megatron import cpu_request as cpu_request  # before megatron.core is imported
-from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec as _hybrid_spec
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.attention.specs import hybrid_spec as _hybrid_spec
 from mcore_batching.megatron.attention.specs import (
     packed_layer_spec,
     packed_mtp_block_spec,

@@ -1,14 +1,9 @@
 """A CPU stand-in for CUDA, under which megatron-core runs on gloo.
 
-megatron-core takes CUDA for granted: it asks for the current device, allocates on ``"cuda"``,
-seeds CUDA generators and synchronises streams. `enable` answers each of these on the CPU, so that
-the real schedules, models, data-parallel wrapper and optimizers run in ordinary processes. It is
-for tests and laptops; it makes nothing faster.
-
-Importing this module patches nothing; `mcore_batching.megatron` calls `enable` where
-``MCORE_BATCHING_CPU`` asks for it. `enable` patches functions of `torch.cuda`, enters one
-`TorchFunctionMode` that turns CUDA devices into the CPU, and replaces the few megatron-core
-functions that test for CUDA tensors (`compat.cpu.patch_for_cpu`).
+`enable` patches functions of `torch.cuda`, enters one `TorchFunctionMode` that turns CUDA devices
+into the CPU, and replaces the few megatron-core functions that test for CUDA tensors: the real
+schedules, models and optimizers then run in ordinary processes. It is for tests and laptops; it
+makes nothing faster. `mcore_batching.megatron` calls it where ``MCORE_BATCHING_CPU`` asks for it.
 """
 
 from __future__ import annotations
@@ -41,13 +36,7 @@ def is_enabled() -> bool:
 
 
 def enable(*, force: bool = False) -> None:
-    """Make megatron-core run on the CPU in this process, until it ends.
-
-    Call it before ``torch.distributed.init_process_group("gloo")`` and before models are built.
-    A second call does nothing.
-
-    Args:
-        force: patch even though CUDA devices are present (they are then left unused).
+    """Make megatron-core run on the CPU in this process, until it ends; a second call does nothing.
 
     Raises:
         DeviceError: CUDA is present and ``force`` is not set; or Transformer Engine, which needs
@@ -63,9 +52,8 @@ def enable(*, force: bool = False) -> None:
         )
     if has_transformer_engine():
         raise DeviceError(
-            "the CPU stand-in cannot run with Transformer Engine: set "
-            f"{ENVIRONMENT_VARIABLE}=1 before the process starts, and import "
-            "mcore_batching.megatron before megatron.core"
+            f"the CPU stand-in cannot run with Transformer Engine: set {ENVIRONMENT_VARIABLE}=1 "
+            "before the process starts, and import mcore_batching.megatron before megatron.core"
         )
     # torch.compile on the CPU needs a C++ compiler. The variable is read as functions are
     # decorated, which megatron-core does on import; the setting, as they are called.
@@ -75,12 +63,6 @@ def enable(*, force: bool = False) -> None:
     compat.cpu.patch_for_cpu()
     _mode = _CudaMeansCpu()
     _mode.__enter__()  # type: ignore[no-untyped-call]
-
-
-def enable_in_thread() -> None:
-    """Do in this thread what `enable` did in another: each thread has modes of its own."""
-    if _mode is not None:
-        _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -124,11 +106,10 @@ def _on_cpu(argument: Any) -> Any:
 class _Idle:
     """What nothing waits for: all that it was given to do is done."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        del args, kwargs
+    def __init__(self, *unused: Any, **named: Any) -> None:
+        pass
 
     def query(self) -> bool:
-        """Say that all is done."""
         return True
 
     def synchronize(self, other: Any = None) -> None:
@@ -139,8 +120,6 @@ class _Idle:
 
 class _Event(_Idle):
     def elapsed_time(self, other: Any) -> float:
-        """Say that no time has passed."""
-        del other
         return 0.0
 
 
@@ -149,22 +128,17 @@ class _Stream(_Idle):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        del exception
+        pass
 
     def record_event(self, event: Any = None) -> Any:
-        """Hand back an event that has happened."""
         return event if event is not None else _Event()
 
 
 def _patch_torch_cuda() -> None:
     # By attribute, not by a mode: these are called as torch.cuda.*, which no mode sees.
-    for name, answer in _ANSWERS.items():
-        setattr(torch.cuda, name, _always(answer))
-    for name, function in _FUNCTIONS.items():
-        setattr(torch.cuda, name, function)
-    for name, function in _RANDOM_NUMBERS.items():
-        setattr(torch.cuda, name, function)
-        setattr(torch.cuda.random, name, function)
+    vars(torch.cuda).update({name: _always(answer) for name, answer in _ANSWERS.items()})
+    vars(torch.cuda).update(_FUNCTIONS, **_RANDOM_NUMBERS)
+    vars(torch.cuda.random).update(_RANDOM_NUMBERS)
     torch.cuda.default_generators = (torch.default_generator,)
     # Marks for NVIDIA's profiler raise without CUDA.
     for name in ("range_push", "range_pop", "mark"):

@@ -1,9 +1,7 @@
 """Torch stand-ins for the kernels of Mamba and GatedDeltaNet layers, which run on GPUs alone.
 
-Under the CPU stand-in they take the places of ``mamba_ssm``, ``causal_conv1d``,
-``flash-linear-attention`` and of the one function of Transformer Engine that these layers call. As
-the kernels, they begin anew with every sequence of a row. For tests: the scan's memory is quadratic
-in a sequence's length.
+For ``mamba_ssm``, ``causal_conv1d`` and ``flash-linear-attention`` under the CPU stand-in. As
+these, they begin anew with every sequence of a row; the scan's memory is quadratic in its length.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ class _GroupNorm(torch.nn.Module):
     """RMSNorm of groups of channels."""
 
     def __init__(self, channels: int, eps: float, group_size: int, **unused: Any) -> None:
-        del unused
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(channels))
         self.eps, self.group_size = eps, group_size
@@ -60,7 +57,6 @@ class _GroupNorm(torch.nn.Module):
 
 def _own_places(offsets: Tensor, total_tokens: int, ranks: int, rank: int) -> Tensor:
     """int32 ``[tokens of the rank]``: their places in the whole row."""
-    del total_tokens
     return Row(tuple(offsets.tolist()), ranks, rank).positions().to(torch.int32)
 
 
@@ -119,7 +115,6 @@ def _causal_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, cu_seqlens: Tensor | None, **unused: Any
 ) -> tuple[Tensor, None]:
     """``[batch, tokens, channels]``."""
-    del unused
     made = [_convolved(each, weight, bias) for each in _sequences(x, cu_seqlens)]
     return torch.cat(made, 1), None
 
@@ -137,7 +132,6 @@ def _gated_delta_rule(
     """Megatron's own rule in torch, which takes one sequence: ``[batch, tokens, heads, dim]``."""
     from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
 
-    del unused
     sequences = zip(*(_sequences(each, cu_seqlens) for each in (q, k, v, g, beta)), strict=True)
     # Chunks of one token: within longer ones it takes differences of sums of gates in float32, and
     # what they lose to rounding shows in the gradients (5e-5 with chunks of 16, 6e-7 so).

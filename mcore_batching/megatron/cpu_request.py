@@ -1,9 +1,7 @@
-"""The wish for the CPU stand-in, known before megatron.core is imported.
+"""The wish for the CPU stand-in, ``MCORE_BATCHING_CPU=1``, known before megatron.core is imported.
 
-``MCORE_BATCHING_CPU=1`` in the environment asks for it, wherever `mcore_batching.megatron` is
-imported: the package then turns it on. megatron-core decides as it is imported whether to use
-Transformer Engine, which runs on GPUs alone, so importing this module makes ``import
-transformer_engine`` fail, as if it were not installed. The package imports it first.
+megatron-core decides as it is imported whether to use Transformer Engine, which runs on GPUs alone:
+where the stand-in is asked for, this module makes ``import transformer_engine`` fail.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Errors of wrong settings, and those that every rank raises together.
 
 An exception on one rank of a pipeline leaves the others waiting in a collective. So what may fail
-is done before or after the pipeline, in an agreement of all ranks, and every rank raises the same
-named error; the rank on which it happened chains its own exception to it.
+is done before or after it, in an agreement of all ranks, and every rank raises the same named
+error; the rank on which it happened chains its own exception to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.planning.errors import MCoreBatchingError
@@ -21,15 +22,18 @@ class DynamicBatchArgumentError(MCoreBatchingError, ValueError):
 
 
 def refuse(what: str, problems: Iterable[str]) -> None:
-    """Raise `DynamicBatchArgumentError` if there are problems, each said once.
-
-    Args:
-        what: cannot run with the settings.
-        problems: each with what to set instead.
-    """
+    """Raise `DynamicBatchArgumentError` if ``what`` has problems, each said once."""
     listed = "".join(f"\n  - {problem}" for problem in dict.fromkeys(problems))
     if listed:
         raise DynamicBatchArgumentError(f"{what} cannot run with these settings:{listed}")
+
+
+def fields_to_unset(config: Any, reasons: Mapping[str, str], either: str = "") -> Iterator[str]:
+    """Problems of a configuration's fields that are set, by the flags of the same names."""
+    for name, reason in reasons.items():
+        # Some releases lack some of the fields.
+        if getattr(config, name, None):
+            yield f"{reason}: unset --{name.replace('_', '-')}{either}"
 
 
 class PlanningFailedError(CollectiveError):

@@ -17,7 +17,6 @@ where their input needs none, as where the embedding is frozen.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,11 +34,7 @@ _MARK = "_mcore_batching_mended"
 
 
 def mend_gradients(chunks: list[Any]) -> None:
-    """Let what heads share have the gradients of all ranks' heads, and adapters have theirs.
-
-    Args:
-        chunks: this rank's model chunks; a second call does nothing.
-    """
+    """Let what heads share have the gradients of all ranks' heads, and adapters have theirs."""
     for chunk in chunks:
         if get_model_config(chunk).recompute_granularity == "full":
             _mend_recomputed(unwrap_model(chunk))
@@ -59,7 +54,7 @@ def mend_gradients(chunks: list[Any]) -> None:
             for parameter in layer.out_norm.parameters():
                 if parameter.requires_grad:
                     # Each rank's part times the ranks, whose mean is the sum.
-                    parameter.register_hook(_times(group.size()))
+                    parameter.register_hook(functools.partial(torch.mul, other=group.size()))
                     parameter.average_gradients_across_tp_domain = True
 
 
@@ -84,15 +79,10 @@ def _mend_latent(layer: Any, group: dist.ProcessGroup) -> None:
             parameter.average_gradients_across_tp_domain = True
 
 
-def _times(ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda gradient: gradient * ranks
-
-
 def _whole_keys(
     config: Any, group: dist.ProcessGroup, projection: Any, inputs: Any, output: Any
 ) -> tuple[Any, Any]:
     """Latent keys and the rotary key with all columns, as Transformer Engine's layer makes them."""
-    del projection, inputs
     keys, bias = output
     sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
     if keys.size(-1) != sum(sizes):  # a local layer has a slice of the columns on each rank

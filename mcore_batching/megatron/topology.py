@@ -17,11 +17,7 @@ from mcore_batching.planning.plans.memory import ModelShape
 
 
 def current_dims(model: list[Any]) -> ParallelDims:
-    """The `ParallelDims` of the process groups that are set up, and of this model.
-
-    Args:
-        model: this rank's model chunks, one per virtual pipeline stage.
-    """
+    """The `ParallelDims` of the process groups that are set up, and of this model."""
     config = get_model_config(model[0])
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     return ParallelDims(
@@ -38,12 +34,7 @@ def current_dims(model: list[Any]) -> ParallelDims:
 
 
 def model_shape(vocabulary: int, config: Any) -> ModelShape:
-    """The `ModelShape` of a model.
-
-    Args:
-        vocabulary: its entries, padding included.
-        config: the model's `TransformerConfig`.
-    """
+    """The `ModelShape` of a model with a vocabulary of so many entries, padding included."""
     ffn = config.ffn_hidden_size
     if config.num_moe_experts:  # of memory: activations in each expert that a token is sent to
         ffn = config.moe_router_topk * (config.moe_ffn_hidden_size or ffn)
@@ -68,11 +59,8 @@ def model_shape(vocabulary: int, config: Any) -> ModelShape:
 def first_guess(vocabulary: int | None, config: Any, model: Any = None) -> CostModel:
     """The cost model of a model's layers and stages, before any pass of it was timed.
 
-    Args:
-        vocabulary: entries, padding included; None leaves the output layer out.
-        config: the model's. One that is no `TransformerConfig`, or of no transformer's shape, as
-            without attention, gives the default costs.
-        model: any of its chunks, which knows a hybrid model's pattern of layers.
+    Without a vocabulary the output layer is left out; of what is no transformer the costs are the
+    default. ``model`` is any of its chunks, which knows a hybrid model's pattern of layers.
     """
     if not isinstance(config, TransformerConfig):
         return CostModel()

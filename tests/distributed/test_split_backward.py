@@ -214,13 +214,13 @@ def test_a_failure_leaves_no_hook_and_nothing_waiting(job: Job, ranks: list[Any]
         }
 
 
-@pytest.mark.parametrize("job", [job("infinite", "infinite_weights", DP2_PP2)], ids=str)
+@pytest.mark.parametrize("job", [job("infinite", "failed_step", DP2_PP2, infinite=True)], ids=str)
 def test_infinite_weight_gradients_are_found(job: Job, ranks: list[str]) -> None:
     for said in ranks:
         assert said.startswith("NonFiniteError"), said
 
 
-@pytest.mark.parametrize("job", [job("other", "other_split", TP2_PP2)], ids=str)
+@pytest.mark.parametrize("job", [job("other", "failed_step", TP2_PP2, infinite=False)], ids=str)
 def test_tensor_parallel_ranks_that_split_otherwise_are_named(job: Job, ranks: list[str]) -> None:
     """They would gather their inputs for W in another order, and wait for each other."""
     for said in ranks:

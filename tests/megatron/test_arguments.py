@@ -352,6 +352,8 @@ def test_models_that_cannot_predict_later_tokens_are_refused() -> None:
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
 FLEX = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
 VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
+ONE, SEVERAL = ParallelDims(), ParallelDims(data_parallel=4)
+LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 
 
 @pytest.mark.parametrize(
@@ -359,15 +361,11 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
     [
         (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
         (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
-        (ParallelDims(), {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
-        (ParallelDims(), {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
+        (ONE, {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
+        (ONE, {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
+        (ONE, {**EXPERTS, **LOSS}, "set --calculate-per-token-loss"),
         (
-            ParallelDims(),
-            {**EXPERTS, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
-            "set --calculate-per-token-loss",
-        ),
-        (
-            ParallelDims(),
+            ONE,
             {
                 **EXPERTS,
                 "moe_router_load_balancing_type": ["none", "seq_aux_loss"],
@@ -375,43 +373,27 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
             },
             "set --calculate-per-token-loss",
         ),
-        (ParallelDims(), {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
+        (ONE, {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
+        (ONE, {"mtp_num_layers": 1, "mtp_standalone": True}, "put its layers on the last stage"),
+        (ONE, {"dsa_indexer_loss_coeff": 0.1}, "sparse attention's indexer loss would be a mean"),
         (
-            ParallelDims(),
-            {"mtp_num_layers": 1, "mtp_standalone": True},
-            "put its layers on the last stage",
-        ),
-        (
-            ParallelDims(),
-            {"dsa_indexer_loss_coeff": 0.1},
-            "sparse attention's indexer loss would be a mean",
-        ),
-        (
-            ParallelDims(),
+            ONE,
             {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
             "set --moe-router-load-balancing-type aux_loss or none",
         ),
         (
-            ParallelDims(),
+            ONE,
             {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
             "set --moe-token-dispatcher-type alltoall",
         ),
-        (
-            ParallelDims(),
-            {**EXPERTS, "moe_expert_capacity_factor": 1.0},
-            "unset --moe-expert-capacity-factor",
-        ),
+        (ONE, {**EXPERTS, "moe_expert_capacity_factor": 1.0}, "unset --moe-expert-capacity-factor"),
         (
             ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
             {"fp8": "hybrid"},
             "set --dynamic-batch-pad-total-to 64",
         ),
-        (
-            ParallelDims(),
-            {"fp8": "hybrid", "fp8_recipe": "mxfp8"},
-            "set --dynamic-batch-pad-total-to 32",
-        ),
-        (ParallelDims(), {"fp4": "e2m1"}, "set --dynamic-batch-pad-total-to 32"),
+        (ONE, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "set --dynamic-batch-pad-total-to 32"),
+        (ONE, {"fp4": "e2m1"}, "set --dynamic-batch-pad-total-to 32"),
         (
             ParallelDims(tensor_parallel=2, sequence_parallel=True),
             {"fp8": "e4m3", "fp8_recipe": "blockwise"},
@@ -427,9 +409,9 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
             {"fp4": "e2m1"},
             "FP4 rows must divide by 32 on each rank, so by 128 in all",
         ),
-        (ParallelDims(), {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
+        (ONE, {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
         (
-            ParallelDims(),
+            ONE,
             {"experimental_attention_variant": "dsv4_hybrid"},
             "attention of the variant dsv4_hybrid is not known to keep packed samples apart",
         ),
@@ -439,32 +421,32 @@ VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
             "unset --defer-embedding-wgrad-compute",
         ),
         (
-            ParallelDims(),
+            ONE,
             {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn"},
             "sinkhorn routes a token by all tokens of its micro-batch",
         ),
         (
-            ParallelDims(),
+            ONE,
             {**EXPERTS, "moe_router_load_balancing_type": ["none", "sinkhorn"]},
             "set --moe-router-load-balancing-type aux_loss or none",
         ),
         (
-            ParallelDims(),
+            ONE,
             {**EXPERTS, "moe_router_load_balancing_type": "quantile_balancing"},
             "quantile_balancing routes a token by all tokens of its micro-batch",
         ),
         (
-            ParallelDims(),
+            ONE,
             {**FLEX, "moe_flex_dispatcher_backend": "hybridep"},
             "set --moe-hybridep-pad-uneven-dispatch-inputs",
         ),
         (
-            ParallelDims(),
+            ONE,
             {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
             "set --moe-flex-dispatcher-backend deepep",
         ),
         (
-            ParallelDims(),
+            ONE,
             {"overlap_moe_expert_parallel_comm": True},
             "unset --overlap-moe-expert-parallel-comm",
         ),
@@ -482,17 +464,14 @@ def test_refused_combination_says_what_to_set(
 @pytest.mark.parametrize(
     ("dims", "changes"),
     [
-        (ParallelDims(), {}),
-        (ParallelDims(), {"overlap_p2p_comm": True}),  # without a pipeline nobody communicates
+        (ONE, {}),
+        (ONE, {"overlap_p2p_comm": True}),  # without a pipeline nobody communicates
         (ParallelDims(pipeline_parallel=4), {}),
         (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
-        (ParallelDims(), EXPERTS),  # a load-balancing loss with coefficient 0
-        (
-            ParallelDims(),
-            {**EXPERTS, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True},
-        ),
-        (ParallelDims(), {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
-        (ParallelDims(), {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
+        (ONE, EXPERTS),  # a load-balancing loss with coefficient 0
+        (ONE, {**EXPERTS, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True}),
+        (ONE, {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
+        (ONE, {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
     ],
 )
 def test_sound_combination_is_accepted(dims: ParallelDims, changes: dict[str, Any]) -> None:
@@ -506,36 +485,28 @@ SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
     ("dims", "changes", "expected"),
     [
         (
-            ParallelDims(data_parallel=4),
+            SEVERAL,
             {"calculate_per_token_loss": False},
             "a fixed number of ranks: set --calculate-per-token-loss",
         ),
         (
-            ParallelDims(data_parallel=4),
-            {
-                **EXPERTS,
-                "moe_router_load_balancing_type": "aux_loss",
-                "moe_aux_loss_coeff": 0.01,
-            },
+            SEVERAL,
+            {**EXPERTS, **LOSS},
             "set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff",
         ),
         (
-            ParallelDims(data_parallel=4),
+            SEVERAL,
             {**EXPERTS, "moe_z_loss_coeff": 0.01},
             "or unset --dynamic-batch-context-parallel",
         ),
-        (
-            ParallelDims(data_parallel=4),
-            {"fp8": "hybrid"},
-            "divide by 16 on each rank, so by 64 in all",
-        ),
+        (SEVERAL, {"fp8": "hybrid"}, "divide by 16 on each rank, so by 64 in all"),
     ],
 )
 def test_what_shared_rows_do_not_go_with_is_refused(
     dims: ParallelDims, changes: dict[str, Any], expected: str
 ) -> None:
     made = config(calculate_per_token_loss=True)
-    check_model_config(made, ParallelDims(data_parallel=4), SHARED_ROWS)
+    check_model_config(made, SEVERAL, SHARED_ROWS)
     for name, value in changes.items():
         setattr(made, name, value)
     with pytest.raises(DynamicBatchArgumentError) as caught:
@@ -546,12 +517,12 @@ def test_what_shared_rows_do_not_go_with_is_refused(
 def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
     words = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
     args = parse(*words, "--dynamic-batch-context-parallel", "2")
-    assert Options.of(args).planner_config(ParallelDims(data_parallel=4)).max_context_parallel == 2
+    assert Options.of(args).planner_config(SEVERAL).max_context_parallel == 2
     assert Options.of(args).exchanges_samples
     assert not Options.of(parse(*words)).exchanges_samples
     args = parse(*words, "--dynamic-batch-context-parallel", "3")
     with pytest.raises(ConfigError, match="set --dynamic-batch-context-parallel to 2"):
-        Options.of(args).planner_config(ParallelDims(data_parallel=4))
+        Options.of(args).planner_config(SEVERAL)
     args = parse("--dynamic-batch-context-parallel", "2")
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and"):
         Options.of(args).planner_config()
@@ -564,16 +535,18 @@ def test_all_problems_are_listed_at_once() -> None:
     assert str(caught.value).count("\n  - ") == 3
 
 
-def test_padded_inputs_let_hybrid_ep_run() -> None:
+def test_fields_that_some_releases_lack() -> None:
+    packing = config()
+    packing.sequence_packing_scheduler = "dp_balanced"
+    with pytest.raises(DynamicBatchArgumentError, match="unset --sequence-packing-scheduler"):
+        check_model_config(packing, ONE, PlannerConfig(max_tokens_per_gpu=128))
     padded = config(**FLEX, moe_flex_dispatcher_backend="hybridep")
     padded.moe_hybridep_pad_uneven_dispatch_inputs = True  # a field from 0.19 on
-    check_model_config(padded, ParallelDims(), PlannerConfig(max_tokens_per_gpu=128))
+    check_model_config(padded, ONE, PlannerConfig(max_tokens_per_gpu=128))
 
 
 def test_rows_that_fp8_can_run_are_accepted() -> None:
     fp8 = config(fp8="hybrid")
-    check_model_config(fp8, ParallelDims(), PlannerConfig(max_tokens_per_gpu=128, pad_total_to=48))
+    check_model_config(fp8, ONE, PlannerConfig(max_tokens_per_gpu=128, pad_total_to=48))
     with pytest.raises(DynamicBatchArgumentError, match="padded to a multiple of 8"):
-        check_model_config(
-            fp8, ParallelDims(), PlannerConfig(max_tokens_per_gpu=128, pad_total_to=8)
-        )
+        check_model_config(fp8, ONE, PlannerConfig(max_tokens_per_gpu=128, pad_total_to=8))

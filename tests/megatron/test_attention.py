@@ -19,8 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_batching import megatron
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention import hybrid_specs, segments
-from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
+from mcore_batching.megatron.attention import segments, specs
 from mcore_batching.megatron.attention.packed_attention import (
     PackedAttention,
     _geometry,
@@ -36,7 +35,7 @@ from mcore_batching.megatron.attention.segments import (
     why_not_variable_length,
     zigzag_restore_index,
 )
-from mcore_batching.megatron.attention.specs import SequenceParallelNorm
+from mcore_batching.megatron.attention.specs import SequenceParallelNorm, hybrid_spec
 
 SCALE = 0.3
 
@@ -192,7 +191,7 @@ def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
             build_module(spec.submodules.dsa_layer, config=None)
     from megatron.core.models.hybrid import hybrid_layer_specs
 
-    monkeypatch.setattr(hybrid_specs, "uses_transformer_engine", lambda: True)
+    monkeypatch.setattr(specs, "uses_transformer_engine", lambda: True)
     assert hybrid_spec.__wrapped__() is hybrid_layer_specs.hybrid_stack_spec
 
 

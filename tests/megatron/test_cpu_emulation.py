@@ -12,7 +12,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from kit.patience import patience
+from torch.nn.functional import silu, softplus
+
+from mcore_batching.megatron import cpu_kernels
 
 PROGRAM = """
 import json, os, sys, types, torch
@@ -157,3 +161,21 @@ def test_transformer_engine_is_hidden_where_the_stand_in_is_asked_for(
 def test_transformer_engine_imported_all_the_same_is_refused(found: dict[str, object]) -> None:
     assert "cannot run with Transformer Engine" in str(found["engine imported"])
     assert "set MCORE_BATCHING_CPU=1 before" in str(found["engine imported"])
+
+
+def test_mambas_state_decays_from_token_to_token() -> None:
+    """The quadratic form is the recurrence that it stands for, anew with every sequence."""
+    projected = torch.randn(1, 5, 5, generator=torch.Generator().manual_seed(0))
+    rates, step_bias, skip = torch.tensor([-0.7]), torch.tensor([0.3]), torch.tensor([0.5])
+    numbers = torch.tensor([[0, 0, 0, 1, 1]])
+    settings = {"headdim": 1, "ngroups": 1, "seq_idx": numbers, "D": skip}
+    convolution = torch.ones(3, 1), torch.zeros(3)
+    found = cpu_kernels._mamba(projected, *convolution, step_bias, rates, **settings)
+    state = torch.zeros(1)
+    for token, (gate, *mixed, step) in enumerate(projected[0]):
+        x, key, query = silu(torch.stack(mixed))
+        if token == 3:
+            state = torch.zeros(1)
+        step = softplus(step + step_bias)
+        state = (step * rates).exp() * state + step * x * key
+        assert torch.allclose(found[0, token], (state * query + x * skip) * silu(gate), atol=1e-6)

@@ -12,7 +12,6 @@ import torch
 from kit.stand_ins import stood_in
 
 from mcore_batching.megatron.checks.layer_checks import layer_problems
-from mcore_batching.megatron.checks.multi_token import multi_token_problems
 from mcore_batching.planning import ParallelDims
 
 MEGATRON = tuple(map(int, version("megatron-core").split(".")[:2]))
@@ -67,12 +66,6 @@ def test_sparse_attention_that_takes_no_packed_rows() -> None:
 def test_megatrons_local_attention() -> None:
     made = layer("transformer.dot_product_attention.DotProductAttention")
     assert "mcore_batching.megatron.packed_layer_spec(config)" in problems(made, ParallelDims())
-
-
-def test_multi_token_prediction_before_0_17() -> None:
-    config = SimpleNamespace(mtp_num_layers=1, recompute_granularity=None)
-    said = "".join(multi_token_problems(config))
-    assert ("unset --mtp-num-layers" in said) == (MEGATRON < (0, 17))
 
 
 def test_multimodal_positions_are_cut_by_context_parallel_ranks_once() -> None:

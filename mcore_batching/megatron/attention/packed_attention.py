@@ -8,12 +8,10 @@ gives what its sequences give alone.
 Not for training at scale, where Transformer Engine's attention is the one to use:
 
 - Under context parallelism keys and values of the whole row are gathered on each rank, cp times the
-  memory of ring attention. Backward sums their gradients over the group and keeps its own part.
-- On CUDA in half precision without dropout, one variable-length kernel runs per row, for heads of
-  up to 256 dims in multiples of 8, the same for queries and values. Elsewhere (float32, other
-  heads, multi-latent attention, sinks, an older PyTorch) one `scaled_dot_product_attention` per run
-  of queries, under context parallelism, a window or with sinks with a dense mask whose memory is
-  quadratic in a sample's length; a warning says why.
+  memory of ring attention.
+- On CUDA in half precision one variable-length kernel runs per row. Where it cannot
+  (`why_not_variable_length`, dropout, sinks) one `scaled_dot_product_attention` per run of queries,
+  often with a dense mask, quadratic in a sample's length; a warning says why.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -103,7 +101,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Drop-in for ``DotProductAttention`` in a layer spec, for packed (THD) and plain rows.
 
     Takes the constructor arguments that Megatron's attention layers give to a core attention.
-    Query-key layer scaling, which divides scores and multiplies them again, is left out.
     """
 
     # Of the sinks, which tensor-parallel ranks share as heads.
@@ -122,7 +119,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
-        del attn_mask_type, attention_type, cp_comm_type, unused
         self.config: TransformerConfig = config
         self.layer_number = layer_number
         # Passed on by Megatron where it does without its globals, else taken from these.
@@ -137,9 +133,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         self.window: int = config.window_size[0] if is_windowed else EVERYTHING
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # Named as Megatron's, so that checkpoints are the same.
-        self.softmax_offset = _sinks(
-            config, divide(config.num_attention_heads, self.tp_group.size())
-        )
+        heads = divide(config.num_attention_heads, self.tp_group.size())
+        self.softmax_offset = _sinks(config, heads)
 
     def forward(
         self,
@@ -152,24 +147,20 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> Tensor:
-        """Causal attention within each sequence.
+        """Causal attention within each sequence, whatever the mask: it follows from the offsets.
 
         Args:
             query: ``[tokens, heads, dim]`` packed, or ``[sequence, batch, heads, dim]``.
             key: like ``query`` with key-value heads.
             value: like ``key``; its dim may differ.
-            attention_mask: not used, nor is its type; the mask follows from the sequence offsets.
+            attention_mask: not used, nor is its type.
             attention_bias: must be None.
             packed_seq_params: offsets of the padded sequences, and the row's own context-parallel
-                group where it has one; None for plain rows.
+                group where it has one; None for plain rows, without context parallelism alone.
 
         Returns:
             ``[tokens, heads * dim]`` packed, or ``[sequence, batch, heads * dim]``.
-
-        Raises:
-            DynamicBatchArgumentError: there is a bias, or a plain row under context parallelism.
         """
-        del attention_mask, attn_mask_type, unused
         if attention_bias is not None:
             raise DynamicBatchArgumentError(
                 "PackedAttention takes no attention_bias; use Transformer Engine's attention"
@@ -190,9 +181,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             # On the CPU there is nothing that would be faster.
             if query.is_cuda:
                 _warn_of_slow_attention(reason)
-            out = attend_run_by_run(
-                query, key, value, geometry.runs, self.softmax_scale, dropout, self.window, sinks
-            )
+            settings = self.softmax_scale, dropout, self.window, sinks
+            out = attend_run_by_run(query, key, value, geometry.runs, *settings)
         else:
             out = geometry.kernel_row.attend(query, key, value, self.softmax_scale, self.window)
         return out.reshape(out.shape[0], -1)
@@ -200,13 +190,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         if self.cp_group.size() > 1:
             raise DynamicBatchArgumentError(
-                "PackedAttention needs packed_seq_params under context parallelism; "
-                "give the model packed rows, or set --context-parallel-size 1"
+                "PackedAttention needs packed_seq_params; set --context-parallel-size 1"
             )
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        out = causal_attention(
-            q, k, v, self.softmax_scale, dropout, self.window, self.softmax_offset
-        )
+        settings = self.softmax_scale, dropout, self.window, self.softmax_offset
+        out = causal_attention(q, k, v, *settings)
         sequence, batch = query.shape[:2]
         return out.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
@@ -216,9 +204,7 @@ def _gathered(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole row, in its order, from this rank's slice of them."""
     # One collective for both: keys and values side by side on the last axis.
-    both = _GatherTokens.apply(  # type: ignore[no-untyped-call]
-        torch.cat((key, value), dim=-1), group
-    )
+    both: Any = cast(Any, _GatherTokens).apply(torch.cat((key, value), dim=-1), group)
     # Ranks hold zigzag chunks, which lie rank after rank: put into the row's order.
     both = both.index_select(0, restore)
     key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
@@ -236,11 +222,8 @@ def _geometry(packed_seq_params: Any, group: dist.ProcessGroup, device: torch.de
 
 
 def host_cu_seqlens(packed_seq_params: Any) -> list[int]:
-    """Offsets of the padded sequences as Python ints.
-
-    Rows of this package carry them (attribute ``host_cu_seqlens``), so that no layer waits for the
-    device; other rows' are read back from it.
-    """
+    """Offsets of the padded sequences as Python ints."""
+    # Rows of this package carry them, so that no layer waits for the device.
     offsets = getattr(packed_seq_params, "host_cu_seqlens", None)
     if offsets is None:
         # Rows of a caller's own: without padding Megatron gives the plain offsets alone.

@@ -49,16 +49,10 @@ class Run:
 def attention_runs(
     cu_seqlens: Sequence[int], context_parallel_size: int, context_parallel_rank: int
 ) -> list[Run]:
-    """The runs of one rank for a row of padded sequences.
+    """The runs of one rank for a row of padded sequences, in the order of the queries.
 
-    Args:
-        cu_seqlens: ``[sequences + 1]`` token offsets of the padded sequences in the full row; each
-            length divides by ``2 * context_parallel_size`` (by nothing where that is 1).
-        context_parallel_size: ranks that share the row.
-        context_parallel_rank: this rank.
-
-    Returns:
-        one run per sequence without context parallelism, two with it, in the order of the queries.
+    ``cu_seqlens``: ``[sequences + 1]`` offsets in the full row; each length divides by
+    ``2 * context_parallel_size`` (by nothing where that is 1).
     """
     runs: list[Run] = []
     query = 0
@@ -79,11 +73,7 @@ def attention_runs(
 
 
 def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) -> Tensor:
-    """Position of each token of the full row in the concatenation of all ranks' local rows.
-
-    Returns:
-        int64 ``[tokens of the full row]``: ``full = gathered[index]``.
-    """
+    """The order in which ``gathered[index]`` is the full row: int64 ``[tokens of that row]``."""
     ranks = range(context_parallel_size)
     held = [Row(tuple(cu_seqlens), context_parallel_size, rank).positions() for rank in ranks]
     # Gathered token k is at row position held[k]; the inverse permutation finds it.
@@ -101,12 +91,9 @@ def causal_attention(
 ) -> Tensor:
     """``[batch, heads, queries, dim]`` attention, the last query aligned to the last key.
 
+    Keys and values, whose dims may differ, are ``[batch, key-value heads, keys, dim]``.
+
     Args:
-        query: ``[batch, heads, queries, dim]``.
-        key: ``[batch, key-value heads, keys, dim]``.
-        value: like ``key``; its dim may differ.
-        scale: of the scores.
-        dropout: probability.
         window: keys that a query sees before its own; or `EVERYTHING`.
         sink: ``[heads]``, the score of a key that all queries see and that has no value.
     """
@@ -167,12 +154,7 @@ def variable_length_kernel() -> Any:
 
 
 def why_not_variable_length(query: Tensor, value: Tensor) -> str:
-    """Why the variable-length kernel cannot take these tensors; empty if it can.
-
-    Args:
-        query: ``[tokens, heads, dim]``.
-        value: ``[tokens, key-value heads, dim of values]``.
-    """
+    """Why the variable-length kernel cannot take ``[tokens, heads, dim]``; empty if it can."""
     dim, value_dim = query.shape[-1], value.shape[-1]
     # What PyTorch would refuse with an error in the middle of a step.
     if not query.is_cuda:
@@ -184,20 +166,13 @@ def why_not_variable_length(query: Tensor, value: Tensor) -> str:
     if value_dim != dim:
         return f"heads have {dim} dims in queries and {value_dim} in values"
     if dim > MAX_HEAD_DIM or dim % HEAD_DIM_MULTIPLE:
-        return (
-            f"it takes up to {MAX_HEAD_DIM} dims a head, in multiples of {HEAD_DIM_MULTIPLE}, "
-            f"not {dim}"
-        )
+        fits = f"up to {MAX_HEAD_DIM} dims a head, in multiples of {HEAD_DIM_MULTIPLE}"
+        return f"it takes {fits}, not {dim}"
     return ""
 
 
 class KernelRow:
-    """The runs of a row as the variable-length kernel takes them; the same in every layer.
-
-    Args:
-        runs: of the row.
-        device: where their offsets go.
-    """
+    """The runs of a row as the variable-length kernel takes them; the same in every layer."""
 
     def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
         queries = [run.query_end - run.query_start for run in runs]

@@ -1,33 +1,47 @@
-"""Layer specs whose attention keeps the sequences of a packed row apart.
+"""Layer specs, of GPT and of hybrid models, that keep the sequences of a packed row apart.
 
-Transformer Engine's own spec does. Without it, `packed_layer_spec` takes Megatron's local spec with
-`PackedAttention` in it and, under sequence parallelism, with norms whose gradients Megatron sums
-over tensor-parallel ranks.
+Transformer Engine's own do. Without it they are of Megatron's local layers with `PackedAttention`
+and, under sequence parallelism, norms whose gradients Megatron sums over tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+    TENorm,
+    TERowParallelLinear,
+)
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import prediction_depths
 
 
 def uses_transformer_engine() -> bool:
-    """True if `packed_layer_spec` takes Transformer Engine's layers.
-
-    Set ``apply_rope_fusion`` to it: unfused, packed rotary embeddings read the offsets back from
-    the device in every layer.
-    """
+    """True if `packed_layer_spec` takes Transformer Engine's layers, and RoPE is to be fused."""
+    # Unfused, packed rotary embeddings read the offsets back from the device in every layer.
     return compat.layers.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
 
 
@@ -38,10 +52,6 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
     stand-in, Megatron's local spec, changed by `use_packed_attention`.
     """
     if uses_transformer_engine():
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_layer_with_transformer_engine_spec,
-        )
-
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
@@ -66,8 +76,6 @@ def packed_mtp_block_spec(
     """
     if not prediction_depths(config):
         return None
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
     block = get_gpt_mtp_block_spec(
         config,
         packed_layer_spec(config) if spec is None else spec,
@@ -84,11 +92,9 @@ def packed_mtp_block_spec(
 def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     """A copy of a local layer spec with `PackedAttention` as its core attention.
 
-    Under ``config.sequence_parallel`` the layer norms are replaced as well, and so is the final
-    norm of transformer blocks built from then on: Megatron's torch norms refuse sequence
-    parallelism.
+    Under ``config.sequence_parallel``, which Megatron's torch norms refuse, the layer norms are
+    replaced as well, and so is the final norm of transformer blocks built from then on.
     """
-    # Without sequence parallelism Megatron's own norms do: every rank has all tokens.
     attention = spec.submodules.self_attention
     inner: dict[str, Any] = {"core_attention": PackedAttention}
     norms: dict[str, Any] = {}
@@ -105,24 +111,15 @@ def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleS
 
 
 class SequenceParallelNorm:
-    """Builds torch's LayerNorm or RMSNorm with parameters marked for sequence parallelism.
-
-    Each tensor-parallel rank normalises its own tokens, so a parameter's gradient is the sum over
-    ranks. Megatron forms that sum for parameters that carry ``sequence_parallel=True``.
-
-    Raises:
-        DynamicBatchArgumentError: torch has no norm like the configured one.
-    """
+    """Builds torch's LayerNorm or RMSNorm with parameters marked for sequence parallelism."""
 
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> Any:
         """Return the torch module (never an instance of this class)."""
-        del unused
         if config.layernorm_zero_centered_gamma:
             raise DynamicBatchArgumentError(
-                "torch norms have no zero-centered gamma; unset --apply-layernorm-1p, or install "
-                "Transformer Engine"
+                "torch norms have no zero-centered gamma: unset --apply-layernorm-1p"
             )
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in norms:
@@ -132,7 +129,112 @@ class SequenceParallelNorm:
             )
         # Not an instance of this class: the layer is to hold, and save, torch's own module.
         module = norms[config.normalization](hidden_size, eps=eps)
-        # Megatron adds up the gradients of parameters that carry this mark.
+        # Each rank normalises its own tokens: Megatron adds up the gradients that carry this mark.
         for parameter in module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return module
+
+
+_LOCAL = (
+    (TEColumnParallelLinear, ColumnParallelLinear),
+    (TEDotProductAttention, PackedAttention),
+    (TELayerNormColumnParallelLinear, ColumnParallelLinear),
+    (TELinear, ColumnParallelLinear),
+    (TENorm, SequenceParallelNorm),
+    (TERowParallelLinear, RowParallelLinear),
+)
+"""Transformer Engine's classes, or what stands for them where it is missing, and the local ones."""
+_NORM_BEFORE = {"self_attention": "input_layernorm", "mlp": "pre_mlp_layernorm", "mixer": "norm"}
+"""The module that a layer runs, and the norm before it."""
+
+
+class _Refused:
+    """Raises when it is built."""
+
+    def __init__(self, *unused: Any, instead: str, **options: Any) -> None:
+        raise DynamicBatchArgumentError(instead)
+
+
+def _refused(instead: str) -> ModuleSpec:
+    return ModuleSpec(module=_Refused, params={"instead": instead})
+
+
+class _WholeLinear(torch.nn.Linear):
+    """A projection of sparse attention's indexer, which all tensor-parallel ranks hold whole."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        **unused: Any,
+    ) -> None:
+        super().__init__(input_size, output_size, bias, dtype=config.params_dtype)
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(inputs), None
+
+
+@functools.cache
+def hybrid_spec() -> ModuleSpec:
+    """The layers of a `HybridModel` for packed rows: ``packed_hybrid_stack_spec``.
+
+    With Transformer Engine installed, Megatron's own spec, unchanged. Where Megatron has no
+    `HybridModel`, one that raises when it is built.
+    """
+    if not compat.layers.has_hybrid_model():
+        return _refused(
+            "Megatron-LM has HybridModel from 0.18 on: install a later one, or build a GPTModel "
+            "with packed_layer_spec(config)"
+        )
+    # Only here: versions before 0.18 have no such modules.
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    if uses_transformer_engine():
+        return hybrid_stack_spec
+    if cpu_emulation.is_enabled():
+        stand_in_for_kernels()
+    # The final norm is no part of the spec: the block builds it by this name.
+    hybrid_block.TENorm = SequenceParallelNorm
+    ours = _local(hybrid_stack_spec.submodules)
+    if compat.layers.packs_sparse_attention():
+        sparse = ours.dsa_layer.submodules.self_attention.submodules.core_attention
+        for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
+            setattr(sparse.submodules.indexer.submodules, name, _WholeLinear)
+    else:
+        ours.dsa_layer = _refused(
+            "DeepSeek sparse attention runs packed rows from Megatron-LM 0.19 on: install a later "
+            "one, or set a --hybrid-layer-pattern without D"
+        )
+    # The number says only that there are experts: a layer takes its own from the configuration.
+    experts = get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False)
+    ours.moe_layer.submodules.mlp = experts
+    return dataclasses.replace(hybrid_stack_spec, submodules=ours)
+
+
+def _local(part: Any) -> Any:
+    """A part of the spec with Transformer Engine's classes replaced."""
+    for theirs, ours in _LOCAL:
+        if part is theirs:
+            return ours
+    if isinstance(part, functools.partial):
+        return functools.partial(part.func, **{k: _local(v) for k, v in part.keywords.items()})
+    if isinstance(part, list):
+        return [_local(each) for each in part]
+    # A dataclass itself, named in a spec, is a leaf like any class; its instances are walked.
+    if isinstance(part, type) or not dataclasses.is_dataclass(part):
+        return part
+    own = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+    changes = {name: _local(value) for name, value in own.items()}
+    # Transformer Engine's linear layers hold the norm before them: its spec has none of its own.
+    for name, norm in _NORM_BEFORE.items():
+        if isinstance(own.get(name), ModuleSpec | functools.partial):
+            changes[norm] = SequenceParallelNorm
+    replaced: Any = dataclasses.replace(part, **changes)  # type: ignore[type-var]
+    return replaced

@@ -11,14 +11,13 @@ from megatron.core.utils import get_model_config
 from mcore_batching.megatron import compat
 from mcore_batching.planning import ParallelDims
 
+_LATER = "install a later one, or a model without (--experimental-attention-variant)"
+
 
 def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) -> list[str]:
     """Reasons why layers cannot run packed rows, one of each kind, with the setting that mends it.
 
-    Args:
-        chunks: this rank's model chunks.
-        dims: the job's parallel dims.
-        pads_rows: samples, or rows, are padded.
+    ``pads_rows`` says that samples, or rows, are padded.
     """
     problems: dict[str, str] = {}
     for chunk in chunks:
@@ -42,15 +41,9 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
         )
     if runs.startswith("GatedDeltaNet"):
         if not compat.layers.packs_gated_delta_net(layer):
-            return (
-                "is a GatedDeltaNet, which runs packed rows from Megatron-LM 0.18 on: install a "
-                "later one, or a model without (--experimental-attention-variant)"
-            )
+            return f"is a GatedDeltaNet, which runs packed rows from Megatron-LM 0.18 on: {_LATER}"
         if config.deterministic_mode:
-            return (
-                "is a GatedDeltaNet, which runs no packed rows in deterministic mode: unset "
-                "--deterministic-mode"
-            )
+            return "is a GatedDeltaNet, which packs no rows so: unset --deterministic-mode"
         if layer.activation not in ("silu", "swish"):
             return (
                 f"is a GatedDeltaNet with {layer.activation}, whose kernel has silu alone: set "
@@ -58,10 +51,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             )
     if runs == "DSAttention":
         if not compat.layers.packs_sparse_attention():
-            return (
-                "is DeepSeek sparse attention, which runs packed rows from Megatron-LM 0.19 on: "
-                "install a later one, or a model without (--experimental-attention-variant)"
-            )
+            return f"is sparse attention, which runs packed rows from Megatron-LM 0.19 on: {_LATER}"
         if config.dsa_indexer_loss_coeff and pads_rows:
             return (
                 "has an indexer loss, in which padding would count: set "
@@ -73,11 +63,8 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             "--context-parallel-size 1 with --position-embedding-type mrope"
         )
     # Its state runs on from token to token: it must end with each sample.
-    if runs == "MambaMixer":
-        lacks = compat.layers.what_mamba_lacks(context_parallel)
-        if lacks:
-            return f"is a Mamba layer, and packed rows need {lacks}"
-    return ""
+    lacks = compat.layers.what_mamba_lacks(context_parallel) if runs == "MambaMixer" else ""
+    return f"is a Mamba layer, and packed rows need {lacks}" if lacks else ""
 
 
 def _gradients_of_experts(chunks: list[Any]) -> Iterator[str]:

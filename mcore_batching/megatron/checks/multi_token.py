@@ -12,11 +12,7 @@ from mcore_batching.megatron.topology import prediction_depths
 
 
 def multi_token_problems(config: Any) -> Iterator[str]:
-    """Reasons why a model's multi-token prediction cannot run, each with the setting that mends it.
-
-    Args:
-        config: the model's `TransformerConfig`.
-    """
+    """Why a configuration's multi-token prediction cannot run, with the setting that mends it."""
     if not prediction_depths(config):
         return
     lacks = compat.multi_token.what_multi_token_prediction_lacks()
@@ -39,11 +35,7 @@ def multi_token_problems(config: Any) -> Iterator[str]:
 
 
 def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
-    """Reasons why a model that is said to predict later tokens does not, or would train wrongly.
-
-    Args:
-        chunks: this rank's model chunks.
-    """
+    """Why a model that is said to predict later tokens does not, or would train wrongly."""
     config = get_model_config(chunks[0])
     if not prediction_depths(config):
         return
@@ -73,14 +65,15 @@ def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
 def _weights_without_gradient(model: Any, config: Any) -> Iterator[str]:
     """Weights whose gradients overlapped reduction would wait for: Megatron asserts in step 2."""
     mend = "set --align-grad-reduce (config.grad_sync_func), unset --overlap-grad-reduce or"
+    lacks = "without the gradient that overlapped reduction waits for"
     if getattr(model, "share_embeddings_and_output_weights", False):
         # The layer reads later tokens' embedding instead of its own weight.
         yield (
-            "tied embeddings leave the last stage's output layer without the gradient that "
-            f"overlapped reduction waits for: {mend} set --untie-embeddings-and-output-weights"
+            f"tied embeddings leave the last stage's output layer {lacks}: {mend} "
+            "set --untie-embeddings-and-output-weights"
         )
     elif getattr(config, "mtp_detach_heads", False):
         yield (
-            "detached heads leave the last stage's embedding without the gradient that "
-            f"overlapped reduction waits for: {mend} unset --mtp-detach-heads"
+            f"detached heads leave the last stage's embedding {lacks}: {mend} "
+            "unset --mtp-detach-heads"
         )

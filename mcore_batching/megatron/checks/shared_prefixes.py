@@ -18,29 +18,18 @@ _POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
 
 
 def check_shared_prefixes(chunks: list[Any]) -> None:
-    """Refuse models of which samples cannot share segments.
-
-    Raises:
-        DynamicBatchArgumentError: listing every problem with what to set instead.
-    """
+    """Refuse models of which samples cannot share segments."""
     refuse(_FLAG, sharing_problems(chunks))
 
 
 def sharing_problems(chunks: list[Any]) -> Iterator[str]:
-    """Reasons why samples of a model cannot share segments, each with the setting that mends it.
-
-    Args:
-        chunks: this rank's model chunks.
-    """
+    """Why samples of a model cannot share segments, each with the setting that mends it."""
     config = get_model_config(chunks[0])
     is_trained = any(chunk.training for chunk in chunks)  # evaluation drops nothing
     for name in ("hidden_dropout", "attention_dropout"):
         if is_trained and getattr(config, name):
             flag = f"--{name.replace('_', '-')}"
-            yield (
-                f"samples that share tokens would share their dropout: set {flag} 0, or unset "
-                f"{_FLAG}"
-            )
+            yield f"samples that share tokens would share dropout: set {flag} 0, or unset {_FLAG}"
     for chunk in chunks:
         positions = getattr(unwrap_model(chunk), "position_embedding_type", "of an unknown kind")
         if positions not in _POSITIONS:
@@ -50,10 +39,8 @@ def sharing_problems(chunks: list[Any]) -> Iterator[str]:
             )
         rotary = getattr(unwrap_model(chunk), "rotary_pos_emb", None)
         if rotary is not None and not type(rotary).__module__.startswith("megatron.core."):
-            yield (
-                f"rotary embeddings {type(rotary).__name__} may go by a sample's length, as those "
-                f"of Megatron do not: unset {_FLAG}"
-            )
+            kind = type(rotary).__name__
+            yield f"rotary embeddings {kind} may go by a sample's length: unset {_FLAG}"
         for name, module in chunk.named_modules():
             mask = getattr(module, "attn_mask_type", AttnMaskType.causal)
             if isinstance(mask, AttnMaskType) and mask not in _CAUSAL:

@@ -10,14 +10,14 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
+from mcore_batching.flags import PREFIX
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.layer_checks import layer_problems
-from mcore_batching.megatron.checks.low_precision import low_precision_problems
 from mcore_batching.megatron.checks.multi_token import multi_token_problems, unfit_for_later_tokens
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups, shared_row_problems
 from mcore_batching.megatron.checks.split_backward import check_split_backward
-from mcore_batching.megatron.errors import refuse
+from mcore_batching.megatron.errors import fields_to_unset, refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
 from mcore_batching.megatron.mended_gradients import mend_gradients
@@ -31,12 +31,19 @@ from mcore_batching.planning import (
 
 _PACKED_ROWS = "dynamic micro-batches"
 """The subject of messages about settings that packed rows cannot run with."""
+_REFUSED = {
+    "defer_embedding_wgrad_compute": "deferred gradients take all rows for as long as the first",
+    "overlap_moe_expert_parallel_comm": "rows have no schedule plans to overlap",
+    # Only some releases have this one.
+    "sequence_packing_scheduler": "Megatron would pack a second time",
+    "tp_comm_overlap": "overlapped communication has buffers of seq_length tokens",
+}
+_ALL_TOKENS = "routes a token by all tokens of its micro-batch, padding included"
 _REFUSED_ROUTING = {
     "global_aux_loss": "averages over micro-batches, placeholders included",
-    "sinkhorn": "routes a token by all tokens of its micro-batch, padding included",
-    "quantile_balancing": "routes a token by all tokens of its micro-batch, padding included",
+    "sinkhorn": _ALL_TOKENS,
+    "quantile_balancing": _ALL_TOKENS,
 }
-
 _PACKED_VARIANTS = (None, "gated_delta_net", "gdn", "dsa")
 """Of attention; `layer_problems` says since when."""
 
@@ -64,32 +71,22 @@ def check_settings(args: Any, model: Any) -> None:
 
 
 def check_logits(options: Options, chunks: list[Any]) -> None:
-    """Refuse flags of log-probabilities that this model cannot have.
-
-    Raises:
-        DynamicBatchArgumentError: naming what to change.
-    """
+    """Refuse flags of log-probabilities that this model cannot have."""
     options.checked_chunk_tokens()
     if options.fuse_output_layer:
         check_can_be_fused(chunks)
 
 
 def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -> None:
-    """Check that the model can run packed rows of varying length, and let its schedule do so.
-
-    Sets ``variable_seq_lengths`` on the model's configuration: ``megatron.training`` forces it
-    off, and with pipeline stages the schedule would otherwise wait for rows of ``seq_length``.
-
-    Raises:
-        DynamicBatchArgumentError: naming what to change.
-    """
+    """Check that the model can run packed rows of varying length, and let its schedule do so."""
     model_config = get_model_config(model[0])
+    pads_rows = max(sample_multiple_tokens(dims, config), row_multiple_tokens(dims, config)) > 1
     refuse(
         _PACKED_ROWS,
         [
             *_config_problems(model_config, dims, config),
             *unfit_for_later_tokens(model),
-            *layer_problems(model, dims, pads_rows=_pads_rows(dims, config)),
+            *layer_problems(model, dims, pads_rows=pads_rows),
         ],
     )
     # What packed rows need beyond settings, each where the model has such layers.
@@ -98,6 +95,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     mend_gradients(model)
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
+    # megatron.training forces it off: pipeline stages would wait for rows of seq_length tokens.
     model_config.variable_seq_lengths = True
 
 
@@ -122,42 +120,45 @@ def prepare_packed_model(model: Any) -> None:
     compat.packed_rows.end_states_with_samples()
 
 
-def _pads_rows(dims: ParallelDims, planner: PlannerConfig) -> bool:
-    return max(sample_multiple_tokens(dims, planner), row_multiple_tokens(dims, planner)) > 1
-
-
 def check_model_config(config: Any, dims: ParallelDims, planner: PlannerConfig) -> None:
-    """Refuse a model configuration that would hang, crash or bias the gradients.
-
-    Args:
-        config: the model's `TransformerConfig`.
-        dims: the job's parallel dims.
-        planner: the planner's settings.
-
-    Raises:
-        DynamicBatchArgumentError: listing every problem with what to set instead.
-    """
+    """Refuse a model's `TransformerConfig` that would hang, crash or bias the gradients."""
     refuse(_PACKED_ROWS, _config_problems(config, dims, planner))
 
 
 def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) -> Iterator[str]:
     yield from _row_problems(config, dims)
-    yield from _loss_problems(config)
+    yield from multi_token_problems(config)
     has_loss = has_auxiliary_loss(config)
+    if not config.calculate_per_token_loss:
+        mend = "set --calculate-per-token-loss"
+        if has_loss:
+            yield f"auxiliary losses of experts would be means over micro-batches: {mend}"
+        if config.dsa_indexer_loss_coeff:
+            yield f"sparse attention's indexer loss would be a mean over micro-batches: {mend}"
     yield from shared_row_problems(config, planner, has_auxiliary_loss=has_loss)
     if planner.max_context_parallel is None:
-        yield from low_precision_problems(config, dims, planner)
+        yield from _low_precision_problems(config, dims, planner)
         return
     # By each size that a row may have: what a rank holds of it depends on it.
     for size in dims.row_sizes(planner.max_context_parallel):
-        yield from low_precision_problems(config, dims.for_rows_on(size), planner)
+        yield from _low_precision_problems(config, dims.for_rows_on(size), planner)
 
 
 def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
     """Of rows of varying length, and of samples that share them."""
-    yield from _pipeline_problems(config, dims)
-    yield from _fixed_size_problems(config)
-    yield from _expert_problems(config)
+    if dims.virtual_pipeline > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
+        yield (
+            "the interleaved schedule deadlocks with batched sends of varying lengths (upstream): "
+            "drop --no-overlap-p2p-communication (overlap_p2p_comm=True, batch_p2p_comm=False)"
+        )
+    if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
+        yield (
+            "CUDA graphs replay fixed shapes and counts: set --cuda-graph-impl none (and unset "
+            "--enable-cuda-graph, --external-cuda-graph)"
+        )
+    yield from fields_to_unset(config, _REFUSED)
+    if config.num_moe_experts:
+        yield from _expert_problems(config)
     variant = config.experimental_attention_variant
     if variant not in _PACKED_VARIANTS:
         yield (
@@ -177,76 +178,23 @@ def has_auxiliary_loss(config: Any) -> bool:
     return bool((balancing and any(coefficients)) or config.moe_z_loss_coeff)
 
 
-def _pipeline_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
-    if dims.virtual_pipeline > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
-        yield (
-            "the interleaved schedule deadlocks with batched sends of varying lengths (upstream): "
-            "drop --no-overlap-p2p-communication (overlap_p2p_comm=True, batch_p2p_comm=False)"
-        )
-    if config.overlap_moe_expert_parallel_comm:
-        yield (
-            "overlapped expert-parallel communication needs schedule plans, which rows do not "
-            "have: unset --overlap-moe-expert-parallel-comm"
-        )
-
-
-def _fixed_size_problems(config: Any) -> Iterator[str]:
-    if config.enable_cuda_graph or config.external_cuda_graph or config.cuda_graph_impl != "none":
-        yield (
-            "CUDA graphs replay fixed shapes and counts: set --cuda-graph-impl none (and unset "
-            "--enable-cuda-graph, --external-cuda-graph)"
-        )
-    if config.tp_comm_overlap:
-        yield (
-            "overlapped tensor-parallel communication has buffers of seq_length tokens: unset "
-            "--tp-comm-overlap"
-        )
-    if config.defer_embedding_wgrad_compute:
-        yield (
-            "deferred embedding gradients take all rows for as long as the first: unset "
-            "--defer-embedding-wgrad-compute"
-        )
-    # A new flag upstream, which older versions do not have.
-    if compat.scripts.has_sequence_packing(config):
-        yield (
-            "Megatron's own sequence packing would pack a second time: unset "
-            "--sequence-packing-scheduler"
-        )
-
-
-def _loss_problems(config: Any) -> Iterator[str]:
-    yield from multi_token_problems(config)
-    if has_auxiliary_loss(config) and not config.calculate_per_token_loss:
-        yield (
-            "auxiliary losses of experts would be means over micro-batches, placeholders included: "
-            "set --calculate-per-token-loss"
-        )
-    if config.dsa_indexer_loss_coeff and not config.calculate_per_token_loss:
-        yield (
-            "sparse attention's indexer loss would be a mean over micro-batches: set "
-            "--calculate-per-token-loss"
-        )
-
-
 def _expert_problems(config: Any) -> Iterator[str]:
-    if not config.num_moe_experts:
-        return
-    if config.moe_token_dispatcher_type == "allgather":
+    dispatcher, backend = config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend
+    if dispatcher == "allgather":
         yield (
             "the allgather token dispatcher needs equal lengths on all ranks: set "
             "--moe-token-dispatcher-type alltoall"
         )
-    backend = config.moe_flex_dispatcher_backend
-    is_flex = config.moe_token_dispatcher_type == "flex"
-    if is_flex and backend == "hybridep" and not compat.experts.pads_uneven_dispatch_inputs(config):
+    if dispatcher == "flex" and backend == "ncclep":
+        yield (
+            "the NCCL expert dispatcher sizes its buffers by the first row: set "
+            "--moe-flex-dispatcher-backend deepep"
+        )
+    pads = getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False)  # from 0.19 on
+    if dispatcher == "flex" and backend == "hybridep" and not pads:
         yield (
             "HybridEP expects equally many tokens on all ranks: set "
             "--moe-hybridep-pad-uneven-dispatch-inputs (from Megatron-LM 0.19 on), or "
-            "--moe-flex-dispatcher-backend deepep"
-        )
-    if is_flex and backend == "ncclep":
-        yield (
-            "the NCCL expert dispatcher sizes its buffers by the first row: set "
             "--moe-flex-dispatcher-backend deepep"
         )
     for routing, effect in _REFUSED_ROUTING.items():
@@ -263,3 +211,25 @@ def _expert_problems(config: Any) -> Iterator[str]:
 def _load_balancing_types(config: Any) -> list[str]:
     kind = config.moe_router_load_balancing_type
     return [str(each) for each in kind] if isinstance(kind, list | tuple) else [str(kind)]
+
+
+def _low_precision_problems(
+    config: Any, dims: ParallelDims, planner: PlannerConfig
+) -> Iterator[str]:
+    """Rows whose padding FP8 or FP4 kernels cannot take: their scales are of blocks of tokens."""
+    if config.fp4:
+        name, tokens = "FP4", 32
+    elif not config.fp8:
+        return
+    elif config.fp8_recipe == "blockwise" and dims.sequence_parallel:
+        name, tokens = "FP8", 128  # activations are quantized in blocks before they are gathered
+    else:
+        name, tokens = "FP8", 32 if config.fp8_recipe == "mxfp8" else 16
+    # Each rank's part of a row must fill its blocks.
+    shards = dims.context_parallel * (dims.tensor_parallel if dims.sequence_parallel else 1)
+    wanted, row = tokens * shards, row_multiple_tokens(dims, planner)
+    if row % wanted:
+        yield (
+            f"{name} rows must divide by {tokens} on each rank, so by {wanted} in all, and are "
+            f"padded to a multiple of {row}: set {PREFIX}pad-total-to {wanted}"
+        )

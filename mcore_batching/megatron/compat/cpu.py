@@ -23,7 +23,6 @@ def patch_for_cpu() -> None:
     def maybe_move_tensor_to_cpu(
         tensor: Any, as_numpy: bool = False, record_stream: bool = False
     ) -> Any:
-        del record_stream
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     send_and_receive = p2p_communication._p2p_ops

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routers, what they record, and how tokens are exchanged."""
+"""Mixtures of experts: routers, and what they record."""
 
 from __future__ import annotations
 
@@ -40,34 +40,18 @@ def fix_router_masks() -> None:
 def scale_moe_metrics(factor: float) -> None:
     """Multiply the losses that routers have recorded since the last report.
 
-    Stock code divides these sums by its own number of micro-batches.
-
-    Args:
-        factor: that number over the number of micro-batches that ran.
+    ``factor``: micro-batches that stock code divides these sums by, over those that ran.
     """
     for recorded in _moe_metrics().values():
-        _values_of(recorded).mul_(factor)
+        (recorded["values"] if isinstance(recorded, dict) else recorded.values).mul_(factor)
 
 
-def _moe_metrics() -> dict[str, Any]:
-    """Megatron's own dict of what routers have recorded since the last report, by name."""
+def _moe_metrics() -> Any:
+    """Megatron's own dict of what routers have recorded by name: a dict each until 0.17."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # until 0.17
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-        until_017: dict[str, Any] = get_moe_layer_wise_logging_tracker()
-        return until_017
-    metrics: dict[str, Any] = get_moe_metrics_tracker().metrics
-    return metrics
-
-
-def _values_of(recorded: Any) -> Tensor:
-    """Of one name, the sums ``[layers]``."""
-    values: Tensor = recorded["values"] if isinstance(recorded, dict) else recorded.values
-    return values
-
-
-def pads_uneven_dispatch_inputs(config: Any) -> bool:
-    """True if HybridEP pads its inputs to one length on all ranks, an option from 0.19 on."""
-    return bool(getattr(config, "moe_hybridep_pad_uneven_dispatch_inputs", False))
+        return get_moe_layer_wise_logging_tracker()
+    return get_moe_metrics_tracker().metrics

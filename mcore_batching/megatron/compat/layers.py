@@ -46,7 +46,7 @@ def debugs_engine() -> bool:
 
 
 def class_of_forward(layer: Any) -> str:
-    """Name of the Megatron class whose forward pass a layer runs; empty where it is none of its."""
+    """Name of the Megatron class whose forward pass a layer runs; empty where it is another's."""
     forward = type(layer).forward
     if not str(getattr(forward, "__module__", "")).startswith("megatron.core."):
         return ""
@@ -59,10 +59,8 @@ def has_hybrid_model() -> bool:
 
 
 def scatters_padding_mask(model: Any) -> bool:
-    """True if a model's first stage scatters its padding mask under sequence parallelism.
-
-    `GPTModel` does, `HybridModel` hands it on as it is.
-    """
+    """True if a model's first stage scatters its padding mask under sequence parallelism."""
+    # GPTModel does, HybridModel hands it on as it is.
     return bool(model.pre_process) and not hasattr(model, "hybrid_layer_pattern")
 
 
@@ -75,26 +73,21 @@ def packs_sparse_attention() -> bool:
     """True if this Megatron's DeepSeek sparse attention runs packed rows (from 0.19 on)."""
     from megatron.core.transformer import experimental_attention_variant
 
-    return (
-        importlib.util.find_spec(f"{experimental_attention_variant.__name__}.dsa_layout")
-        is not None
-    )
+    name = f"{experimental_attention_variant.__name__}.dsa_layout"
+    return importlib.util.find_spec(name) is not None
 
 
 def what_mamba_lacks(context_parallel: int) -> str:
     """The packages that Mamba layers lack to run packed rows; empty if none."""
     from megatron.core.ssm import mamba_context_parallel, mamba_mixer
 
-    is_there, lacks = mamba_mixer._check_mamba_sequence_packing_support(
-        for_inference_not_training=False
-    )
+    check = mamba_mixer._check_mamba_sequence_packing_support
+    is_there, lacks = check(for_inference_not_training=False)
     if not is_there:
         return f"more than is installed: {lacks}"
+    mend = "install it, or set --context-parallel-size 1"
     if context_parallel > 1 and mamba_context_parallel.tex is None:
-        return (
-            "Transformer Engine under context parallelism: install it, or set "
-            "--context-parallel-size 1"
-        )
+        return f"Transformer Engine under context parallelism: {mend}"
     return ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import inspect
 from typing import Any
 
@@ -16,9 +15,8 @@ from torch import Tensor
 
 def modules_with_multi_token_losses() -> list[Any]:
     """The modules of models in which ``process_mtp_loss`` is looked up; none before 0.17."""
-    names = ("gpt.gpt_model", "mamba.mamba_model", "hybrid.hybrid_model")
     modules = []
-    for name in names:
+    for name in ("gpt.gpt_model", "mamba.mamba_model", "hybrid.hybrid_model"):
         with contextlib.suppress(ImportError):
             modules.append(importlib.import_module(f"megatron.core.models.{name}"))
     return [module for module in modules if hasattr(module, "process_mtp_loss")]
@@ -35,8 +33,8 @@ def what_multi_token_prediction_lacks() -> str:
 
 
 def recomputes_multi_token_rows() -> bool:
-    """False before 0.19: 0.17 saves a row's parameters as tensors, 0.18 passes on a padding mask
-    that its own function does not take."""
+    """True if this Megatron recomputes multi-token prediction of packed rows (from 0.19 on)."""
+    # 0.17 saves a row's parameters as tensors, 0.18 passes on a mask that it does not take.
     layer = multi_token_prediction.MultiTokenPredictionLayer
     return "padding_mask" in inspect.signature(layer._checkpointed_forward).parameters
 
@@ -46,12 +44,8 @@ def log_multi_token_loss(
 ) -> None:
     """Add this rank's share of a depth's loss to Megatron's log, which averages over ranks.
 
-    Args:
-        share: times what stock code divides by.
-        guessed: number of tokens guessed right; logged from 0.19 on.
-        trained: number of tokens that a guess was trained for.
-        depth: from 0 on.
-        depths: how many there are.
+    ``share``: times what stock code divides by. ``guessed``: tokens guessed right, of those
+    ``trained``; logged from 0.19 on. ``depth``: from 0 on.
     """
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     helper = multi_token_prediction.MTPLossLoggingHelper
@@ -65,6 +59,7 @@ def log_multi_token_loss(
 def multi_token_hits(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Numbers of tokens guessed and of tokens trained, as Megatron counts them from 0.19 on."""
     count = getattr(multi_token_prediction, "_compute_mtp_acceptance_counts", None)
-    none = torch.zeros((), device=torch.cuda.current_device())
-    found: tuple[Tensor, Tensor] = (none, none) if count is None else count(*arguments)
+    if count is None:
+        return (torch.zeros((), device=torch.cuda.current_device()),) * 2
+    found: tuple[Tensor, Tensor] = count(*arguments)
     return found

@@ -16,10 +16,8 @@ from mcore_batching.megatron.compat.layers import HAVE_TRANSFORMER_ENGINE
 
 
 def attention_groups(pg_collection: Any) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Tensor- and context-parallel groups for a core attention.
-
-    0.16 may give a core attention no collection at all, later versions always do.
-    """
+    """Tensor- and context-parallel groups for a core attention."""
+    # 0.16 may give a core attention no collection at all, later versions always do.
     tp_group = getattr(pg_collection, "tp", None)
     cp_group = getattr(pg_collection, "cp", None)
     return (
@@ -36,18 +34,16 @@ def packed_seq_params(
 ) -> PackedSeqParams:
     """Megatron's THD parameters for a row of padded sequences.
 
-    As stock Megatron does, the offsets of the *padded* sequences are given as the real ones
-    (Transformer Engine's context-parallel attention wants it so): trailing padding attends to its
-    own sequence, which causal masking hides from every real token.
-
     Args:
         cu_seqlens: int32 ``[sequences + 1]`` offsets in the full row, before context-parallel
             slicing.
         max_seqlen: longest padded sequence, in tokens.
-        host_cu_seqlens: the same offsets as Python ints, for attentions that need them on the
-            host.
+        host_cu_seqlens: the same offsets as Python ints.
         group: ranks that share the row, where rows differ in it; None: the model's own.
     """
+    # As stock Megatron does, the offsets of the padded sequences are given as the real ones, as
+    # Transformer Engine's context-parallel attention wants it: trailing padding attends to its own
+    # sequence, and causal masking hides it from every real token.
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -61,24 +57,19 @@ def packed_seq_params(
 
 
 def give_offsets(params: Any, host_cu_seqlens: Sequence[int]) -> None:
-    """Let a row's packed-sequence parameters know its offsets on the host, and whose each token is.
-
-    From 0.17 on Mamba layers begin anew with every sample by ``seq_idx`` alone: without it, state
-    flows from sample to sample. Megatron makes it where ``total_tokens`` is given from the start,
-    but then the host waits for the device.
-    """
+    """Tell a row's parameters its offsets on the host, and whose each token is."""
     params.host_cu_seqlens = tuple(host_cu_seqlens)
+    # From 0.17 on Mamba layers begin anew with every sample by `seq_idx` alone. Megatron makes it
+    # where `total_tokens` is given from the start, but then the host waits for the device.
     if hasattr(params, "seq_idx"):
         params.total_tokens = host_cu_seqlens[-1]
         params.seq_idx = _sequence_of_tokens(params, host_cu_seqlens[-1])
 
 
 def forget_padded_length(params: Any) -> None:
-    """Clear ``tokens_per_sample`` of packed-sequence parameters.
-
-    From 0.19 on mixture-of-experts layers cut a row at multiples of it, and stock scripts set it to
-    the padded length of a sample, which packed rows do not have.
-    """
+    """Clear ``tokens_per_sample`` of packed-sequence parameters."""
+    # From 0.19 on layers of experts cut a row at multiples of it, and stock scripts set it to the
+    # padded length of a sample, which packed rows do not have.
     if getattr(params, "tokens_per_sample", None) is not None:
         params.tokens_per_sample = None
 
@@ -95,8 +86,7 @@ def _sequence_of_tokens(params: Any, total_tokens: int) -> Tensor:
 def end_states_with_samples() -> None:
     """Let Mamba layers begin anew with every sample, whoever makes a row's parameters.
 
-    For frameworks that make them without ``total_tokens``, once the model is built. Patches
-    Megatron once, if any model may have such layers.
+    For frameworks that make them without ``total_tokens``, once the model is built.
     """
     mixer = sys.modules.get("megatron.core.ssm.mamba_mixer")
     if mixer is None or not hasattr(PackedSeqParams, "seq_idx"):
@@ -116,38 +106,27 @@ def end_states_with_samples() -> None:
 
 
 def set_row_group(params: Any, group: dist.ProcessGroup | None) -> None:
-    """Let a row's packed-sequence parameters name its own context-parallel group, if it has one.
-
-    What reads it: Transformer Engine's attention, `PackedAttention`, and `let_rows_have_groups`.
-    """
+    """Let a row's packed-sequence parameters name its own context-parallel group, if it has one."""
     if group is not None:
         params.cp_group, params.local_cp_size = group, group.size()
 
 
 def let_rows_have_groups(attention: Any) -> None:
-    """Let an attention layer rotate positions by the row's group instead of the model's.
-
-    Core attentions read the group in the row's parameters; the rotation before them reads the
-    layer's ``pg_collection.cp``. So that is replaced while the layer runs forward, which it does
-    again, with the same parameters, where backward computes activations anew. Nothing reads it in
-    backward itself: every operation has kept what it needs of its own forward pass.
-
-    Args:
-        attention: one of Megatron's attention layers.
-    """
+    """Let an attention layer rotate positions by the row's group instead of the model's."""
     if hasattr(attention, "groups_of_rows"):
         return
+    # Core attentions read the group in the row's parameters; the rotation before them reads the
+    # layer's `pg_collection.cp`. So that is replaced while the layer runs forward, which it does
+    # again, with the same parameters, where backward computes activations anew.
     attention.groups_of_rows = []
 
-    def before_forward(module: Any, arguments: Any, named: dict[str, Any]) -> None:
-        del arguments
+    def before_forward(module: Any, _: Any, named: dict[str, Any]) -> None:
         params, groups = named.get("packed_seq_params"), module.pg_collection
         module.groups_of_rows.append(groups.cp)
         if params is not None and params.cp_group is not None:
             groups.cp = params.cp_group
 
     def after_forward(module: Any, *unused: Any) -> None:
-        del unused
         module.pg_collection.cp = module.groups_of_rows.pop()
 
     attention.register_forward_pre_hook(before_forward, with_kwargs=True)

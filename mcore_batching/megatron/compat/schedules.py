@@ -15,11 +15,24 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
 
-def waits_for_sends(config: Any) -> bool:
-    """True if the interleaved schedule waits for an output's transfer before it frees the output.
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value inside a ``with`` block."""
+    own = vars(owner)
+    was_there, before = name in own, own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_there:
+            setattr(owner, name, before)
+        else:  # of the class
+            delattr(owner, name)
 
-    From 0.18 on; earlier it freed at once, and could free a tensor that was on its way.
-    """
+
+def waits_for_sends(config: Any) -> bool:
+    """True if the interleaved schedule waits for an output's transfer before it frees it."""
+    # Before 0.18 it freed at once, and could free a tensor that was on its way.
     major, minor = map(int, megatron.core.__version__.split(".")[:2])
     return bool((major, minor) >= (0, 18) and config.deallocate_pipeline_outputs)
 
@@ -31,41 +44,34 @@ _ASKS_FOR_SHAPES = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev",
 def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> Iterator[None]:
     """Take the shapes of what stages receive from a function, in place of an exchange.
 
-    A Megatron that exchanges them otherwise goes on doing so, with one warning: the exchange is
-    slow, but never wrong.
-
     Args:
         known: ``(tensor to the next stage or None, to the previous one or None, whether one comes
             from the previous stage, from the next) -> (shape from the previous, from the next)``;
             called before every transfer.
     """
     exchange = getattr(P2PCommunicator, "_communicate_shapes", None)
+    # The exchange is slow, but never wrong.
     if exchange is None or [*inspect.signature(exchange).parameters] != _ASKS_FOR_SHAPES:
         warnings.warn(
             "this Megatron-LM exchanges shapes between pipeline stages in a way that is not known "
-            "here: they are exchanged before each transfer although the plan has them",
+            "here: each transfer waits for its exchange",
             stacklevel=2,
         )
         yield
         return
 
-    def known_shapes(self: Any, *transfer: Any, **named: Any) -> tuple[list[int], list[int]]:
-        del self
+    def known_shapes(_: Any, *transfer: Any, **named: Any) -> tuple[list[int], list[int]]:
         return known(*transfer, **named)
 
-    P2PCommunicator._communicate_shapes = known_shapes
-    try:
+    with replaced(P2PCommunicator, "_communicate_shapes", known_shapes):
         yield
-    finally:
-        P2PCommunicator._communicate_shapes = exchange
 
 
 def around_passes(mark: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Call a function before and after each pass, as `in_passes` counts them."""
 
     @contextlib.contextmanager
-    def marked(is_backward: bool) -> Iterator[None]:
-        del is_backward
+    def marked(_: bool) -> Iterator[None]:
         mark()
         yield
         mark()
@@ -77,13 +83,7 @@ def around_passes(mark: Callable[[], None]) -> contextlib.AbstractContextManager
 def in_passes(
     entered: Callable[[bool], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Run each forward and backward pass of Megatron's schedules in a context manager.
-
-    The passes of one model chunk, without the transfers before and after them.
-
-    Args:
-        entered: gives it, called with whether the pass is backward.
-    """
+    """Run each pass of one model chunk, without its transfers, in ``entered(is backward)``."""
 
     def inside(step: Callable[..., Any], is_backward: bool) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -93,21 +93,17 @@ def in_passes(
 
         return run
 
-    forward, backward = schedules.forward_step, schedules.backward_step
-    schedules.forward_step = inside(forward, False)
-    schedules.backward_step = inside(backward, True)
-    try:
+    forward = inside(schedules.forward_step, False)
+    backward = inside(schedules.backward_step, True)
+    with (
+        replaced(schedules, "forward_step", forward),
+        replaced(schedules, "backward_step", backward),
+    ):
         yield
-    finally:
-        schedules.forward_step, schedules.backward_step = forward, backward
 
 
 def unknown_to_split_backward(model: Any) -> Iterator[str]:
-    """Functions of Megatron that split backward passes replace, and that take other arguments here.
-
-    Args:
-        model: a chunk in the data-parallel wrapper.
-    """
+    """Functions that split backward passes replace, missing here or with other arguments."""
     linear = LinearWithGradAccumulationAndAsyncCommunication
     tensors = {f"tensor_{what}_{whom}" for what in ("send", "recv") for whom in ("prev", "next")}
     known: list[tuple[Any, str, set[str]]] = [

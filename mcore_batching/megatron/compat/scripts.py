@@ -18,8 +18,3 @@ def counts_operations_of_samples() -> bool:
     from megatron.training import training
 
     return hasattr(training, "consume_seqlen_stats_in_iteration")
-
-
-def has_sequence_packing(config: Any) -> bool:
-    """True if Megatron packs sequences itself, an option that only some releases have."""
-    return bool(getattr(config, "sequence_packing_scheduler", None))

@@ -2,11 +2,8 @@
 
 Under ``--dynamic-batch-fuse-output-layer`` the last stage hands losses its hidden states and the
 weight, as `FusedLogits`; `response_log_probs` and its siblings multiply them a chunk of tokens at a
-time, and again in the backward pass. The model's forward pass runs as it is, its hooks too: for its
-time the output layer's ``forward`` on that one module hands its input on.
-
-The price is a third product beside Megatron's two of the backward pass, of the response tokens
-alone, and a float32 gradient of the weight. The gain is all logits and their gradient.
+time. The price is a second product of the response tokens in the backward pass, and a float32
+gradient of the weight; the gain is all logits and their gradient.
 """
 
 from __future__ import annotations
@@ -55,11 +52,7 @@ Logits = Tensor | FusedLogits
 
 
 def check_can_be_fused(chunks: list[Any]) -> None:
-    """Refuse models whose last layer is more than a product.
-
-    Raises:
-        DynamicBatchArgumentError: saying what it is.
-    """
+    """Refuse models whose last layer is more than a product."""
     for chunk in chunks:
         layer = getattr(unwrap_model(chunk), "output_layer", None)
         # Only the last stage's last chunk has the layer.
@@ -77,13 +70,8 @@ def check_can_be_fused(chunks: list[Any]) -> None:
 def output_layer(chunk: Any, fused: bool) -> Iterator[Callable[[Tensor], Logits]]:
     """Let one forward pass of a chunk inside the block return what goes into its output layer.
 
-    Args:
-        chunk: a model chunk, wrapped or not.
-        fused: False: change nothing.
-
-    Yields:
-        from the chunk's output to what losses are given: on the last stage `FusedLogits`, else the
-        output itself.
+    Yields a function from the chunk's output to what losses are given: `FusedLogits` on the last
+    stage if ``fused``, else the output itself.
     """
     layer = getattr(unwrap_model(chunk), "output_layer", None)
     if layer is None or not fused:
@@ -92,16 +80,12 @@ def output_layer(chunk: Any, fused: bool) -> Iterator[Callable[[Tensor], Logits]
     weights: list[Tensor] = []
 
     def keep(hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
-        del unused
         weights.append(layer.weight if weight is None else weight)
         return hidden, None
 
     # On this one module and for this one pass: the model's own forward and its hooks run as ever.
-    layer.forward = keep
-    try:
+    with compat.schedules.replaced(layer, "forward", keep):
         yield lambda output: FusedLogits(output, weights[0], layer.sequence_parallel)
-    finally:
-        del layer.forward
 
 
 def tensors_of(logits: Logits) -> tuple[Tensor, ...]:

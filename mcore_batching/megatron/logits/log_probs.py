@@ -32,12 +32,8 @@ from mcore_batching.megatron.logits.token_statistics import (
 )
 from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
-CHUNK_TOKENS = LOG_PROB_CHUNK_TOKENS
-"""Tokens cast to float32 at a time: at a vocabulary of 152k a copy takes 0.3 GB, of 16k tokens' 10,
-and kernels over a chunk still have 10 million entries when eight ranks share the vocabulary."""
-
 # Context variables, not arguments: losses call these functions, and are the user's.
-_chunk_tokens = contextvars.ContextVar("chunk_tokens", default=CHUNK_TOKENS)
+_chunk_tokens = contextvars.ContextVar("chunk_tokens", default=LOG_PROB_CHUNK_TOKENS)
 _temperatures: contextvars.ContextVar[set[float] | None] = contextvars.ContextVar(
     "temperatures", default=None
 )
@@ -45,11 +41,8 @@ _temperatures: contextvars.ContextVar[set[float] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def chunks_of_tokens(tokens: int) -> Iterator[set[float]]:
-    """Let this be the default for ``chunk_tokens`` inside a ``with`` block.
-
-    Gives the temperatures that are asked for there: tensor-parallel ranks have to agree on them,
-    since each divides its own part of the vocabulary.
-    """
+    """Let this be the default for ``chunk_tokens`` in a block; yields temperatures asked for."""
+    # Tensor-parallel ranks have to agree on them: each divides its own part of the vocabulary.
     temperatures: set[float] = set()
     chunk, asked = _chunk_tokens.set(tokens), _temperatures.set(temperatures)
     try:
@@ -66,7 +59,7 @@ _model_shape: contextvars.ContextVar[torch.Size | None] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def logits_of_shape(logits: Logits) -> Iterator[None]:
-    """Refuse logits of another vocabulary than the model's inside a ``with`` block."""
+    """Refuse logits of another vocabulary than these inside a ``with`` block."""
     shape = logits.shape if isinstance(logits, Tensor) else None
     token = _model_shape.set(shape)
     try:

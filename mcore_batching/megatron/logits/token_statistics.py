@@ -33,11 +33,7 @@ _NEGLIGIBLE = -1000.0
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Temperature, tokens at a time, and a second column with entropies if asked for.
-
-    Raises:
-        ValueError: ``temperature`` is not positive, or ``chunk_tokens`` less than 1.
-    """
+    """Temperature, tokens at a time, and a second column with entropies if asked for."""
 
     temperature: float
     chunk_tokens: int
@@ -137,10 +133,7 @@ class StatisticsOfProduct(torch.autograd.Function):
 class _Softmax:
     """Softmax of logits that are seen a chunk of tokens at a time, twice if differentiated.
 
-    Args:
-        targets: ``[positions]``, entries of the whole vocabulary.
-        vocabulary: entries of this tensor-parallel rank's part.
-        options: of the call.
+    Targets ``[positions]`` are of the whole vocabulary, of which this rank has ``vocabulary``.
     """
 
     def __init__(self, targets: Tensor, vocabulary: int, options: Options) -> None:
@@ -156,8 +149,7 @@ class _Softmax:
     def measure(self, logits_of: Callable[[slice], Tensor]) -> Tensor:
         """``[positions, 1 or 2]``: log-probability, and entropy if asked for.
 
-        Args:
-            logits_of: gives ``[part, local vocabulary]``, a copy that is written over.
+        ``logits_of`` gives ``[part, local vocabulary]``, a copy that is written over.
         """
         with_entropy = self.options.with_entropy
         count = self.targets.numel()
@@ -195,12 +187,9 @@ class _Softmax:
         return torch.stack(found, 1)
 
     def gradient(self, part: slice, logits: Tensor, grads: Tensor) -> Tensor:
-        """Gradient by a chunk's logits, ``[part, local vocabulary]`` in their type.
+        """Gradient by a chunk's logits, as `measure` was given them, which are written over.
 
-        Args:
-            part: the chunk.
-            logits: as `measure` was given them; written over.
-            grads: ``[positions, 1 or 2]``, by what `measure` returned.
+        ``grads``: ``[positions, 1 or 2]``, by what `measure` returned.
         """
         dtype = logits.dtype  # the gradient's, as autograd expects
         own = grads[part] / self.options.temperature

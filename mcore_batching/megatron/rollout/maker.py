@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
 from mcore_batching.megatron.job.job import Job
@@ -157,9 +156,8 @@ class Maker:
         except OSError as exception:
             self._failure = f"no planning process: {exception}"
         self._is_up.set()
-        # Threads have a device, and modes of torch's functions, of their own.
+        # Threads have a device of their own.
         torch.cuda.set_device(self._device)
-        cpu_emulation.enable_in_thread()
         number = 0
         while self._make_next(number):
             number += 1

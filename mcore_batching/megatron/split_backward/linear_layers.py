@@ -1,9 +1,8 @@
 """Linear layers whose backward pass leaves its weight's gradient for later.
 
-Megatron's own have one autograd function, which can leave the gradient of the output layer's weight
-to a buffer. Here it is told so of every layer, so that the gradient for the inputs, and what
-tensor-parallel ranks tell each other for it, stay Megatron's. Transformer Engine's modules have a
-store that they give their weight's gradient to.
+Megatron's autograd function can leave the gradient of the output layer's weight to a buffer. Here
+it is told so of every layer: the gradient for the inputs stays Megatron's. Transformer Engine's
+modules have a store that they give their weight's gradient to.
 """
 
 from __future__ import annotations
@@ -26,13 +25,7 @@ MEGATRONS = layers.LinearWithGradAccumulationAndAsyncCommunication
 def leaving_weights(
     backward: Callable[..., Any], deferred: WeightGradients, kept: Collection[Tensor]
 ) -> Callable[..., Any]:
-    """``MEGATRONS.backward`` that leaves weight gradients in split passes.
-
-    Args:
-        backward: Megatron's.
-        deferred: of the step.
-        kept: weights whose gradients are never left.
-    """
+    """``MEGATRONS.backward`` that leaves gradients in split passes, but for weights ``kept``."""
     whole = {id(weight) for weight in kept}
 
     @functools.wraps(backward)
@@ -109,12 +102,7 @@ def add_weight_gradient(
 
 
 class EngineStore:
-    """In place of the ``wgrad_store`` of one of Transformer Engine's linear modules.
-
-    Args:
-        module: whose.
-        deferred: of the step.
-    """
+    """In place of the ``wgrad_store`` of one of Transformer Engine's linear modules."""
 
     def __init__(self, module: Any, deferred: WeightGradients) -> None:
         self._weight, self._deferred = module.weight, deferred

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron.core import parallel_state
 
 from mcore_batching.flags import FLAGS
@@ -13,13 +15,7 @@ from mcore_batching.planning.pipeline import Schedule, SplitStage
 
 
 def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[SplitStage, ...]:
-    """Of each stage of this replica; empty where no pass is split.
-
-    Args:
-        job: the present one.
-        schedule: of the step.
-        step: which of the schedule's steps.
-    """
+    """Split passes of each stage of this replica in a step; empty where no pass is split."""
     config, dims = schedule.config, schedule.dims
     if config.split_backward == "off":
         return ()
@@ -42,11 +38,11 @@ def planned_split(job: Job, schedule: MicroBatchSchedule, step: int) -> tuple[Sp
     return schedule.splits[step] if schedule.splits else ()
 
 
+@dataclass
 class LastStep:
     """Weight gradients that this rank left for later in the job's last training step, or None."""
 
-    def __init__(self) -> None:
-        self.weights: WeightGradients | None = None
+    weights: WeightGradients | None = None
 
 
 def most_left_bytes(job: Job) -> int:

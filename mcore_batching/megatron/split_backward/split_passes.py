@@ -26,13 +26,9 @@ from mcore_batching.megatron.split_backward.weight_gradients import WeightGradie
 
 @contextlib.contextmanager
 def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterator[None]:
-    """Split the backward passes of a step that runs inside.
+    """Split the backward passes of a step that runs inside; without ``deferred`` none.
 
     To be entered after whatever else replaces the hooks of the model's configuration.
-
-    Args:
-        model: this rank's model chunks in Megatron's data-parallel wrapper.
-        deferred: of the step; None: no pass is split.
     """
     if deferred is None:
         yield
@@ -40,7 +36,7 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
     with contextlib.ExitStack() as stack:
 
         def replace(owner: Any, name: str, value: Any) -> None:
-            stack.enter_context(_replaced(owner, name, value))
+            stack.enter_context(compat.schedules.replaced(owner, name, value))
 
         kept = [weight for chunk in model for weight in _weights_of_output(chunk)]
         backward = leaving_weights(MEGATRONS.backward, deferred, kept)
@@ -61,25 +57,8 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
             deferred.clear()
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(owner)
-    was_there, before = name in own, own.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if was_there:
-            setattr(owner, name, before)
-        else:  # of the class
-            delattr(owner, name)
-
-
 def _weights_of_output(chunk: Any) -> list[Tensor]:
-    """Weights of a chunk's output layer, whose gradients are never left for later.
-
-    They would be the largest by far: tokens times vocabulary.
-    """
+    """Weights of a chunk's output layer, never left: tokens times vocabulary would wait."""
     bare = unwrap_model(chunk)
     layer = getattr(bare, "output_layer", None)
     if layer is None:
@@ -94,9 +73,8 @@ def _posting(
     @functools.wraps(post)
     def posted(**tensors: Any) -> Any:
         requests = post(**tensors)
-        receives = any(
-            tensors[name] is not None for name in ("tensor_recv_prev", "tensor_recv_next")
-        )
+        received = (tensors["tensor_recv_prev"], tensors["tensor_recv_next"])
+        receives = any(each is not None for each in received)
         # The interleaved schedule waits for what it has sent, too, and has asked for its next input
         # by then; the other one asks after such a wait, which so has to be short, but for the last.
         if not (receives or interleaved or deferred.passes_are_over):
@@ -128,10 +106,7 @@ class _Request:
 def _of_reductions(
     model: list[Any], deferred: WeightGradients
 ) -> Iterator[tuple[Any, str, Callable[..., Any] | list[Any]]]:
-    """Replacements of the functions that add gradients up over ranks, each to run all W before.
-
-    Yields the owner, the name in it and the new value.
-    """
+    """Owner, name and replacement of each function that adds up gradients over ranks, W first."""
     config = get_model_config(model[0])
     finalize, sync = config.finalize_model_grads_func, config.grad_sync_func
 

@@ -1,9 +1,4 @@
-"""The weight gradients (W) that split backward passes of a step leave for later, and when they run.
-
-put        a backward pass leaves those of its layers, the last layer's first
-run_due    the oldest run, as many parts as the plan has before the next pass
-flush      all that are left run, before gradients are added up over ranks
-"""
+"""The weight gradients (W) that split backward passes leave for later, and when they run."""
 
 from __future__ import annotations
 
@@ -50,14 +45,8 @@ class WeightGradients:
     First in, first out: each weight adds up its micro-batches in the order in which whole backward
     passes would, so that sums are the same to the bit.
 
-    Args:
-        order: passes of this stage in the order in which its schedule runs them.
-        stage: which of them are split, and how many parts run before each.
-
-    Attributes:
-        num_bytes: of what waits.
-        peak_bytes: most of it so far.
-        timed: when weight gradients ran.
+    ``order`` are the passes of this stage as its schedule runs them, ``stage`` says which are split
+    and how many parts run before each.
     """
 
     def __init__(self, order: Sequence[Pass], stage: SplitStage) -> None:
@@ -67,7 +56,7 @@ class WeightGradients:
         self._due = stage.parts_before[0] if order else 0
         self._waiting: deque[_Deferred] = deque()
         self._open: _Deferred | None = None
-        self._present: Pass | None = None
+        self.present: Pass | None = None  # the pass that runs
         self._held: list[tuple[Parameter, Callable[[], None]]] = []
         self._waits: list[Callable[[], Any]] = []
         self.num_bytes = self.peak_bytes = 0
@@ -79,49 +68,33 @@ class WeightGradients:
         return self._open is not None
 
     @property
-    def present(self) -> Pass | None:
-        """The pass that runs."""
-        return self._present
-
-    @property
     def passes_are_over(self) -> bool:
         """True from the end of the last pass on."""
         return self._at == len(self._order)
 
     @contextlib.contextmanager
     def passing(self, is_backward: bool) -> Iterator[None]:
-        """A pass of the schedule. What is due before it runs first, unless it has by then.
-
-        Raises:
-            DynamicBatchArgumentError: another pass was planned, or none.
-        """
+        """A pass of the schedule. What is due before it runs first, unless it has by then."""
         self.run_due()
         planned = self._order[self._at] if self._at < len(self._order) else None
         if planned is None or (planned.kind == "B") != is_backward:
             raise DynamicBatchArgumentError(
                 f"pass {self._at} of this stage is {'backward' if is_backward else 'forward'}, "
-                f"planned is {planned}: this Megatron-LM runs another schedule than is known here; "
-                f"unset {FLAGS['split_backward']}"
+                f"planned is {planned}: unset {FLAGS['split_backward']}"
             )
-        self._present = planned
+        self.present = planned
         if is_backward and self._stage.split[self._at]:
             self._open = _Deferred(planned)
         yield
         if self._open is not None:
             self._open.count = len(self._open.gradients)
             self._waiting.append(self._open)
-        self._open = self._present = None
+        self._open = self.present = None
         self._at += 1
         self._due = 0 if self.passes_are_over else self._stage.parts_before[self._at]
 
     def put(self, parameter: Parameter, tensors: Sequence[Any], add: Callable[[], Any]) -> None:
-        """Leave a weight gradient for later.
-
-        Args:
-            parameter: the weight.
-            tensors: what it is computed from.
-            add: computes it and adds it to ``parameter.main_grad``.
-        """
+        """Leave for later what ``add`` computes from the tensors, and adds to ``main_grad``."""
         assert self._open is not None
         num_bytes = sum(map(_num_bytes, tensors))
         self._open.gradients.append(WeightGradient(parameter, add, num_bytes))
@@ -148,14 +121,9 @@ class WeightGradients:
                 self._waiting.popleft()
 
     def flush(self, parameters: Collection[Parameter] | None = None) -> None:
-        """Run what is left, and make the calls that were kept back.
-
-        Parameter by parameter, in the order in which the last backward pass was done with them: the
-        calls start reductions over ranks, which must be in one order whatever each rank's plan is.
-
-        Args:
-            parameters: whose; None: all.
-        """
+        """Run what is left of these parameters, or of all, and make the calls held back."""
+        # Parameter by parameter, in the order in which the last backward pass was done with them:
+        # the calls start reductions over ranks, in one order whatever each rank's plan is.
         wanted = None if parameters is None else set(parameters)
         left: dict[Parameter, list[tuple[Pass, WeightGradient]]] = {}
         for deferred in self._waiting:
@@ -184,7 +152,7 @@ class WeightGradients:
         """Drop what is left: of a step that has failed."""
         for waiting in (self._waiting, self._held, self._waits):
             waiting.clear()
-        self._open = self._present = None
+        self._open = self.present = None
         self.num_bytes = 0
 
     def _run_parts(self, deferred: _Deferred, parts: int) -> None:

@@ -22,8 +22,11 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import cpu_emulation
-from mcore_batching.megatron.attention.hybrid_specs import hybrid_spec
-from mcore_batching.megatron.attention.specs import packed_layer_spec, packed_mtp_block_spec
+from mcore_batching.megatron.attention.specs import (
+    hybrid_spec,
+    packed_layer_spec,
+    packed_mtp_block_spec,
+)
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
@@ -51,12 +54,6 @@ def initialize_model_parallel(
     dims: ParallelDims, seed: int = 1234, timeout_seconds: float = 600.0
 ) -> None:
     """Make Megatron's process groups and seed its generators.
-
-    Args:
-        dims: the job's parallel dims.
-        seed: of the generators.
-        timeout_seconds: how long a collective waits for the other ranks; Megatron's own default is
-            half an hour.
 
     Raises:
         ParallelDimsError: torchrun started more or fewer processes than ``dims`` need.
@@ -113,26 +110,20 @@ def build_model(
     hybrid_layer_pattern: str | None = None,
     **options: Any,
 ) -> list[Any]:
-    """This rank's model chunks, each wrapped in Megatron's data-parallel wrapper.
+    """This rank's model chunks, one per virtual pipeline stage, in the data-parallel wrapper.
 
     They are of a `GPTModel`, or of a `HybridModel` where there is a pattern of layers. In half
     precision Megatron's `Float16Module` comes in between.
 
     Args:
-        config: the model's shape and parallelism.
         vocab_size: padded vocabulary, in entries.
         max_sequence_length: longest sequence, in tokens.
         spec: from the configuration to the layer spec; None: `packed_layer_spec`, or
             ``packed_hybrid_stack_spec`` for a pattern.
         ddp: data-parallel settings; None: Megatron's defaults, gradients reduced in float32.
         wrap: False gives bare chunks, for inference alone.
-        hybrid_layer_pattern: a letter for each layer, as ``--hybrid-layer-pattern``; ``|`` cuts
-            (virtual) pipeline stages, ``/`` begins those of multi-token prediction; from
-            Megatron-LM 0.18 on.
+        hybrid_layer_pattern: as ``--hybrid-layer-pattern``; from Megatron-LM 0.18 on.
         options: further arguments of the model.
-
-    Returns:
-        one chunk per virtual pipeline stage.
     """
     options = {
         "vocab_size": vocab_size,

@@ -33,18 +33,10 @@ def run_chunk(
     later: LaterLosses | None = None,
     in_model_dtype: bool = False,
 ) -> Tensor:
-    """The chunk's output for a packed row.
+    """The chunk's output: logits ``[1, local tokens, local vocabulary]``, or hidden states.
 
-    Args:
-        chunk: a model chunk, wrapped or not.
-        row: this context-parallel rank's slice of the micro-batch, on the device.
-        later: losses of multi-token prediction; None leaves its layers out.
-        in_model_dtype: logits as the model makes them; else Megatron's half-precision wrapper
-            copies them to float32.
-
-    Returns:
-        logits ``[1, local tokens, local vocabulary]`` from the last stage's last chunk, hidden
-        states from the others.
+    ``row`` is this context-parallel rank's slice, on the device; without ``later`` the layers of
+    multi-token prediction are left out.
     """
     arguments: dict[str, Any] = {
         "input_ids": row.tokens,
@@ -65,7 +57,7 @@ def run_chunk(
     if get_model_config(chunk).num_moe_experts:
         arguments["padding_mask"] = padding_mask(chunk, row)
     predict_later_tokens(arguments["packed_seq_params"], chunk, row, later)
-    # The wrapper alone takes this argument; the model inside would refuse it.
+    # Else the wrapper copies logits to float32. The model inside would refuse the argument.
     if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])

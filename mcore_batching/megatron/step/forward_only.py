@@ -1,8 +1,7 @@
 """`forward_only`: log-probs and the like for all samples, in the order they came in.
 
-Every real sample of the rank has exactly one output, at its own index; a placeholder's output is
-dropped. A function that returns too few or too many is an error, never a `None`. A rank without
-samples returns empty lists.
+Every real sample of the rank has exactly one output, at its own index; too few or too many are an
+error, never a `None`. A placeholder's is dropped. A rank without samples returns empty lists.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
 from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
@@ -32,7 +32,7 @@ from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.sample_moves import check_output
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.chunk_forward import run_for_losses
-from mcore_batching.megatron.step.logits_function import LogitsFunction
+from mcore_batching.megatron.step.logits_function import OutputsOf, logits_function
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -55,11 +55,10 @@ def forward_only(
 
     Args:
         f: called on the last stage as ``f(logits, args=, unconcat_tokens=, total_lengths=,
-            response_lengths=, with_entropy=)``, and with ``micro_batch=`` (the
-            `PackedMicroBatch`) if it takes that; keywords that it does not take are left out.
-            Returns a dict of lists with one tensor per sample of the micro-batch (one for a
-            placeholder), or a pair whose second element is such a dict. The same names for every
-            micro-batch on every rank but for placeholders, whose values are dropped.
+            response_lengths=, with_entropy=, micro_batch=)``, a `PackedMicroBatch`, without those
+            that it does not take. Returns a dict of lists with one tensor per sample of the
+            micro-batch (one for a placeholder), or a pair that ends in one; the same names for
+            every micro-batch on every rank but for placeholders, whose values are dropped.
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
@@ -72,17 +71,15 @@ def forward_only(
         the rollout data, each in memory of its own and without a gradient; ``{}`` on other stages.
 
     Raises:
-        CollationFailedError: on every rank, if arguments or samples could not be read on any.
+        CollationFailedError: on every rank, if arguments or samples could not be read on any, or
+            ``f`` goes by the samples' lengths, as slime's functions do, where samples are padded.
         ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
             sample (an `OrderError`), or returned other names than elsewhere.
         PipelineFailedError: on every rank that can be reached, if the model raised on any, or
             exchanged outputs did not fit into memory.
-        ValueError: ``f`` finds the samples' tokens in the logits by their lengths, as slime's
-            functions do, and these parallel dims pad samples.
     """
     job = job_of(args)
-    function = LogitsFunction(f, args)
-    rollout = _opened(function, job, model, data_iterator)
+    rollout, function = _opened(f, args, job, model, data_iterator)
     chunks = model_chunks(model)
     planned = rollout.for_forward_passes(job, chunks)
 
@@ -128,32 +125,29 @@ def _in_origin_order(
     """For each name one value per sample that this rank ran, in the order of its rollout data."""
     indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
     real = [each.values for each in outputs if not each.is_placeholder]
-    return {
-        name: restore_order(
-            [value for values in real for value in values[name]], indices, schedule.num_samples
-        )
-        for name in names
-    }
+    by_name = {name: [value for values in real for value in values[name]] for name in names}
+    count = schedule.num_samples
+    return {name: restore_order(values, indices, count) for name, values in by_name.items()}
 
 
 def _opened(
-    function: LogitsFunction, job: Job, model: Any, data_iterator: Sequence[DataIterator]
-) -> PlannedRollout:
-    """The batch, once every rank has read its arguments."""
+    f: Callable[..., Any], args: Any, job: Job, model: Any, data_iterator: Sequence[DataIterator]
+) -> tuple[PlannedRollout, OutputsOf]:
+    """The batch, and the function as it is called, once every rank has read its arguments."""
     # Ranks that differ in this would wait in different planning agreements.
     own = job.options.has_own_forward_plan
 
-    def work() -> PlannedRollout:
+    def work() -> tuple[PlannedRollout, OutputsOf]:
         get_model_config(model_chunks(model)[0])  # raises for what is no model of Megatron's
         rollout = rollout_of(data_iterator)
         # A plan of their own is of all steps.
         schedule = rollout.schedule if own else rollout.of_step(0)
         check_forward_plan(job.options, shares_rows=schedule.has_sizes_of_rows)
-        function.open(schedule, fused=job.options.fuse_output_layer)
-        return rollout
+        fused = job.options.fuse_output_layer
+        return rollout, logits_function(f, args, schedule, fused=fused)
 
-    def says(rollout: PlannedRollout) -> Statement:
-        digest = rollout.of_step(0).plan_digest
+    def says(opened: tuple[PlannedRollout, OutputsOf]) -> Statement:
+        digest = opened[0].of_step(0).plan_digest
         return Statement(equal={"plan (sha256)": digest, "plan of its own": own})
 
     return job.consensus.agree(_OPERATION, work, says, failure=CollationFailedError).result
@@ -165,34 +159,30 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
     config = get_model_config(chunks[0])
     # Chunk by chunk: a caller may have some in evaluation mode already.
     was_training = [chunk.training for chunk in chunks]
-    timers, config.timers = config.timers, None
     for chunk in chunks:
         chunk.eval()
     try:
-        yield
+        with compat.schedules.replaced(config, "timers", None):
+            yield
     finally:
-        config.timers = timers
         for chunk, training in zip(chunks, was_training, strict=True):
             chunk.train(training)
 
 
 def _run(
-    function: LogitsFunction, job: Job, chunks: list[Any], prepared: PreparedStep
+    function: OutputsOf, job: Job, chunks: list[Any], prepared: PreparedStep
 ) -> tuple[list[_RowOutputs], list[Exception], Collection[float]]:
-    """Outputs of a step's micro-batches on the last stage, in slot order; what ``f`` raised; the
-    temperatures that it asked for."""
+    """Outputs of ``f`` on the last stage, in slot order; what it raised; temperatures it used."""
     failed: list[Exception] = []
 
     def forward_step(
         rows: Iterator[PreparedRow], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
-        del unused
         row = next(rows).row
         of_chunk, logits_of = run_for_losses(job.options, chunk, row)
 
         # Megatron names the second argument where it collects something else than losses.
         def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
-            del non_loss_data
             try:
                 logits = logits_of(output)
                 with logits_of_shape(logits):
@@ -227,18 +217,8 @@ def _agreed_names(
 ) -> list[str]:
     """The names that ``f`` returns for real samples, of whichever rank has any.
 
-    A collective over all ranks.
-
-    Args:
-        job: the present one.
-        outputs: of this rank's micro-batches so far; none on other stages than the last.
-        failed: what ``f`` raised in them.
-        temperatures: that it asked log-probs for.
-        travel: outputs go back to other ranks.
-
-    Raises:
-        ForwardFailedError: ``f`` raised, or returned what cannot travel, or its names differ
-            between micro-batches or ranks.
+    A collective over all ranks, which raises where ``f`` did, where names or temperatures differ,
+    and for outputs that are to ``travel`` to other ranks and cannot.
     """
 
     def says(names: tuple[list[str] | None, list[str]]) -> Statement:
@@ -272,9 +252,8 @@ def _own_names(
             )
     if travel:
         # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
-        for values in real_values:
-            for name, of_samples in values.items():
-                for value in of_samples:
-                    check_output(name, value)
+        for name, of_samples in (item for values in real_values for item in values.items()):
+            for value in of_samples:
+                check_output(name, value)
     extra = {name: None for each in outputs if each.is_placeholder for name in each.values}
     return (real[0] if real else None), list(extra)

@@ -15,78 +15,51 @@ from mcore_batching.megatron.logits.fused_output import Logits
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import sample_multiple_tokens
 
+OutputsOf = Callable[[Logits, PackedMicroBatch], dict[str, list[Tensor]]]
+"""From a row's logits to the outputs for its real samples, by name."""
 
-class LogitsFunction:
-    """A function of the logits, called with what it takes; what it returns is checked.
 
-    Args:
-        f: the function; nothing is asked of it before `open`.
-        args: Megatron's arguments, which it may take.
+def logits_function(
+    f: Callable[..., Any], args: Any, schedule: MicroBatchSchedule, *, fused: bool
+) -> OutputsOf:
+    """A user's function of the logits, called with what it takes; what it returns is checked.
+
+    Raises:
+        TypeError: it is no function.
+        ValueError: it takes no ``micro_batch``, and so expects the samples' tokens one behind the
+            other, padded to twice the context-parallel size at most (slime's layout), which rows of
+            this schedule, or a ``fused`` output layer, do not have.
     """
-
-    def __init__(self, f: Callable[..., Any], args: Any) -> None:
-        self._f, self._args = f, args
-
-    def open(self, schedule: MicroBatchSchedule, *, fused: bool) -> None:
-        """See what the function takes, and whether it finds tokens in rows of a schedule.
-
-        One that does not take ``micro_batch`` expects the samples' tokens one behind the other,
-        padded to twice the context-parallel size at most: slime's layout.
-
-        Args:
-            schedule: of the rows.
-            fused: the output layer is fused with log-probs.
-
-        Raises:
-            TypeError: it is no function.
-            ValueError: that layout cannot be had.
-        """
-        if not callable(self._f):
-            raise TypeError(f"f must be a function of the logits, got {type(self._f).__name__}")
-        self._takes = inspect.signature(self._f).parameters
+    if not callable(f):
+        raise TypeError(f"f must be a function of the logits, got {type(f).__name__}")
+    takes = inspect.signature(f).parameters
+    # slime's functions take `**kwargs` or a choice of these names.
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    drops_padding = False
+    if "micro_batch" not in takes:
         size = schedule.dims.context_parallel
         padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
         # A row that is not cut can have its padding taken out.
-        self._drops_padding = "micro_batch" not in self._takes and size == 1 and padded_to > 1
-        if "micro_batch" in self._takes:
-            return
-        if schedule.has_sizes_of_rows:
-            fault, mend = "rows are cut in other ways", "unset --dynamic-batch-context-parallel"
-        elif schedule.hosts is not None:
-            fault, mend = "samples share segments", "unset --dynamic-batch-share-prefixes"
-        elif size > 1 and padded_to != 2 * size:
-            fault = f"samples are padded to {padded_to}, not {2 * size}"
-            mend = "turn off sequence parallelism and --dynamic-batch-pad-each-to"
-        elif fused:
-            fault, mend = "no logits are made", "unset --dynamic-batch-fuse-output-layer"
-        else:
-            return
-        raise ValueError(
-            f"{getattr(self._f, '__name__', self._f)} does not take micro_batch, but {fault}; let "
-            f"it take micro_batch (gather_response and response_log_probs do), or {mend}"
-        )
+        drops_padding = size == 1 and padded_to > 1
+        fault, mend = _why_no_plain_layout(schedule, size, padded_to, fused)
+        if fault:
+            raise ValueError(
+                f"{getattr(f, '__name__', f)} does not take micro_batch, but {fault}; let it take "
+                f"micro_batch (gather_response and response_log_probs do), or {mend}"
+            )
 
-    def __call__(self, logits: Logits, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
-        """The outputs for the real samples of a row, tensors copied.
-
-        Raises:
-            OrderError: no dict of lists, or not one output per sample.
-        """
+    def outputs_of(logits: Logits, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
         # By slime's names, whose functions run here unchanged.
         offered = {
-            "args": self._args,
+            "args": args,
             "unconcat_tokens": row.fields["tokens"],
             "total_lengths": row.total_lengths,
             "response_lengths": row.response_lengths,
-            "with_entropy": getattr(self._args, "use_rollout_entropy", False),
+            "with_entropy": getattr(args, "use_rollout_entropy", False),
             "micro_batch": row,
         }
-        # slime's functions take `**kwargs` or a choice of these names.
-        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in self._takes.values()):
-            offered = {name: value for name, value in offered.items() if name in self._takes}
-        if self._drops_padding:
-            logits = _without_padding(logits, row)
-        outputs = checked_outputs(self._f(logits, **offered), len(row.total_lengths))
+        given = {name: value for name, value in offered.items() if takes_all or name in takes}
+        outputs = f(_without_padding(logits, row) if drops_padding else logits, **given)
         return {
             key: [
                 # A slice of the logits would keep them all in memory, and so would a gradient.
@@ -94,8 +67,24 @@ class LogitsFunction:
                 # None of a placeholder's, whose one sample is fabricated.
                 for value in values[: row.num_samples]
             ]
-            for key, values in outputs.items()
+            for key, values in checked_outputs(outputs, len(row.total_lengths)).items()
         }
+
+    return outputs_of
+
+
+def _why_no_plain_layout(
+    schedule: MicroBatchSchedule, size: int, padded_to: int, fused: bool
+) -> tuple[str, str]:
+    """Why rows do not hold sample behind sample as slime's do, and the mend; empty if they do."""
+    if schedule.has_sizes_of_rows:
+        return "rows are cut in other ways", "unset --dynamic-batch-context-parallel"
+    if schedule.hosts is not None:
+        return "samples share segments", "unset --dynamic-batch-share-prefixes"
+    if size > 1 and padded_to != 2 * size:
+        mend = "turn off sequence parallelism and --dynamic-batch-pad-each-to"
+        return f"samples are padded to {padded_to}, not {2 * size}", mend
+    return ("no logits are made", "unset --dynamic-batch-fuse-output-layer") if fused else ("", "")
 
 
 def _without_padding(logits: Any, row: PackedMicroBatch) -> Tensor:
@@ -107,18 +96,12 @@ def _without_padding(logits: Any, row: PackedMicroBatch) -> Tensor:
 
 
 def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
-    """The outputs of ``f`` for the samples of a micro-batch, a placeholder's included.
-
-    Raises:
-        OrderError: no dict of lists, or not one output per sample.
-    """
+    """What ``f`` returned: one output per sample of a micro-batch, a placeholder's included."""
     # slime's functions return a pair: a placeholder for a loss, then the outputs.
     outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
     if not isinstance(outputs, Mapping):
-        raise OrderError(
-            "f must return a dict of lists, or a pair that ends in one, got "
-            f"{type(outputs).__name__}"
-        )
+        kind = type(outputs).__name__
+        raise OrderError(f"f must return a dict of lists, or a pair that ends in one, got {kind}")
     for key, values in outputs.items():
         if not isinstance(key, str):
             raise OrderError(f"f returned the key {key!r}; name outputs by texts")

@@ -22,28 +22,16 @@ from mcore_batching.megatron.step.nonfinite import raise_on_all
 
 
 def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss function's result as scalars: share of the loss, shares of metrics by name.
-
-    Args:
-        made: the result.
-        device: the model's, where the scalars are added up.
-
-    Raises:
-        TypeError: it is no pair of a loss and a dict by name, one of them is no tensor, or the loss
-            is of a type that has no gradient.
-        ValueError: a tensor has not one value.
-    """
+    """A loss function's result as scalars: share of the loss, shares of metrics by name."""
     if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Mapping)):
-        raise TypeError(
-            "the loss function must return (loss, dict of metrics), got "
-            f"{type(made).__name__}; both are shares of the step's"
-        )
+        kind = type(made).__name__
+        raise TypeError(f"the loss function must return (loss, dict of metrics), got {kind}")
     share = _scalar("the loss", made[0], device)
     if not share.is_floating_point():
         # Its backward pass would be left out, and the stages before would wait for a gradient.
         raise TypeError(
-            f"the loss must be of a floating-point type, got {share.dtype}; where there is none, "
-            "return logits.new_zeros(()), not torch.tensor(0)"
+            f"the loss must be of a floating-point type, got {share.dtype}; return "
+            "logits.new_zeros(()) where there is none"
         )
     metrics = {}
     for name, value in made[1].items():
@@ -55,10 +43,7 @@ def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, T
 
 def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} must be a tensor of one value, got {type(value).__name__}; return shares as "
-            "tensors, the loss attached to the graph"
-        )
+        raise TypeError(f"{name} must be a tensor of one value, got {type(value).__name__}")
     if value.numel() != 1:
         raise ValueError(
             f"{name} must be a tensor of one value, got shape {list(value.shape)}; return "
@@ -108,18 +93,13 @@ def _depends(value: Tensor, on: Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class CollectedShares:
-    """Results and doings of a loss function in a step on this rank, empty on other stages.
-
-    Attributes:
-        shares: of each micro-batch by name, ``loss`` among them.
-        failed: what it raised, in the order of micro-batches.
-        temperatures: that it asked log-probs for.
-        read_totals: True if it read any of the step's totals.
-    """
+    """Results and doings of a loss function in a step on this rank, empty on other stages."""
 
     shares: Sequence[Mapping[str, Tensor]]
+    """Of each micro-batch by name, ``loss`` among them."""
     failed: Sequence[Exception]
     temperatures: Collection[float]
+    """That it asked log-probs for."""
     read_totals: bool
 
 
@@ -137,20 +117,16 @@ class WatchedTotals(StepTotals):
 
 
 def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) -> None:
-    """Warn of a loss function that cannot know what the step adds up to, where that matters.
-
-    Right for a sum over a constant of the whole step, so no error. Most such functions average over
-    their own micro-batch, as stock ones do, and add up to a loss that grows with the micro-batches.
-    """
+    """Warn of a loss function that cannot know what the step adds up to, where that matters."""
+    # No error: it may be a sum over a constant of the whole step.
     step = prepared.totals.num_tokens
     # A micro-batch that holds the whole step has the step's own mean.
     is_part = any(0 < row.owned_num_tokens < step for row in prepared.rows)
     if collected.shares and is_part and not (collected.read_totals or collected.failed):
         warnings.warn(
-            "the loss function never reads the step's totals: if it averages over its own "
-            "micro-batch, the loss is too large by the number of micro-batches. Return a share of "
-            "the step's mean: token_mean(values, micro_batch, totals), sample_mean(...), or a sum "
-            "divided by totals.token_weight",
+            "the loss function never reads the step's totals: a mean over its own micro-batch is "
+            "too large by their number; return token_mean(values, micro_batch, totals), "
+            "sample_mean(...), or a sum divided by totals.token_weight",
             stacklevel=3,  # the line that calls train_step
         )
 
@@ -161,24 +137,13 @@ def agreed_shares(
     collected: CollectedShares,
     faults: Callable[[], tuple[str, str]],
 ) -> tuple[list[str], bool]:
-    """Agree on the metrics' names, the same for every micro-batch, and on what is not finite.
+    """Agree on metrics' names and temperatures, and on what is not finite.
 
-    And on the temperatures, among the ranks that share rows and layers.
-
-    A collective over all ranks.
-
-    Args:
-        job: the present one.
-        operation: the call that ran the pipeline, in words.
-        collected: of this rank.
-        faults: gives this rank's `nonfinite.faults`.
+    A collective over all ranks, which raises where the loss function did, where names differ, and
+    for faults that any rank does not skip. ``faults`` gives this rank's `nonfinite.faults`.
 
     Returns:
         the metrics' names, on ranks of the last stage; True if all ranks are without faults.
-
-    Raises:
-        ForwardFailedError: the loss function raised, or names or temperatures differ.
-        NonFiniteError: a rank has faults, and any does not skip such steps.
     """
     shares = collected.shares
 
@@ -216,13 +181,9 @@ def agreed_shares(
 def summed_metrics(
     collected: Sequence[Mapping[str, Tensor]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Shares of all micro-batches, added up over them and over the ranks of the stage.
+    """Shares of all micro-batches, added up over them and over the last stage's ranks.
 
-    A collective over the data- and context-parallel ranks of the last stage.
-
-    Args:
-        collected: shares of each micro-batch by name.
-        names: of them, the same on every rank, in any order.
+    A collective over these; ``names`` are the same on every rank, in any order.
     """
     # Ranks may return them in different orders, and the reduction adds up by place.
     order = sorted(names)

@@ -21,18 +21,13 @@ def changed_inputs(
 ) -> Iterator[None]:
     """Change what forward passes of these modules are given, inside a ``with`` block.
 
-        with changed_inputs([model], lambda inputs: inputs | {"position_ids": None}):
-            model(input_ids=tokens, position_ids=positions)  # called with None
-
-    Args:
-        modules: those whose calls are changed.
-        change: from the keyword arguments of a call to those that the module gets.
+    with changed_inputs([model], lambda inputs: inputs | {"position_ids": None}):
+        model(input_ids=tokens, position_ids=positions)  # called with None
     """
 
     def before_forward(
-        module: Any, arguments: Any, inputs: dict[str, Any]
+        _: Any, arguments: Any, inputs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        del module
         return arguments, change(inputs)
 
     with contextlib.ExitStack() as hooks:
@@ -44,10 +39,7 @@ def changed_inputs(
 def joined_multimodal_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
     """Multimodal inputs of all samples, concatenated name by name.
 
-        {"pixels": [2, 3]}, None, {"pixels": [1, 3]}  ->  {"pixels": [3, 3]}   (shapes)
-
-    Args:
-        inputs: for each sample its inputs by name, or None.
+    {"pixels": [2, 3]}, None, {"pixels": [1, 3]}  ->  {"pixels": [3, 3]}   (shapes)
     """
     gathered: dict[str, list[Tensor]] = {}
     for sample in inputs:

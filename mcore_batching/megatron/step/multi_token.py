@@ -35,26 +35,21 @@ from mcore_batching.megatron.topology import prediction_depths
 
 @dataclasses.dataclass(eq=False)
 class LaterLosses:
-    """The losses of one row at all depths, made where Megatron would make its own.
-
-    Attributes:
-        row: on the device.
-        token_weights: of the step, by depth from 0 on.
-        undo: what Megatron will divide these losses by.
-        is_fused: the output layer hands its input on, as in `fused_output`.
-        counts_hits: count the tokens that were guessed, as Megatron's log does from 0.19 on.
-        shares: of the step's mean at each depth, without a gradient; empty before the forward pass
-            of the chunk that has these layers.
-        hits: at each depth how many trained tokens were guessed, and how many there are.
-    """
+    """The losses of one row at all depths, made where Megatron would make its own."""
 
     row: PackedMicroBatch
     token_weights: Sequence[float]
+    """Of the step, by depth from 0 on."""
     undo: float
+    """What Megatron will divide these losses by."""
     is_fused: bool = False
+    """The output layer hands its input on, as in `fused_output`."""
     counts_hits: bool = False
+    """Count the tokens that were guessed, as Megatron's log does from 0.19 on."""
     shares: list[Tensor] = dataclasses.field(default_factory=list)
+    """Of the step's mean at each depth, without a gradient; none on chunks without these layers."""
     hits: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    """At each depth how many trained tokens were guessed, and how many there are."""
 
     def named_shares(self) -> dict[str, Tensor]:
         """`shares` by Megatron's names for them."""
@@ -63,10 +58,7 @@ class LaterLosses:
     def __call__(
         self, hidden_states: Tensor, *, output_layer: Any, config: Any, **others: Any
     ) -> Tensor:
-        """The hidden states of the next token's prediction, with these losses attached.
-
-        Args: those of Megatron's ``process_mtp_loss``.
-        """
+        """Megatron's ``process_mtp_loss``: the next token's hidden states, losses attached."""
         made, *deeper = torch.chunk(hidden_states, 1 + len(self.row.later))
         weight = others["output_weight"]
         if getattr(config, "mtp_detach_heads", False):
@@ -100,26 +92,19 @@ class LaterLosses:
         **unused: Any,
     ) -> Tensor:
         """``[1, T_local]``"""
-        del unused
         logits, _ = output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
         if scale_logits_fn is not None:
             logits = scale_logits_fn(logits)
         if self.counts_hits:
             targets = later.labels, later.loss_mask, output_layer
-            self.hits.append(
-                compat.multi_token.multi_token_hits(
-                    logits, *targets, runtime_gather_output, tp_group
-                )
-            )
+            told = logits, *targets, runtime_gather_output, tp_group
+            self.hits.append(compat.multi_token.multi_token_hits(*told))
         return compute_language_model_loss(later.labels, logits)
 
 
 @dataclasses.dataclass(eq=False)
 class LossesOfRows:
-    """The losses of a step's rows, for the log of a stock script.
-
-    Its attributes are those of `LaterLosses`.
-    """
+    """The `LaterLosses` of a step's rows, for the log of a stock script."""
 
     token_weights: Sequence[float]
     undo: float
@@ -133,11 +118,7 @@ class LossesOfRows:
         return self._made[-1]
 
     def log(self, num_microbatches: int) -> None:
-        """Hand Megatron's log the sums over this rank's rows.
-
-        Args:
-            num_microbatches: by which stock code divides them.
-        """
+        """Hand Megatron's log the sums over this rank's rows, which it divides by this number."""
         # None of chunks without these layers.
         by_depth = list(zip(*(each.shares for each in self._made if each.shares), strict=True))
         hits = list(zip(*(each.hits for each in self._made if each.hits), strict=True))
@@ -152,11 +133,7 @@ def predict_later_tokens(
 ) -> None:
     """Let a row's packed-sequence parameters say what multi-token prediction is to do with it.
 
-    Args:
-        params: of the row.
-        chunk: the model chunk that runs it.
-        row: on the device.
-        losses: of the row; None leaves these layers out.
+    Without ``losses`` these layers are left out.
     """
     config = get_model_config(chunk)
     if not prediction_depths(config):
@@ -207,16 +184,13 @@ def _follow_parameters() -> None:
 
 
 def _mask_padding(layer: Any) -> None:
-    """Let a layer's routers leave padding out where Megatron does not tell it what is padding.
-
-    As `HybridModel` and, before 0.18, `GPTModel` do not.
-    """
+    """Let a layer's routers leave padding out where Megatron does not tell it what is padding."""
+    # HybridModel does not and, before 0.18, GPTModel does not.
     if hasattr(layer, "is_told_padding"):
         return
     layer.is_told_padding = True
 
-    def before_forward(module: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        del module
+    def before_forward(_: Any, arguments: Any, named: dict[str, Any]) -> Any:
         mask = getattr(named.get("packed_seq_params"), "own_padding_mask", None)
         if mask is None or named.get("padding_mask") is not None:
             return None

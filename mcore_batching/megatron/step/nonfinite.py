@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch.agreement.consensus import Statement
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import NonFiniteError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.options import Options
@@ -29,23 +30,16 @@ _NAMED = 3
 
 
 def is_checked(options: Options, optimizer: Any) -> bool:
-    """True if a step has to be finite, as in Megatron.
-
-    ``--no-check-for-nan-in-loss-and-grad`` turns the check off, and so does dynamic loss scaling,
-    whose optimizer skips infinite gradients itself.
-    """
+    """True if a step has to be finite, as in Megatron."""
     config = getattr(optimizer, "config", None)
-    # Dynamic scaling finds its scale by infinite gradients: they are no faults there.
+    # Dynamic scaling finds its scale by infinite gradients, which its optimizer skips.
     scaled = getattr(config, "fp16", False) and not getattr(config, "loss_scale", None)
     return bool(options.check_for_nan_in_loss_and_grad) and not scaled
 
 
 @contextlib.contextmanager
 def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -> Iterator[None]:
-    """Append the largest magnitude of each parameter's gradient [parameters], once they are made.
-
-    The tensor stays on the device. None unless ``checked``, and without a parameter.
-    """
+    """Append the largest magnitude of each parameter's gradient, if checked: ``[parameters]``."""
     if not checked:
         yield
         return
@@ -53,7 +47,6 @@ def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -
     finalize: Callable[..., None] = config.finalize_model_grads_func
     wrappers = [chunk.ddp_config for chunk in model if hasattr(chunk, "ddp_config")]
     overlaps = any(wrapper.overlap_grad_reduce for wrapper in wrappers)
-    were_checked = [wrapper.check_for_nan_in_grad for wrapper in wrappers]
 
     def finalize_and_measure(*arguments: Any, **options: Any) -> None:
         # Buckets may be in the middle of their reduction: gradients are whole once it has ended.
@@ -68,17 +61,14 @@ def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -
         if not overlaps:
             finalize(*arguments, **options)
 
-    config.finalize_model_grads_func = finalize_and_measure
-    # Megatron's check raises on one rank inside the pipeline, where the others wait.
-    for wrapper in wrappers:
-        wrapper.check_for_nan_in_grad = False
-    try:
+    # For the step alone: the model's configuration outlives it, and others train it, too.
+    with contextlib.ExitStack() as stack:
+        replace = compat.schedules.replaced
+        stack.enter_context(replace(config, "finalize_model_grads_func", finalize_and_measure))
+        # Megatron's check raises on one rank inside the pipeline, where the others wait.
+        for wrapper in wrappers:
+            stack.enter_context(replace(wrapper, "check_for_nan_in_grad", False))
         yield
-    finally:
-        # The model's configuration outlives the step, and others train it, too.
-        config.finalize_model_grads_func = finalize
-        for wrapper, was_checked in zip(wrappers, were_checked, strict=True):
-            wrapper.check_for_nan_in_grad = was_checked
 
 
 def faults(
@@ -87,24 +77,12 @@ def faults(
     model: list[Any],
     prepared: PreparedStep,
 ) -> tuple[str, str]:
-    """Losses and gradients of this rank that are not finite, in words; each "" if all is well.
-
-    Waits for the device, once for the losses of all micro-batches and once for all gradients.
-    """
+    """Losses and gradients of this rank that are not finite, in words; each "" if all is well."""
     return _loss_fault(collected, prepared), _gradient_fault(largest, model)
 
 
 def raise_on_all(job: Job, operation: str, found: tuple[str, str]) -> None:
-    """Raise on every rank what is not finite on any. A collective over all ranks.
-
-    Args:
-        job: the present one.
-        operation: the call, in words.
-        found: from `faults`, on this rank.
-
-    Raises:
-        NonFiniteError: always; naming losses, or gradients where all losses are finite.
-    """
+    """Raise on every rank what `faults` found on any. A collective over all ranks."""
     # Texts have their own agreement, since they cost a gather: this step is lost in any case.
     agreed = job.consensus.agree(
         f"{operation}, what is not finite", lambda: found, lambda found: Statement(tell=found)
@@ -122,30 +100,21 @@ def _loss_fault(collected: Sequence[Mapping[str, Tensor]], prepared: PreparedSte
     losses: list[float] = torch.stack([each["loss"].float() for each in collected]).tolist()
     replica = parallel_state.get_data_parallel_rank()
     samples = prepared.schedule.steps[prepared.step]
-    return _listed(
-        [
-            f"the loss of micro-batch {slot} (samples {list(samples[slot])} of data-parallel rank "
-            f"{replica}) is {loss}"
-            for slot, loss in enumerate(losses)
-            if not math.isfinite(loss)
-        ]
-    )
+    texts = [
+        f"the loss of micro-batch {slot} (samples {list(samples[slot])} of data-parallel rank "
+        f"{replica}) is {loss}"
+        for slot, loss in enumerate(losses)
+        if not math.isfinite(loss)
+    ]
+    return shortened(texts, _NAMED, "; ")
 
 
 def _gradient_fault(largest: Sequence[Tensor], model: list[Any]) -> str:
     if not largest or bool(largest[0].isfinite().all()):
         return ""
     found = zip(_gradients(model), largest[0].tolist(), strict=True)
-    return _listed(
-        [
-            f"the gradient of {name} is {value}"
-            for (name, _), value in found
-            if not math.isfinite(value)
-        ]
-    )
-
-
-def _listed(texts: Sequence[str]) -> str:
+    not_finite = [(name, value) for (name, _), value in found if not math.isfinite(value)]
+    texts = [f"the gradient of {name} is {value}" for name, value in not_finite]
     return shortened(texts, _NAMED, "; ")
 
 

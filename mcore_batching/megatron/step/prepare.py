@@ -41,21 +41,9 @@ def prepare(
 ) -> PreparedStep:
     """Collate all micro-batches of a step, and go on only if every rank could.
 
-    A collective over all ranks.
-
-    Args:
-        job: the present one.
-        model: this rank's model chunks, not read before the schedule is given.
-        operation: the call that is about to run the step, in words; the same on every rank.
-        step: which optimizer step.
-        schedule: gives the schedule; what it raises is raised on every rank.
-        forward_only: no backward passes, which might be split, and no losses of further tokens.
-        change: from a row to the one that the model and the loss get.
-        alike: gives further values by name, the same on every rank.
-
-    Raises:
-        CollationFailedError: on every rank, if finding or collating the step failed on any.
-        PlanMismatchError: on every rank, if they are not about to run the same step.
+    A collective over all ranks; what ``schedule`` raises, and what fails here, is raised on each.
+    ``model`` is not read before. ``forward_only`` leaves out losses of further tokens and split
+    passes, ``change`` gives the row that model and loss get, ``alike`` what else ranks compare.
     """
 
     def collate() -> PreparedStep:

@@ -39,22 +39,14 @@ def run_pipeline(
     """Run a step's rows forward, and backward unless ``forward_only``.
 
     Args:
-        job: the present one.
-        model: this rank's model chunks.
-        prepared: the step, the same rows on all stages.
         operation: the call, in words.
-        forward_step: called as Megatron calls it.
-        forward_only: no backward passes.
-        inside: a context manager of the caller's, entered last.
+        inside: a context manager of the caller's, around the passes and their split weights.
         rows: one iterator per model chunk; None: over the prepared rows.
         schedule: from ``get_forward_backward_func``; None: that which it gives now.
         options: further arguments of the schedule.
 
     Returns:
         what the last stage's loss function returned by row; temperatures that it asked for.
-
-    Raises:
-        PipelineFailedError: on every rank that can still be reached, if anything raised on any.
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
     deferred = None if forward_only else deferred_weights(job, prepared)
@@ -98,10 +90,7 @@ def _timed(
 
 @contextlib.contextmanager
 def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
-    """Write down a step whose passes run inside, for ``mcore-batching replay``.
-
-    A collective over all ranks where steps are recorded.
-    """
+    """Write down a step whose passes run inside; a collective over all ranks if steps are."""
     recorder = job.recorder
     if recorder is None:
         yield

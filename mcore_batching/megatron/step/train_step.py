@@ -1,12 +1,8 @@
 """`train_step`: one optimizer step over its micro-batches, exact whatever the packing.
 
-The loss function returns shares (see `mcore_batching.batch.loss`): what it returns for all
-micro-batches of all ranks adds up to the step's loss. Megatron's schedules and its data-parallel
-wrapper divide losses in ways of their own; `train_step` multiplies by exactly what they divide by:
-
-- with ``calculate_per_token_loss`` gradients are summed and then divided by the tokens of the
-  step, counted as the micro-batches report them;
-- without it each micro-batch is divided by their number, and ranks are averaged.
+The loss function returns shares (see `mcore_batching.batch.loss`), which add up to the step's loss
+over all micro-batches of all ranks. Megatron's schedules and its data-parallel wrapper divide
+losses in ways of their own; `train_step` multiplies by exactly what they divide by.
 
 Megatron's scheduler counts an optimizer step as a global batch of samples, however many it held.
 So does `train_step`: turns of a trajectory, samples of a short last step and padding samples change
@@ -70,14 +66,12 @@ class TrainStepResult:
             pipeline stage, empty elsewhere.
         grad_norm: norm of all gradients before clipping; None where the optimizer gives none.
         update_successful: False if the step was skipped, which leaves weights, optimizer and
-            scheduler alone: by the optimizer (overflow in mixed precision), for a loss or gradient
-            that is not finite, on request, or because the step has no sample on any rank, padding
-            samples aside.
+            scheduler alone: by the optimizer (overflow in mixed precision), on request for what is
+            not finite, or because no rank has a sample, padding samples aside.
         totals: what the samples of the step add up to, over all ranks.
         num_microbatches: forward passes of this rank, placeholders included.
-        consumed_samples: samples that the step counts as, to be added to Megatron's
-            ``args.consumed_train_samples``, skipped or not: 0 without any sample, else the
-            increment; None where it is not known.
+        consumed_samples: to be added to Megatron's ``args.consumed_train_samples``, skipped or not:
+            0 without any sample, else the increment; None where it is not known.
     """
 
     metrics: dict[str, float]
@@ -102,16 +96,16 @@ def train_step(
 ) -> TrainStepResult:
     """Forward, backward and one update over the micro-batches of one optimizer step.
 
-    A collective over all ranks. A step without samples, or of padding samples alone, updates
-    nothing: an optimizer with momentum would move the weights without a gradient. A step of samples
-    without trainable tokens is an update, as it is unpacked.
+    A collective over all ranks; what fails on one is raised on all that can be reached. A step
+    without samples, or of padding samples alone, updates nothing; one of samples without trainable
+    tokens does, as it would unpacked.
 
     Args:
         loss_function: called on the last stage with the logits
             ``[1, local tokens, local vocabulary]`` (float32 unless
             ``--dynamic-batch-logits-in-model-dtype``), the micro-batch and the step's totals;
-            returns this micro-batch's share of the loss and shares of metrics, each a tensor of one
-            value, with the same names for every micro-batch on every rank, placeholders included.
+            returns its share of the loss and of metrics by name, each a tensor of one value, the
+            same names for every micro-batch on every rank, placeholders included.
         args: Megatron's arguments.
         model: this rank's model chunks in Megatron's data-parallel wrapper.
         data_iterator: from `get_data_iterator`.
@@ -121,22 +115,18 @@ def train_step(
             updated; None: none.
         step: which of the schedule's steps.
         increment: samples that the step counts as in the scheduler's ``lr_decay_steps``, over all
-            ranks: what Megatron multiplies ``train_iters`` by. Where a trajectory has several
-            samples, prompts per step times trajectories per prompt. None: the global batch size
-            that cut the steps, or ``rollout_data["dynamic_global_batch_size"]`` beside ``steps`` of
-            your own; without it a scheduler needs `increment`.
+            ranks: where a trajectory has several, prompts per step times trajectories per prompt.
+            None: the global batch size that cut the steps, or
+            ``rollout_data["dynamic_global_batch_size"]`` beside ``steps`` of your own.
 
     Raises:
-        ConfigError: `increment` is not an integer of 1 or more, or is needed and not there; a
-            `CollationFailedError` where not on all ranks.
-        NonFiniteError: on every rank, if a loss or gradient is NaN or infinite on any; nothing is
-            updated.
-        PipelineFailedError: on every rank that can still be reached, if the model, the schedule or
-            the optimizer raised on any.
-        CollationFailedError: on every rank, if the arguments could not be read or the samples not
-            be collated on any.
-        ForwardFailedError: on every rank, if the loss function raised on any, or returned no
-            tensors of one value, or other names than elsewhere; nothing is updated.
+        ConfigError: `increment` is below 1, or a scheduler needs it; a `CollationFailedError` where
+            not on all ranks.
+        CollationFailedError: arguments could not be read, or samples not be collated.
+        ForwardFailedError: the loss function raised, or returned no tensors of one value, or other
+            names than elsewhere; nothing is updated.
+        NonFiniteError: a loss or gradient is NaN or infinite; nothing is updated.
+        PipelineFailedError: the model, the schedule or the optimizer raised.
     """
     job = job_of(args)
 
@@ -206,11 +196,7 @@ def _forward_backward(
     prepared: PreparedStep,
     ready: contextlib.AbstractContextManager[None],
 ) -> CollectedShares:
-    """Gradients of the step in the model's buffers, and what the loss function did meanwhile.
-
-    A micro-batch for which it raised counts as 0, since the pipeline has to run dry before all
-    ranks can be told.
-    """
+    """Gradients of the step in the model's buffers, and what the loss function did meanwhile."""
     failed: list[Exception] = []
     # Made anew for each step, so that reading them is noticed once a step.
     totals = WatchedTotals(**dataclasses.asdict(prepared.totals))
@@ -221,7 +207,6 @@ def _forward_backward(
     def forward_step(
         rows: Iterator[PreparedRow], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
-        del unused
         prepared_row = next(rows)
         later = LaterLosses(prepared_row.row, prepared.token_weights, undo_later, is_fused=is_fused)
         made, logits_of = run_for_losses(job.options, chunk, prepared_row.row, later)
@@ -238,6 +223,7 @@ def _forward_backward(
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
             except Exception as exception:
+                # The pipeline has to run dry before all ranks can be told.
                 job.defer(failed, exception, prepared_row.row)
                 # Attached like any other: the stages before this one wait for its gradient.
                 nothing = output.new_zeros((), dtype=torch.float32)
@@ -259,10 +245,7 @@ def _forward_backward(
 
 
 def _divisors(prepared: PreparedStep, *, per_token: bool) -> tuple[int, int]:
-    """The divisors of Megatron's own, of the losses and of those of later tokens.
-
-    Multiplied in first, it cancels out.
-    """
+    """What Megatron will divide losses by, and those of later tokens; multiplied in, it cancels."""
     if per_token:
         # A step without trainable tokens has shares of 0, whatever they are multiplied by.
         tokens = max(prepared.totals.num_tokens, 1)

@@ -1,9 +1,8 @@
 """Shapes of what pipeline stages send each other, taken from the plan.
 
-With variable lengths Megatron lets neighbours exchange the shape of every tensor before they send
-it, and waits for the device each time. All stages of a replica run the same rows, in an order that
-the schedule fixes: so each knows beforehand what it will receive. What it sends is compared with
-what its neighbour expects, and a difference raises before anything is sent.
+With variable lengths Megatron's neighbours exchange the shape of every tensor first, and wait for
+the device each time. All stages of a replica run the same rows in an order that the schedule fixes:
+each knows beforehand what it will receive. Another shape raises before anything is sent.
 """
 
 from __future__ import annotations
@@ -30,17 +29,7 @@ Shape = list[int]
 def planned_transfers(
     options: Options, model: Sequence[Any], prepared: PreparedStep, *, forward_only: bool
 ) -> Iterator[None]:
-    """Let the pipeline of a step run without exchanges of shapes.
-
-    Does nothing without pipeline stages, under ``--dynamic-batch-no-planned-shapes``, and where
-    Megatron exchanges shapes in a way that is not known here.
-
-    Args:
-        options: of the job.
-        model: this rank's model chunks.
-        prepared: the step; its rows are the same on all stages.
-        forward_only: no backward passes.
-    """
+    """Let the pipeline of a step run without exchanges of shapes, if it has stages."""
     dims = prepared.schedule.dims
     # Without other stages nothing is sent.
     if dims.pipeline_parallel == 1 or options.no_planned_shapes:
@@ -62,11 +51,7 @@ def planned_transfers(
 class PlannedTransfers:
     """The shapes of one stage's transfers, in the order in which its schedule asks for them.
 
-    Args:
-        shapes: of each micro-batch's hidden states ``[tokens of this rank, 1, hidden size]``.
-        dims: the job's parallel dims.
-        stage: pipeline rank.
-        forward_only: no backward passes.
+    ``shapes`` are of each micro-batch's hidden states ``[tokens of this rank, 1, hidden size]``.
     """
 
     def __init__(
@@ -78,13 +63,8 @@ class PlannedTransfers:
         order = Schedule(dims=dims, forward_only=forward_only).order(stage, len(shapes))
 
         def of(kind: Kind, beyond: tuple[int, int]) -> Iterator[Shape]:
-            return iter(
-                [
-                    shapes[slot]
-                    for its_kind, chunk, slot in order
-                    if its_kind == kind and (stage, chunk) != beyond
-                ]
-            )
+            passes = [each for each in order if each.kind == kind]
+            return iter([shapes[p.slot] for p in passes if (stage, p.chunk) != beyond])
 
         self._from_previous, self._to_next = of("F", first), of("F", last)
         self._from_next, self._to_previous = of("B", last), of("B", first)
@@ -96,12 +76,7 @@ class PlannedTransfers:
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape, Shape]:
-        """The shapes that come from the previous and from the next stage, as Megatron asks.
-
-        Raises:
-            DynamicBatchArgumentError: a tensor to be sent has another shape than was planned, or
-                there are more transfers than were planned.
-        """
+        """The shapes that come from the previous and from the next stage, as Megatron asks."""
         # Compared before anything is sent: a neighbour that receives another shape hangs or
         # reads garbage.
         if tensor_send_next is not None:
@@ -127,7 +102,5 @@ def _check(shape: Shape, planned: Shape | None) -> None:
 
 def _planned(shape: Shape | None) -> Shape:
     if shape is None:
-        raise DynamicBatchArgumentError(
-            f"the pipeline makes more transfers than its schedule has; {_ADVICE}"
-        )
+        raise DynamicBatchArgumentError(f"more transfers than its schedule has; {_ADVICE}")
     return shape

@@ -12,22 +12,14 @@ from mcore_batching.planning import Argument, ConfigError, at_least
 
 
 def check_updates(model: list[Any], optimizer: Any) -> None:
-    """Refuse what Megatron would fail over in the middle of a step.
-
-    Raises:
-        TypeError: the model is not wrapped, or the optimizer is not Megatron's.
-    """
+    """Refuse a model or an optimizer over which Megatron would fail in the middle of a step."""
     if not all(hasattr(chunk, "zero_grad_buffer") for chunk in model):
-        raise TypeError(
-            "model must be wrapped in Megatron's DistributedDataParallel, got "
-            f"{', '.join(type(chunk).__name__ for chunk in model)}"
-        )
+        kinds = ", ".join(type(chunk).__name__ for chunk in model)
+        raise TypeError(f"model must be wrapped in Megatron's DistributedDataParallel, got {kinds}")
     # By what a step calls: Megatron has several optimizers without a base of their own.
     if not all(hasattr(optimizer, name) for name in ("zero_grad", "scale_loss", "step")):
-        raise TypeError(
-            "optimizer must be Megatron's, from get_megatron_optimizer, got "
-            f"{type(optimizer).__name__}"
-        )
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer must be Megatron's, from get_megatron_optimizer, got {kind}")
 
 
 def make_ready(model: list[Any], optimizer: Any) -> None:
@@ -67,20 +59,15 @@ def _zero_gradients(model: list[Any], optimizer: Any) -> None:
 def samples_counted(
     given: int | None, schedule: MicroBatchSchedule, *, is_needed: bool = False
 ) -> int | None:
-    """Samples that a step counts as; None where neither the caller nor the schedule says.
-
-    Raises:
-        ConfigError: the caller's is not an integer of 1 or more, or nobody says and it `is_needed`.
-    """
+    """Samples that a step counts as; None where neither the caller nor the schedule says."""
     if given is not None:
         return at_least("increment", given, 1, ConfigError)
     if schedule.samples_per_step is None and is_needed:
         raise ConfigError(
-            "the steps were not cut by ",
+            "no ",
             Argument("global_batch_size"),
-            ", so their size is not known; set ",
+            " says how many samples a step is; set ",
             Argument("increment"),
-            " to what lr_decay_steps counts a step as: prompts per step times trajectories per "
-            "prompt (1 where it counts steps)",
+            " to what lr_decay_steps counts a step as: prompts times trajectories of each, or 1",
         )
     return schedule.samples_per_step

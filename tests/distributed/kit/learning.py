@@ -18,11 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
 
 from kit.exactness import arguments
 from kit.groups import forget_job
-from kit.model import adam, transformer_config
+from kit.model import adam, quick_model, transformer_config
 from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import VOCABULARY
@@ -129,19 +128,6 @@ def samples_of(lengths: list[int]) -> dict[str, list[Any]]:
         "rollout_log_probs": [torch.zeros(1)] * count,
         "ref_log_probs": [torch.zeros(1)] * count,
     }
-
-
-def quick_model(shape: ParallelDims, longest: int = CAP) -> list[Any]:
-    """A layer in each chunk, which computes in no time."""
-    config = transformer_config(
-        "moe" if shape.expert_parallel > 1 else "dense",
-        num_layers=shape.pipeline_parallel * shape.virtual_pipeline,
-        hidden_size=8,
-        ffn_hidden_size=8,
-        **pipeline_config(shape),
-    )
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return build_model(config, vocab_size=VOCABULARY, max_sequence_length=longest, ddp=ddp)
 
 
 def learn(
@@ -262,8 +248,7 @@ def in_turns(
     config = transformer_config(
         "dense", hidden_size=hidden_size, ffn_hidden_size=4 * hidden_size, **pipeline_config(shape)
     )
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = build_model(config, vocab_size=VOCABULARY, max_sequence_length=cap, ddp=ddp)
+    model = build_model(config, vocab_size=VOCABULARY, max_sequence_length=cap)
     optimizer = adam(model, distributed=False)
     loss = functools.partial(packed_objective, name=objective)
     rank, ranks = parallel_state.get_data_parallel_rank(), shape.data_parallel
@@ -298,7 +283,7 @@ def alternate(dims: dict[str, Any], hidden: list[dict[str, Any]], num_steps: int
         what was learnt of each.
     """
     shape = ParallelDims(**dims)
-    models = [quick_model(shape) for _ in hidden]
+    models = [quick_model(shape, CAP) for _ in hidden]
     optimizers = [adam(model, distributed=False) for model in models]
     args = arguments(
         shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model=None, dynamic_batch_plan_effort=60
@@ -365,12 +350,12 @@ def resume(**parameters: Any) -> dict[str, Any]:
         if name == "unreadable":
             saved = SimpleNamespace(dynamic_batch_learnt_costs={"of": "another version"})
             take_over_learnt_costs(args, saved)
-        reference = quick_model(shape)
+        reference = quick_model(shape, CAP)
         try:
             # A model that only runs forward takes nothing of what was saved.
             request = RolloutRequest(job_of(args), reference, DEFAULT_SCHEMA, forward_only=True)
             plan_rollout(request, data)
-            iterators, _ = get_data_iterator(args, quick_model(shape), data)
+            iterators, _ = get_data_iterator(args, quick_model(shape, CAP), data)
             found[name] = json.loads(schedule_of(iterators).cost_model.to_json())
         except CollectiveError as error:
             found[name] = f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ from mcore_batching.megatron import (
     response_log_probs_and_entropy,
 )
 from mcore_batching.megatron.logits.fused_output import FusedLogits
-from mcore_batching.megatron.logits.log_probs import CHUNK_TOKENS
+from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 HIDDEN = 32
 
@@ -133,7 +133,9 @@ class _PlainChunks(torch.autograd.Function):
             [
                 torch.log_softmax(part.float(), -1).gather(1, target[:, None])[:, 0]
                 for part, target in zip(
-                    rows.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True
+                    rows.split(LOG_PROB_CHUNK_TOKENS),
+                    targets.split(LOG_PROB_CHUNK_TOKENS),
+                    strict=True,
                 )
             ]
         )
@@ -143,9 +145,9 @@ class _PlainChunks(torch.autograd.Function):
         rows, targets = ctx.saved_tensors
         gradients = []
         for part, target, grad in zip(
-            rows.split(CHUNK_TOKENS),
-            targets.split(CHUNK_TOKENS),
-            grads[0].split(CHUNK_TOKENS),
+            rows.split(LOG_PROB_CHUNK_TOKENS),
+            targets.split(LOG_PROB_CHUNK_TOKENS),
+            grads[0].split(LOG_PROB_CHUNK_TOKENS),
             strict=True,
         ):
             gradient = torch.softmax(part.float(), -1).neg_()

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.exactness import arguments, log_probs_of
-from kit.model import MAX_SEQUENCE_LENGTH, transformer_config
 from kit.objective import packed_objective
-from kit.samples import make_samples, take
+from kit.samples import VOCABULARY, make_samples, take
+from kit.split_backward import small_model
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals, token_mean
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
 from mcore_batching.batch.rows.pack import pack
@@ -26,10 +25,7 @@ from mcore_batching.megatron import (
     response_log_probs_and_entropy,
     train_step,
 )
-from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import ParallelDims
-
-VOCABULARY = 64
 
 
 def compare(temperature: float, chunk_tokens: int, dtype: str) -> dict[str, float]:
@@ -153,16 +149,11 @@ class _Operations(TorchDispatchMode):
 class _Job:
     """A model and a step over its samples, without an update."""
 
-    def __init__(self, dims: ParallelDims, dtype: torch.dtype, **options: Any) -> None:
-        half = {"bf16": dtype is torch.bfloat16, "params_dtype": dtype, "pipeline_dtype": dtype}
-        self.dims = dims
-        self.model = build_model(
-            transformer_config("dense", **pipeline_config(dims), init_method_std=0.2, **half),
-            vocab_size=VOCABULARY,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True),
-            **options,
-        )
+    def __init__(self, dims: dict[str, Any], dtype: torch.dtype, **options: Any) -> None:
+        self.dims = ParallelDims(**dims)
+        half = {"bf16": True} if dtype is torch.bfloat16 else {}
+        ddp = {"overlap_grad_reduce": True}
+        self.model = small_model(dims, ddp=ddp, init_method_std=0.2, **half, **options)
         self.touched: set[str] = set()
         for name, parameter in self.model[0].named_parameters():
             parameter.register_hook(lambda grad, name=name: self.touched.add(name))
@@ -198,7 +189,7 @@ class _Job:
 
 def fused_against_plain(dims: dict[str, Any], tied: bool) -> dict[str, Any]:
     """Differences that fusing the output layer makes; hooks that a constant loss fires."""
-    job = _Job(ParallelDims(**dims), torch.float32, share_embeddings_and_output_weights=tied)
+    job = _Job(dims, torch.float32, tied=tied)
     on = {"dynamic_batch_fuse_output_layer": True, "dynamic_batch_log_prob_chunk_tokens": 23}
     kinds: set[str] = set()
 
@@ -228,7 +219,7 @@ def fused_against_plain(dims: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 def settings_of_a_step() -> dict[str, Any]:
     """What the flags of log-probs, and losses that do not depend on the logits, do to a step."""
-    job = _Job(ParallelDims(), torch.bfloat16)
+    job = _Job({}, torch.bfloat16)
     usual, gradients = job.step()
     every = set(job.touched)
     short, _ = job.step(dynamic_batch_log_prob_chunk_tokens=3)

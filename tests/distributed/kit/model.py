@@ -237,6 +237,18 @@ def sharded_model(
     return model
 
 
+def quick_model(shape: ParallelDims, longest: int) -> list[Any]:
+    """A layer in each chunk, which computes in no time."""
+    config = transformer_config(
+        "moe" if shape.expert_parallel > 1 else "dense",
+        num_layers=shape.pipeline_parallel * shape.virtual_pipeline,
+        hidden_size=8,
+        ffn_hidden_size=8,
+        **pipeline_config(shape),
+    )
+    return build_model(config, vocab_size=VOCABULARY, max_sequence_length=longest)
+
+
 def freeze(kind: str, chunk: Any) -> None:
     """Of the kind ``"frozen"`` train the output projections of attention alone; of ``"lora"`` put
     adapters beside all that attention projects, and train these alone."""

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 from kit.blocking_p2p import blocking_p2p
 from kit.exactness import arguments
-from kit.model import transformer_config
+from kit.model import quick_model
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.megatron.step.chunk_forward import run_chunk
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.transfer_shapes import planned_transfers
@@ -59,31 +57,13 @@ def operations(
         the passes of every step.
     """
     shape = ParallelDims(**dims)
-    model = build_model(
-        transformer_config(
-            "dense",
-            num_layers=shape.pipeline_parallel * shape.virtual_pipeline,
-            hidden_size=8,
-            ffn_hidden_size=8,
-            **pipeline_config(shape),
-        ),
-        vocab_size=VOCABULARY,
-        max_sequence_length=64,
-        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-    )
+    model = quick_model(shape, 64)
     kinds = 1 + max((kind for (kind,) in which_cost), default=0) if which_cost else 1
     stage = parallel_state.get_pipeline_model_parallel_rank()
     first = which_cost[stage][0] if which_cost else 0
+    settings = seconds_per_cost, backward_ratio, exchange_shapes
     return [
-        _one_step(
-            shape,
-            model,
-            costs[first::kinds],
-            forward_only,
-            seconds_per_cost,
-            backward_ratio,
-            exchange_shapes,
-        )
+        _one_step(shape, model, costs[first::kinds], forward_only, *settings)
         for costs, forward_only in steps
     ]
 

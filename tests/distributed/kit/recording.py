@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
 
 from kit.exactness import arguments
 from kit.model import adam, transformer_config
@@ -52,7 +51,6 @@ def record(
         transformer_config("dense", **pipeline_config(shape)),
         vocab_size=VOCABULARY,
         max_sequence_length=256,
-        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
     optimizer = adam(model, distributed=False)
     args = arguments(

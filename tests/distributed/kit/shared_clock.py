@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from kit.exactness import arguments
-from kit.learning import quick_model, samples_of
-from kit.model import adam
+from kit.learning import samples_of
+from kit.model import adam, quick_model
 from kit.objective import packed_objective
 from kit.operations import passes_of
 from mcore_batching.megatron import get_data_iterator, schedule_of, train_step

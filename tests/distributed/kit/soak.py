@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
 
 from kit.exactness import arguments, log_probs_of
 from kit.model import adam, transformer_config
@@ -59,8 +58,7 @@ def soak(
             "num_attention_heads": 2,
         },
     )
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = build_model(config, vocab_size=VOCABULARY, max_sequence_length=MOST_TOKENS, ddp=ddp)
+    model = build_model(config, vocab_size=VOCABULARY, max_sequence_length=MOST_TOKENS)
     optimizer = adam(model, distributed=False)
     args = arguments(shape, max_tokens_per_gpu=2 * MOST_TOKENS)
     generator = random.Random(f"{seed}, {parallel_state.get_data_parallel_rank()}")

@@ -395,56 +395,43 @@ def refused(dims: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
     return said
 
 
-def without_effect(
-    dims: dict[str, Any], planner: dict[str, Any] | None = None, kind: str = "dense"
-) -> list[str]:
+def one_step(model: list[Any], dims: dict[str, Any], **planner: Any) -> None:
+    """A training step under the flag."""
+    args = arguments(ParallelDims(**dims), **ALL | planner)
+    iterators, counts = get_data_iterator(args, model, my_samples(dims))
+    train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+
+
+def without_effect(dims: dict[str, Any], kind: str = "dense") -> list[str]:
     """What two steps print of the flag."""
     model = small_model(dims, kind)
-    args = arguments(ParallelDims(**dims), **ALL | (planner or {}))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         for _ in range(2):
-            iterators, counts = get_data_iterator(args, model, my_samples(dims))
-            train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+            one_step(model, dims)
             assert job_of().memory.only(LastStep).weights is None
     return [line for line in printed.getvalue().splitlines() if "split-backward" in line]
 
 
-def infinite_weights(dims: dict[str, Any]) -> str:
-    """The error of a step in which one rank's weight gradients alone are infinite."""
-    model = small_model(dims)
-    args = arguments(ParallelDims(**dims), **ALL)
-    iterators, counts = get_data_iterator(args, model, my_samples(dims))
+def failed_step(dims: dict[str, Any], infinite: bool) -> str:
+    """The error of a step in which the last rank's weight gradients alone are infinite, or in which
+    it alone runs W at the end."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
 
     def add(weight: Any, *rest: Any, **options: Any) -> None:
         del rest, options
         weight.main_grad.fill_(math.inf)
 
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    replaced = mock.patch.object(linear_layers, "add_weight_gradient", add)
-    try:
-        with (
-            replaced if is_last else contextlib.nullcontext(),
-            mock.patch.object(prepare, "planned_split", left_to_the_end),
-        ):
-            train_step(packed_objective, args, model, iterators, counts, adam(model, False))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def other_split(dims: dict[str, Any]) -> str:
-    """The error of a step in which the last rank alone runs W at the end."""
     model = small_model(dims)
-    args = arguments(ParallelDims(**dims), **ALL)
-    iterators, counts = get_data_iterator(args, model, my_samples(dims))
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    planned = left_to_the_end if is_last else planned_split
-    try:
-        with mock.patch.object(prepare, "planned_split", planned):
-            train_step(packed_objective, args, model, iterators, counts, adam(model, False))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    with contextlib.ExitStack() as stack:
+        if infinite and is_last:
+            stack.enter_context(mock.patch.object(linear_layers, "add_weight_gradient", add))
+        if infinite or is_last:
+            stack.enter_context(mock.patch.object(prepare, "planned_split", left_to_the_end))
+        try:
+            one_step(model, dims)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -452,7 +439,6 @@ def order_of_reductions(dims: dict[str, Any], **settings: Any) -> list[list[int]
     """Number of each bucket group in the order in which a step reduces them, for two steps, under
     plans that differ from one data-parallel rank to the next."""
     model = small_model(dims, **settings)
-    args = arguments(ParallelDims(**dims), **ALL)
     groups = [group for chunk in model for group in chunk.bucket_groups]
     orders: list[list[int]] = []
     start = type(groups[0]).start_grad_sync
@@ -471,8 +457,7 @@ def order_of_reductions(dims: dict[str, Any], **settings: Any) -> list[list[int]
     ):
         for _ in range(2):
             orders.append([])
-            iterators, counts = get_data_iterator(args, model, my_samples(dims))
-            train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+            one_step(model, dims)
     return orders
 
 
@@ -491,7 +476,6 @@ def recorded_step(
         seconds_per_part: of the sleep.
     """
     model = small_model(dims)
-    args = arguments(ParallelDims(**dims), **ALL)
     events: list[Event] = []
 
     def timed(what: str, names: Callable[..., str], function: Callable[..., Any]) -> Any:
@@ -541,6 +525,5 @@ def recorded_step(
             *([(prepare, "planned_split", last_split)] if last_alone else []),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        iterators, counts = get_data_iterator(args, model, my_samples(dims))
-        train_step(packed_objective, args, model, iterators, counts, adam(model, False))
+        one_step(model, dims)
     return events

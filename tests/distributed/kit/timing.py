@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
 
 from kit.exactness import arguments, counted_tokens, log_probs_of
-from kit.learning import quick_model
-from kit.model import adam, named_parameters, transformer_config
+from kit.model import adam, named_parameters, quick_model, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from mcore_batching.batch import sample_mean, token_mean
@@ -81,7 +79,6 @@ def step_share(
         config,
         vocab_size=VOCABULARY,
         max_sequence_length=8 * median_tokens,
-        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
     optimizer = adam(model, distributed=False)
     args = arguments(shape, max_tokens_per_gpu=8 * median_tokens)
@@ -168,7 +165,6 @@ def shared_prefixes(
         transformer_config("dense", hidden_size=64, ffn_hidden_size=256),
         vocab_size=VOCABULARY,
         max_sequence_length=max_tokens,
-        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
     )
     before = [parameter.detach().clone() for _, parameter in named_parameters(model)]
     apart, merged = _turns(trajectories)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron import get_data_iterator
-from mcore_batching.megatron.logits.log_probs import CHUNK_TOKENS
+from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 VOCABULARY, SMALL, TOKENS = 152064, 1024, 16384
 LIMIT, TOLERANCE = 0.7, 1.15
@@ -41,7 +41,7 @@ def main() -> None:
             f"at most {LIMIT}",
             share <= LIMIT,
         )
-    logits, chunk = copy / 2, 4 * CHUNK_TOKENS * VOCABULARY
+    logits, chunk = copy / 2, 4 * LOG_PROB_CHUNK_TOKENS * VOCABULARY
     weights = 2 * 2 * VOCABULARY * sizes.hidden
     predicted = small["step"] + logits + 3 * chunk + weights
     setting.report(
