@@ -164,7 +164,7 @@ def build_dp_schedule(
                 micro_batches[rank].append(list(range(first, first + len(samples))))
     counts = [step.num_microbatches for step in plan.steps]
     # slime scales a step's loss by its rollouts, which may have several samples each.
-    sizes = [len({rollout_indices[i] for i in step.sample_indices}) for step in plan.steps]
+    sizes = [len({rollout_indices[sample] for sample in step}) for step in steps]
     return partitions, micro_batches, counts, sizes
 
 
