@@ -25,6 +25,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import arguments, options
 from mcore_batching.megatron.job.arguments import add_dynamic_batch_arguments, flag_of
 from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.maker import IN_LINE
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rollout.step_shard import StepShard
 from mcore_batching.planning import (
@@ -271,8 +272,8 @@ def test_without_the_flag_there_is_no_cap() -> None:
     options = Options.of(args)
     config = options.planner_config()
     settings = Settings(ParallelDims(), config, CostModel())
-    packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed()
-    [filling] = packed.filled([4.0, 5.0])
+    packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed(IN_LINE)
+    [filling] = packed.filled([4.0, 5.0], IN_LINE)
     assert filling.micro_batches == ((0, 1), (2, 3), (), (4,))
 
 

@@ -24,6 +24,7 @@ from mcore_batching.integrations.megatron_lm.reading_ahead import (
 )
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA, unpadded_samples
 from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rollout.maker import IN_LINE, Plan
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.planning_protocol import begin_step
 from mcore_batching.megatron.rollout.rollout import RolloutRequest
@@ -31,9 +32,8 @@ from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.topology import vocabulary_size
-from mcore_batching.planning import CostModel, StepPlan
+from mcore_batching.planning import CostModel
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
-from mcore_batching.planning.planning_process import PlanRequest
 
 
 class StockSteps:
@@ -67,7 +67,7 @@ class StockSteps:
         """
         if forward_only:
             return self._planned(
-                job, "evaluation", None, chunks=chunks, drawn=drawn, forward_only=True
+                job, "evaluation", IN_LINE, chunks=chunks, drawn=drawn, forward_only=True
             )
         ahead, cost_model = self._plans_ahead(job), self._cost_model_of_rerun()
         self._is_rerun = cost_model is not None
@@ -79,7 +79,7 @@ class StockSteps:
             prepared = self._planned(
                 job,
                 "training",
-                None if ahead is None else ahead.plan,
+                IN_LINE if ahead is None else ahead.plan,
                 chunks=chunks,
                 drawn=drawn,
                 cost_model=cost_model,
@@ -113,7 +113,7 @@ class StockSteps:
         self,
         job: Job,
         operation: str,
-        plan: Callable[[PlanRequest], StepPlan] | None,
+        plan: Plan,
         *,
         chunks: list[Any],
         drawn: Callable[[], Batches | None],

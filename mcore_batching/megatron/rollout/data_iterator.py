@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -11,8 +10,7 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
-from mcore_batching.megatron.rollout.planned_rollout import NumMicroBatches, PlannedRollout
+from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
 from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -84,11 +82,7 @@ class DataIterator:
 
 
 def rollout_of(data_iterator: Sequence[DataIterator]) -> PlannedRollout:
-    """The planned batch that the iterators of one call walk through.
-
-    Raises:
-        TypeError: they are not what `get_data_iterator` returned.
-    """
+    """The planned batch of `schedule_of`, which may be made of its first step alone by now."""
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
     if not isinstance(first, DataIterator):
         raise TypeError(
@@ -165,27 +159,19 @@ def get_data_iterator(
     """
 
     job = job_of(args)
-    read = functools.partial(_read, job.options)
+
+    def read(given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+        # Inside the first agreement: raised before it, the other ranks would wait.
+        shares_rows = job.options.max_context_parallel is not None
+        check_forward_plan(job.options, shares_rows=shares_rows)
+        return given
+
     request = RolloutRequest(job, model, schema, read, steps, cost_model)
     return planned_iterators(request, rollout_data)
 
 
-def _read(options: Options, given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
-    # Inside the first agreement: raised before it, the other ranks would wait.
-    check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
-    return given
-
-
 def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
-    """Refuse a plan of forward passes alone where ranks share rows.
-
-    Args:
-        options: of the job.
-        shares_rows: training was, or is going to be, planned with dynamic CP.
-
-    Raises:
-        DynamicBatchArgumentError: there would be one.
-    """
+    """Refuse a plan of forward passes alone where ranks share rows, in a plan made or to come."""
     if shares_rows and options.has_own_forward_plan:
         raise DynamicBatchArgumentError(
             "forward_only has no plan of its own where ranks share rows; unset "
@@ -198,14 +184,8 @@ def planned_iterators(
     request: RolloutRequest, given: Any
 ) -> tuple[list[DataIterator], Sequence[int]]:
     """As `get_data_iterator`, of any request. A collective over all ranks."""
-    planned = plan_rollout(request, given)
-    schedule = planned.schedule
-    # Shared, so that `add_fields` on one list reaches every stage's iterator.
-    rollout = PlannedRollout(schedule)
-    counts: Sequence[int] = schedule.num_microbatches
-    if planned.plan_later is not None:
-        wait = request.job.memory.only(PlansAhead).begin_rollout(request.job, planned.make_all)
-        rollout = PlannedRollout(schedule, wait, planned.num_steps)
-        counts = NumMicroBatches(rollout)
+    rollout = plan_rollout(request, given)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
-    return [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)], counts
+    # All share the rollout, so that `add_fields` on one list reaches every stage's iterator.
+    iterators = range(rollout.of_step(0).dims.virtual_pipeline)
+    return [DataIterator(rollout) for _ in iterators], rollout.num_microbatches()

@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from operator import methodcaller
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,17 +33,15 @@ plan on a busy core is more often made twice; doubled, a job whose process is st
 longer, once."""
 
 Plan = Callable[[Request[Any]], Any]
+IN_LINE: Plan = methodcaller("plan")
+"""Plans where it is called."""
 Make = Callable[[Job, str, Plan], Any]
 """``(job, operation, plan) -> what is made``: all of the planning protocol, and what follows it."""
 Planned = Future[tuple[Request[Any], Any]]
 
 
 class Ahead:
-    """One step that is made ahead.
-
-    Args:
-        job: the present one.
-        make: called in the thread.
+    """One step that is made ahead, by a function that is called in the thread.
 
     Attributes:
         plan: its plan; whoever waits for it no longer cancels it.
@@ -76,10 +75,7 @@ class Ahead:
 class RolloutAhead(Ahead):
     """Later steps of a rollout, of which any number of plans are asked.
 
-    Args:
-        job: the present one.
-        make: called in the thread.
-        say: prints why this rank makes a plan in the thread.
+    `say` prints why this rank makes a plan in the thread.
     """
 
     def __init__(self, job: Job, make: Make, say: Callable[[Exception], None]) -> None:
@@ -89,11 +85,7 @@ class RolloutAhead(Ahead):
         self.watch: FailureWatch | NoWatch = job.watch
 
     def planned(self, maker: Maker, request: Request[Any]) -> Any:
-        """The plan of a request, by the process, or where that one is lost or late by the thread.
-
-        Raises:
-            As `plan_step`.
-        """
+        """By the process, or where that one is lost or late by the thread."""
         asked: Planned = Future()
         maker.ask(asked, request)
         try:

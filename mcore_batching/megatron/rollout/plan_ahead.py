@@ -37,9 +37,9 @@ from mcore_batching.megatron.rollout.maker import Ahead, Make, Maker, RolloutAhe
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.planning import CostModel, PlanningError, StepPlan
+from mcore_batching.planning import CostModel, PlanningError
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
-from mcore_batching.planning.planning_process import PlanRequest
+from mcore_batching.planning.planning_process import Request
 
 
 class PlansAhead:
@@ -53,12 +53,8 @@ class PlansAhead:
         self._times: collections.Counter[type[Exception]] = collections.Counter()
 
     def connect(self, job: Job) -> None:
-        """Be ready to make steps. A collective over all ranks at the first call, and where the
-        job has connected anew.
-
-        Raises:
-            CollectiveError: on every rank, as `Job.consensus`.
-        """
+        """Be ready to make steps. A collective at the first call, and where the job has connected
+        anew."""
         if self._made_for is not job.consensus:
             if self._maker is not None:
                 self._maker.end()
@@ -74,22 +70,16 @@ class PlansAhead:
         return self._ahead is not None
 
     def begin(self, job: Job, make: Make) -> None:
-        """Let the next step be made. All ranks call it equally often; not a collective.
+        """Let the next step be made, in a thread; what `make` raises is found out in line.
 
-        Args:
-            job: the present one.
-            make: called in a thread; what it raises is found out in line.
+        All ranks call it equally often; not a collective.
         """
         ahead = Ahead(job, make)
         self._request(ahead)
         self._ahead = ahead
 
     def begin_rollout(self, job: Job, make: Make) -> Callable[[], MicroBatchSchedule]:
-        """Let the later steps of a rollout be made. A collective as `connect`, and no other.
-
-        Args:
-            job: the present one.
-            make: gives the schedule of all steps; called in a thread.
+        """Let the schedule of all steps of a rollout be made. A collective as `connect`, no other.
 
         Returns:
             waits for the schedule; raises what `make` raised, and `PipelineFailedError` as soon as
@@ -128,9 +118,6 @@ class PlansAhead:
         Returns:
             the step; the costs to plan it by otherwise, where they are learnt: those known when it
             was begun.
-
-        Raises:
-            CollectiveError: on every rank, if settings cannot be read on any.
         """
         learns = given is None and job.options.learns_cost_model
         learner = learners_of(job).of(chunks) if learns else None
@@ -173,18 +160,13 @@ class PlansAhead:
             self._ahead.plan.cancel()  # other ranks need not wait for it
             return None
 
-    def plan(self, request: PlanRequest) -> StepPlan:
-        """The plan of a step that was not made ahead on all ranks, if on this one, or in line.
-
-        Raises:
-            As `plan_step`.
-        """
+    def plan(self, request: Request[Any]) -> Any:
+        """The plan of a step that was not made ahead on all ranks, if on this one, or in line."""
         if self._ahead is not None and self._ahead.plan.done():
             try:
                 planned_of, made = self._ahead.plan.result()
                 if planned_of == request:
-                    plan: StepPlan = made
-                    return plan
+                    return made
             except PlanningError:
                 pass  # nothing to plan, or an error that is raised in line with all that it says
             except CancelledError:

@@ -7,7 +7,6 @@ it. From here on all ranks know that they have the same settings, and each what 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,14 +21,14 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
+from mcore_batching.megatron.rollout.maker import IN_LINE, Plan
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
-from mcore_batching.planning import CostModel, StepPlan
+from mcore_batching.planning import CostModel
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
-from mcore_batching.planning.planning_process import PlanRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,7 @@ class RolloutRequest:
             all samples.
         learnt: costs to plan by, in place of what this step would learn.
         checked: settings that the model was checked with, in place of all these.
-        plan: plans all samples of one step; None: in line.
+        plan: makes the plans, or gets them made.
     """
 
     job: Job
@@ -63,7 +62,7 @@ class RolloutRequest:
     one_step: bool = False
     learnt: LearntCosts | None = None
     checked: Settings | None = None
-    plan: Callable[[PlanRequest], StepPlan] | None = None
+    plan: Plan = IN_LINE
 
     @property
     def exchanges(self) -> bool:
@@ -104,8 +103,8 @@ class Rollout:
     """Settings and samples of a request, once they are read.
 
     Attributes:
+        request: how they are to be planned.
         settings: the same on every rank.
-        vocabulary_size: of the model; None where it does not say.
         learnt: what is known of costs when the plan is made; None where they are not learnt.
         batch: this replica's samples.
         shares: samples of every data-parallel rank; under `one_step` one entry, of all together.
@@ -113,8 +112,8 @@ class Rollout:
         latest: the largest of its `ends` over all ranks.
     """
 
+    request: RolloutRequest
     settings: Settings
-    vocabulary_size: int | None
     learnt: LearntCosts | None
     batch: RolloutBatch
     shares: list[int]
@@ -141,24 +140,27 @@ def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
         PlanMismatchError: on every rank, if they disagree on settings, or a replica has no data.
     """
 
-    def work() -> tuple[Settings, int | None, _Own]:
+    def work() -> tuple[Settings, _Own]:
         chunks = model_chunks(request.model)
         # Without a look at a model that may be running in another thread, with hooks.
         settings = request.checked or _checked_settings(request, chunks)
-        vocabulary = vocabulary_size(chunks)
         batch = RolloutBatch.read(
             request.read(given),
             request.job.options.global_batch_size,
             request.schema,
             request.steps,
-            vocabulary,
+            vocabulary_size(chunks),
             request.job.memory.told_fields,
         )
-        return settings, vocabulary, _Own(batch, _packed_at_once(request, settings, batch))
+        return settings, _Own(batch, _packed_at_once(request, settings, batch))
 
-    says = functools.partial(_statement, request)
-    agreed = request.job.consensus.agree("taking stock", work, says, failure=PlanningFailedError)
-    settings, vocabulary, own = agreed.result
+    agreed = request.job.consensus.agree(
+        "taking stock",
+        work,
+        lambda read: _statement(request, *read),
+        failure=PlanningFailedError,
+    )
+    settings, own = agreed.result
     learnt = request.learnt
     if request.learns:
         packed_by = request.learner.learnt
@@ -172,25 +174,21 @@ def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
         say_oversize(request.job, settings, agreed.figures["longest sample"])
     batch, packed, figures = _shared(request, own, agreed)
     latest = figures.get("ends", [])
-    return Rollout(settings, vocabulary, learnt, batch, figures["samples"], packed, latest)
+    return Rollout(request, settings, learnt, batch, figures["samples"], packed, latest)
 
 
 def _shared(
     request: RolloutRequest, own: _Own, agreed: Agreement[Any]
 ) -> tuple[RolloutBatch, PackedShard | None, Mapping[str, Any]]:
-    """The samples, once ranks without data have it, and ranks without samples the fields.
-
-    A collective over all ranks where any lacks them.
-
-    Returns:
-        samples; packed, where that was right on all ranks; figures of all that hold them.
-    """
+    """The samples, once ranks without data have it, and ranks without samples the fields; packed,
+    where that was right on all ranks; figures of all that hold them. A collective where any lacks
+    them."""
     # By what all ranks know, not by this one's data: the other ranks are in the same collectives.
     consensus, figures = request.job.consensus, agreed.figures
     if figures["ranks without data"]:
         own, shared = consensus.share_within_replica(
             own if own.batch is not None else None,
-            lambda theirs: _counted(request, theirs or own),
+            lambda theirs: Statement(figures=_counted(request, theirs or own)),
         )
         figures = shared.figures
     batch, packed = own
@@ -234,12 +232,12 @@ def _packed_at_once(
         return None
     lengths = [] if batch is None else batch.total_lengths
     places, options = range(len(lengths)), request.job.options
-    return StepShard.of(options, settings, places, lengths, request.forward_only).packed()
+    shard = StepShard.of(options, settings, places, lengths, request.forward_only)
+    return shard.packed(request.plan)
 
 
-def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own]) -> Statement:
+def _statement(request: RolloutRequest, settings: Settings, own: _Own) -> Statement:
     """Settings to compare with other ranks; numbers and open fields of samples to tell them."""
-    settings, _, own = read
     options, batch = request.job.options, own.batch
     # Each setting by its own name, so that the error says which one differs.
     equal = {
@@ -254,8 +252,7 @@ def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own])
     equal["samples stay on their rank"] = not request.exchanges
     equal[FLAGS["no_plan_ahead"]] = options.no_plan_ahead
     equal[FLAGS["share_prefixes"]] = bool(options.share_prefixes)
-    counted = _counted(request, own)
-    figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
+    figures = _counted(request, own) | {"ranks without data": largest(int(batch is None))}
     if request.learns:
         # A rank that went on from another checkpoint would plan by other costs ever after.
         equal["what was learnt of costs"] = request.learner.state_dict()
@@ -269,7 +266,7 @@ def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own])
     )
 
 
-def _counted(request: RolloutRequest, own: _Own) -> Statement:
+def _counted(request: RolloutRequest, own: _Own) -> dict[str, Figure]:
     """How many samples this rank has and how long the longest is; if packed, when it would end."""
     consensus, batch, packed = request.job.consensus, own.batch, own.packed
     lengths = [] if batch is None else batch.total_lengths
@@ -292,4 +289,4 @@ def _counted(request: RolloutRequest, own: _Own) -> Statement:
         # says by name which differ.
         fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
         figures |= {"fields": largest(fields), "fields, least": least(fields)}
-    return Statement(figures=figures)
+    return figures

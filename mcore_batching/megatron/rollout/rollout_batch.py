@@ -59,14 +59,6 @@ class RolloutBatch:
     ) -> RolloutBatch | None:
         """Read what the caller gave; None if this rank was given nothing.
 
-        Args:
-            rollout_data: field name to one value per sample.
-            global_batch_size: the job's.
-            schema: the kind of every field.
-            steps: local sample indices of every step.
-            vocabulary_size: of the model, where known.
-            told: what earlier batches told of undeclared fields.
-
         Raises:
             TypeError: it is no dict, or ``schema`` is no `Schema`.
             KeyError: a required field is missing.
@@ -108,11 +100,7 @@ class RolloutBatch:
         return batch.resolved() if lengths and not is_open else batch
 
     def resolved(self) -> RolloutBatch:
-        """Itself with the kind of every field known, its values checked, and a template.
-
-        Raises:
-            SchemaError: a field's kind is still unknown, or a value does not fit it.
-        """
+        """Itself with the kind of every field known, its values checked, and a template."""
         # Made last, so it tells that all of this was done: validation walks through every value.
         if self.template:
             return self
@@ -163,12 +151,8 @@ class RolloutBatch:
         )
 
     def steps_of(self, shares: Sequence[int], rank: int) -> list[list[int]]:
-        """Local sample indices of every step.
-
-        Args:
-            shares: samples of every data-parallel rank.
-            rank: which of them this one is.
-        """
+        """Local sample indices of every step, from the samples of every data-parallel rank, of
+        which this is one."""
         if self.steps is not None:
             return self.steps
         # Without a size all samples are one step.
@@ -188,12 +172,9 @@ def places_in_order(shares: Sequence[int], rank: int) -> list[int]:
 
     The middle of sample i is (2i + 1) / 2n of the way through a share of n. All samples are in
     order of their middles, equal ones by rank, so that any number of the first are spread over the
-    ranks like the whole. Counted in integers, as ranks must agree to the last sample.
-
-    Args:
-        shares: samples of every rank.
-        rank: whose.
+    ranks like the whole.
     """
+    # In integers: ranks must agree to the last sample.
     own = shares[rank]
     return [
         sum(

@@ -37,7 +37,7 @@ class Settings:
         Args:
             job: the present one.
             chunks: this rank's model chunks.
-            config: the planner's settings for training; None: by the arguments.
+            config: for training; None: by the arguments.
             cost_model: None: the arguments', what was learnt by now, or that of the model's shape.
             forward_only: plan for forward passes alone, under their own cap if they have one.
 
@@ -81,13 +81,7 @@ def _known_cost_model(job: Job, chunks: list[Any], forward_only: bool) -> CostMo
 
 
 def say_oversize(job: Job, settings: Settings, longest: int) -> None:
-    """Print once a job, where stock code prints its log, that a sample is over the cap.
-
-    Args:
-        job: the present one.
-        settings: of training.
-        longest: tokens of the longest sample of all ranks.
-    """
+    """Print once a job that the longest sample of all ranks is over the cap, if it is."""
     if settings.config.on_oversize == "error":
         return
     problem = Problem.of([longest], settings.dims, settings.config)

@@ -37,14 +37,7 @@ class _Seen:
 def look_for_hosts(
     job: Job, chunks: list[Any], batch: RolloutBatch, steps: Sequence[Sequence[int]]
 ) -> Hosts | None:
-    """Who is computed in whose segment; None where nobody needs to know.
-
-    Args:
-        job: the present one.
-        chunks: this rank's model chunks.
-        batch: resolved.
-        steps: local sample indices of every step.
-    """
+    """Who of a resolved batch is computed in whose segment; None where nobody needs to know."""
     flag, columns = job.options.share_prefixes, batch.data
     if flag is None:
         return None  # it cannot be set here
@@ -71,13 +64,8 @@ def look_for_hosts(
 
 
 def figures_of(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) -> dict[str, Figure]:
-    """Figures for an agreement: the work that sharing saves, or would save.
-
-    Args:
-        hosts: of this rank's samples.
-        lengths: total length of each of them, in tokens.
-        costs: by which a step's work is weighed.
-    """
+    """Figures for an agreement: the work that sharing saves, or would save, of samples by their
+    total lengths, in tokens."""
     # The same figures on every rank, whether it looked or not: they are joined over all.
     host = hosts.host if hosts is not None else ()
     work = [costs.sample(length) for length in lengths[: len(host)]]
@@ -108,7 +96,7 @@ def say_saving(
     Args:
         job: the present one.
         figures: of all ranks, `figures_of` among them.
-        told: why samples of each rank are alone, if any rank asked.
+        told: `reasons_to_say` of each rank, if any asked.
     """
     samples, own = figures["prefixes: samples"], figures["prefixes: hosts"]
     tokens, computed = figures["prefixes: tokens"], figures["prefixes: hosts' tokens"]

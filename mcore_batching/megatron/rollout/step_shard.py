@@ -1,15 +1,14 @@
 """This rank's samples of one optimizer step: packed, then filled up to the count of all ranks.
 
-packed = StepShard.of(options, settings, indices, lengths, forward_only).packed()
+packed = StepShard.of(options, settings, indices, lengths, forward_only).packed(plan)
 latest = element-wise maximum of packed.ends over all ranks
-packed.filled(latest)       micro-batches with each number that is left to choose from
+packed.filled(latest, plan)       micro-batches with each number that is left to choose from
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import NamedTuple
 
 from mcore_batching.megatron.job.options import Options
@@ -29,18 +28,10 @@ from mcore_batching.planning.pipeline import SplitStage
 from mcore_batching.planning.planning_process import Call
 from mcore_batching.planning.shard import split_shard
 
-IN_LINE: Plan = methodcaller("plan")
-"""Plans where it is called."""
-
 
 @dataclass(frozen=True)
 class StepShard:
-    """This rank's samples of one optimizer step.
-
-    Attributes:
-        problem: to the planner they count from 0.
-        indices: local sample indices.
-    """
+    """This rank's samples of one step: to the planner they count from 0, `indices` are local."""
 
     problem: Problem
     indices: Sequence[int]
@@ -54,14 +45,7 @@ class StepShard:
         lengths: list[int],
         forward_only: bool,
     ) -> StepShard:
-        """Of samples by their lengths.
-
-        Args:
-            options: of the job.
-            settings: the same on every rank.
-            indices: local sample indices of the step.
-            lengths: total length of each of them, in tokens.
-            forward_only: plan for forward passes alone.
+        """Of local samples and their total lengths, in tokens.
 
         Raises:
             OversizeSampleError: a sample is over the cap, and may not be.
@@ -70,12 +54,8 @@ class StepShard:
         with options.naming_the_cap(forward_only=forward_only, samples=indices):
             return cls(Problem.of(lengths, *parts, forward_only=forward_only), indices)
 
-    def packed(self, plan: Plan = IN_LINE) -> PackedShard:
-        """In as few micro-batches as hold the samples; filling splits them.
-
-        Args:
-            plan: plans what takes long.
-        """
+    def packed(self, plan: Plan) -> PackedShard:
+        """In as few micro-batches as hold the samples; filling splits them."""
         bins = plan(Call(pack_shard, (self.problem,)))
         return PackedShard(self, bins, plan(Call(shard_ends, (self.problem, bins))))
 
@@ -89,19 +69,14 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedShard:
-    """This rank's samples of one optimizer step, packed.
-
-    Attributes:
-        shard: the samples.
-        bins: of each micro-batch, as the planner counts them.
-        ends: of `shard_ends`; all ranks need the largest.
-    """
+    """A packed `StepShard`: samples of each micro-batch as the planner counts them, and of
+    `shard_ends`, whose largest of all ranks is needed."""
 
     shard: StepShard
     bins: list[list[int]]
     ends: list[float]
 
-    def filled(self, latest: Sequence[float], plan: Plan = IN_LINE) -> list[Filling]:
+    def filled(self, latest: Sequence[float], plan: Plan) -> list[Filling]:
         """The micro-batches brought to each number of `soonest_counts`.
 
         Args:
@@ -116,7 +91,7 @@ class PackedShard:
         return [Filling(self._indices(rows), shard_outlook(problem, rows)) for rows in made]
 
     def split(
-        self, micro_batches: MicroBatches, plan: Plan = IN_LINE
+        self, micro_batches: MicroBatches, plan: Plan
     ) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
         """As `split_shard`, of micro-batches as local sample indices."""
         place = {index: at for at, index in enumerate(self.shard.indices)}

@@ -16,7 +16,6 @@ from unittest import mock
 from megatron.core.pipeline_parallel import schedules
 
 from kit.stock import train, train_blocking
-from mcore_batching.megatron.rollout import exchange
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.planning import planning_process
 from mcore_batching.planning.planning_process import PlanRequest
@@ -47,7 +46,6 @@ def slow_planning(seconds: float, *, in_line: float | None = None) -> Iterator[N
     with (
         mock.patch.object(planning_process, "_START", start),
         mock.patch.object(planning_process, "plan_step", slowly),
-        mock.patch.object(exchange, "plan_step", slowly),
     ):
         yield
 

@@ -25,8 +25,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.rollout import exchange
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import ParallelDims, planning_process
 
 Function = Callable[..., Any]
 
@@ -113,14 +112,14 @@ class Calls:
         return self.train(loss)
 
     def plan_otherwise(self) -> Any:
-        planned = exchange.plan_step
-        exchange.plan_step = lambda *given, **named: dataclasses.replace(
+        planned = planning_process.plan_step
+        planning_process.plan_step = lambda *given, **named: dataclasses.replace(
             planned(*given, **named), config=dataclasses.replace(given[2], plan_effort=1)
         )
         try:
             return self.plan()
         finally:
-            exchange.plan_step = planned
+            planning_process.plan_step = planned
 
 
 def _f_with(change: Function) -> Function:
