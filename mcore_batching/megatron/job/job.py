@@ -33,7 +33,6 @@ from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import (
     NO_WATCH,
     FailureWatch,
-    NoWatch,
     watch_of_world,
 )
 from mcore_batching.megatron.job.options import Options
@@ -45,10 +44,8 @@ Kept = TypeVar("Kept")
 class JobMemory:
     """Objects that calls leave for later ones, the same on every rank.
 
-    Args:
-        data_parallel_group: Megatron's, with which it ends.
-
     Attributes:
+        data_parallel_group: Megatron's, with which it ends.
         told_fields: declarations of undeclared fields that the samples of earlier batches told, for
             those of a batch that leave them open on all ranks.
         said: what is said once a job and has been.
@@ -67,7 +64,7 @@ class JobMemory:
         self.row_groups: dict[int, dist.ProcessGroup] = {}
         self.recorders: dict[str, StepRecorder] = {}
         self._only: dict[type[Any], Any] = {}
-        self.connection: tuple[weakref.ref[Any], JobConsensus, FailureWatch | NoWatch] | None = None
+        self.connection: tuple[weakref.ref[Any], JobConsensus, FailureWatch] | None = None
 
     def only(self, kind: type[Kept]) -> Kept:
         """The job's only object of a class, made at the first call."""
@@ -98,11 +95,7 @@ class Job:
 
     @property
     def consensus(self) -> JobConsensus:
-        """Agreement between all ranks. A collective over them where it has to be made.
-
-        Raises:
-            PlanningFailedError: on every rank, if any has a time-out that is none.
-        """
+        """Agreement between all ranks. A collective over them where it has to be made."""
         return self._connected()[0]
 
     @property
@@ -112,11 +105,11 @@ class Job:
         return self.consensus.of_rows if has_sizes else self.consensus
 
     @property
-    def watch(self) -> FailureWatch | NoWatch:
+    def watch(self) -> FailureWatch:
         """Over the failures of all ranks; a collective where `consensus` is."""
         return NO_WATCH if self.options.no_failure_watch else self._connected()[1]
 
-    def _connected(self) -> tuple[JobConsensus, FailureWatch | NoWatch]:
+    def _connected(self) -> tuple[JobConsensus, FailureWatch]:
         world, connection = dist.group.WORLD, self.memory.connection
         # After an abort there is no group, and the next call is to raise the same error.
         if connection is None or (world is not None and connection[0]() is not world):
@@ -141,11 +134,7 @@ class Job:
 
     @property
     def recorder(self) -> StepRecorder | None:
-        """Writes the job's steps on rank 0; None without ``--dynamic-batch-record``.
-
-        Raises:
-            RecordError: the folder cannot be made or written to.
-        """
+        """Writes the job's steps on rank 0; None without ``--dynamic-batch-record``."""
         # On every rank, though one writes: a folder that cannot be made fails on all.
         directory, recorders = self.options.record, self.memory.recorders
         if directory is None:
@@ -155,12 +144,7 @@ class Job:
         return recorders[directory]
 
     def say_once(self, what: str, text: str) -> None:
-        """Print once a job, where stock code prints its log.
-
-        Args:
-            what: names what is said.
-            text: of one line.
-        """
+        """Print a line once a job, where stock code prints its log; `what` names it."""
         if what not in self.memory.said:
             self.memory.said.add(what)
             # The last rank, as Megatron's own log.
@@ -172,14 +156,12 @@ class Job:
     ) -> None:
         """Keep what a function of the model's output raised, to be raised after the pipeline.
 
+        It is raised at once where ranks that share the micro-batch have not raised.
+
         Args:
             failed: of this pipeline so far; the exception is added.
             exception: what was raised.
             row: the micro-batch, where rows may have sizes of their own.
-
-        Raises:
-            Exception: itself, where ranks that share the micro-batch have not raised, and so may
-                wait for this one inside the function.
         """
         failed.append(exception)
         size = (
@@ -201,18 +183,14 @@ class Job:
         work: Callable[[], Any] = lambda: None,
         says: Callable[[Any], Statement] = no_statement,
     ) -> Agreement[Any]:
-        """Raise on every rank what a function of the model's output raised on any.
-
-        A collective over all ranks, once the pipeline has run dry.
+        """Raise `ForwardFailedError` on every rank if a function of the model's output raised on
+        any, or what must be equal differs. A collective, once the pipeline has run dry.
 
         Args:
             operation: the call that ran the pipeline, in words.
             failed: this rank's exceptions, in the order of micro-batches.
             work: what else may fail, done where nothing has failed.
             says: as in `Consensus.agree`.
-
-        Raises:
-            ForwardFailedError: any rank has an exception, or what must be equal differs.
         """
 
         def check() -> Any:
@@ -242,8 +220,7 @@ def present_memory() -> JobMemory | None:
 def job_of(args: Any = None) -> Job:
     """The present job, a new one where Megatron's parallelism was set up anew. Not a collective.
 
-    Args:
-        args: Megatron's arguments; None where nothing is read of them.
+    Megatron's arguments may be None where nothing is read of them.
     """
     global _memory
     memory = present_memory()

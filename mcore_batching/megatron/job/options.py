@@ -143,11 +143,7 @@ class Options:
         return self.on_nonfinite == "skip"
 
     def checked_chunk_tokens(self) -> int:
-        """Tokens of which log-probs and entropies hold float32 logits at a time.
-
-        Raises:
-            DynamicBatchArgumentError: less than 1.
-        """
+        """Tokens of which log-probs and entropies hold float32 logits at a time."""
         tokens = self.log_prob_chunk_tokens
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise DynamicBatchArgumentError(
@@ -156,11 +152,7 @@ class Options:
         return tokens
 
     def checked_timeout_seconds(self) -> float:
-        """How long a rank waits for the others in an agreement.
-
-        Raises:
-            DynamicBatchArgumentError: no such time.
-        """
+        """How long a rank waits for the others in an agreement."""
         given = self.consensus_timeout_seconds
         seconds = as_number(given)
         if seconds is None or not 1 <= seconds <= _MOST_TIMEOUT_SECONDS:
@@ -234,11 +226,7 @@ class Options:
             raise
 
     def forward_only_config(self, training: PlannerConfig) -> PlannerConfig:
-        """The planner's settings for forward passes alone: training's, under a cap of their own.
-
-        Raises:
-            ConfigError: the cap is out of range.
-        """
+        """The planner's settings for forward passes alone: training's, under a cap of their own."""
         if not self.has_own_forward_cap:
             return training
         given = self.forward_only_max_tokens_per_gpu
@@ -248,12 +236,8 @@ class Options:
 
     @contextlib.contextmanager
     def naming_the_cap(self, *, forward_only: bool, samples: Sequence[int]) -> Iterator[None]:
-        """Let errors of planning name the cap that was planned with, and the batch's sample.
-
-        Args:
-            forward_only: the plan is of forward passes alone.
-            samples: number in the batch of each of those that are planned.
-        """
+        """Let errors of planning name the cap that was planned with, and the sample by its number
+        in the batch, which `samples` has of each one planned."""
         try:
             yield
         except PlanningError as error:
@@ -267,11 +251,7 @@ class Options:
             raise named from error.__cause__
 
     def given_cost_model(self) -> CostModel | None:
-        """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none.
-
-        Raises:
-            DynamicBatchArgumentError: the file cannot be read, or holds no cost model.
-        """
+        """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none."""
         chosen = self.cost_model
         return None if chosen in (None, LEARNT, FIXED) else _read_cost_model(str(chosen))
 

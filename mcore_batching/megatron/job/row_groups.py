@@ -28,10 +28,8 @@ DEFAULT_TIMEOUT_MINUTES = 10
 def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     """Make the groups that are not there yet. A collective over all ranks of the job.
 
-    Args:
-        job: the present one.
-        sizes: context-parallel sizes that rows may have, ascending; each divides the number of
-            data- and context-parallel ranks. The same on every rank.
+    Sizes are ascending, the same on every rank; each divides the number of data- and
+    context-parallel ranks.
     """
     among = parallel_state.get_data_parallel_group(with_context_parallel=True)
     own = parallel_state.get_context_parallel_group()
@@ -75,9 +73,6 @@ def context_parallel_group(row: PackedMicroBatch) -> dist.ProcessGroup | None:
 
     What `gather_response` takes as its group. Under ``--dynamic-batch-context-parallel`` rows
     differ in it; without, it is Megatron's context-parallel group.
-
-    Args:
-        row: the micro-batch.
     """
     group = row_group(row.context_parallel_size) or parallel_state.get_context_parallel_group()
     return group if group.size() > 1 else None

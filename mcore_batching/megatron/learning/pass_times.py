@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,11 +49,7 @@ def places_of_slots(num_slots: int) -> dict[int, int]:
 
 
 def costs_of_slots(costs: Sequence[float]) -> list[float]:
-    """This rank's numbers, of which all ranks are to know the largest.
-
-    Args:
-        costs: of each of its rows [slots].
-    """
+    """This rank's numbers, of which all ranks are to know the largest, from costs [slots]."""
     numbers = [0.0] * MAX_SLOTS
     for slot, place in places_of_slots(len(costs)).items():
         numbers[place] = costs[slot]
@@ -61,7 +58,7 @@ def costs_of_slots(costs: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class SharedTimes:
-    """Some of a step's rows that several ranks share; the same on every rank but for its own.
+    """Some of a step's rows that several ranks share; the same on every rank but for `own`.
 
     Attributes:
         rows: of the plan.
@@ -117,11 +114,7 @@ class SharedTimes:
         return numbers
 
     def timings(self, least: Sequence[float]) -> list[tuple[int, Timing]]:
-        """Slot and times of each row that could be told, given the least of all ranks' numbers.
-
-        Args:
-            least: of what `seconds` gives.
-        """
+        """Slot and times of each row that could be told, given the least of all ranks' numbers."""
         timings = []
         for place, (row, lengths) in enumerate(zip(self.rows, self.lengths, strict=True)):
             forward, backward = (
@@ -143,14 +136,12 @@ class SharedTimes:
 
 
 class TimedWeights(NamedTuple):
-    """Weight gradients of split backward passes that ran without a pass in between."""
+    """Weight gradients of split backward passes that ran between two marks without a pass, and the
+    bytes that they were computed from, by the backward pass that left them for later."""
 
     num_bytes: dict[Pass, int]
-    """Of what they were computed from, by the backward pass that left them for later."""
     start: Any
-    """Of `mark`."""
     end: Any
-    """Of `mark`."""
 
 
 @dataclass(frozen=True)
@@ -197,25 +188,21 @@ class TimedStep:
     def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
         """The times on this stage of each row, by its slot, its model chunks' together."""
         # Chunks added up: costs are a stage's, whatever chunks it has.
-        kinds: tuple[Kind, ...] = ("F", "B", "W")
-        seconds = {kind: [0.0] * len(self.rows) for kind in kinds}
-        numbers = {kind: [0] * len(self.rows) for kind in kinds}
+        of_chunks = defaultdict[tuple[Kind, int], list[float]](list)
         for (kind, _, slot), took in passes.items():
-            seconds[kind][slot] += took
-            numbers[kind][slot] += 1
-        return {
-            slot: Timing(
+            of_chunks[kind, slot].append(took)
+        timings = {}
+        for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True)):
+            backward, weights = of_chunks["B", slot], of_chunks["W", slot]
+            timings[slot] = Timing(
                 lengths=lengths,
-                forward_seconds=seconds["F"][slot],
-                backward_seconds=seconds["B"][slot],
+                forward_seconds=ordered_sum(of_chunks["F", slot]),
+                backward_seconds=ordered_sum(backward),
                 # Of all model chunks or of none: what is compared with it is of all.
-                weight_seconds=seconds["W"][slot]
-                if numbers["W"][slot] == numbers["B"][slot]
-                else 0.0,
+                weight_seconds=ordered_sum(weights) if len(weights) == len(backward) else 0.0,
                 context_parallel=size,
             )
-            for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True))
-        }
+        return timings
 
 
 def rows_of(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:

@@ -18,7 +18,6 @@ from mcore_batching.megatron.rollout.rollout import Rollout
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.sharing import figures_of, look_for_hosts, reasons_to_say
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.rows.shards import GatheredShards
 from mcore_batching.megatron.topology import model_chunks
 
 
@@ -93,8 +92,7 @@ class CutSteps:
             vocabulary_size=batch.vocabulary_size,
             plan_digest="",
             samples_per_step=batch.global_batch_size,
-            # Others' plans are for statistics and records: nobody waits for them in training.
-            gather_shards=GatheredShards(job.consensus),
+            consensus=job.consensus,
             scope="global" if rollout.request.exchanges else "local",
             cost_model=settings.cost_model,
             learnt=rollout.learnt,

@@ -17,7 +17,7 @@ import torch
 
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.job.consensus import JobConsensus
-from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
+from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.planning import PlanningError
 from mcore_batching.planning.errors import MCoreBatchingError
@@ -82,7 +82,7 @@ class RolloutAhead(Ahead):
         super().__init__(job, make)
         self._say = say
         # Now: in the thread Megatron's groups may be gone.
-        self.watch: FailureWatch | NoWatch = job.watch
+        self.watch: FailureWatch = job.watch
 
     def planned(self, maker: Maker, request: Request[Any]) -> Any:
         """By the process, or where that one is lost or late by the thread."""
@@ -114,7 +114,7 @@ class _JobOfThread(Job):
 
     own: JobConsensus
 
-    def _connected(self) -> tuple[JobConsensus, NoWatch]:
+    def _connected(self) -> tuple[JobConsensus, FailureWatch]:
         return self.own, NO_WATCH
 
 

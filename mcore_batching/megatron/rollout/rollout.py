@@ -203,10 +203,11 @@ def _shared(
         packed = None  # packing anew tells all of the fields, or which differ
     # One past the last rank: nobody has samples, so there is nobody to hear of fields from.
     if somebody_is_empty and populated < len(consensus.ranks):
-        fields_of = batch
-        handed = consensus.handed(lambda: fields_of.resolved().fields(), populated)
-        fields = consensus.agree("sharing data", handed, failure=PlanningFailedError)
-        batch = batch.with_fields_of(fields.result)
+        populated_batch = batch
+        handed = consensus.handed(lambda: populated_batch.resolved().without_samples(), populated)
+        fields = consensus.agree("sharing data", handed, failure=PlanningFailedError).result
+        if not batch.total_lengths:
+            batch = dataclasses.replace(batch, **fields)
     return batch, packed, figures
 
 

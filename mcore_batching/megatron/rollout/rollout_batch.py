@@ -100,16 +100,12 @@ class RolloutBatch:
         return batch.resolved() if lengths and not is_open else batch
 
     def resolved(self) -> RolloutBatch:
-        """Itself with the kind of every field known, its values checked, and a template."""
+        """Itself with `checked_fields`, among them a template."""
         # Made last, so it tells that all of this was done: validation walks through every value.
         if self.template:
             return self
-        schema = self.schema.resolve(self.data, self.told)
-        data = schema.validate(self.data)
-        if self.vocabulary_size is not None:
-            require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
-        template = make_placeholder(schema, list(data), data)
-        return dataclasses.replace(self, data=data, schema=schema, template=template)
+        made = checked_fields(self.data, self.schema, self.told, self.vocabulary_size)
+        return dataclasses.replace(self, **made)
 
     def comparable(self) -> dict[str, Any]:
         """Names and declarations of the fields, which all ranks must have alike."""
@@ -131,24 +127,14 @@ class RolloutBatch:
         told = {name: field for each in [*others][::-1] for name, field in each.items()}
         return dataclasses.replace(self, told=told | {**self.told})
 
-    def fields(self) -> tuple[Schema, dict[str, list[Any]], int | None]:
-        """Schema, template and batch size, for a rank without samples."""
-        return self.schema, self.template, self.global_batch_size
-
-    def with_fields_of(
-        self, fields: tuple[Schema, dict[str, list[Any]], int | None]
-    ) -> RolloutBatch:
-        """Itself if it has samples, else with the fields and batch size of a rank that has."""
-        if self.total_lengths:
-            return self
-        schema, template, size = fields
-        return dataclasses.replace(
-            self,
-            schema=schema,
-            template=template,
-            data={key: [] for key in template},
-            global_batch_size=size,
-        )
+    def without_samples(self) -> dict[str, Any]:
+        """What a rank without samples is to have of this batch: fields and batch size."""
+        return {
+            "schema": self.schema,
+            "template": self.template,
+            "data": {key: [] for key in self.template},
+            "global_batch_size": self.global_batch_size,
+        }
 
     def steps_of(self, shares: Sequence[int], rank: int) -> list[list[int]]:
         """Local sample indices of every step, from the samples of every data-parallel rank, of
@@ -163,6 +149,38 @@ class RolloutBatch:
         for index, place in enumerate(places_in_order(shares, rank)):
             steps[place // size].append(index)
         return steps
+
+
+def checked_fields(
+    data: Mapping[str, list[Any]],
+    schema: Schema,
+    told: Mapping[str, Field],
+    vocabulary_size: int | None,
+    template: Mapping[str, list[Any]] | None = None,
+) -> dict[str, Any]:
+    """Data as they are kept, a schema that has all their fields, and a fabricated sample's values.
+
+    Args:
+        data: field name to one value per sample.
+        schema: of declared fields.
+        told: declarations of others.
+        vocabulary_size: entries of the model's vocabulary; None: token ids are not checked.
+        template: what to fabricate values from where there are no samples.
+
+    Returns:
+        ``data``, ``schema`` and ``template``.
+
+    Raises:
+        SchemaError: a field's kind is unknown, or a value does not fit it.
+    """
+    schema = schema.resolve(data, told)
+    values = schema.validate(data)
+    # An id beyond the embedding would show without the sample's name, or not at all.
+    if vocabulary_size is not None:
+        require_vocabulary("tokens", values["tokens"], vocabulary_size)
+    examples = {name: each or (template or {}).get(name) for name, each in values.items()}
+    made = make_placeholder(schema, list(values), examples)
+    return {"data": values, "schema": schema, "template": made}
 
 
 def places_in_order(shares: Sequence[int], rank: int) -> list[int]:

@@ -39,13 +39,8 @@ class PreparedRow:
 
 
 class PortableRow:
-    """A packed micro-batch whose tensors go to the device in one copy, those that are read there.
-
-    Args:
-        row: on the host.
-        names: of the attributes that go; the others stay on the host.
-        device: where they go.
-    """
+    """A packed micro-batch whose tensors go to the device in one copy, those that are read there:
+    in attributes by these names. The others stay on the host."""
 
     def __init__(self, row: PackedMicroBatch, names: Collection[str], device: torch.device) -> None:
         self._row, self._names, self._device = row, names, device
@@ -62,11 +57,9 @@ class PortableRow:
 
     @classmethod
     def of_stage(cls, row: PackedMicroBatch) -> PortableRow:
-        """With what this pipeline stage reads.
-
-        Every stage reads the model's inputs, multimodal inputs and routed experts among them, the
-        last one alone what losses are made of.
-        """
+        """With what this pipeline stage reads."""
+        # Every stage reads the model's inputs, multimodal inputs and routed experts among them, the
+        # last one alone what losses are made of.
         names = [*MODEL_INPUTS, "fields"]
         if is_last_stage():
             names += _LOSS_INPUTS
@@ -114,17 +107,9 @@ class PreparedStep:
         chunks: list[Any],
         change: Callable[[PackedMicroBatch], PackedMicroBatch],
     ) -> PreparedStep:
-        """Of packed rows on the host; the sums are this rank's alone.
+        """Of packed rows on the host, in slot order; the sums are this rank's alone.
 
-        Args:
-            schedule: where they come from.
-            step: which optimizer step.
-            rows: in slot order.
-            chunks: this rank's model chunks.
-            change: from a row to the one that the model and the loss get.
-
-        Raises:
-            SchemaError: a row's routed experts cannot be replayed.
+        `change` gives the row that the model and the loss get.
         """
         # Counted of the row on the host: on the device each count would be a wait for it.
         prepared = [

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from mcore_batching.batch import Kind, PackedMicroBatch, Schema, make_placeholder, pack
 from mcore_batching.batch.rows.side_by_side import on_host
+from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.rows.sample_moves import SampleMoves
-from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard, joined_step
+from mcore_batching.megatron.rows.shards import MicroBatches, Shard, joined_step
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -75,8 +76,7 @@ class MicroBatchSchedule:
         vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
         own_digest: of this replica's samples and plan, where its ranks have yet to compare it.
-        gather_shards: from this rank's those of every data-parallel rank, the first time as a
-            collective.
+        consensus: between the ranks.
         scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
         cost_model: what the plan was made by.
         learnt: of which it is a part, where costs are learnt; else None.
@@ -96,7 +96,7 @@ class MicroBatchSchedule:
     pad_token_id: int
     vocabulary_size: int | None
     plan_digest: str
-    gather_shards: GatheredShards
+    consensus: JobConsensus
     scope: Literal["global", "local"]
     cost_model: CostModel
     learnt: LearntCosts | None = None
@@ -107,10 +107,13 @@ class MicroBatchSchedule:
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()
 
-    @property
+    @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Of every data-parallel rank. A collective over all ranks the first time."""
-        return self.gather_shards(Shard(self.own_lengths, self.steps, self.hosts, self.splits))
+        # For statistics and records: in training nobody waits for the others' plans.
+        own = Shard(self.own_lengths, self.steps, self.hosts, self.splits)
+        what = "gathering the plans of all ranks"
+        return tuple(self.consensus.gather(what, lambda: (None, own))[1])
 
     @functools.cached_property
     def own_lengths(self) -> list[int]:
@@ -133,16 +136,8 @@ class MicroBatchSchedule:
         return tuple(indices for step in self.steps for indices in step)
 
     def check_step(self, step: int, num_microbatches: Sequence[int]) -> None:
-        """Refuse a step that was not planned, or a count that belongs to another plan.
-
-        Args:
-            step: which optimizer step.
-            num_microbatches: of every step, as the caller holds them.
-
-        Raises:
-            IndexError: there is no such step.
-            ValueError: the count is not this step's, or there is none.
-        """
+        """Refuse a step that was not planned (`IndexError`), or counts of another plan as the
+        caller holds them (`ValueError`)."""
         # Counts of another batch: the caller has mixed up two rollouts.
         planned = self.num_microbatches
         if as_integer(step) not in range(len(planned)):
@@ -165,9 +160,6 @@ class MicroBatchSchedule:
 
         Of samples that share segments, the hosts. The same on every rank. A collective over all
         ranks the first time, whatever the step.
-
-        Args:
-            step: which optimizer step.
 
         Returns:
             the plan; total length of each sample of the step [samples], in tokens, rank after
@@ -194,13 +186,10 @@ class MicroBatchSchedule:
     def followed_by(self, later: MicroBatchSchedule) -> MicroBatchSchedule:
         """The steps of both: of samples that stayed, all of which both hold, or of exchanged ones,
         of which each holds its own."""
-        gather = GatheredShards(self.gather_shards.consensus)
         if self.moves is None or later.moves is None:
             digest = digest_of([self.plan_digest, later.plan_digest])
             steps, splits = self.steps + later.steps, self.splits + later.splits
-            return dataclasses.replace(
-                self, steps=steps, splits=splits, plan_digest=digest, gather_shards=gather
-            )
+            return dataclasses.replace(self, steps=steps, splits=splits, plan_digest=digest)
         held, theirs = self.num_samples, later.rollout_data
         steps = self.steps + tuple(
             tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
@@ -215,7 +204,6 @@ class MicroBatchSchedule:
             steps=steps,
             hosts=hosts,
             plan_digest=digest_of_plans(plans),
-            gather_shards=gather,
             moves=self.moves.followed_by(later.moves),
             plans=plans,
         )
@@ -229,15 +217,8 @@ class MicroBatchSchedule:
         return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
 
     def rows(self, step: int, depths: int = 0) -> list[PackedMicroBatch]:
-        """This rank's slices of a step's micro-batches, packed, on the host.
-
-        Args:
-            step: which optimizer step.
-            depths: of multi-token prediction.
-
-        Raises:
-            SchemaError: a value does not fit its field.
-        """
+        """This rank's slices of a step's micro-batches, packed, on the host, with as many depths
+        of multi-token prediction."""
         # Under dynamic CP a rank's rows are of different sizes, each cut in its own way.
         sizes = self.row_sizes(step)
         return [self._row(*each, depths) for each in zip(self.steps[step], sizes, strict=True)]
