@@ -22,11 +22,11 @@ from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
 from mcore_batching.batch.rows.side_by_side import on_host
+from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.slime.iterator import LiveDataIterator, PlaceholderIterator
 from mcore_batching.integrations.slime.rollout_manager import NO_LEARNING, NO_SHARING
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
-from mcore_batching.megatron.job.arguments import LEARNT
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import planned_iterators, schedule_of

@@ -32,8 +32,8 @@ from mcore_batching.batch.agreement.consensus import (
 )
 from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.flags import flag_of
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
-from mcore_batching.megatron.job.arguments import flag_of
 from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch
 from mcore_batching.megatron.job.flat_values import exchanged, flat, unflat
 
@@ -44,11 +44,12 @@ class JobConsensus(Consensus):
     """Agreement over all ranks, which make it together; errors spell arguments as training's flags.
 
     Attributes:
+        watch: over the failures of all ranks.
         data_parallel_rank: the number of this rank's replica.
     """
 
     def __init__(self, timeout_seconds: float, watch: FailureWatch) -> None:
-        self._watch = watch
+        self.watch = watch
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
         self._world = world = new_group(backend="gloo", timeout=self._timeout)
@@ -112,7 +113,7 @@ class JobConsensus(Consensus):
         **errors: Any,
     ) -> Agreement[Result]:
         """`Consensus.agree`; raises `PipelineFailedError`, too, if a pipeline has failed."""
-        with self._watch.waiting():
+        with self.watch.waiting():
             return super().agree(stage, work, says, **errors)
 
     @property
@@ -169,7 +170,7 @@ class JobConsensus(Consensus):
             return make
         failed: list[Exception] = []
         box: list[Any] = [None]
-        with self._watch.reporting("sharing data"):
+        with self.watch.reporting("sharing data"):
             if self.rank == source:
                 try:
                     box = [flat(make()).numpy().tobytes()]
@@ -256,7 +257,7 @@ class JobConsensus(Consensus):
         result, leaving = self.agree(
             stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
         ).result
-        with self._watch.reporting(stage):
+        with self.watch.reporting(stage):
             arrived = exchanged(leaving, self._counterpart_group)
         return self.agree(
             f"{stage}, received",

@@ -52,8 +52,8 @@ class JobMemory:
         checked_models: first chunks of models that packed rows were found to run on.
         row_groups: ranks that share a row with this one, by their number; none before any are made.
         recorders: by folder.
-        connection: the default process group, and the consensus and the watch over it; None before
-            the first agreement.
+        connection: the default process group and the consensus over it; None before the first
+            agreement.
     """
 
     def __init__(self, data_parallel_group: Any) -> None:
@@ -64,7 +64,7 @@ class JobMemory:
         self.row_groups: dict[int, dist.ProcessGroup] = {}
         self.recorders: dict[str, StepRecorder] = {}
         self._only: dict[type[Any], Any] = {}
-        self.connection: tuple[weakref.ref[Any], JobConsensus, FailureWatch] | None = None
+        self.connection: tuple[weakref.ref[Any], JobConsensus] | None = None
 
     def only(self, kind: type[Kept]) -> Kept:
         """The job's only object of a class, made at the first call."""
@@ -77,7 +77,7 @@ class JobMemory:
     def disconnect(self) -> None:
         """End the watch's thread."""
         if self.connection is not None:
-            self.connection[2].stop()
+            self.connection[1].watch.stop()
             self.connection = None
 
 
@@ -96,7 +96,27 @@ class Job:
     @property
     def consensus(self) -> JobConsensus:
         """Agreement between all ranks. A collective over them where it has to be made."""
-        return self._connected()[0]
+        world, connection = dist.group.WORLD, self.memory.connection
+        # After an abort there is no group, and the next call is to raise the same error.
+        if connection is None or (world is not None and connection[0]() is not world):
+            self.memory.disconnect()
+            connection = self.memory.connection = weakref.ref(world), self._connected()
+        return connection[1]
+
+    def _connected(self) -> JobConsensus:
+        options, seconds = self.options, DEFAULT_TIMEOUT_SECONDS
+        # With a wrong one this rank has yet to meet the others, to tell them.
+        with contextlib.suppress(DynamicBatchArgumentError):
+            seconds = options.checked_timeout_seconds()
+        watch = NO_WATCH if options.no_failure_watch else watch_of_world()
+        try:
+            made = JobConsensus(seconds, watch)
+            stage = "reading the arguments"
+            made.agree(stage, options.checked_timeout_seconds, failure=PlanningFailedError)
+        except BaseException:
+            watch.stop()  # the next call makes another
+            raise
+        return made
 
     @property
     def consensus_of_rows(self) -> JobConsensus:
@@ -107,30 +127,7 @@ class Job:
     @property
     def watch(self) -> FailureWatch:
         """Over the failures of all ranks; a collective where `consensus` is."""
-        return NO_WATCH if self.options.no_failure_watch else self._connected()[1]
-
-    def _connected(self) -> tuple[JobConsensus, FailureWatch]:
-        world, connection = dist.group.WORLD, self.memory.connection
-        # After an abort there is no group, and the next call is to raise the same error.
-        if connection is None or (world is not None and connection[0]() is not world):
-            self.memory.disconnect()
-            options, seconds = self.options, DEFAULT_TIMEOUT_SECONDS
-            # With a wrong one this rank has yet to meet the others, to tell them.
-            with contextlib.suppress(DynamicBatchArgumentError):
-                seconds = options.checked_timeout_seconds()
-            watch = NO_WATCH if options.no_failure_watch else watch_of_world()
-            try:
-                consensus = JobConsensus(seconds, watch)
-                consensus.agree(
-                    "reading the arguments",
-                    options.checked_timeout_seconds,
-                    failure=PlanningFailedError,
-                )
-            except BaseException:
-                watch.stop()  # the next call makes another
-                raise
-            connection = self.memory.connection = (weakref.ref(world), consensus, watch)
-        return connection[1:]
+        return NO_WATCH if self.options.no_failure_watch else self.consensus.watch
 
     @property
     def recorder(self) -> StepRecorder | None:

@@ -16,13 +16,15 @@ from mcore_batching.batch.fields.value_shapes import as_number
 from mcore_batching.flags import (
     CUDA_ROW_MULTIPLE,
     DEFAULT_TIMEOUT_SECONDS,
+    FIXED,
     FLAGS,
+    LEARNT,
     PLANNER_DEFAULTS,
     PREFIX,
+    flag_of,
 )
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job.arguments import FIXED, LEARNT, flag_of
 from mcore_batching.planning import (
     ConfigError,
     CostModel,

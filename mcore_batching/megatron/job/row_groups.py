@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.job import Job, present_memory
 
 DEFAULT_TIMEOUT_MINUTES = 10
@@ -38,7 +39,7 @@ def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     groups |= {among.size(): among, own.size(): own}
     minutes = job.options.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
     missing = [size for size in sizes if size not in groups]
-    for ranks in _groups_of_all_ranks(among) if missing else ():
+    for ranks in _groups_of_all_ranks(among, job.consensus) if missing else ():
         for size in missing:
             for first in range(0, len(ranks), size):
                 block = ranks[first : first + size]
@@ -49,12 +50,11 @@ def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
                     groups[size] = group
 
 
-def _groups_of_all_ranks(among: dist.ProcessGroup) -> list[list[int]]:
+def _groups_of_all_ranks(among: dist.ProcessGroup, consensus: JobConsensus) -> list[list[int]]:
     """The ranks of each group like this one, of other stages and tensor-parallel ranks."""
-    own = torch.tensor(dist.get_process_group_ranks(among), device=torch.cuda.current_device())
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return [list(ranks) for ranks in sorted({tuple(each.tolist()) for each in gathered})]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tuple(dist.get_process_group_ranks(among)), consensus.group)
+    return [list(ranks) for ranks in sorted(set(gathered))]
 
 
 def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:

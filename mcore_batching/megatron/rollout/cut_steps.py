@@ -41,11 +41,7 @@ class CutSteps:
 
     @classmethod
     def of(cls, rollout: Rollout) -> CutSteps:
-        """Of a rollout that was read.
-
-        Raises:
-            SchemaError: a field's kind is unknown, or a value does not fit it.
-        """
+        """Of a rollout that was read; its fields are checked now where other ranks had to tell."""
         request, batch = rollout.request, rollout.batch.resolved()
         if request.one_step:  # of a stock script's samples none share
             return cls(rollout, batch, [list(range(len(batch.total_lengths)))])

@@ -18,14 +18,11 @@ from mcore_batching.planning import CostModel
 
 
 class DataIterator:
-    """Walks through the micro-batches of a `PlannedRollout`, for one virtual pipeline stage.
+    """Walks through the micro-batches of a rollout, for one virtual pipeline stage.
 
     The names that frameworks read are kept: ``rollout_data``, ``micro_batch_indices``, ``offset``,
     ``get_next`` and ``reset``. The first two, and ``get_next`` of later steps than the first, wait
     until all steps are planned.
-
-    Args:
-        rollout: what to walk through; the iterators of all stages share it.
     """
 
     def __init__(self, rollout: PlannedRollout) -> None:
@@ -122,12 +119,11 @@ def get_data_iterator(
     order; the iterators (``rollout_data``, `get_next`) hold the samples that run here.
 
     Of several steps only the first is planned when this returns, under the exchange or with
-    pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: a thread and a process plan
-    the others, of the samples as they are now. What needs one of these waits for all.
+    pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: the others are planned in a
+    thread, of the samples as they are now. What needs one of these waits for all.
 
     Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
-    and on the same rank, are computed in that one's segment of a row. Values, outputs and losses
-    stay per sample; samples that cannot share are computed alone, and why is printed once a job.
+    and on the same rank, are computed in that one's segment of a row; all else stays per sample.
 
     Args:
         args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the

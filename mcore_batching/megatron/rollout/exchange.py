@@ -11,8 +11,7 @@ each once, to the rank that runs it, or to the ranks that share its row. Samples
 segment move together, and the plan is of their hosts alone. They are found on the rank that brings
 them: turns of a trajectory that several ranks bring are in as many segments.
 
-A rank holds the samples of one step behind those of another, whether all steps are planned at once
-or the later ones in a thread.
+A rank holds the samples of one step behind those of another, planned at once or in a thread.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class _AllSamples:
 
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> _AllSamples:
-        """Those of the shards of all data-parallel ranks."""
+        """Of the shards of all data-parallel ranks."""
         counts = [len(shard.lengths) for shard in shards]
         first = list(itertools.accumulate(counts, initial=0))
         placed = list(zip(first, shards, strict=False))
@@ -88,11 +87,7 @@ class _AllSamples:
 
 
 def plan_all_samples(rollout: Rollout) -> PlannedRollout:
-    """Plan all ranks' samples, and move them; of several steps perhaps the first's. A collective.
-
-    Raises:
-        CollectiveError: on every rank, if any could not, or ranks disagree.
-    """
+    """Plan all ranks' samples and move them, of several steps perhaps the first's. A collective."""
     request, settings = rollout.request, rollout.settings
     most = settings.config.max_context_parallel
     if most is not None:
@@ -145,14 +140,8 @@ def _moved(
     samples: _AllSamples,
     also: Callable[[], None] = lambda: None,
 ) -> MicroBatchSchedule:
-    """Plan steps, and exchange their samples. A collective over all ranks.
-
-    Args:
-        request: of the call.
-        unplanned: its rollout data are the samples that this rank brought.
-        samples: of all ranks, and the steps.
-        also: what else may fail on one rank.
-    """
+    """Plan steps, and exchange the samples that each rank brought, in the rollout data. A
+    collective over all ranks, in which what `also` does may fail on one, too."""
     together = _planned_together(request, unplanned, samples.computed_lengths())
     # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
     # brought.

@@ -17,7 +17,7 @@ import torch
 
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.job.consensus import JobConsensus
-from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch
+from mcore_batching.megatron.job.failure_watch import FailureWatch
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.planning import PlanningError
 from mcore_batching.planning.errors import MCoreBatchingError
@@ -114,8 +114,9 @@ class _JobOfThread(Job):
 
     own: JobConsensus
 
-    def _connected(self) -> tuple[JobConsensus, FailureWatch]:
-        return self.own, NO_WATCH
+    @property
+    def consensus(self) -> JobConsensus:
+        return self.own
 
 
 class Maker:

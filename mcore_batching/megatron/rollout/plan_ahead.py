@@ -7,10 +7,8 @@
 The thread takes all steps of the planning protocol, by messages of its own. What it made is taken
 if all ranks have it, of exactly the samples and settings of the step; that is one agreement. If
 not, the step is planned in line, with the same result: each rank by the plan that its process has
-made, or, where that one is late, failed or is of something else, by its own.
-
-The later steps of a rollout are made by the same thread and process. They are waited for, and where
-the process is late or has failed the thread plans them.
+made, or else by its own. The later steps of a rollout are waited for, and planned by the thread
+where the process is late or has failed.
 """
 
 from __future__ import annotations

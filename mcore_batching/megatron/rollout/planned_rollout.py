@@ -19,7 +19,7 @@ class PlannedRollout:
 
     Args:
         schedule: the batch's micro-batches; where `wait` is given those of its first step.
-        wait: gives those of all steps, once they are made; None: they are.
+        wait: gives those of all steps, once they are made.
         num_steps: of all steps, with `wait`.
 
     Attributes:
@@ -39,13 +39,8 @@ class PlannedRollout:
 
     @property
     def schedule(self) -> MicroBatchSchedule:
-        """The micro-batches of training. Waits until all steps are planned.
-
-        Where other ranks might be waiting for this one, it is read in the work of an agreement.
-
-        Raises:
-            CollectiveError: on every rank, if planning failed on any.
-        """
+        """The micro-batches of training. Waits until all steps are planned, and raises what failed
+        then: read it in the work of an agreement."""
         if self._wait is not None:
             self._schedule = self._wait()
             self._wait = None
@@ -81,12 +76,7 @@ def with_later_steps(
 ) -> PlannedRollout:
     """A rollout whose later steps are planned in a thread. A collective as `PlansAhead.connect`.
 
-    Args:
-        request: of the call.
-        first: of the first step.
-        num_steps: of all steps.
-        plan_later: gives the schedule of the others, by the job and the plans of another request;
-            a collective.
+    `plan_later` gives their schedule, by the job and the plans of another request; a collective.
     """
 
     def make(job: Job, operation: str, plan: Plan) -> MicroBatchSchedule:

@@ -16,17 +16,16 @@ others know:
    agreement, since all that it follows from has been compared.
 
 So planning takes three collectives of one small message a round, and an optimizer step
-(`prepare`, `Job.agree_after_pipeline`) two: the count waits for what every rank packs, the choice
-for the outlook on that count, the pipeline for every rank's rows, the update for every rank's loss.
-Where all samples are one step, as in a stock script, 1 and 3 are one agreement unless a rank lacks
-data or samples, and where tokens in flight are not bounded, 4 goes into the step's first. What the
-last step's passes took travels with 1, and tells the costs by which the next 3 packs.
-Under the exchange one plan of all samples (`exchange`) replaces 3 to 5: three agreements, a gather
-of all lengths, and two exchanges (sizes, samples), the last three of which grow with the ranks.
+(`prepare`, `Job.agree_after_pipeline`) two. Where all samples are one step, as in a stock script, 1
+and 3 are one agreement unless a rank lacks data or samples, and where tokens in flight are not
+bounded, 4 goes into the step's first. What the last step's passes took travels with 1, and tells
+the costs by which the next 3 packs. Under the exchange one plan of all samples (`exchange`)
+replaces 3 to 5: three agreements, a gather of all lengths, and two exchanges (sizes, samples), the
+last three of which grow with the ranks.
 
 Of several steps the first alone is planned so where planning takes long: the others follow in a
-thread, by 3 to 5 again. Under the exchange by its last agreements and exchanges, and one more
-agreement and a gather of the plans, which ranks share out.
+thread, by 3 to 5 again; under the exchange ranks share out the plans, by one more agreement and
+a gather.
 """
 
 from __future__ import annotations
@@ -206,11 +205,7 @@ def _filled(
 ) -> MicroBatchSchedule:
     """The schedule of packed steps, filled and chosen among. A collective over all ranks.
 
-    Args:
-        request: of the call.
-        unplanned: what the steps are of.
-        packed: this rank's samples of each.
-        latest: of all their ends the largest over all ranks.
+    `latest` has of all their ends the largest over all ranks.
     """
 
     def work() -> list[list[Filling]]:

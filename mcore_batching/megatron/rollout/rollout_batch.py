@@ -62,10 +62,9 @@ class RolloutBatch:
         Raises:
             TypeError: it is no dict, or ``schema`` is no `Schema`.
             KeyError: a required field is missing.
-            ConfigError: the global batch size is no integer, or negative, or ``steps`` are no lists
-                of sample indices.
+            ConfigError: the global batch size is none, or ``steps`` are no lists of indices.
             ValueError: ``steps`` do not hold every sample once.
-            SchemaError: a field's kind is unknown to any samples, or a value does not fit it.
+            SchemaError: as `checked_fields`, where these samples tell all kinds.
         """
         if not isinstance(schema, Schema):
             raise TypeError(
@@ -158,7 +157,7 @@ def checked_fields(
     vocabulary_size: int | None,
     template: Mapping[str, list[Any]] | None = None,
 ) -> dict[str, Any]:
-    """Data as they are kept, a schema that has all their fields, and a fabricated sample's values.
+    """``data`` as they are kept, ``schema`` of all fields, and ``template``, a fabricated sample.
 
     Args:
         data: field name to one value per sample.
@@ -166,9 +165,6 @@ def checked_fields(
         told: declarations of others.
         vocabulary_size: entries of the model's vocabulary; None: token ids are not checked.
         template: what to fabricate values from where there are no samples.
-
-    Returns:
-        ``data``, ``schema`` and ``template``.
 
     Raises:
         SchemaError: a field's kind is unknown, or a value does not fit it.

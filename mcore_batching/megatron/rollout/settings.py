@@ -32,19 +32,14 @@ class Settings:
         *,
         forward_only: bool,
     ) -> Settings:
-        """Of a job and one of its models.
+        """Of a job and one of its models, given as this rank's chunks.
 
         Args:
             job: the present one.
-            chunks: this rank's model chunks.
+            chunks: of the model.
             config: for training; None: by the arguments.
             cost_model: None: the arguments', what was learnt by now, or that of the model's shape.
             forward_only: plan for forward passes alone, under their own cap if they have one.
-
-        Raises:
-            DynamicBatchArgumentError: an argument is missing, or no cost model can be read.
-            ConfigError: a value is out of range.
-            TypeError: the cost model is none.
         """
         if cost_model is not None and not isinstance(cost_model, CostModel):
             raise TypeError(
