@@ -193,7 +193,7 @@ def _packed_row(
             _row_multiple(pad_multiplier), row_multiple_tokens(schedule.dims, schedule.config)
         ),
         context_parallel_size=schedule.dims.context_parallel,
-        context_parallel_rank=schedule.context_parallel_rank,
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
         pad_token_id=schedule.pad_token_id,
         is_placeholder=not indices,
     )

@@ -41,12 +41,7 @@ Received = TypeVar("Received")
 
 
 class JobConsensus(Consensus):
-    """Agreement over all ranks, which make it together; errors spell arguments as training's flags.
-
-    Attributes:
-        watch: over the failures of all ranks.
-        data_parallel_rank: the number of this rank's replica.
-    """
+    """Agreement over all ranks, which make it together; errors spell arguments as flags."""
 
     def __init__(self, timeout_seconds: float, watch: FailureWatch) -> None:
         self.watch = watch
@@ -78,10 +73,8 @@ class JobConsensus(Consensus):
 
     @functools.cached_property
     def of_rows(self) -> JobConsensus:
-        """Itself, where under dynamic CP every context-parallel rank has rows of its own.
-
-        A replica is then what runs the same rows: all stages and tensor-parallel ranks of one data-
-        and context-parallel rank. Not for what replicas share or exchange, which is samples.
+        """Itself, where under dynamic CP every context-parallel rank has rows of its own: a replica
+        is then what runs the same rows. Not for what replicas share or exchange, which is samples.
         """
         made = copy.copy(self)  # the same groups and messages: only who must say the same changes
         made.regroup(

@@ -10,11 +10,8 @@ the job's key-value store; a thread on each other rank reads that and releases i
 
 NCCL's communicators can be aborted. Nothing wakes a thread that waits in gloo: such a process
 prints the error and ends with `EXIT_CODE` after `GRACE_SECONDS`. In both cases the job has to be
-started again.
-
-An exception in the loss function need not leave the pipeline (see `train_step`). But a loss
-communicates with tensor- and context-parallel ranks: it does leave it unless all ranks that share
-the micro-batch raise within `ALIKE_SECONDS`.
+started again. An exception in the loss function leaves the pipeline only where not all ranks that
+share the micro-batch raise within `ALIKE_SECONDS`: the others may wait for it inside the loss.
 
 The main thread pays for two events per call; the thread asks the store every
 `POLL_SECONDS`, and only while the main thread is inside one of the engine's calls.

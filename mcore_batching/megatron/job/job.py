@@ -42,28 +42,21 @@ Kept = TypeVar("Kept")
 
 
 class JobMemory:
-    """Objects that calls leave for later ones, the same on every rank.
-
-    Attributes:
-        data_parallel_group: Megatron's, with which it ends.
-        told_fields: declarations of undeclared fields that the samples of earlier batches told, for
-            those of a batch that leave them open on all ranks.
-        said: what is said once a job and has been.
-        checked_models: first chunks of models that packed rows were found to run on.
-        row_groups: ranks that share a row with this one, by their number; none before any are made.
-        recorders: by folder.
-        connection: the default process group and the consensus over it; None before the first
-            agreement.
-    """
+    """Objects that calls leave for later ones, the same on every rank."""
 
     def __init__(self, data_parallel_group: Any) -> None:
-        self.data_parallel_group = data_parallel_group
+        self.data_parallel_group = data_parallel_group  # Megatron's, with which it ends
+        # Declarations of undeclared fields that the samples of earlier batches told, for those of a
+        # batch that leave them open on all ranks.
         self.told_fields: dict[str, Field] = {}
-        self.said: set[str] = set()
+        self.said: set[str] = set()  # what is said once a job and has been
+        # First chunks of models that packed rows were found to run on.
         self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Ranks that share a row with this one, by their number; none before any are made.
         self.row_groups: dict[int, dist.ProcessGroup] = {}
-        self.recorders: dict[str, StepRecorder] = {}
+        self.recorders: dict[str, StepRecorder] = {}  # by folder
         self._only: dict[type[Any], Any] = {}
+        # The default process group, and the consensus over it from the first agreement on.
         self.connection: tuple[weakref.ref[Any], JobConsensus] | None = None
 
     def only(self, kind: type[Kept]) -> Kept:
@@ -83,14 +76,9 @@ class JobMemory:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The job as one call sees it.
+    """The job as one call sees it."""
 
-    Attributes:
-        options: Megatron's arguments of the call.
-        memory: of the job.
-    """
-
-    options: Options
+    options: Options  # Megatron's arguments of the call
     memory: JobMemory
 
     @property

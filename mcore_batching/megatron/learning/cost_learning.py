@@ -49,8 +49,7 @@ a few thousand additions and a real difference of costs would do."""
 class CostLearner:
     """Costs that the present job has learnt of a model, and the times that it learns from.
 
-    Attributes:
-        learnt: the same on every rank; None before the first planning.
+    `learnt` is the same on every rank; None before the first planning.
     """
 
     def __init__(self) -> None:
@@ -126,8 +125,7 @@ class CostLearner:
     def evidence(self, dims: ParallelDims, config: PlannerConfig) -> dict[str, Figure]:
         """This rank's measurements, of the steps that have ended on the device.
 
-        Dims tell if ranks wait for each other in every slot, settings for training if they share
-        rows.
+        Dims tell if ranks wait for each other in every slot, the config if they share rows.
         """
         assert self.learnt is not None
         self._shares_rows = config.max_context_parallel is not None

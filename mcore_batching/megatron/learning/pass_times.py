@@ -5,12 +5,10 @@ Under dynamic CP ranks wait in the attention of rows that they share:
     rank 0   [begins.....waits......computes]     took 9 s
     rank 1                     [computes]         took 4 s: what the row costs
 
-Whoever begins last waits for nobody, so a pass costs what the rank that took least time says. That
-least time travels as a figure with an agreement that there is anyway.
-
-With expert parallelism they wait in every layer for the rank with most work, so a pass takes as
-long as the costliest row of its slot, and only that row counts. Which one it is, by the costs known
-then, the largest cost of each slot tells, which travels likewise.
+Whoever begins last waits for nobody, so a pass costs the least time of all ranks, which travels as
+a figure with an agreement that there is anyway. With expert parallelism they wait in every layer
+for the rank with most work, so only the costliest row of a slot counts. Which one it is, by the
+costs known then, the largest cost of each slot tells, which travels likewise.
 """
 
 from __future__ import annotations
@@ -58,19 +56,12 @@ def costs_of_slots(costs: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class SharedTimes:
-    """Some of a step's rows that several ranks share; the same on every rank but for `own`.
-
-    Attributes:
-        rows: of the plan.
-        lengths: of the samples of each.
-        chunks: model chunks of a stage.
-        own: this rank, as the plan numbers them.
-    """
+    """Some of a step's rows that several ranks share; the same on every rank but for `own`."""
 
     rows: list[Row]
-    lengths: list[tuple[int, ...]]
-    chunks: int
-    own: int
+    lengths: list[tuple[int, ...]]  # of the samples of each
+    chunks: int  # of a stage
+    own: int  # this rank, as the plan numbers them
 
     @classmethod
     def of(cls, schedule: MicroBatchSchedule, step: int) -> SharedTimes:
@@ -93,13 +84,9 @@ class SharedTimes:
     def seconds(self, passes: Mapping[Pass, float], factor: float) -> list[float]:
         """This rank's numbers, of which all ranks are to know the least.
 
-        Args:
-            passes: seconds of each.
-            factor: time of its passes over that of a mean stage's.
-
-        Returns:
-            the seconds of each pass on a mean stage; inf where it has no part in a row, 0, which
-            is no time, where it could not be told.
+        They are the seconds of each pass on a mean stage, of whose time this one's passes take
+        `factor`; inf where it has no part in a row, 0, which is no time, where it could not be
+        told.
         """
         numbers = [0.0] * MAX_SHARED_PASSES
         for place, row in enumerate(self.rows):
@@ -146,23 +133,14 @@ class TimedWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step's passes as they were marked.
+    """A step's passes as they were marked."""
 
-    Attributes:
-        rows: lengths of the samples of each micro-batch.
-        sizes: of each, the ranks that share it, under dynamic CP; else 1.
-        order: of the passes.
-        marks: before and after each pass.
-        weights: what split backward passes left for later.
-        shared: the rows that several ranks share, under dynamic CP alone.
-    """
-
-    rows: list[tuple[int, ...]]
-    sizes: list[int]
+    rows: list[tuple[int, ...]]  # lengths of the samples of each micro-batch
+    sizes: list[int]  # of each, the ranks that share it, under dynamic CP; else 1
     order: list[Pass]
-    marks: list[Any]
-    weights: list[TimedWeights]
-    shared: SharedTimes | None
+    marks: list[Any]  # before and after each pass
+    weights: list[TimedWeights]  # what split backward passes left for later
+    shared: SharedTimes | None  # under dynamic CP alone
 
     @property
     def is_over(self) -> bool:

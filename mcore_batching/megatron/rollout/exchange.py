@@ -30,10 +30,9 @@ from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.flat_values import digest_of, flat, unflat
 from mcore_batching.megatron.job.row_groups import make_row_groups
-from mcore_batching.megatron.rollout.cut_steps import CutSteps
+from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout, with_later_steps
 from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest
-from mcore_batching.megatron.rollout.sharing import say_saving
 from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule, digest_of_plans
 from mcore_batching.megatron.rows.shards import Shard, with_hosted
@@ -43,18 +42,12 @@ from mcore_batching.planning.planning_process import PlanRequest
 
 @dataclasses.dataclass(frozen=True)
 class _AllSamples:
-    """The samples of all data-parallel ranks, numbered through.
+    """The samples of all data-parallel ranks, numbered through."""
 
-    Attributes:
-        lengths: of each, in tokens.
-        hosts: for each the sample in whose segment it lies, itself if it has a segment.
-        first: number of each rank's first sample, and the number of all samples.
-        steps: for each step the samples that are computed, and those that lie in their segments.
-    """
-
-    lengths: list[int]
-    hosts: list[int]
-    first: list[int]
+    lengths: list[int]  # of each, in tokens
+    hosts: list[int]  # for each the sample in whose segment it lies, itself if it has a segment
+    first: list[int]  # number of each rank's first sample, and the number of all samples
+    # For each step the samples that are computed, and those that lie in their segments.
     steps: list[tuple[list[int], list[int]]]
 
     @classmethod
@@ -130,7 +123,7 @@ def _gathered(rollout: Rollout) -> tuple[CutSteps, _AllSamples]:
     agreed, shards = job.consensus.gather(
         "gathering lengths", work, lambda cut: cut.statement(), failure=PlanningFailedError
     )
-    say_saving(job, agreed.figures, agreed.told)
+    say_saving(job, agreed)
     return agreed.result, _AllSamples.of(shards)
 
 

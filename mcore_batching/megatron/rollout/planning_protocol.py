@@ -41,12 +41,11 @@ from mcore_batching.batch.agreement.figures import Figure, largest, total
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.rollout.cut_steps import CutSteps
+from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
 from mcore_batching.megatron.rollout.exchange import plan_all_samples
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout, with_later_steps
 from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest, read_rollout
 from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
-from mcore_batching.megatron.rollout.sharing import say_saving
 from mcore_batching.megatron.rollout.step_shard import Filling, PackedShard, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, computed_alone, with_hosted
@@ -146,7 +145,7 @@ def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
         failure=PlanningFailedError,
     )
     cut, packed, later = agreed.result
-    say_saving(request.job, agreed.figures, agreed.told)
+    say_saving(request.job, agreed)
     unplanned = cut.unplanned()
     made = _filled(request, unplanned, packed, agreed.figures["ends"])
     if not later:

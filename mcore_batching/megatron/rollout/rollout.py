@@ -33,36 +33,22 @@ from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
-    """Request of one call to have its samples planned.
-
-    Attributes:
-        job: the present one.
-        model: this rank's model chunks.
-        schema: the kind of every field.
-        read: makes rollout data of what the call is given; what it raises is raised on every rank.
-        steps: local sample indices of every optimizer step; None: by ``global_batch_size``.
-        cost_model: what samples and micro-batches cost; None: by the arguments.
-        forward_only: plan for forward passes alone, under their own cap if they have one.
-        training: the training whose samples run forward, where they are planned anew.
-        one_step: all samples are one step, on every rank: packing need not wait for the number of
-            all samples.
-        learnt: costs to plan by, in place of what this step would learn.
-        checked: settings that the model was checked with, in place of all these.
-        plan: makes the plans, or gets them made.
-    """
+    """Request of one call to have its samples planned."""
 
     job: Job
     model: Any
     schema: Schema
+    # Makes rollout data of what the call is given; what it raises is raised on every rank.
     read: Callable[[Any], dict[str, list[Any]] | None] = lambda given: given
-    steps: Iterable[Iterable[int]] | None = None
-    cost_model: CostModel | None = None
-    forward_only: bool = False
-    training: MicroBatchSchedule | None = None
+    steps: Iterable[Iterable[int]] | None = None  # sample indices; None: by `global_batch_size`
+    cost_model: CostModel | None = None  # None: by the arguments
+    forward_only: bool = False  # under a cap of their own if they have one
+    training: MicroBatchSchedule | None = None  # whose samples run forward, planned anew
+    # All samples are one, on every rank: packing need not wait for the number of all samples.
     one_step: bool = False
-    learnt: LearntCosts | None = None
-    checked: Settings | None = None
-    plan: Plan = IN_LINE
+    learnt: LearntCosts | None = None  # to plan by, in place of what this step would learn
+    checked: Settings | None = None  # that the model was checked with, in place of all these
+    plan: Plan = IN_LINE  # makes the plans, or gets them made
 
     @property
     def exchanges(self) -> bool:
@@ -100,25 +86,15 @@ class RolloutRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Settings and samples of a request, once they are read.
-
-    Attributes:
-        request: how they are to be planned.
-        settings: the same on every rank.
-        learnt: what is known of costs when the plan is made; None where they are not learnt.
-        batch: this replica's samples.
-        shares: samples of every data-parallel rank; under `one_step` one entry, of all together.
-        packed: where packing at once was right on all ranks, the only step; else None.
-        latest: the largest of its `ends` over all ranks.
-    """
+    """Settings and samples of a request, once they are read."""
 
     request: RolloutRequest
-    settings: Settings
-    learnt: LearntCosts | None
-    batch: RolloutBatch
-    shares: list[int]
-    packed: PackedShard | None
-    latest: list[float]
+    settings: Settings  # the same on every rank
+    learnt: LearntCosts | None  # when the plan is made; None where costs are not learnt
+    batch: RolloutBatch  # of this replica
+    shares: list[int]  # samples of every data-parallel rank; under `one_step` of all together
+    packed: PackedShard | None  # the only step, where packing at once was right on all ranks
+    latest: list[float]  # the largest of its `ends` over all ranks
 
 
 class _Own(NamedTuple):

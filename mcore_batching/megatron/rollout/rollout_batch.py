@@ -21,31 +21,20 @@ _BATCH_SIZE = "dynamic_global_batch_size"
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBatch:
-    """The rollout data of one replica, read and checked.
+    """The rollout data of one replica, read and checked."""
 
-    Attributes:
-        data: field name to one value per sample.
-        schema: the kind of every field.
-        template: one fabricated sample, empty if this rank has no samples to copy it from.
-        total_lengths: tokens of every sample.
-        global_batch_size: samples of a step over all ranks, None for all; of the caller's own
-            steps what each counts as, None where nothing says.
-        vocabulary_size: entries of the model's vocabulary; None: not known.
-        steps: the caller's own local sample indices of every step, if given.
-        told: declarations of undeclared fields, as far as these samples, earlier batches and, once
-            they are heard of, the other ranks tell.
-        is_open: these samples leave the kind of some field to others.
-    """
-
-    data: dict[str, list[Any]]
+    data: dict[str, list[Any]]  # field name to one value per sample
     schema: Schema
-    template: dict[str, list[Any]]
-    total_lengths: list[int]
+    template: dict[str, list[Any]]  # a fabricated sample; empty without samples to copy it from
+    total_lengths: list[int]  # in tokens
+    # Samples of a step over all ranks, None for all; of the caller's own steps what each counts as.
     global_batch_size: int | None
-    steps: list[list[int]] | None
-    vocabulary_size: int | None
+    steps: list[list[int]] | None  # the caller's own, of local sample indices
+    vocabulary_size: int | None  # of the model; None: not known
+    # Declarations of undeclared fields, as far as these samples, earlier batches and, once they are
+    # heard of, the other ranks tell.
     told: Mapping[str, Field]
-    is_open: bool
+    is_open: bool  # these samples leave the kind of some field to others
 
     @classmethod
     def read(
@@ -217,11 +206,8 @@ def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
     if len(given) < sum(map(len, read)):
         raise ConfigError(
             Argument("steps"),
-            f" must be one list of sample indices for each step, got {steps!r:.60}; set ",
-            Argument("steps"),
-            " to [[0, 1], [2, 3]], say, or to None for steps of ",
-            Argument("global_batch_size"),
-            " samples",
+            " must be one list of sample indices for each step, such as [[0, 1], [2, 3]], got "
+            f"{steps!r:.60}",
         )
     if sorted(given) != list(range(num_samples)):
         raise ValueError(

@@ -35,18 +35,14 @@ Columns = dict[str, list[Any]]
 class SampleMoves:
     """The samples of a batch over all data-parallel ranks. The same on every rank but for `own`.
 
-    Attributes:
-        own: this rank of those that have rows of their own: the data-parallel ones; under dynamic
-            CP the data- and context-parallel ones.
-        first: number of each data-parallel rank's first sample, and the number of all samples.
-        runs_on: the samples that each rank with rows of its own runs, ascending.
-        sharing: ranks with rows of their own that brought the same samples.
+    Ranks with rows of their own are the data-parallel, under dynamic CP the data- and
+    context-parallel ones.
     """
 
-    own: int
-    first: Sequence[int]
-    runs_on: Sequence[Sequence[int]]
-    sharing: int = 1
+    own: int  # this one of the ranks with rows of their own
+    first: Sequence[int]  # of each data-parallel rank's samples, and the number of all samples
+    runs_on: Sequence[Sequence[int]]  # samples of each rank with rows of its own
+    sharing: int = 1  # ranks with rows of their own that brought the same samples
 
     @property
     def held(self) -> Sequence[int]:
@@ -120,12 +116,8 @@ class SampleMoves:
     def returned(self, columns: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
         """Outputs of the samples that came from this rank, in the order in which they came.
 
-        A collective over the ranks with rows of their own. Tensors travel as bytes, and stay on
-        the device.
-
-        Args:
-            columns: for the same names on every rank one tensor per sample that this rank runs,
-                each of which passed `check_output`.
+        A collective over the ranks with rows of their own. Columns have the same names on every
+        rank, and of each sample that runs here one tensor that passed `check_output`.
         """
         # Ranks may name them in different orders, and bodies carry no names.
         names, place = sorted(columns), self.places

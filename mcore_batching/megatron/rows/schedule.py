@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
+
+from megatron.core import parallel_state
 
 from mcore_batching.batch import Kind, PackedMicroBatch, Schema, make_placeholder, pack
 from mcore_batching.batch.rows.side_by_side import on_host
@@ -32,17 +34,11 @@ _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 
 @dataclasses.dataclass(frozen=True)
 class GlobalPlan:
-    """One step's plan of the samples of all data-parallel ranks.
+    """One step's plan of the samples of all data-parallel ranks."""
 
-    Attributes:
-        plan: its samples are places in `numbers`.
-        numbers: number of each sample of the step, over all ranks and steps.
-        lengths: total length of each of them, in tokens.
-    """
-
-    plan: StepPlan
-    numbers: list[int]
-    lengths: list[int]
+    plan: StepPlan  # its samples are places in `numbers`
+    numbers: list[int]  # of each sample of the step, over all ranks and steps
+    lengths: list[int]  # total length of each of them, in tokens
 
     def rows_on(self, rank: int) -> MicroBatches:
         """A rank's micro-batches, as numbers of samples."""
@@ -60,30 +56,21 @@ class MicroBatchSchedule:
 
     Attributes:
         rollout_data: field name to one value per sample of this rank.
-        schema: the kind of every field.
         template: values of one sample, from a rank that has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
         hosts: for each sample the one in whose segment it is computed, itself if in its own; both
             are in the same micro-batch. None: all samples have segments of their own.
         splits: of every step the split backward passes of each stage of this replica; empty where
-            none may be split, and in the scope "global", where `plans` have them.
-        dims: the job's parallel dims.
-        config: the planner's settings.
-        context_parallel_rank: which slice of every row this rank holds, where rows have the size
-            of the dims.
-        pad_token_id: token that fills padding and placeholders.
+            none may be split, and of exchanged samples, where `plans` have them.
         vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
         own_digest: of this replica's samples and plan, where its ranks have yet to compare it.
-        consensus: between the ranks.
-        scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
-        cost_model: what the plan was made by.
-        learnt: of which it is a part, where costs are learnt; else None.
+        learnt: of which the cost model is a part, where costs are learnt; else None.
         samples_per_step: what a step counts as: the global batch size that cut the steps, or that
             came with steps of the caller's own; None: neither.
-        moves: where samples came from and where they run, in the scope "global" alone.
-        plans: of every step, likewise.
+        moves: where exchanged samples came from and where they run.
+        plans: of every step, of exchanged samples.
     """
 
     rollout_data: dict[str, list[Any]]
@@ -92,12 +79,10 @@ class MicroBatchSchedule:
     steps: tuple[MicroBatches, ...]
     dims: ParallelDims
     config: PlannerConfig
-    context_parallel_rank: int
     pad_token_id: int
     vocabulary_size: int | None
     plan_digest: str
     consensus: JobConsensus
-    scope: Literal["global", "local"]
     cost_model: CostModel
     learnt: LearntCosts | None = None
     samples_per_step: int | None = None
@@ -176,7 +161,7 @@ class MicroBatchSchedule:
             sample_indices=tuple(range(len(lengths))),
             dims=self.dims,
             config=self.config,
-            scope=self.scope,
+            scope="local",
             cost_model=self.cost_model,
             hosted_lengths=hosted_lengths,
             split_backward=splits_of_ranks(splits),
@@ -245,8 +230,10 @@ class MicroBatchSchedule:
         return planned[self.moves.own]
 
     def _row(self, indices: tuple[int, ...], size: int, depths: int) -> PackedMicroBatch:
-        # Ranks that share a row are one block of consecutive ones: the place in it is the slice.
-        shared = self.moves if self.has_sizes_of_rows else None
+        rank = parallel_state.get_context_parallel_rank()
+        if self.has_sizes_of_rows and self.moves is not None:
+            # Ranks that share a row are a block of consecutive ones: the place in it is the slice.
+            rank = self.moves.own % size
         # Paddings depend on the context-parallel size, which here is the row's.
         dims = self.dims.for_rows_on(size)
         values = self.samples(indices, list(self.template))
@@ -265,7 +252,7 @@ class MicroBatchSchedule:
             sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
             row_alignment_tokens=row_multiple_tokens(dims, self.config),
             context_parallel_size=size,
-            context_parallel_rank=shared.own % size if shared else self.context_parallel_rank,
+            context_parallel_rank=rank,
             pad_token_id=self.pad_token_id,
             sample_indices=indices,
             is_placeholder=not indices,
