@@ -279,7 +279,7 @@ def test_without_the_flag_there_is_no_cap() -> None:
     config = options.planner_config()
     settings = Settings(ParallelDims(), config, CostModel())
     packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed(IN_LINE)
-    [filling] = packed.filled([4.0, 5.0], IN_LINE)
+    [filling] = packed.filled([4.0, 5.0])
     assert filling.micro_batches == ((0, 1), (2, 3), (), (4,))
 
 

@@ -141,12 +141,8 @@ class Job:
     ) -> None:
         """Keep what a function of the model's output raised, to be raised after the pipeline.
 
-        It is raised at once where ranks that share the micro-batch have not raised.
-
-        Args:
-            failed: of this pipeline so far; the exception is added.
-            exception: what was raised.
-            row: the micro-batch, where rows may have sizes of their own.
+        It is added to those that failed so far, and raised at once where ranks that share the
+        micro-batch, `row` where rows may have sizes of their own, have not raised.
         """
         failed.append(exception)
         size = (
@@ -168,15 +164,8 @@ class Job:
         work: Callable[[], Any] = lambda: None,
         says: Callable[[Any], Statement] = no_statement,
     ) -> Agreement[Any]:
-        """Raise `ForwardFailedError` on every rank if a function of the model's output raised on
-        any, or what must be equal differs. A collective, once the pipeline has run dry.
-
-        Args:
-            operation: the call that ran the pipeline, in words.
-            failed: this rank's exceptions, in the order of micro-batches.
-            work: what else may fail, done where nothing has failed.
-            says: as in `Consensus.agree`.
-        """
+        """`Consensus.agree`, once the pipeline has run dry: raises `ForwardFailedError` on every
+        rank if a function of the model's output has failed on any, and does the work if not."""
 
         def check() -> Any:
             if failed:

@@ -47,20 +47,17 @@ class Options:
     """Settings as they were given: read from any arguments, checked where they are used, so that a
     rank with a wrong one has met the others by then and can tell them.
 
-    Attributes:
-        planner: the fields of `PlannerConfig` that arguments set.
-        share_prefixes: None where it cannot be set, so that nobody is told what it would save.
-
-    The others are the arguments of this package (`FLAGS`), then those of Megatron.
+    First the arguments of this package (`FLAGS`), then those of Megatron.
     """
 
     use_dynamic_batch_size: bool = True
     max_tokens_per_gpu: Any = None
+    # The fields of `PlannerConfig` that arguments set.
     planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
     cost_model: str | None = None
     exchange: bool = False
     no_plan_ahead: bool = False
-    share_prefixes: bool | None = False
+    share_prefixes: bool | None = False  # None: cannot be set, so that nobody is told of it
     forward_only_plan: str = "shared"
     forward_only_max_tokens_per_gpu: Any = None
     log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
@@ -130,13 +127,11 @@ class Options:
 
     @property
     def learns_cost_model(self) -> bool:
-        """True if costs are learnt from training's own passes: unless asked for others.
-
-        Rows that are never packed, without ``--use-dynamic-batch-size``, have no use for them.
-        """
+        """True if costs are learnt from training's own passes: unless asked for others."""
         # Measured times differ from run to run, and so would plans and the order of additions.
         default = FIXED if self.deterministic_mode else LEARNT
         chosen = default if self.cost_model is None else self.cost_model
+        # Rows that are never packed have no use for them.
         return chosen == LEARNT and bool(self.use_dynamic_batch_size)
 
     @property
@@ -170,13 +165,10 @@ class Options:
         return 0 if given is None or (as_integer(given) or 0) < 0 else given
 
     def planner_config(self, dims: ParallelDims | None = None) -> PlannerConfig:
-        """The planner's settings.
+        """The planner's settings; without dims CUDA has no default multiple of rows.
 
         Without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size`` samples each,
         however long, and ranks with fewer of them are filled up with placeholders.
-
-        Args:
-            dims: the job's parallel dims, by which CUDA has a default multiple of rows; None: none.
 
         Raises:
             DynamicBatchArgumentError: micro-batches have neither a cap nor a size.

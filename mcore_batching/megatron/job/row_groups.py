@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.job import Job, present_memory
 
 DEFAULT_TIMEOUT_MINUTES = 10
@@ -27,11 +26,7 @@ DEFAULT_TIMEOUT_MINUTES = 10
 
 
 def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
-    """Make the groups that are not there yet. A collective over all ranks of the job.
-
-    Sizes are ascending, the same on every rank; each divides the number of data- and
-    context-parallel ranks.
-    """
+    """Make the groups of these sizes that are not there yet. A collective over all ranks."""
     among = parallel_state.get_data_parallel_group(with_context_parallel=True)
     own = parallel_state.get_context_parallel_group()
     # Megatron has two of them already: a NCCL communicator takes memory on the GPU.
@@ -39,22 +34,21 @@ def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     groups |= {among.size(): among, own.size(): own}
     minutes = job.options.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
     missing = [size for size in sizes if size not in groups]
-    for ranks in _groups_of_all_ranks(among, job.consensus) if missing else ():
+    if not missing:
+        return
+    # The ranks of each group like `among`, of other stages and tensor-parallel ranks, too.
+    gathered: list[Any] = [None] * dist.get_world_size()
+    own_ranks = dist.get_process_group_ranks(among)
+    dist.all_gather_object(gathered, tuple(own_ranks), group=job.consensus.group)
+    for ranks in sorted(set(gathered)):
         for size in missing:
             for first in range(0, len(ranks), size):
-                block = ranks[first : first + size]
+                block = list(ranks[first : first + size])
                 # By all ranks of the job, each block: PyTorch tells groups that only their ranks
                 # make by the number of others that these ranks are in, and that may differ.
                 group = dist.new_group(block, timeout=datetime.timedelta(minutes=minutes))
                 if dist.get_rank() in block:
                     groups[size] = group
-
-
-def _groups_of_all_ranks(among: dist.ProcessGroup, consensus: JobConsensus) -> list[list[int]]:
-    """The ranks of each group like this one, of other stages and tensor-parallel ranks."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, tuple(dist.get_process_group_ranks(among)), consensus.group)
-    return [list(ranks) for ranks in sorted(set(gathered))]
 
 
 def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:

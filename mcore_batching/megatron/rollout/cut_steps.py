@@ -154,12 +154,8 @@ def _saved(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) -> dic
 
 
 def say_saving(job: Job, agreed: Agreement[Any]) -> None:
-    """Print what sharing saves, or would save, and why samples are alone, each once a job.
-
-    Args:
-        job: the present one.
-        agreed: from the `statement` of every rank.
-    """
+    """Print what sharing saves, or would save, and why samples are alone, each once a job, by the
+    `statement` of every rank."""
     figures = agreed.figures
     samples, own = figures["prefixes: samples"], figures["prefixes: hosts"]
     tokens, computed = figures["prefixes: tokens"], figures["prefixes: hosts' tokens"]

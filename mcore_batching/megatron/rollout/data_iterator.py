@@ -40,22 +40,16 @@ class DataIterator:
         return [list(indices) for indices in self._rollout.schedule.micro_batches]
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
-        """The next micro-batch as lists of per-sample values.
-
-        Args:
-            keys: fields to return.
-
-        Returns:
-            for each key one value per sample, one fabricated value for a placeholder, None for a
-            key that the rollout data lacks.
+        """The next micro-batch: for each key one value per sample, one fabricated value for a
+        placeholder, None for a key that the rollout data lacks.
 
         Raises:
             IndexError: all micro-batches have been drawn; `reset` starts again.
-            DynamicBatchArgumentError: samples share segments, and whoever lays them out by their
-                lengths would give each one of its own, over the cap.
+            DynamicBatchArgumentError: samples share segments.
         """
         keys = list(keys)
         schedule = self._rollout.of_slot(self.offset)
+        # Whoever lays them out by their lengths would give each a segment of its own, over the cap.
         if schedule.hosts is not None:
             raise DynamicBatchArgumentError(
                 "samples that share segments cannot be drawn; give the iterators to forward_only "

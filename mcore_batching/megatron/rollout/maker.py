@@ -41,24 +41,15 @@ Planned = Future[tuple[Request[Any], Any]]
 
 
 class Ahead:
-    """One step that is made ahead, by a function that is called in the thread.
-
-    Attributes:
-        plan: its plan; whoever waits for it no longer cancels it.
-        made: what `make` gave or raised.
-    """
+    """One step that is made ahead, by a function that is called in the thread."""
 
     def __init__(self, job: Job, make: Make) -> None:
         self.job, self.make = job, make
-        self.plan: Planned = Future()
-        self.made: Future[Any] = Future()
+        self.plan: Planned = Future()  # whoever no longer waits for it cancels it
+        self.made: Future[Any] = Future()  # what `make` gave or raised
 
     def planned(self, maker: Maker, request: Request[Any]) -> Any:
-        """The plan of a request, by the process alone. In the thread.
-
-        Raises:
-            PlanningError: there is none.
-        """
+        """The plan of a request, by the process, or `PlanningError`. In the thread."""
         maker.ask(self.plan, request)
         try:
             return self.plan.result()[1]
@@ -73,14 +64,11 @@ class Ahead:
 
 
 class RolloutAhead(Ahead):
-    """Later steps of a rollout, of which any number of plans are asked.
-
-    `say` prints why this rank makes a plan in the thread.
-    """
+    """Later steps of a rollout, of which any number of plans are asked."""
 
     def __init__(self, job: Job, make: Make, say: Callable[[Exception], None]) -> None:
         super().__init__(job, make)
-        self._say = say
+        self._say = say  # why this rank makes a plan in the thread
         # Now: in the thread Megatron's groups may be gone.
         self.watch: FailureWatch = job.watch
 
@@ -124,14 +112,12 @@ class Maker:
 
     Between two steps nothing here refers to the job, so that it can be collected meanwhile: errors
     are kept in words, since their tracebacks would.
-
-    Attributes:
-        requests: what is to be made, in the same order on every rank; None ends the thread.
     """
 
     def __init__(self, consensus: JobConsensus) -> None:
         self._consensus = consensus
         self._device = torch.cuda.current_device()
+        # What is to be made, in the same order on every rank; None ends the thread.
         self.requests: SimpleQueue[Ahead | None] = SimpleQueue()
         self._planning = threading.Lock()
         self._process: PlanningProcess | None = None

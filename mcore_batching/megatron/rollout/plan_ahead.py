@@ -114,8 +114,7 @@ class PlansAhead:
             is_of_these: it is of the samples that are due.
 
         Returns:
-            the step; the costs to plan it by otherwise, where they are learnt: those known when it
-            was begun.
+            the step; where costs are learnt, those known when it began, to plan it by otherwise.
         """
         learns = given is None and job.options.learns_cost_model
         learner = learners_of(job).of(chunks) if learns else None

@@ -21,9 +21,6 @@ class PlannedRollout:
         schedule: the batch's micro-batches; where `wait` is given those of its first step.
         wait: gives those of all steps, once they are made.
         num_steps: of all steps, with `wait`.
-
-    Attributes:
-        for_forward_passes: the same batch as planned for forward passes alone, once it has been.
     """
 
     def __init__(
@@ -35,6 +32,7 @@ class PlannedRollout:
         self._first = self._schedule = schedule
         self._wait = wait
         self.num_steps: int = len(schedule.steps) if num_steps is None else num_steps
+        # The same batch as planned for forward passes alone, once it has been.
         self.for_forward_passes: PlannedRollout | None = None
 
     @property

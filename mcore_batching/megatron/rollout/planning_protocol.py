@@ -39,6 +39,7 @@ from mcore_batching.batch import Schema
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import Figure, largest, total
 from mcore_batching.megatron.errors import PlanningFailedError
+from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
@@ -123,10 +124,10 @@ def _planned(rollout: Rollout) -> PlannedRollout:
 
 def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
     """Pack, fill and choose; of several steps perhaps the first alone. A collective."""
-    request = rollout.request
+    request, consensus = rollout.request, rollout.request.job.consensus
     if rollout.packed is not None:
         unplanned = CutSteps.of(rollout).unplanned()
-        return PlannedRollout(_filled(request, unplanned, [rollout.packed], rollout.latest))
+        return PlannedRollout(_filled(consensus, unplanned, [rollout.packed], rollout.latest))
     # Where nothing is searched for, packing takes less time than to start a process for it.
     searches = shapes_slots(rollout.settings.dims, rollout.settings.config)
     now = 1 if searches and request.may_plan_ahead else None
@@ -138,7 +139,7 @@ def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
         later = [] if now is None else shards[now:]
         return cut, [shard.packed(request.plan) for shard in shards[:now]], later
 
-    agreed = request.job.consensus.agree(
+    agreed = consensus.agree(
         "packing",
         work,
         lambda made: made[0].statement(ends=_latest(made[1])),
@@ -147,7 +148,7 @@ def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
     cut, packed, later = agreed.result
     say_saving(request.job, agreed)
     unplanned = cut.unplanned()
-    made = _filled(request, unplanned, packed, agreed.figures["ends"])
+    made = _filled(consensus, unplanned, packed, agreed.figures["ends"])
     if not later:
         return PlannedRollout(made)
     plan_later = functools.partial(_packed_later, unplanned, later)
@@ -164,16 +165,16 @@ def _packed_later(
         lambda packed: Statement(figures={"ends": _latest(packed)}),
         failure=PlanningFailedError,
     )
-    return _filled(request, unplanned, agreed.result, agreed.figures["ends"])
+    return _filled(request.job.consensus, unplanned, agreed.result, agreed.figures["ends"])
 
 
 def _filled_alone(rollout: Rollout, packed: PackedShard) -> MicroBatchSchedule:
     """The only step, packed at once and filled to the count that is agreed on. Not a collective."""
     # The only filling: there is another to choose from where tokens in flight are bounded.
-    [filling] = packed.filled(rollout.latest, rollout.request.plan)
+    [filling] = packed.filled(rollout.latest)
     unplanned = CutSteps.of(rollout).unplanned()
     return dataclasses.replace(
-        _with_steps(rollout.request, unplanned, [packed], [filling.micro_batches]),
+        _with_steps(unplanned, [packed], [filling.micro_batches]),
         # Of what all ranks know: each one's own plan is compared within its replica.
         plan_digest=digest_of([rollout.shares, rollout.latest]),
         own_digest=digest_of([rollout.batch.total_lengths, filling.micro_batches]),
@@ -197,7 +198,7 @@ def _latest(packed: Sequence[PackedShard]) -> Figure:
 
 
 def _filled(
-    request: RolloutRequest,
+    consensus: JobConsensus,
     unplanned: MicroBatchSchedule,
     packed: Sequence[PackedShard],
     latest: Sequence[float],
@@ -209,7 +210,7 @@ def _filled(
 
     def work() -> list[list[Filling]]:
         ends = iter(latest)
-        return [each.filled([next(ends) for _ in each.ends], request.plan) for each in packed]
+        return [each.filled([next(ends) for _ in each.ends]) for each in packed]
 
     def says(fillings: list[list[Filling]]) -> Statement:
         outlooks = [filling.outlook for of_step in fillings for filling in of_step]
@@ -227,7 +228,6 @@ def _filled(
             },
         )
 
-    consensus = request.job.consensus
     agreed = consensus.agree("filling", work, says, failure=PlanningFailedError)
     figures = agreed.figures
 
@@ -239,7 +239,7 @@ def _filled(
         for fillings in agreed.result:
             number = soonest_filling([next(worst) for _ in fillings], unplanned.config)
             chosen.append(fillings[number].micro_batches)
-        return _with_steps(request, unplanned, packed, chosen)
+        return _with_steps(unplanned, packed, chosen)
 
     # All that it follows from has been compared: no agreement, unless it fails.
     made = consensus.do_alike("choosing", choose, failure=PlanningFailedError)
@@ -247,7 +247,6 @@ def _filled(
 
 
 def _with_steps(
-    request: RolloutRequest,
     unplanned: MicroBatchSchedule,
     packed: Sequence[PackedShard],
     chosen: Sequence[MicroBatches],
@@ -255,8 +254,7 @@ def _with_steps(
     """The schedule of chosen micro-batches, in the order that suits their split passes."""
     if unplanned.config.split_backward == "off":
         return dataclasses.replace(unplanned, steps=with_hosted(tuple(chosen), unplanned.hosts))
-    both = zip(packed, chosen, strict=True)
-    split = [each.split(rows, request.plan) for each, rows in both]
+    split = [each.split(rows) for each, rows in zip(packed, chosen, strict=True)]
     return dataclasses.replace(
         unplanned,
         steps=with_hosted(tuple(rows for rows, _ in split), unplanned.hosts),

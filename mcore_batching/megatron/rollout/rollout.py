@@ -105,11 +105,7 @@ class _Own(NamedTuple):
 
 
 def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
-    """Read settings and samples, and share them. A collective over all ranks.
-
-    Args:
-        request: how they are to be planned.
-        given: this rank's rollout data as `read` takes it; None where it has none.
+    """Read settings and samples, as the request's `read` takes them, and share them. A collective.
 
     Raises:
         PlanningFailedError: on every rank, if reading failed on any.

@@ -148,12 +148,8 @@ def checked_fields(
 ) -> dict[str, Any]:
     """``data`` as they are kept, ``schema`` of all fields, and ``template``, a fabricated sample.
 
-    Args:
-        data: field name to one value per sample.
-        schema: of declared fields.
-        told: declarations of others.
-        vocabulary_size: entries of the model's vocabulary; None: token ids are not checked.
-        template: what to fabricate values from where there are no samples.
+    Where there are no samples, that is made from another template; `told` declares fields that the
+    schema lacks. Without a vocabulary size token ids are not checked.
 
     Raises:
         SchemaError: a field's kind is unknown, or a value does not fit it.

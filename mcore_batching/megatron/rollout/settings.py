@@ -34,12 +34,8 @@ class Settings:
     ) -> Settings:
         """Of a job and one of its models, given as this rank's chunks.
 
-        Args:
-            job: the present one.
-            chunks: of the model.
-            config: for training; None: by the arguments.
-            cost_model: None: the arguments', what was learnt by now, or that of the model's shape.
-            forward_only: plan for forward passes alone, under their own cap if they have one.
+        Without a config, which is training's, it is read from the arguments, and so are costs: if
+        these name none, they are what was learnt by now, or of the model's shape.
         """
         if cost_model is not None and not isinstance(cost_model, CostModel):
             raise TypeError(

@@ -2,7 +2,7 @@
 
 packed = StepShard.of(options, settings, indices, lengths, forward_only).packed(plan)
 latest = element-wise maximum of packed.ends over all ranks
-packed.filled(latest, plan)       micro-batches with each number that is left to choose from
+packed.filled(latest)       micro-batches with each number that is left to choose from
 """
 
 from __future__ import annotations
@@ -45,11 +45,8 @@ class StepShard:
         lengths: list[int],
         forward_only: bool,
     ) -> StepShard:
-        """Of local samples and their total lengths, in tokens.
-
-        Raises:
-            OversizeSampleError: a sample is over the cap, and may not be.
-        """
+        """Of local samples and their total lengths, in tokens; raises where they may not be over
+        the cap."""
         parts = settings.dims, settings.config, settings.cost_model
         with options.naming_the_cap(forward_only=forward_only, samples=indices):
             return cls(Problem.of(lengths, *parts, forward_only=forward_only), indices)
@@ -57,7 +54,7 @@ class StepShard:
     def packed(self, plan: Plan) -> PackedShard:
         """In as few micro-batches as hold the samples; filling splits them."""
         bins = plan(Call(pack_shard, (self.problem,)))
-        return PackedShard(self, bins, plan(Call(shard_ends, (self.problem, bins))))
+        return PackedShard(self, plan, bins, plan(Call(shard_ends, (self.problem, bins))))
 
 
 class Filling(NamedTuple):
@@ -69,34 +66,28 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedShard:
-    """A packed `StepShard`: samples of each micro-batch as the planner counts them, and of
-    `shard_ends`, whose largest of all ranks is needed."""
+    """A packed `StepShard`."""
 
     shard: StepShard
-    bins: list[list[int]]
-    ends: list[float]
+    plan: Plan  # of what takes long
+    bins: list[list[int]]  # samples of each micro-batch, as the planner counts them
+    ends: list[float]  # of `shard_ends`
 
-    def filled(self, latest: Sequence[float], plan: Plan) -> list[Filling]:
-        """The micro-batches brought to each number of `soonest_counts`.
-
-        Args:
-            latest: the largest of each of `ends` over all ranks.
-            plan: plans what takes long.
-        """
+    def filled(self, latest: Sequence[float]) -> list[Filling]:
+        """The micro-batches brought to each number of `soonest_counts`, from the largest `ends` of
+        all ranks."""
         problem = self.shard.problem
         made = [
-            plan(Call(fill_shard, (problem, self.bins, count)))
+            self.plan(Call(fill_shard, (problem, self.bins, count)))
             for count in soonest_counts(latest, problem.dims, problem.config)
         ]
         return [Filling(self._indices(rows), shard_outlook(problem, rows)) for rows in made]
 
-    def split(
-        self, micro_batches: MicroBatches, plan: Plan
-    ) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
+    def split(self, micro_batches: MicroBatches) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
         """As `split_shard`, of micro-batches as local sample indices."""
         place = {index: at for at, index in enumerate(self.shard.indices)}
         places = tuple(tuple(place[i] for i in indices) for indices in micro_batches)
-        ordered, stages = plan(Call(split_shard, (self.shard.problem, places)))
+        ordered, stages = self.plan(Call(split_shard, (self.shard.problem, places)))
         return self._indices(ordered), stages
 
     def _indices(self, micro_batches: MicroBatches) -> MicroBatches:

@@ -406,7 +406,7 @@ ON_ONE_REPLICA = {
         },
     ),
     "data changed before collating": _CHANGED,
-    "data in steps of a number": _unplanned("for each step, such as [[0, 1], [2, 3]], got", steps=5),
+    "data in steps of a number": _unplanned("such as [[0, 1], [2, 3]], got 5", steps=5),
     "data in one flat step": Wrong(
         lambda calls: calls.planned_with(steps=list(range(len(calls.data["tokens"])))),
         Calls.plan,
