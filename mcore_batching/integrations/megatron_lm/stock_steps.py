@@ -72,7 +72,7 @@ class StockSteps:
         ahead, cost_model = self._plans_ahead(job), self._cost_model_of_rerun()
         self._is_rerun = cost_model is not None
         prepared = learnt = None
-        if ahead is not None and ahead.has_begun:
+        if ahead is not None:
             is_of_these = are_same(drawn, self._ahead)
             prepared, learnt = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
         if prepared is None:

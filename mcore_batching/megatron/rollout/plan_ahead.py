@@ -62,11 +62,6 @@ class PlansAhead:
             # the interpreter.
             weakref.finalize(self, self._maker.end)
 
-    @property
-    def has_begun(self) -> bool:
-        """True if a step has begun to be made; the same on every rank."""
-        return self._ahead is not None
-
     def begin(self, job: Job, make: Make) -> None:
         """Let the next step be made, in a thread; what `make` raises is found out in line.
 
@@ -105,7 +100,7 @@ class PlansAhead:
     def take(
         self, job: Job, chunks: list[Any], given: CostModel | None, *, is_of_these: bool
     ) -> tuple[PreparedStep | None, LearntCosts | None]:
-        """The step that was begun last, if all ranks have made it. A collective over all ranks.
+        """The step that was begun last, if all ranks have made it. A collective if any was begun.
 
         Args:
             job: the present one.
@@ -116,6 +111,8 @@ class PlansAhead:
         Returns:
             the step; where costs are learnt, those known when it began, to plan it by otherwise.
         """
+        if self._ahead is None:  # as on every rank
+            return None, None
         learns = given is None and job.options.learns_cost_model
         learner = learners_of(job).of(chunks) if learns else None
 
