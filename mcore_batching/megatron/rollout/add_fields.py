@@ -26,8 +26,8 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     """Give the samples further fields: what `forward_only` returned, advantages made of it.
 
     A collective over all ranks, so that a field that does not fit is an error on each. Ranks may
-    add different fields, or none (``{}``): log-probs are made on the last pipeline stage and needed
-    nowhere else. A field that is there already is replaced.
+    add different fields, or none (``{}``), as those that make no log-probs. A field that is there
+    already is replaced.
 
     Args:
         data_iterator: from `get_data_iterator`; the plan stays as it is.
@@ -64,13 +64,12 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     schedule, own = agreed.result
     # Its own word first; if another rank's differs, the values' agreement is an error.
     told = {name: field for each in agreed.told.values() for name, field in each.items()} | own
-    # Of the new ones alone: fields that were there have been compared, and replaced ones keep their
-    # kind.
+    # Those that were there have been compared, and keep their kind where they are replaced.
     new = fields.keys() - schedule.schema.keys()
 
     def says(extended: MicroBatchSchedule) -> Statement:
-        made = {name: extended.schema[name].declaration for name in new}
-        return Statement(equal={f"declaration of field {name!r}": made[name] for name in new})
+        schema = extended.schema
+        return Statement(equal={f"declaration of field {n!r}": schema[n].declaration for n in new})
 
     # A second agreement: values can be checked once the kinds are known, and no rank may go on with
     # a field that another one refused.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -113,8 +114,8 @@ def get_data_iterator(
     order; the iterators (``rollout_data``, `get_next`) hold the samples that run here.
 
     Of several steps only the first is planned when this returns, under the exchange or with
-    pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: the others are planned in a
-    thread, of the samples as they are now. What needs one of these waits for all.
+    pipeline stages: a thread plans the others, of the samples as they are now, unless
+    ``--dynamic-batch-no-plan-ahead`` is set. What needs one of these waits for all.
 
     Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
     and on the same rank, are computed in that one's segment of a row; all else stays per sample.
@@ -127,8 +128,8 @@ def get_data_iterator(
         rollout_data: field name to one value per sample of this data-parallel rank, which may have
             none (empty lists); ``tokens``, ``total_lengths`` and ``response_lengths`` are required.
             It is sent to ranks of a replica (pipeline, tensor, context) that pass None.
-        schema: the kind of every field; extend it with `Schema.declare` for fields of your own.
-            Undeclared fields are inferred from samples of any rank or an earlier batch.
+        schema: the kind of every field. Undeclared ones are inferred from samples of any rank or an
+            earlier batch.
         steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
             gives them once. None: steps of ``global_batch_size`` samples over all ranks, the last
             one short, to which each rank gives consecutive samples in proportion to its number.
@@ -139,25 +140,23 @@ def get_data_iterator(
 
     Returns:
         one iterator per virtual pipeline stage, and the number of micro-batches of each step, the
-        same on every rank: a list, or, where later steps are being planned, a sequence that waits
-        for them where others than the first are read.
+        same on every rank; of steps that are still being planned it is waited for when it is read.
 
     Raises:
         DynamicBatchArgumentError: settings under which training would hang or be wrong.
         PlanningFailedError: on every rank, if any could not plan.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-
     job = job_of(args)
-
-    def read(given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
-        # Inside the first agreement: raised before it, the other ranks would wait.
-        shares_rows = job.options.max_context_parallel is not None
-        check_forward_plan(job.options, shares_rows=shares_rows)
-        return given
-
+    # Inside the first agreement: raised before it, the other ranks would wait.
+    read = functools.partial(_checked, job.options)
     request = RolloutRequest(job, model, schema, read, steps, cost_model)
     return planned_iterators(request, rollout_data)
+
+
+def _checked(options: Options, given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
+    check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
+    return given
 
 
 def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
