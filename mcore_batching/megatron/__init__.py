@@ -7,6 +7,7 @@ environment it lets the CPU stand in for CUDA, in this process, whatever launche
 from typing import TYPE_CHECKING, Any
 
 from mcore_batching.batch.errors import CollectiveError
+from mcore_batching.flags import add_dynamic_batch_arguments
 from mcore_batching.megatron import cpu_request as cpu_request  # before megatron.core is imported
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import hybrid_spec as _hybrid_spec
@@ -26,7 +27,6 @@ from mcore_batching.megatron.errors import (
     PlanMismatchError,
     PlanningFailedError,
 )
-from mcore_batching.megatron.job.arguments import add_dynamic_batch_arguments
 from mcore_batching.megatron.job.row_groups import context_parallel_group
 from mcore_batching.megatron.learning.cost_learning import CostLearner, cost_learner
 from mcore_batching.megatron.logits.fused_output import FusedLogits

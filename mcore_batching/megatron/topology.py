@@ -17,7 +17,7 @@ from mcore_batching.planning.plans.memory import ModelShape
 
 
 def current_dims(model: list[Any]) -> ParallelDims:
-    """The `ParallelDims` of the process groups that are set up, and of this model."""
+    """The `ParallelDims` of the process groups that are set up, and of this model's chunks."""
     config = get_model_config(model[0])
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     return ParallelDims(
@@ -34,7 +34,7 @@ def current_dims(model: list[Any]) -> ParallelDims:
 
 
 def model_shape(vocabulary: int, config: Any) -> ModelShape:
-    """The `ModelShape` of a model with a vocabulary of so many entries, padding included."""
+    """The `ModelShape` of a model, from entries of its vocabulary, padding included, and config."""
     ffn = config.ffn_hidden_size
     if config.num_moe_experts:  # of memory: activations in each expert that a token is sent to
         ffn = config.moe_router_topk * (config.moe_ffn_hidden_size or ffn)

@@ -73,16 +73,18 @@ class Call(Generic[T]):
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """Arguments of `plan_step` for a training step; equal requests have equal plans."""
+    """Arguments of `plan_step`; equal requests have equal plans."""
 
     lengths: tuple[int, ...]
     dims: ParallelDims
     config: PlannerConfig
     cost_model: CostModel
+    forward_only: bool = False
 
     def plan(self) -> StepPlan:
         """Plan in this process; raises what `plan_step` does."""
-        return plan_step(self.lengths, self.dims, self.config, self.cost_model)
+        parts = self.dims, self.config, self.cost_model
+        return plan_step(self.lengths, *parts, forward_only=self.forward_only)
 
 
 class PlanningProcess:

@@ -14,7 +14,14 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
-from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS, THEMES, add_flags
+from mcore_batching.flags import (
+    DEFAULT_TIMEOUT_SECONDS,
+    THEMES,
+    add_dynamic_batch_arguments,
+    add_flags,
+    flag_of,
+)
+from mcore_batching.flags import FLAGS as FLAG_OF
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.checks.multi_token import (
     multi_token_problems,
@@ -22,9 +29,9 @@ from mcore_batching.megatron.checks.multi_token import (
 )
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job import arguments, options
-from mcore_batching.megatron.job.arguments import add_dynamic_batch_arguments, flag_of
+from mcore_batching.megatron.job import options
 from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.rollout.maker import IN_LINE
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rollout.step_shard import StepShard
 from mcore_batching.planning import (
@@ -110,9 +117,9 @@ def test_the_timeout_has_its_former_spelling_too() -> None:
 
 def test_every_argument_in_the_table_has_its_flag() -> None:
     parser = add_flags(argparse.ArgumentParser(), THEMES)
-    assert set(arguments.FLAGS.values()) <= set(parser._option_string_actions)
+    assert set(FLAG_OF.values()) <= set(parser._option_string_actions)
     settings = {field.name for field in dataclasses.fields(PlannerConfig)}
-    assert settings - {"split_backward_held"} <= set(arguments.FLAGS)  # it is of the model's shape
+    assert settings - {"split_backward_held"} <= set(FLAG_OF)  # it is of the model's shape
 
 
 @pytest.mark.parametrize(
@@ -271,7 +278,7 @@ def test_without_the_flag_there_is_no_cap() -> None:
     options = Options.of(args)
     config = options.planner_config()
     settings = Settings(ParallelDims(), config, CostModel())
-    packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed()
+    packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed(IN_LINE)
     [filling] = packed.filled([4.0, 5.0])
     assert filling.micro_batches == ((0, 1), (2, 3), (), (4,))
 

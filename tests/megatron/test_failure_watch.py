@@ -232,6 +232,7 @@ def test_the_interpreter_waits_for_groups_that_are_being_aborted(
 
 def test_one_process_has_no_watch() -> None:
     threads = threading.active_count()
+    assert watch_of_world().is_joined("alone", 2)  # it has nobody to ask
     with pytest.raises(KeyError), watch_of_world().reporting("step"):
         raise KeyError("x")
     assert threading.active_count() == threads

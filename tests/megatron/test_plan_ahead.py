@@ -83,7 +83,7 @@ def ahead() -> Iterator[PlansAhead]:
 def plans_in_line(ahead: PlansAhead, asked: PlanRequest) -> int:
     """How many plans this process makes to get one, which is the right one."""
     expected, plan = asked.plan(), PlanRequest.plan
-    if ahead.has_begun:
+    if ahead._ahead is not None:
         ahead._made()
     with mock.patch.object(PlanRequest, "plan", autospec=True, side_effect=plan) as counted:
         assert ahead.plan(asked) == expected
@@ -236,6 +236,7 @@ def test_a_step_is_taken_if_all_ranks_made_it_of_the_same(
 def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
     ahead: PlansAhead, shares_rows: bool, experts: int
 ) -> None:
+    begin(ahead, request(LENGTHS))
     config = PlannerConfig(max_tokens_per_gpu=64, max_context_parallel=2 if shares_rows else None)
     dims = ParallelDims(data_parallel=2, expert_parallel=experts)
     figures = {"passes": least(1)}

@@ -12,8 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Field, Kind
-from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch, places_in_order
+from mcore_batching.batch import DEFAULT_SCHEMA, Field, Kind, SchemaError
+from mcore_batching.megatron.rollout.rollout_batch import (
+    RolloutBatch,
+    checked_fields,
+    places_in_order,
+)
 from mcore_batching.planning import ConfigError
 
 STEPS = [[3, 1], [0, 2]]
@@ -139,3 +143,17 @@ def test_of_what_ranks_tell_the_first_counts_and_its_own_before_all() -> None:
     assert heard.told == {"a": first, "b": first}
     assert heard.hearing([{"a": own, "c": own}]).told == {"a": first, "b": first, "c": own}
     assert batch(2, bonus=[0.5, 1.5]).schema["bonus"].kind is Kind.PER_SAMPLE
+
+
+def test_ids_beyond_the_vocabulary_are_refused() -> None:
+    with pytest.raises(SchemaError, match="tokens"):
+        batch(2, tokens=[[1, 2, 8], [1, 2, 9]])
+
+
+def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
+    values = [torch.zeros(3, 2, dtype=torch.bfloat16)]
+    read = batch(1, feature=values)
+    nothing: dict[str, list[Any]] = {name: [] for name in read.data}
+    made = checked_fields(nothing, read.schema, {}, None, read.template)
+    assert made["template"]["feature"][0].dtype == torch.bfloat16
+    assert made["template"]["feature"][0].shape == (1, 2)

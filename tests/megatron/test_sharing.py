@@ -10,8 +10,8 @@ import torch
 
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.megatron.job.job import JobMemory
-from mcore_batching.megatron.rollout import sharing
-from mcore_batching.megatron.rollout.sharing import look_for_hosts
+from mcore_batching.megatron.rollout import cut_steps
+from mcore_batching.megatron.rollout.cut_steps import look_for_hosts
 
 
 @pytest.mark.parametrize("flag", [True, False, None])
@@ -19,7 +19,7 @@ def test_a_job_without_the_flag_is_looked_at_ever_more_rarely(
     flag: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Any model that could share.
-    monkeypatch.setattr(sharing, "sharing_problems", lambda chunks: chunks)
+    monkeypatch.setattr(cut_steps, "sharing_problems", lambda chunks: chunks)
     tokens = [torch.tensor([1, 2]), torch.tensor([1, 2, 3, 4])]
     data: dict[str, list[Any]] = {"tokens": tokens, "response_lengths": [1, 1]}
     # Experts that differ keep samples apart, but are not compared for an advice.

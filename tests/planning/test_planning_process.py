@@ -65,6 +65,8 @@ def test_its_plans_are_those_made_here(process: PlanningProcess) -> None:
         assert plan == request.plan()
         assert plan.digest() == request.plan().digest()
         assert bool(plan.split_backward) == (config == split)
+        forward = PlanRequest(REQUEST.lengths, DIMS, config, COSTS, forward_only=True)
+        assert not process.plan(forward).split_backward
     own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, process.pid))
     assert its == own + planning_process.NICENESS  # training has the processor first
 

@@ -23,6 +23,7 @@ from mcore_batching.integrations.megatron_lm.reading_ahead import (
 )
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA, unpadded_samples
 from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rollout.maker import IN_LINE, Plan
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.planning_protocol import begin_step
 from mcore_batching.megatron.rollout.rollout import RolloutRequest
@@ -30,9 +31,8 @@ from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.topology import vocabulary_size
-from mcore_batching.planning import CostModel, StepPlan
+from mcore_batching.planning import CostModel
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
-from mcore_batching.planning.planning_process import PlanRequest
 
 
 class StockSteps:
@@ -55,13 +55,13 @@ class StockSteps:
         """A step's rows, of what ``drawn`` gives. A collective over all ranks."""
         if forward_only:  # evaluation is not planned ahead
             return self._planned(
-                job, "evaluation", None, chunks=chunks, drawn=drawn, forward_only=True
+                job, "evaluation", IN_LINE, chunks=chunks, drawn=drawn, forward_only=True
             )
         ahead, cost_model = self._plans_ahead(job), self._cost_model_of_rerun()
         self._is_rerun = cost_model is not None
         prepared = learnt = None
         # Not in the first step, which is planned in line: there ranks compare that all plan ahead.
-        if ahead is not None and ahead.has_begun:
+        if ahead is not None:
             # Of other batches than are now drawn, say as the batch size has grown, it is not taken.
             is_of_these = are_same(drawn, self._ahead)
             prepared, learnt = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
@@ -69,7 +69,7 @@ class StockSteps:
             prepared = self._planned(
                 job,
                 "training",
-                None if ahead is None else ahead.plan,
+                IN_LINE if ahead is None else ahead.plan,
                 chunks=chunks,
                 drawn=drawn,
                 cost_model=cost_model,
@@ -103,7 +103,7 @@ class StockSteps:
         self,
         job: Job,
         operation: str,
-        plan: Callable[[PlanRequest], StepPlan] | None,
+        plan: Plan,
         *,
         chunks: list[Any],
         drawn: Callable[[], Batches | None],

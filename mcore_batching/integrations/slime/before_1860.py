@@ -22,11 +22,11 @@ from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
 from mcore_batching.batch.rows.side_by_side import on_host
+from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator
 from mcore_batching.integrations.slime.rollout_manager import NO_LEARNING, NO_SHARING
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
-from mcore_batching.megatron.job.arguments import LEARNT
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import (
@@ -188,7 +188,7 @@ def _packed_row(
             _row_multiple(pad_multiplier), row_multiple_tokens(schedule.dims, schedule.config)
         ),
         context_parallel_size=schedule.dims.context_parallel,
-        context_parallel_rank=schedule.context_parallel_rank,
+        context_parallel_rank=parallel_state.get_context_parallel_rank(),
         pad_token_id=schedule.pad_token_id,
         is_placeholder=not indices,
     )

@@ -32,29 +32,19 @@ from mcore_batching.batch.agreement.consensus import (
 )
 from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.flags import flag_of
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
-from mcore_batching.megatron.job.arguments import flag_of
-from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
+from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch
 from mcore_batching.megatron.job.flat_values import exchanged, flat, unflat
 
 Received = TypeVar("Received")
 
 
 class JobConsensus(Consensus):
-    """Agreement over all ranks; errors spell arguments as training's flags.
+    """Agreement over all ranks, which make it together; errors spell arguments as flags."""
 
-    Making one is a collective over all ranks.
-
-    Args:
-        timeout_seconds: how long to wait for the other ranks before raising.
-        watch: over the failures of all ranks.
-
-    Attributes:
-        data_parallel_rank: the number of this rank's replica.
-    """
-
-    def __init__(self, timeout_seconds: float, watch: FailureWatch | NoWatch) -> None:
-        self._watch = watch
+    def __init__(self, timeout_seconds: float, watch: FailureWatch) -> None:
+        self.watch = watch
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
         self._world = world = new_group(backend="gloo", timeout=self._timeout)
@@ -83,10 +73,8 @@ class JobConsensus(Consensus):
 
     @functools.cached_property
     def of_rows(self) -> JobConsensus:
-        """Itself, where under dynamic CP every context-parallel rank has rows of its own.
-
-        A replica is then what runs the same rows: all stages and tensor-parallel ranks of one data-
-        and context-parallel rank. Not for what replicas share or exchange, which is samples.
+        """Itself, where under dynamic CP every context-parallel rank has rows of its own: a replica
+        is then what runs the same rows. Not for what replicas share or exchange, which is samples.
         """
         made = copy.copy(self)  # the same groups and messages: only who must say the same changes
         made.regroup(
@@ -118,7 +106,7 @@ class JobConsensus(Consensus):
         **errors: Any,
     ) -> Agreement[Result]:
         """`Consensus.agree`; raises `PipelineFailedError`, too, if a pipeline has failed."""
-        with self._watch.waiting():
+        with self.watch.waiting():
             return super().agree(stage, work, says, **errors)
 
     @property
@@ -128,20 +116,16 @@ class JobConsensus(Consensus):
     def share_within_replica(
         self, value: Any, says: Callable[[Any], Statement]
     ) -> tuple[Any, Agreement[Any]]:
-        """Hand a value to the ranks of each replica that lack it.
-
-        A collective over all ranks.
+        """Hand a value to the ranks of each replica that lack it (None). A collective over all.
 
         Args:
-            value: this rank's value; None where it has none.
-            says: this rank's part in the agreement, made of the replica's value; None where no
-                rank has any.
+            value: this rank's value.
+            says: this rank's part in the agreement, made of the replica's value, if it has one.
 
         Raises:
             PlanningFailedError: a value cannot be serialised.
             PlanMismatchError: no rank of some replica has the value.
-            PipelineFailedError: on every rank that can be reached, if a value does not fit into
-                memory on any.
+            PipelineFailedError: a value does not fit into memory on some rank.
         """
         has = RankMessages(self._world, self._replica).gather(bytes([value is not None]))
         having = [rank for rank, each in zip(self._replica, has, strict=True) if any(each)]
@@ -169,12 +153,7 @@ class JobConsensus(Consensus):
     ) -> Callable[[], Any]:
         """What global rank ``source`` makes, by a broadcast; each rank's own if it is None.
 
-        A collective over the ranks of a group.
-
-        Args:
-            make: gives the value, on the source.
-            source: which rank hands it on.
-            among: the ranks that get it; None: all.
+        A collective over the ranks of a group, by default all.
 
         Returns:
             gives the value; to be called in an agreement, since on the source it raises what making
@@ -184,7 +163,7 @@ class JobConsensus(Consensus):
             return make
         failed: list[Exception] = []
         box: list[Any] = [None]
-        with self._watch.reporting("sharing data"):
+        with self.watch.reporting("sharing data"):
             if self.rank == source:
                 try:
                     box = [flat(make()).numpy().tobytes()]
@@ -210,15 +189,14 @@ class JobConsensus(Consensus):
         among: Sequence[int] | None = None,
         **errors: Any,
     ) -> tuple[Agreement[Result], list[Any]]:
-        """Agree, and hear a value of each of some ranks, in their order. A collective over all.
+        """`agree`, and hear a value of each of some ranks, in their order. A collective over all.
 
         Args:
-            stage: as for `agree`.
+            stage: as for `agree`, like the others.
             work: gives a result, and what the others are to hear.
-            says: this rank's part in the agreement, made of the result.
+            says: of the result.
             among: this rank and others, which all name the same; None: those that hold the same
                 place in each replica, so that all ranks of a replica hear alike.
-            **errors: as for `agree`.
         """
 
         def pickled() -> tuple[Result, bytes]:
@@ -255,18 +233,14 @@ class JobConsensus(Consensus):
         Args:
             stage: as for `agree`.
             work: gives a result, and for every data-parallel rank what to hand to it.
-            says: this rank's part in the agreement, made of the result.
-            received: called with the result and, from every data-parallel rank, what it handed to
-                this one, tensors on the host.
-
-        Returns:
-            what `received` made of it.
+            says: of the result.
+            received: makes what is returned of the result and, from every data-parallel rank, what
+                it handed to this one, tensors on the host.
 
         Raises:
-            PlanningFailedError: on every rank, if the work or `received` failed on any, or a value
-                cannot be serialised, or not be read where it arrives.
-            PipelineFailedError: on every rank that can be reached, if what arrives does not fit
-                into memory on any.
+            PlanningFailedError: the work or `received` failed on some rank, or a value cannot be
+                serialised, or not be read where it arrives.
+            PipelineFailedError: what arrives does not fit into memory on some rank.
         """
 
         def serialised() -> tuple[Result, list[torch.Tensor]]:
@@ -276,7 +250,7 @@ class JobConsensus(Consensus):
         result, leaving = self.agree(
             stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
         ).result
-        with self._watch.reporting(stage):
+        with self.watch.reporting(stage):
             arrived = exchanged(leaving, self._counterpart_group)
         return self.agree(
             f"{stage}, received",

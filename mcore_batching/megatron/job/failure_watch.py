@@ -10,11 +10,8 @@ the job's key-value store; a thread on each other rank reads that and releases i
 
 NCCL's communicators can be aborted. Nothing wakes a thread that waits in gloo: such a process
 prints the error and ends with `EXIT_CODE` after `GRACE_SECONDS`. In both cases the job has to be
-started again.
-
-An exception in the loss function need not leave the pipeline (see `train_step`). But a loss
-communicates with tensor- and context-parallel ranks: it does leave it unless all ranks that share
-the micro-batch raise within `ALIKE_SECONDS`.
+started again. An exception in the loss function leaves the pipeline only where not all ranks that
+share the micro-batch raise within `ALIKE_SECONDS`: the others may wait for it inside the loss.
 
 The main thread pays for two events per call; the thread asks the store every
 `POLL_SECONDS`, and only while the main thread is inside one of the engine's calls.
@@ -62,12 +59,12 @@ class FailureWatch:
 
     Args:
         store: seen by all ranks, this object by nobody else: a store's client is locked while
-            anybody waits on it.
+            anybody waits on it. None: there is no watch; ranks that wait for a failed one time out.
         rank: this rank.
         num_ranks: of the job; beyond a thousand, each asks the store less often.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Any, rank: int = 0, num_ranks: int = 1) -> None:
         self._store = store
         self._rank = rank
         self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / _RANKS_PER_POLL_SECONDS)
@@ -81,17 +78,15 @@ class FailureWatch:
         self._aborting = threading.Lock()
         self._releasing = threading.Thread(target=self._abort, name="abort", daemon=True)
         self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
-        self._thread.start()
-        # A thread that comes back from C++ into an interpreter that is going down aborts it.
-        atexit.register(self.stop)
+        if store is not None:
+            self._thread.start()
+            # A thread that comes back from C++ into an interpreter that is going down aborts it.
+            atexit.register(self.stop)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A part of the program in which this rank may wait for others.
-
-        Raises:
-            PipelineFailedError: a pipeline has failed on some rank.
-        """
+        """A part of the program in which this rank may wait for others; raises
+        `PipelineFailedError` if a pipeline has failed on some rank."""
         self._raise_known(None)
         self._inside.set()
         try:
@@ -108,14 +103,8 @@ class FailureWatch:
 
     @contextlib.contextmanager
     def reporting(self, operation: str) -> Iterator[None]:
-        """A part of the program whose exceptions the other ranks are to know.
-
-        Args:
-            operation: the call, in words.
-
-        Raises:
-            PipelineFailedError: in place of any `Exception`, or for one on another rank.
-        """
+        """A part of the program whose exceptions the other ranks are to know; raises
+        `PipelineFailedError` in place of any `Exception`, or for one on another rank."""
         # Names of points (`is_joined`) must not meet those of the pipeline before.
         self._num_pipelines += 1
         self._times.clear()
@@ -128,12 +117,10 @@ class FailureWatch:
                 raise
 
     def is_joined(self, what: str, how_many: int) -> bool:
-        """True as soon as so many ranks have come to the same point of the same pipeline.
-
-        Args:
-            what: names the point; ranks come to it equally often, and each time counts.
-            how_many: ranks, this one included; False if they have not come in time.
-        """
+        """True as soon as so many ranks have come to the same point of the same pipeline; False if
+        they have not come in time. They come to it equally often, and each time counts."""
+        if self._store is None:
+            return True
         self._times[what] += 1
         key = f"{self._num_pipelines}/{what} {self._times[what]}"
         given_up = time.monotonic() + ALIKE_SECONDS
@@ -145,12 +132,9 @@ class FailureWatch:
         return True
 
     def report(self, operation: str, exception: BaseException) -> None:
-        """Let all ranks know of a failure on this one; any thread may.
-
-        Args:
-            operation: the call, in words.
-            exception: what it raised.
-        """
+        """Let all ranks know of a failure on this one; any thread may."""
+        if self._store is None:
+            return
         text = f"{operation}: {_described(exception)}"
         note = json.dumps({"rank": self._rank, "text": text})
         try:
@@ -162,17 +146,13 @@ class FailureWatch:
             self._failure = {self._rank: text + refused}
 
     def raise_reported(self) -> None:
-        """Raise if a rank has failed, as far as is known now.
-
-        Raises:
-            PipelineFailedError: it has.
-        """
+        """Raise `PipelineFailedError` if a rank has failed, as far as is known now."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             self._read()
         self._raise_known(None)
 
     def _read(self) -> None:
-        if self._failure is None and self._store.check([_FAILURE]):
+        if self._store is not None and not self._failure and self._store.check([_FAILURE]):
             note = json.loads(self._store.get(_FAILURE))
             self._failure = {note["rank"]: note["text"]}
 
@@ -223,6 +203,8 @@ class FailureWatch:
 
     def stop(self) -> None:
         """End the thread, and with it the connection to the store."""
+        if self._store is None:
+            return
         atexit.unregister(self.stop)
         self._ending.set()
         self._inside.set()
@@ -231,39 +213,11 @@ class FailureWatch:
             self._releasing.join(timeout=GRACE_SECONDS)
 
 
-class NoWatch:
-    """In place of a watch where there is none: ranks that wait for a failed one time out."""
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """As `FailureWatch.waiting`; does nothing."""
-        return contextlib.nullcontext()
-
-    def reporting(self, operation: str) -> contextlib.AbstractContextManager[None]:
-        """As `FailureWatch.reporting`; does nothing."""
-        del operation
-        return contextlib.nullcontext()
-
-    def report(self, operation: str, exception: BaseException) -> None:
-        """As `FailureWatch.report`; does nothing."""
-        del operation, exception
-
-    def raise_reported(self) -> None:
-        """As `FailureWatch.raise_reported`; does nothing."""
-
-    def is_joined(self, what: str, how_many: int) -> bool:
-        """As `FailureWatch.is_joined`; does not wait."""
-        del what, how_many
-        return True
-
-    def stop(self) -> None:
-        """As `FailureWatch.stop`; does nothing."""
-
-
-NO_WATCH = NoWatch()
+NO_WATCH = FailureWatch(None)
 _watches = itertools.count()
 
 
-def watch_of_world() -> FailureWatch | NoWatch:
+def watch_of_world() -> FailureWatch:
     """A new watch over the default process group; made by all its ranks, equally often.
 
     `NO_WATCH` where there is one process alone, and where the store cannot be cloned (before

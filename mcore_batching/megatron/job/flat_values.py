@@ -33,16 +33,35 @@ def flat(value: Any) -> Tensor:
         PicklingError: something in it that is no tensor cannot be pickled (or another error that
             its class raises).
     """
-    text = io.BytesIO()
-    pickler = _Pickler(text)
-    pickler.dump(value)
-    pickled = text.getvalue()
+    pickled, parts = taken_apart(value)
     head = bytearray(len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled)
-    parts = pickler.parts
     # One copy from the device in place of one for each tensor.
     if len({part.device for part in parts}) == 1:
         parts = [torch.cat(parts)]
     return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *(part.cpu() for part in parts)])
+
+
+def unflat(data: Tensor) -> Any:
+    """The value. Inverse of `flat`."""
+    length = int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    end = _LENGTH_BYTES + length
+    return put_together(data[_LENGTH_BYTES:end].numpy().tobytes(), data[end:])
+
+
+def taken_apart(value: Any) -> tuple[bytes, list[Tensor]]:
+    """The value pickled without its tensors, and the bytes of these, each on its device."""
+    text = io.BytesIO()
+    pickler = _Pickler(text)
+    pickler.dump(value)
+    return text.getvalue(), pickler.parts
+
+
+def put_together(pickled: bytes, data: Tensor) -> Any:
+    """The value. Inverse of `taken_apart`, of uint8 ``[bytes]`` one behind the other.
+
+    Its tensors are where the bytes are, but on the host if they were there.
+    """
+    return _Unpickler(io.BytesIO(pickled), data).load()
 
 
 def has_bytes(tensor: Tensor) -> bool:
@@ -52,8 +71,7 @@ def has_bytes(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not elsewhere and not wraps_others
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The values of a tensor that `has_bytes`, as uint8 ``[bytes]``, on its device."""
+def _as_bytes(tensor: Tensor) -> Tensor:
     held = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # A tensor of one value is contiguous at any stride, but has bytes at a stride of 1 alone.
     return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
@@ -76,18 +94,6 @@ def exchanged(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[
     return list(torch.split(received, counts))
 
 
-def unflat(data: Tensor) -> Any:
-    """The value. Inverse of `flat`.
-
-    Args:
-        data: uint8 ``[bytes]`` on the host.
-    """
-    length = int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    end = _LENGTH_BYTES + length
-    pickled = data[_LENGTH_BYTES:end].numpy().tobytes()
-    return _Unpickler(io.BytesIO(pickled), data[end:]).load()
-
-
 def digest_of(value: Any) -> str:
     """A short digest of numbers and texts in lists, the same on every rank."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
@@ -103,10 +109,10 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor) or not has_bytes(value):
             return None
         # In place of the tensor: its type, its shape, and where its bytes begin among all parts.
-        part = as_bytes(value)
+        part = _as_bytes(value)
         self.parts.append(part)
         self._end += part.numel()
-        return value.dtype, tuple(value.shape), self._end - part.numel()
+        return value.dtype, tuple(value.shape), self._end - part.numel(), value.is_cpu
 
 
 class _Unpickler(pickle.Unpickler):
@@ -115,7 +121,8 @@ class _Unpickler(pickle.Unpickler):
         self._data = data
 
     def persistent_load(self, found: Any) -> Tensor:
-        dtype, shape, start = found
+        dtype, shape, start, was_on_host = found
         size = dtype.itemsize * torch.Size(shape).numel()
         # Cloned, since bytes in the middle of others need not be aligned.
-        return self._data[start : start + size].clone().view(dtype).reshape(shape)
+        tensor = self._data[start : start + size].clone().view(dtype).reshape(shape)
+        return tensor.cpu() if was_on_host else tensor

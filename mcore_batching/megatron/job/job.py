@@ -33,7 +33,6 @@ from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import (
     NO_WATCH,
     FailureWatch,
-    NoWatch,
     watch_of_world,
 )
 from mcore_batching.megatron.job.options import Options
@@ -43,31 +42,22 @@ Kept = TypeVar("Kept")
 
 
 class JobMemory:
-    """Objects that calls leave for later ones, the same on every rank.
-
-    Args:
-        data_parallel_group: Megatron's, with which it ends.
-
-    Attributes:
-        told_fields: declarations of undeclared fields that the samples of earlier batches told, for
-            those of a batch that leave them open on all ranks.
-        said: what is said once a job and has been.
-        checked_models: first chunks of models that packed rows were found to run on.
-        row_groups: ranks that share a row with this one, by their number; none before any are made.
-        recorders: by folder.
-        connection: the default process group, and the consensus and the watch over it; None before
-            the first agreement.
-    """
+    """Objects that calls leave for later ones, the same on every rank."""
 
     def __init__(self, data_parallel_group: Any) -> None:
-        self.data_parallel_group = data_parallel_group
+        self.data_parallel_group = data_parallel_group  # Megatron's, with which it ends
+        # Declarations of undeclared fields that the samples of earlier batches told, for those of a
+        # batch that leave them open on all ranks.
         self.told_fields: dict[str, Field] = {}
-        self.said: set[str] = set()
+        self.said: set[str] = set()  # what is said once a job and has been
+        # First chunks of models that packed rows were found to run on.
         self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Ranks that share a row with this one, by their number; none before any are made.
         self.row_groups: dict[int, dist.ProcessGroup] = {}
-        self.recorders: dict[str, StepRecorder] = {}
+        self.recorders: dict[str, StepRecorder] = {}  # by folder
         self._only: dict[type[Any], Any] = {}
-        self.connection: tuple[weakref.ref[Any], JobConsensus, FailureWatch | NoWatch] | None = None
+        # The default process group, and the consensus over it from the first agreement on.
+        self.connection: tuple[weakref.ref[Any], JobConsensus] | None = None
 
     def only(self, kind: type[Kept]) -> Kept:
         """The job's only object of a class, made at the first call."""
@@ -80,30 +70,41 @@ class JobMemory:
     def disconnect(self) -> None:
         """End the watch's thread."""
         if self.connection is not None:
-            self.connection[2].stop()
+            self.connection[1].watch.stop()
             self.connection = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The job as one call sees it.
+    """The job as one call sees it."""
 
-    Attributes:
-        options: Megatron's arguments of the call.
-        memory: of the job.
-    """
-
-    options: Options
+    options: Options  # Megatron's arguments of the call
     memory: JobMemory
 
     @property
     def consensus(self) -> JobConsensus:
-        """Agreement between all ranks. A collective over them where it has to be made.
+        """Agreement between all ranks. A collective over them where it has to be made."""
+        world, connection = dist.group.WORLD, self.memory.connection
+        # After an abort there is no group, and the next call is to raise the same error.
+        if connection is None or (world is not None and connection[0]() is not world):
+            self.memory.disconnect()
+            connection = self.memory.connection = weakref.ref(world), self._connected()
+        return connection[1]
 
-        Raises:
-            PlanningFailedError: on every rank, if any has a time-out that is none.
-        """
-        return self._connected()[0]
+    def _connected(self) -> JobConsensus:
+        options, seconds = self.options, DEFAULT_TIMEOUT_SECONDS
+        # With a wrong one this rank has yet to meet the others, to tell them.
+        with contextlib.suppress(DynamicBatchArgumentError):
+            seconds = options.checked_timeout_seconds()
+        watch = NO_WATCH if options.no_failure_watch else watch_of_world()
+        try:
+            made = JobConsensus(seconds, watch)
+            stage = "reading the arguments"
+            made.agree(stage, options.checked_timeout_seconds, failure=PlanningFailedError)
+        except BaseException:
+            watch.stop()  # the next call makes another
+            raise
+        return made
 
     @property
     def consensus_of_rows(self) -> JobConsensus:
@@ -112,40 +113,13 @@ class Job:
         return self.consensus.of_rows if has_sizes else self.consensus
 
     @property
-    def watch(self) -> FailureWatch | NoWatch:
+    def watch(self) -> FailureWatch:
         """Over the failures of all ranks; a collective where `consensus` is."""
-        return NO_WATCH if self.options.no_failure_watch else self._connected()[1]
-
-    def _connected(self) -> tuple[JobConsensus, FailureWatch | NoWatch]:
-        world, connection = dist.group.WORLD, self.memory.connection
-        # After an abort there is no group, and the next call is to raise the same error.
-        if connection is None or (world is not None and connection[0]() is not world):
-            self.memory.disconnect()
-            options, seconds = self.options, DEFAULT_TIMEOUT_SECONDS
-            # With a wrong one this rank has yet to meet the others, to tell them.
-            with contextlib.suppress(DynamicBatchArgumentError):
-                seconds = options.checked_timeout_seconds()
-            watch = NO_WATCH if options.no_failure_watch else watch_of_world()
-            try:
-                consensus = JobConsensus(seconds, watch)
-                consensus.agree(
-                    "reading the arguments",
-                    options.checked_timeout_seconds,
-                    failure=PlanningFailedError,
-                )
-            except BaseException:
-                watch.stop()  # the next call makes another
-                raise
-            connection = self.memory.connection = (weakref.ref(world), consensus, watch)
-        return connection[1:]
+        return NO_WATCH if self.options.no_failure_watch else self.consensus.watch
 
     @property
     def recorder(self) -> StepRecorder | None:
-        """Writes the job's steps on rank 0; None without ``--dynamic-batch-record``.
-
-        Raises:
-            RecordError: the folder cannot be made or written to.
-        """
+        """Writes the job's steps on rank 0; None without ``--dynamic-batch-record``."""
         # On every rank, though one writes: a folder that cannot be made fails on all.
         directory, recorders = self.options.record, self.memory.recorders
         if directory is None:
@@ -155,12 +129,7 @@ class Job:
         return recorders[directory]
 
     def say_once(self, what: str, text: str) -> None:
-        """Print once a job, where stock code prints its log.
-
-        Args:
-            what: names what is said.
-            text: of one line.
-        """
+        """Print a line once a job, where stock code prints its log; `what` names it."""
         if what not in self.memory.said:
             self.memory.said.add(what)
             # The last rank, as Megatron's own log.
@@ -172,14 +141,8 @@ class Job:
     ) -> None:
         """Keep what a function of the model's output raised, to be raised after the pipeline.
 
-        Args:
-            failed: of this pipeline so far; the exception is added.
-            exception: what was raised.
-            row: the micro-batch, where rows may have sizes of their own.
-
-        Raises:
-            Exception: itself, where ranks that share the micro-batch have not raised, and so may
-                wait for this one inside the function.
+        It is added to those that failed so far, and raised at once where ranks that share the
+        micro-batch, `row` where rows may have sizes of their own, have not raised.
         """
         failed.append(exception)
         size = (
@@ -201,19 +164,8 @@ class Job:
         work: Callable[[], Any] = lambda: None,
         says: Callable[[Any], Statement] = no_statement,
     ) -> Agreement[Any]:
-        """Raise on every rank what a function of the model's output raised on any.
-
-        A collective over all ranks, once the pipeline has run dry.
-
-        Args:
-            operation: the call that ran the pipeline, in words.
-            failed: this rank's exceptions, in the order of micro-batches.
-            work: what else may fail, done where nothing has failed.
-            says: as in `Consensus.agree`.
-
-        Raises:
-            ForwardFailedError: any rank has an exception, or what must be equal differs.
-        """
+        """`Consensus.agree`, once the pipeline has run dry: raises `ForwardFailedError` on every
+        rank if a function of the model's output has failed on any, and does the work if not."""
 
         def check() -> Any:
             if failed:
@@ -242,8 +194,7 @@ def present_memory() -> JobMemory | None:
 def job_of(args: Any = None) -> Job:
     """The present job, a new one where Megatron's parallelism was set up anew. Not a collective.
 
-    Args:
-        args: Megatron's arguments; None where nothing is read of them.
+    Megatron's arguments may be None where nothing is read of them.
     """
     global _memory
     memory = present_memory()

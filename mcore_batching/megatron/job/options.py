@@ -16,13 +16,15 @@ from mcore_batching.batch.fields.value_shapes import as_number
 from mcore_batching.flags import (
     CUDA_ROW_MULTIPLE,
     DEFAULT_TIMEOUT_SECONDS,
+    FIXED,
     FLAGS,
+    LEARNT,
     PLANNER_DEFAULTS,
     PREFIX,
+    flag_of,
 )
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job.arguments import FIXED, LEARNT, flag_of
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
@@ -45,20 +47,17 @@ class Options:
     """Settings as they were given: read from any arguments, checked where they are used, so that a
     rank with a wrong one has met the others by then and can tell them.
 
-    Attributes:
-        planner: the fields of `PlannerConfig` that arguments set.
-        share_prefixes: None where it cannot be set, so that nobody is told what it would save.
-
-    The others are the arguments of this package (`FLAGS`), then those of Megatron.
+    First the arguments of this package (`FLAGS`), then those of Megatron.
     """
 
     use_dynamic_batch_size: bool = True
     max_tokens_per_gpu: Any = None
+    # The fields of `PlannerConfig` that arguments set.
     planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
     cost_model: str | None = None
     exchange: bool = False
     no_plan_ahead: bool = False
-    share_prefixes: bool | None = False
+    share_prefixes: bool | None = False  # None: cannot be set, so that nobody is told of it
     forward_only_plan: str = "shared"
     forward_only_max_tokens_per_gpu: Any = None
     log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
@@ -128,13 +127,11 @@ class Options:
 
     @property
     def learns_cost_model(self) -> bool:
-        """True if costs are learnt from training's own passes: unless asked for others.
-
-        Rows that are never packed, without ``--use-dynamic-batch-size``, have no use for them.
-        """
+        """True if costs are learnt from training's own passes: unless asked for others."""
         # Measured times differ from run to run, and so would plans and the order of additions.
         default = FIXED if self.deterministic_mode else LEARNT
         chosen = default if self.cost_model is None else self.cost_model
+        # Rows that are never packed have no use for them.
         return chosen == LEARNT and bool(self.use_dynamic_batch_size)
 
     @property
@@ -143,11 +140,7 @@ class Options:
         return self.on_nonfinite == "skip"
 
     def checked_chunk_tokens(self) -> int:
-        """Tokens of which log-probs and entropies hold float32 logits at a time.
-
-        Raises:
-            DynamicBatchArgumentError: less than 1.
-        """
+        """Tokens of which log-probs and entropies hold float32 logits at a time."""
         tokens = self.log_prob_chunk_tokens
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
             raise DynamicBatchArgumentError(
@@ -156,11 +149,7 @@ class Options:
         return tokens
 
     def checked_timeout_seconds(self) -> float:
-        """How long a rank waits for the others in an agreement.
-
-        Raises:
-            DynamicBatchArgumentError: no such time.
-        """
+        """How long a rank waits for the others in an agreement."""
         given = self.consensus_timeout_seconds
         seconds = as_number(given)
         if seconds is None or not 1 <= seconds <= _MOST_TIMEOUT_SECONDS:
@@ -176,13 +165,10 @@ class Options:
         return 0 if given is None or (as_integer(given) or 0) < 0 else given
 
     def planner_config(self, dims: ParallelDims | None = None) -> PlannerConfig:
-        """The planner's settings.
+        """The planner's settings; without dims CUDA has no default multiple of rows.
 
         Without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size`` samples each,
         however long, and ranks with fewer of them are filled up with placeholders.
-
-        Args:
-            dims: the job's parallel dims, by which CUDA has a default multiple of rows; None: none.
 
         Raises:
             DynamicBatchArgumentError: micro-batches have neither a cap nor a size.
@@ -234,11 +220,7 @@ class Options:
             raise
 
     def forward_only_config(self, training: PlannerConfig) -> PlannerConfig:
-        """The planner's settings for forward passes alone: training's, under a cap of their own.
-
-        Raises:
-            ConfigError: the cap is out of range.
-        """
+        """The planner's settings for forward passes alone: training's, under a cap of their own."""
         if not self.has_own_forward_cap:
             return training
         given = self.forward_only_max_tokens_per_gpu
@@ -248,12 +230,8 @@ class Options:
 
     @contextlib.contextmanager
     def naming_the_cap(self, *, forward_only: bool, samples: Sequence[int]) -> Iterator[None]:
-        """Let errors of planning name the cap that was planned with, and the batch's sample.
-
-        Args:
-            forward_only: the plan is of forward passes alone.
-            samples: number in the batch of each of those that are planned.
-        """
+        """Let errors of planning name the cap that was planned with, and the sample by its number
+        in the batch, which `samples` has of each one planned."""
         try:
             yield
         except PlanningError as error:
@@ -267,11 +245,7 @@ class Options:
             raise named from error.__cause__
 
     def given_cost_model(self) -> CostModel | None:
-        """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none.
-
-        Raises:
-            DynamicBatchArgumentError: the file cannot be read, or holds no cost model.
-        """
+        """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none."""
         chosen = self.cost_model
         return None if chosen in (None, LEARNT, FIXED) else _read_cost_model(str(chosen))
 

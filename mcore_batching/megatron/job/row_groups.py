@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -26,13 +26,7 @@ DEFAULT_TIMEOUT_MINUTES = 10
 
 
 def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
-    """Make the groups that are not there yet. A collective over all ranks of the job.
-
-    Args:
-        job: the present one.
-        sizes: context-parallel sizes that rows may have, ascending; each divides the number of
-            data- and context-parallel ranks. The same on every rank.
-    """
+    """Make the groups of these sizes that are not there yet. A collective over all ranks."""
     among = parallel_state.get_data_parallel_group(with_context_parallel=True)
     own = parallel_state.get_context_parallel_group()
     # Megatron has two of them already: a NCCL communicator takes memory on the GPU.
@@ -40,23 +34,21 @@ def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     groups |= {among.size(): among, own.size(): own}
     minutes = job.options.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
     missing = [size for size in sizes if size not in groups]
-    for ranks in _groups_of_all_ranks(among) if missing else ():
+    if not missing:
+        return
+    # The ranks of each group like `among`, of other stages and tensor-parallel ranks, too.
+    gathered: list[Any] = [None] * dist.get_world_size()
+    own_ranks = dist.get_process_group_ranks(among)
+    dist.all_gather_object(gathered, tuple(own_ranks), group=job.consensus.group)
+    for ranks in sorted(set(gathered)):
         for size in missing:
             for first in range(0, len(ranks), size):
-                block = ranks[first : first + size]
+                block = list(ranks[first : first + size])
                 # By all ranks of the job, each block: PyTorch tells groups that only their ranks
                 # make by the number of others that these ranks are in, and that may differ.
                 group = dist.new_group(block, timeout=datetime.timedelta(minutes=minutes))
                 if dist.get_rank() in block:
                     groups[size] = group
-
-
-def _groups_of_all_ranks(among: dist.ProcessGroup) -> list[list[int]]:
-    """The ranks of each group like this one, of other stages and tensor-parallel ranks."""
-    own = torch.tensor(dist.get_process_group_ranks(among), device=torch.cuda.current_device())
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    return [list(ranks) for ranks in sorted({tuple(each.tolist()) for each in gathered})]
 
 
 def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:
@@ -75,9 +67,6 @@ def context_parallel_group(row: PackedMicroBatch) -> dist.ProcessGroup | None:
 
     What `gather_response` takes as its group. Under ``--dynamic-batch-context-parallel`` rows
     differ in it; without, it is Megatron's context-parallel group.
-
-    Args:
-        row: the micro-batch.
     """
     group = row_group(row.context_parallel_size) or parallel_state.get_context_parallel_group()
     return group if group.size() > 1 else None

@@ -49,8 +49,7 @@ a few thousand additions and a real difference of costs would do."""
 class CostLearner:
     """Costs that the present job has learnt of a model, and the times that it learns from.
 
-    Attributes:
-        learnt: the same on every rank; None before the first planning.
+    `learnt` is the same on every rank; None before the first planning.
     """
 
     def __init__(self) -> None:
@@ -73,11 +72,8 @@ class CostLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what another job had learnt; call it on every rank, before planning.
 
-        Args:
-            state: from `state_dict`.
-
         Raises:
-            ConfigError: something else.
+            ConfigError: it is not from `state_dict`.
         """
         self.learnt = LearntCosts.from_data(state) if state else None
 
@@ -98,23 +94,15 @@ class CostLearner:
         }
 
     def begin(self, first_guess: CostModel) -> CostModel:
-        """The model to plan with, as far as is known by now.
-
-        Args:
-            first_guess: the model before anything was learnt.
-        """
+        """The model to plan with: what is known by now, or the first guess."""
         if self.learnt is None:
             self.learnt = LearntCosts(cost_model=first_guess)
         return self.learnt.cost_model
 
     @contextlib.contextmanager
     def timing(self, prepared: PreparedStep, weights: list[TimedWeights]) -> Iterator[None]:
-        """Time the passes of a training step that runs inside.
-
-        Args:
-            prepared: the step, the same rows on all stages.
-            weights: gets what split backward passes leave for later.
-        """
+        """Time the passes of a training step that runs inside; its split backward passes put into
+        `weights` what they leave for later."""
         # Around Megatron's own forward and backward step: what a stage waits for its neighbours is
         # outside.
         marks: list[Any] = []
@@ -137,9 +125,7 @@ class CostLearner:
     def evidence(self, dims: ParallelDims, config: PlannerConfig) -> dict[str, Figure]:
         """This rank's measurements, of the steps that have ended on the device.
 
-        Args:
-            dims: of the job; in lockstep ranks wait for each other in every slot.
-            config: the planner's settings for training, which say if ranks share rows.
+        Dims tell if ranks wait for each other in every slot, the config if they share rows.
         """
         assert self.learnt is not None
         self._shares_rows = config.max_context_parallel is not None
@@ -178,15 +164,10 @@ class CostLearner:
         return self.learnt.units(timing.lengths, timing.context_parallel)
 
     def learn(self, figures: Mapping[str, Any]) -> None:
-        """Know what all ranks have measured, the same on every rank; nothing new, nothing changes,
-        so that samples that are planned twice have one plan.
-
-        Args:
-            figures: what `evidence` gave, joined over all ranks.
-        """
+        """Know what all ranks have measured, `evidence` joined over them."""
         assert self.learnt is not None
         if not figures["steps timed"]:
-            return
+            return  # nothing changes: samples that are planned twice have one plan
         # Of ranks in lockstep only the costliest row of a slot was waited for by nobody.
         costs = figures.get("costs of slots")
         if costs is not None:
@@ -236,12 +217,8 @@ class CostLearners:
         self._is_taken = False
 
     def of(self, model: Any) -> CostLearner:
-        """The learner of a model.
-
-        Args:
-            model: this rank's model chunks; None: the first model whose training is planned, also
-                before there is one.
-        """
+        """The learner of a model, or with None of the first model whose training is planned, also
+        before there is one."""
         if model is None:
             return self._first
         chunk = unwrap_model(model_chunks(model)[0])
@@ -252,11 +229,7 @@ class CostLearners:
         return self._of_models[chunk]
 
     def has(self, model: Any) -> bool:
-        """True if the training of a model was planned; one that only runs forward learns nothing.
-
-        Args:
-            model: this rank's model chunks.
-        """
+        """True if its training was planned; a model that only runs forward learns nothing."""
         return unwrap_model(model_chunks(model)[0]) in self._of_models
 
 
@@ -269,6 +242,7 @@ def cost_learner(model: Any = None) -> CostLearner:
     """The learner of a model, on Megatron's present process groups. Not a collective.
 
     Args:
-        model: as in `CostLearners.of`.
+        model: this rank's model chunks; None: the first model whose training is planned, also
+            before there is one.
     """
     return learners_of(job_of()).of(model)

@@ -5,18 +5,17 @@ Under dynamic CP ranks wait in the attention of rows that they share:
     rank 0   [begins.....waits......computes]     took 9 s
     rank 1                     [computes]         took 4 s: what the row costs
 
-Whoever begins last waits for nobody, so a pass costs what the rank that took least time says. That
-least time travels as a figure with an agreement that there is anyway.
-
-With expert parallelism they wait in every layer for the rank with most work, so a pass takes as
-long as the costliest row of its slot, and only that row counts. Which one it is, by the costs known
-then, the largest cost of each slot tells, which travels likewise.
+Whoever begins last waits for nobody, so a pass costs the least time of all ranks, which travels as
+a figure with an agreement that there is anyway. With expert parallelism they wait in every layer
+for the rank with most work, so only the costliest row of a slot counts. Which one it is, by the
+costs known then, the largest cost of each slot tells, which travels likewise.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,11 +47,7 @@ def places_of_slots(num_slots: int) -> dict[int, int]:
 
 
 def costs_of_slots(costs: Sequence[float]) -> list[float]:
-    """This rank's numbers, of which all ranks are to know the largest.
-
-    Args:
-        costs: of each of its rows [slots].
-    """
+    """This rank's numbers, of which all ranks are to know the largest, from costs [slots]."""
     numbers = [0.0] * MAX_SLOTS
     for slot, place in places_of_slots(len(costs)).items():
         numbers[place] = costs[slot]
@@ -61,19 +56,12 @@ def costs_of_slots(costs: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class SharedTimes:
-    """Some of a step's rows that several ranks share; the same on every rank but for its own.
-
-    Attributes:
-        rows: of the plan.
-        lengths: of the samples of each.
-        chunks: model chunks of a stage.
-        own: this rank, as the plan numbers them.
-    """
+    """Some of a step's rows that several ranks share; the same on every rank but for `own`."""
 
     rows: list[Row]
-    lengths: list[tuple[int, ...]]
-    chunks: int
-    own: int
+    lengths: list[tuple[int, ...]]  # of the samples of each
+    chunks: int  # of a stage
+    own: int  # this rank, as the plan numbers them
 
     @classmethod
     def of(cls, schedule: MicroBatchSchedule, step: int) -> SharedTimes:
@@ -96,13 +84,9 @@ class SharedTimes:
     def seconds(self, passes: Mapping[Pass, float], factor: float) -> list[float]:
         """This rank's numbers, of which all ranks are to know the least.
 
-        Args:
-            passes: seconds of each.
-            factor: time of its passes over that of a mean stage's.
-
-        Returns:
-            the seconds of each pass on a mean stage; inf where it has no part in a row, 0, which
-            is no time, where it could not be told.
+        They are the seconds of each pass on a mean stage, of whose time this one's passes take
+        `factor`; inf where it has no part in a row, 0, which is no time, where it could not be
+        told.
         """
         numbers = [0.0] * MAX_SHARED_PASSES
         for place, row in enumerate(self.rows):
@@ -117,11 +101,7 @@ class SharedTimes:
         return numbers
 
     def timings(self, least: Sequence[float]) -> list[tuple[int, Timing]]:
-        """Slot and times of each row that could be told, given the least of all ranks' numbers.
-
-        Args:
-            least: of what `seconds` gives.
-        """
+        """Slot and times of each row that could be told, given the least of all ranks' numbers."""
         timings = []
         for place, (row, lengths) in enumerate(zip(self.rows, self.lengths, strict=True)):
             forward, backward = (
@@ -143,35 +123,24 @@ class SharedTimes:
 
 
 class TimedWeights(NamedTuple):
-    """Weight gradients of split backward passes that ran without a pass in between."""
+    """Weight gradients of split backward passes that ran between two marks without a pass, and the
+    bytes that they were computed from, by the backward pass that left them for later."""
 
     num_bytes: dict[Pass, int]
-    """Of what they were computed from, by the backward pass that left them for later."""
     start: Any
-    """Of `mark`."""
     end: Any
-    """Of `mark`."""
 
 
 @dataclass(frozen=True)
 class TimedStep:
-    """A step's passes as they were marked.
+    """A step's passes as they were marked."""
 
-    Attributes:
-        rows: lengths of the samples of each micro-batch.
-        sizes: of each, the ranks that share it, under dynamic CP; else 1.
-        order: of the passes.
-        marks: before and after each pass.
-        weights: what split backward passes left for later.
-        shared: the rows that several ranks share, under dynamic CP alone.
-    """
-
-    rows: list[tuple[int, ...]]
-    sizes: list[int]
+    rows: list[tuple[int, ...]]  # lengths of the samples of each micro-batch
+    sizes: list[int]  # of each, the ranks that share it, under dynamic CP; else 1
     order: list[Pass]
-    marks: list[Any]
-    weights: list[TimedWeights]
-    shared: SharedTimes | None
+    marks: list[Any]  # before and after each pass
+    weights: list[TimedWeights]  # what split backward passes left for later
+    shared: SharedTimes | None  # under dynamic CP alone
 
     @property
     def is_over(self) -> bool:
@@ -197,25 +166,21 @@ class TimedStep:
     def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
         """The times on this stage of each row, by its slot, its model chunks' together."""
         # Chunks added up: costs are a stage's, whatever chunks it has.
-        kinds: tuple[Kind, ...] = ("F", "B", "W")
-        seconds = {kind: [0.0] * len(self.rows) for kind in kinds}
-        numbers = {kind: [0] * len(self.rows) for kind in kinds}
+        of_chunks = defaultdict[tuple[Kind, int], list[float]](list)
         for (kind, _, slot), took in passes.items():
-            seconds[kind][slot] += took
-            numbers[kind][slot] += 1
-        return {
-            slot: Timing(
+            of_chunks[kind, slot].append(took)
+        timings = {}
+        for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True)):
+            backward, weights = of_chunks["B", slot], of_chunks["W", slot]
+            timings[slot] = Timing(
                 lengths=lengths,
-                forward_seconds=seconds["F"][slot],
-                backward_seconds=seconds["B"][slot],
+                forward_seconds=ordered_sum(of_chunks["F", slot]),
+                backward_seconds=ordered_sum(backward),
                 # Of all model chunks or of none: what is compared with it is of all.
-                weight_seconds=seconds["W"][slot]
-                if numbers["W"][slot] == numbers["B"][slot]
-                else 0.0,
+                weight_seconds=ordered_sum(weights) if len(weights) == len(backward) else 0.0,
                 context_parallel=size,
             )
-            for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True))
-        }
+        return timings
 
 
 def rows_of(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:

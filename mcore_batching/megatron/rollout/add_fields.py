@@ -7,26 +7,27 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_batching.batch import Field, make_placeholder
+from mcore_batching.batch import Field
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.fields.field_checks import require_one_per_sample
 from mcore_batching.batch.fields.infer import infer_fields
-from mcore_batching.batch.fields.value_checks import require_vocabulary
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of, schedule_of
+from mcore_batching.megatron.rollout.rollout_batch import checked_fields
 from mcore_batching.megatron.rows.sample_moves import SampleMoves
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 
 _ADDING = "adding fields, their kinds"
+Fields = Mapping[str, Sequence[Any]]
 
 
 def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]) -> None:
     """Give the samples further fields: what `forward_only` returned, advantages made of it.
 
     A collective over all ranks, so that a field that does not fit is an error on each. Ranks may
-    add different fields, or none (``{}``): log-probs are made on the last pipeline stage and needed
-    nowhere else. A field that is there already is replaced.
+    add different fields, or none (``{}``), as those that make no log-probs. A field that is there
+    already is replaced.
 
     Args:
         data_iterator: from `get_data_iterator`; the plan stays as it is.
@@ -45,90 +46,58 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     if _moves_of(data_iterator) is not None:
         fields = _moved(job, data_iterator, fields)
 
-    kinds, new = _agreed_kinds(job, data_iterator, fields)
-
-    # Of the new ones alone: fields that were there have been compared, and replaced ones keep their
-    # kind.
-    def says(extended: MicroBatchSchedule) -> Statement:
-        made = {name: extended.schema[name].declaration for name in new}
-        return Statement(equal={f"declaration of field {name!r}": made[name] for name in new})
-
-    # A second agreement: values can be checked once the kinds are known, and no rank may go on with
-    # a field that another one refused.
-    extended = job.consensus.agree(
-        "adding fields, their values",
-        lambda: _with_fields(schedule_of(data_iterator), fields, kinds),
-        says,
-        failure=PlanningFailedError,
-    )
-    # Only now that no rank refused: later batches are read by it.
-    job.memory.told_fields.update({name: extended.result.schema[name] for name in new})
-    rollout_of(data_iterator).replace(extended.result)
-
-
-def _agreed_kinds(
-    job: Job, data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]
-) -> tuple[dict[str, Field], set[str]]:
-    """Declarations of the fields that are not declared, and the names that are new to the batch.
-
-    A collective over all ranks.
-    """
-
-    def kinds_of_fields() -> dict[str, Field]:
+    def kinds() -> tuple[MicroBatchSchedule, dict[str, Field]]:
         _require_dict(fields)
         schedule = schedule_of(data_iterator)
         for name, values in fields.items():
             require_one_per_sample(name, values, schedule.num_samples)
         data = schedule.rollout_data | dict(fields)
-        return infer_fields(schedule.schema, data, job.memory.told_fields)[0]
+        return schedule, infer_fields(schedule.schema, data, job.memory.told_fields)[0]
 
-    def lacking() -> set[str]:
-        return set(fields) - set(schedule_of(data_iterator).schema)
+    def tells(found: tuple[MicroBatchSchedule, dict[str, Field]]) -> Statement:
+        schedule, own = found
+        # What one rank's samples leave open (it may have none), another's may tell.
+        is_open = not own.keys() >= fields.keys() - schedule.schema.keys()
+        return Statement(equal=_digest_of(schedule), tell=own, asks=is_open)
 
-    # What one rank's samples leave open (it may have none), another's may tell.
-    agreed = job.consensus.agree(
-        _ADDING,
-        kinds_of_fields,
-        lambda own: Statement(
-            equal=_digest_of(schedule_of(data_iterator)),
-            tell=own,
-            asks=not set(own) >= lacking(),
-        ),
-        failure=PlanningFailedError,
-    )
-    told = {name: field for own in agreed.told.values() for name, field in own.items()}
+    agreed = job.consensus.agree(_ADDING, kinds, tells, failure=PlanningFailedError)
+    schedule, own = agreed.result
     # Its own word first; if another rank's differs, the values' agreement is an error.
-    return told | agreed.result, lacking()
+    told = {name: field for each in agreed.told.values() for name, field in each.items()} | own
+    # Those that were there have been compared, and keep their kind where they are replaced.
+    new = fields.keys() - schedule.schema.keys()
+
+    def says(extended: MicroBatchSchedule) -> Statement:
+        schema = extended.schema
+        return Statement(equal={f"declaration of field {n!r}": schema[n].declaration for n in new})
+
+    # A second agreement: values can be checked once the kinds are known, and no rank may go on with
+    # a field that another one refused.
+    extended = job.consensus.agree(
+        "adding fields, their values",
+        lambda: _with_fields(schedule, fields, told),
+        says,
+        failure=PlanningFailedError,
+    ).result
+    # Only now that no rank refused: later batches are read by it.
+    job.memory.told_fields.update({name: extended.schema[name] for name in new})
+    rollout_of(data_iterator).replace(extended)
 
 
 def _with_fields(
-    schedule: MicroBatchSchedule, fields: Mapping[str, Sequence[Any]], kinds: Mapping[str, Field]
+    schedule: MicroBatchSchedule, fields: Fields, kinds: Mapping[str, Field]
 ) -> MicroBatchSchedule:
-    """The schedule with further fields, or with other values of those it has.
-
-    Args:
-        schedule: of the batch.
-        fields: field name to one value per sample.
-        kinds: declarations of fields that the schema does not declare.
-
-    Raises:
-        SchemaError: a field's kind is unknown, or its values do not fit the samples.
-    """
+    """The schedule with further fields of these kinds, or with other values of those it has."""
     data = schedule.rollout_data | {name: list(values) for name, values in fields.items()}
     schema = schedule.schema
     for name in fields:
         if name in kinds and name not in schema:
             schema = schema.with_field(kinds[name])
     # All fields anew: values that were given again may be of another length or kind.
-    schema = schema.resolve(data, kinds)
-    data = schema.validate(data)
-    # An id beyond the embedding would show without the sample's name, or not at all.
-    if "tokens" in fields and schedule.vocabulary_size is not None:
-        require_vocabulary("tokens", data["tokens"], schedule.vocabulary_size)
+    vocabulary_size = schedule.vocabulary_size if "tokens" in fields else None
     # On a rank without samples the template is all there is to copy a placeholder from.
-    examples = {name: values or schedule.template.get(name) for name, values in data.items()}
-    template = make_placeholder(schema, list(data), examples)
-    return dataclasses.replace(schedule, rollout_data=data, schema=schema, template=template)
+    made = checked_fields(data, schema, kinds, vocabulary_size, schedule.template)
+    return dataclasses.replace(schedule, rollout_data=made.pop("data"), **made)
 
 
 def _require_dict(fields: Any) -> None:
@@ -148,9 +117,7 @@ def _moves_of(data_iterator: Any) -> SampleMoves | None:
     return None
 
 
-def _moved(
-    job: Job, data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]
-) -> Mapping[str, Sequence[Any]]:
+def _moved(job: Job, data_iterator: Sequence[DataIterator], fields: Fields) -> Fields:
     """The fields' values of the samples that this rank runs. A collective over all ranks."""
 
     def leaving() -> tuple[SampleMoves, list[Any]]:

@@ -11,8 +11,7 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
-from mcore_batching.megatron.rollout.planned_rollout import NumMicroBatches, PlannedRollout
+from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
 from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -20,14 +19,11 @@ from mcore_batching.planning import CostModel
 
 
 class DataIterator:
-    """Walks through the micro-batches of a `PlannedRollout`, for one virtual pipeline stage.
+    """Walks through the micro-batches of a rollout, for one virtual pipeline stage.
 
     The names that frameworks read are kept: ``rollout_data``, ``micro_batch_indices``, ``offset``,
     ``get_next`` and ``reset``. The first two, and ``get_next`` of later steps than the first, wait
     until all steps are planned.
-
-    Args:
-        rollout: what to walk through; the iterators of all stages share it.
     """
 
     def __init__(self, rollout: PlannedRollout) -> None:
@@ -45,22 +41,16 @@ class DataIterator:
         return [list(indices) for indices in self._rollout.schedule.micro_batches]
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
-        """The next micro-batch as lists of per-sample values.
-
-        Args:
-            keys: fields to return.
-
-        Returns:
-            for each key one value per sample, one fabricated value for a placeholder, None for a
-            key that the rollout data lacks.
+        """The next micro-batch: for each key one value per sample, one fabricated value for a
+        placeholder, None for a key that the rollout data lacks.
 
         Raises:
             IndexError: all micro-batches have been drawn; `reset` starts again.
-            DynamicBatchArgumentError: samples share segments, and whoever lays them out by their
-                lengths would give each one of its own, over the cap.
+            DynamicBatchArgumentError: samples share segments.
         """
         keys = list(keys)
         schedule = self._rollout.of_slot(self.offset)
+        # Whoever lays them out by their lengths would give each a segment of its own, over the cap.
         if schedule.hosts is not None:
             raise DynamicBatchArgumentError(
                 "samples that share segments cannot be drawn; give the iterators to forward_only "
@@ -84,11 +74,7 @@ class DataIterator:
 
 
 def rollout_of(data_iterator: Sequence[DataIterator]) -> PlannedRollout:
-    """The planned batch that the iterators of one call walk through.
-
-    Raises:
-        TypeError: they are not what `get_data_iterator` returned.
-    """
+    """The planned batch of `schedule_of`, which may be made of its first step alone by now."""
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
     if not isinstance(first, DataIterator):
         raise TypeError(
@@ -128,12 +114,11 @@ def get_data_iterator(
     order; the iterators (``rollout_data``, `get_next`) hold the samples that run here.
 
     Of several steps only the first is planned when this returns, under the exchange or with
-    pipeline stages, unless ``--dynamic-batch-no-plan-ahead`` is set: a thread and a process plan
-    the others, of the samples as they are now. What needs one of these waits for all.
+    pipeline stages: a thread plans the others, of the samples as they are now, unless
+    ``--dynamic-batch-no-plan-ahead`` is set. What needs one of these waits for all.
 
     Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
-    and on the same rank, are computed in that one's segment of a row. Values, outputs and losses
-    stay per sample; samples that cannot share are computed alone, and why is printed once a job.
+    and on the same rank, are computed in that one's segment of a row; all else stays per sample.
 
     Args:
         args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the
@@ -143,8 +128,8 @@ def get_data_iterator(
         rollout_data: field name to one value per sample of this data-parallel rank, which may have
             none (empty lists); ``tokens``, ``total_lengths`` and ``response_lengths`` are required.
             It is sent to ranks of a replica (pipeline, tensor, context) that pass None.
-        schema: the kind of every field; extend it with `Schema.declare` for fields of your own.
-            Undeclared fields are inferred from samples of any rank or an earlier batch.
+        schema: the kind of every field. Undeclared ones are inferred from samples of any rank or an
+            earlier batch.
         steps: local sample indices of every optimizer step, in lists, arrays, tensors or whatever
             gives them once. None: steps of ``global_batch_size`` samples over all ranks, the last
             one short, to which each rank gives consecutive samples in proportion to its number.
@@ -155,37 +140,27 @@ def get_data_iterator(
 
     Returns:
         one iterator per virtual pipeline stage, and the number of micro-batches of each step, the
-        same on every rank: a list, or, where later steps are being planned, a sequence that waits
-        for them where others than the first are read.
+        same on every rank; of steps that are still being planned it is waited for when it is read.
 
     Raises:
         DynamicBatchArgumentError: settings under which training would hang or be wrong.
         PlanningFailedError: on every rank, if any could not plan.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-
     job = job_of(args)
-    read = functools.partial(_read, job.options)
+    # Inside the first agreement: raised before it, the other ranks would wait.
+    read = functools.partial(_checked, job.options)
     request = RolloutRequest(job, model, schema, read, steps, cost_model)
     return planned_iterators(request, rollout_data)
 
 
-def _read(options: Options, given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
-    # Inside the first agreement: raised before it, the other ranks would wait.
+def _checked(options: Options, given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
     check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
     return given
 
 
 def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
-    """Refuse a plan of forward passes alone where ranks share rows.
-
-    Args:
-        options: of the job.
-        shares_rows: training was, or is going to be, planned with dynamic CP.
-
-    Raises:
-        DynamicBatchArgumentError: there would be one.
-    """
+    """Refuse a plan of forward passes alone where ranks share rows, in a plan made or to come."""
     if shares_rows and options.has_own_forward_plan:
         raise DynamicBatchArgumentError(
             "forward_only has no plan of its own where ranks share rows; unset "
@@ -198,14 +173,8 @@ def planned_iterators(
     request: RolloutRequest, given: Any
 ) -> tuple[list[DataIterator], Sequence[int]]:
     """As `get_data_iterator`, of any request. A collective over all ranks."""
-    planned = plan_rollout(request, given)
-    schedule = planned.schedule
-    # Shared, so that `add_fields` on one list reaches every stage's iterator.
-    rollout = PlannedRollout(schedule)
-    counts: Sequence[int] = schedule.num_microbatches
-    if planned.plan_later is not None:
-        wait = request.job.memory.only(PlansAhead).begin_rollout(request.job, planned.make_all)
-        rollout = PlannedRollout(schedule, wait, planned.num_steps)
-        counts = NumMicroBatches(rollout)
+    rollout = plan_rollout(request, given)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
-    return [DataIterator(rollout) for _ in range(schedule.dims.virtual_pipeline)], counts
+    # All share the rollout, so that `add_fields` on one list reaches every stage's iterator.
+    iterators = range(rollout.of_step(0).dims.virtual_pipeline)
+    return [DataIterator(rollout) for _ in iterators], rollout.num_microbatches()

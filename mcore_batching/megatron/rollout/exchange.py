@@ -11,15 +11,13 @@ each once, to the rank that runs it, or to the ranks that share its row. Samples
 segment move together, and the plan is of their hosts alone. They are found on the rank that brings
 them: turns of a trajectory that several ranks bring are in as many segments.
 
-A rank holds the samples of one step behind those of another, whether all steps are planned at once
-or the later ones in a thread.
+A rank holds the samples of one step behind those of another, planned at once or in a thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,232 +28,246 @@ from torch import Tensor
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.errors import PlanningFailedError
-from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of, flat, unflat
 from mcore_batching.megatron.job.row_groups import make_row_groups
-from mcore_batching.megatron.rollout.all_samples import AllSamples
-from mcore_batching.megatron.rollout.cut_steps import CutSteps, Planned
-from mcore_batching.megatron.rollout.maker import Plan
+from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
+from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout, with_later_steps
 from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest
-from mcore_batching.megatron.rollout.sharing import say_saving
 from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule, digest_of_plans
 from mcore_batching.megatron.rows.shards import Shard, with_hosted
-from mcore_batching.planning import Problem, StepPlan, plan_step
+from mcore_batching.planning import Problem, StepPlan
 from mcore_batching.planning.planning_process import PlanRequest
 
 
-def plan_all_samples(request: RolloutRequest, rollout: Rollout) -> Planned:
-    """Plan all ranks' samples, and move them; of several steps perhaps the first's. A collective.
+@dataclasses.dataclass(frozen=True)
+class _AllSamples:
+    """The samples of all data-parallel ranks, numbered through."""
 
-    Raises:
-        CollectiveError: on every rank, if any could not, or ranks disagree.
-    """
-    settings = rollout.settings
+    lengths: list[int]  # of each, in tokens
+    hosts: list[int]  # for each the sample in whose segment it lies, itself if it has a segment
+    first: list[int]  # number of each rank's first sample, and the number of all samples
+    # For each step the samples that are computed, and those that lie in their segments.
+    steps: list[tuple[list[int], list[int]]]
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard]) -> _AllSamples:
+        """Of the shards of all data-parallel ranks."""
+        counts = [len(shard.lengths) for shard in shards]
+        first = list(itertools.accumulate(counts, initial=0))
+        placed = list(zip(first, shards, strict=False))
+        hosts = [
+            start + host
+            for start, shard in placed
+            for host in shard.hosts or range(len(shard.lengths))
+        ]
+        steps = []
+        for step in range(len(shards[0].steps)):
+            numbers = [start + i for start, shard in placed for i in shard.steps[step][0]]
+            # Who lies in a host's segment costs nothing: the plan must not see it.
+            computed = [number for number in numbers if hosts[number] == number]
+            steps.append((computed, [number for number in numbers if hosts[number] != number]))
+        lengths = [length for shard in shards for length in shard.lengths]
+        return cls(lengths, hosts, first, steps)
+
+    def computed_lengths(self) -> list[list[int]]:
+        """For each step of the samples that are computed."""
+        return [[self.lengths[number] for number in computed] for computed, _ in self.steps]
+
+    def of_steps(self, steps: slice) -> _AllSamples:
+        """The same samples, of which some steps are looked at."""
+        return dataclasses.replace(self, steps=self.steps[steps])
+
+
+def plan_all_samples(rollout: Rollout) -> PlannedRollout:
+    """Plan all ranks' samples and move them, of several steps perhaps the first's. A collective."""
+    request, settings = rollout.request, rollout.settings
     most = settings.config.max_context_parallel
     if most is not None:
         # All sizes that a row may have, before the plan: making a group is a collective over all
         # ranks, and a plan may give some size to rows of some ranks alone.
         make_row_groups(request.job, settings.dims.row_sizes(most))
-    cut, samples = _gathered(request, rollout)
-    exchange = _Exchange(
-        consensus=request.job.consensus,
-        unplanned=cut.unplanned(request, rollout),
-        samples=samples,
-        request=request,
-        plan=request.plan,
-    )
-    num_steps = len(samples.steps)
+    cut, samples = _gathered(rollout)
+    unplanned, num_steps = cut.unplanned(), len(samples.steps)
     if num_steps < 2 or not request.may_plan_ahead:
-        return Planned(exchange.moved(), num_steps)
-    first = dataclasses.replace(samples, steps=samples.steps[:1])
-    later = dataclasses.replace(samples, steps=samples.steps[1:])
-    kept = list[Tensor]()
+        return PlannedRollout(_moved(request, unplanned, samples))
+    later, kept = samples.of_steps(slice(1, None)), list[Tensor]()
 
     def keep() -> None:
         # While all ranks can be told what is wrong with later steps, and before the caller can
         # change its values.
-        for step in later.steps:
-            with exchange.naming(step[0]):
-                Problem.of(later.lengths_of(step), settings.dims, settings.config)
+        for (computed, _), lengths in zip(later.steps, later.computed_lengths(), strict=True):
+            with _naming(request, computed):
+                Problem.of(lengths, settings.dims, settings.config)
         kept.append(flat(cut.batch.data))
 
-    made = dataclasses.replace(exchange, samples=first).moved(keep)
-    unplanned = dataclasses.replace(exchange.unplanned, rollout_data={})
-    rest = dataclasses.replace(exchange, samples=later, unplanned=unplanned)
-    return Planned(made, num_steps, functools.partial(rest.planned_later, kept[0]))
+    made = _moved(request, unplanned, samples.of_steps(slice(1)), keep)
+    without_data = dataclasses.replace(unplanned, rollout_data={})
+
+    def plan_later(request: RolloutRequest) -> MicroBatchSchedule:
+        unplanned = dataclasses.replace(without_data, rollout_data=unflat(kept[0]))
+        return _moved(request, unplanned, later)
+
+    return with_later_steps(request, made, num_steps, plan_later)
 
 
-def _gathered(request: RolloutRequest, rollout: Rollout) -> tuple[CutSteps, AllSamples]:
+def _gathered(rollout: Rollout) -> tuple[CutSteps, _AllSamples]:
     """This rank's samples of every step, and those of all ranks by their lengths."""
 
     def work() -> tuple[CutSteps, Shard]:
-        cut = CutSteps.of(request, rollout)
+        cut = CutSteps.of(rollout)
         rows = tuple((tuple(step),) for step in cut.steps)
         return cut, Shard(cut.batch.total_lengths, rows, cut.hosts)
 
-    def says(cut: CutSteps) -> Statement:
-        return cut.statement(request, rollout)
-
-    agreed, shards = request.job.consensus.gather(
-        "gathering lengths", work, says, failure=PlanningFailedError
+    job = rollout.request.job
+    agreed, shards = job.consensus.gather(
+        "gathering lengths", work, lambda cut: cut.statement(), failure=PlanningFailedError
     )
-    say_saving(request.job, agreed.figures, agreed.told)
-    return agreed.result, AllSamples.of(shards)
+    say_saving(job, agreed)
+    return agreed.result, _AllSamples.of(shards)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Exchange:
-    """Steps that are about to be planned, and whose samples are about to move.
+def _moved(
+    request: RolloutRequest,
+    unplanned: MicroBatchSchedule,
+    samples: _AllSamples,
+    also: Callable[[], None] = lambda: None,
+) -> MicroBatchSchedule:
+    """Plan steps, and exchange the samples that each rank brought, in the rollout data. A
+    collective over all ranks, in which what `also` does may fail on one, too."""
+    together = _planned_together(request, unplanned, samples.computed_lengths())
+    # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
+    # brought.
+    num_ranks = unplanned.config.num_ranks(unplanned.dims)
+    sharing = num_ranks // unplanned.dims.data_parallel
+    own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
 
-    Attributes:
-        consensus: between the ranks.
-        unplanned: what the steps are of; its rollout data are the samples that this rank brought.
-        samples: of all ranks, and the steps.
-        request: what the call asked for.
-        plan: plans all samples of one step; None: in line.
-    """
+    def work() -> tuple[tuple[tuple[GlobalPlan, ...], SampleMoves], list[Any]]:
+        plans = _global_plans(request, unplanned, samples, together)
+        also()
+        members = samples_of_hosts(samples.hosts)
+        runs_on = [_run_on(rank, plans, members) for rank in range(num_ranks)]
+        moves = SampleMoves(own, samples.first, runs_on, sharing)
+        return (plans, moves), moves.outgoing(unplanned.rollout_data)
 
-    consensus: JobConsensus
-    unplanned: MicroBatchSchedule
-    samples: AllSamples
-    request: RolloutRequest
-    plan: Callable[[PlanRequest], StepPlan] | None
-
-    def moved(self, also: Callable[[], None] = lambda: None) -> MicroBatchSchedule:
-        """The schedule of the samples that this rank runs. A collective over all ranks.
-
-        Args:
-            also: what else may fail on one rank.
-        """
-        samples, unplanned = self.samples, self.unplanned
-        lengths, hosts = samples.lengths, samples.hosts
-        together = self._planned_together([samples.lengths_of(step) for step in samples.steps])
-        # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
-        # brought.
-        num_ranks = unplanned.config.num_ranks(unplanned.dims)
-        sharing = num_ranks // unplanned.dims.data_parallel
-        own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
-
-        def work() -> tuple[tuple[tuple[GlobalPlan, ...], SampleMoves], list[Any]]:
-            plans = tuple(self._global_plan(step, together) for step in range(len(samples.steps)))
-            also()
-            members = samples_of_hosts(hosts)
-            runs_on = [_run_on(rank, plans, members) for rank in range(num_ranks)]
-            moves = SampleMoves(own, samples.first, runs_on, sharing)
-            return (plans, moves), moves.outgoing(unplanned.rollout_data)
-
-        def says(made: tuple[tuple[GlobalPlan, ...], SampleMoves]) -> Statement:
-            return Statement(
-                equal={
-                    "plan (sha256)": digest_of_plans(made[0]),
-                    # The ranks of a replica each heard of their own counterparts' lengths.
-                    "lengths of all samples (sha256)": digest_of(lengths),
-                    "hosts of all samples (sha256)": digest_of(hosts),
-                }
-            )
-
-        (plans, moves), arranged = self.consensus.exchange(
-            "planning all samples",
-            work,
-            says,
-            lambda made, incoming: (made, made[1].arranged(incoming)),
-        )
-        return self._scheduled(plans, moves, arranged)
-
-    def planned_later(
-        self, kept: Tensor, consensus: JobConsensus, plan: Plan
-    ) -> MicroBatchSchedule:
-        """As `moved`, of rollout data that were kept `flat`."""
-        unplanned = dataclasses.replace(self.unplanned, rollout_data=unflat(kept))
-        now = dataclasses.replace(self, consensus=consensus, unplanned=unplanned, plan=plan)
-        return now.moved()
-
-    def _scheduled(
-        self, plans: tuple[GlobalPlan, ...], moves: SampleMoves, arranged: Columns
-    ) -> MicroBatchSchedule:
-        """Of the samples that are here now, by their places among these."""
-        place, hosts = moves.places, None
-        if self.unplanned.hosts is not None:
-            # A host is always here as well: `_run_on` moves the samples of a segment together.
-            hosts = [place[self.samples.hosts[number]] for number in moves.held]
-        steps = tuple(
-            tuple(tuple(place[number] for number in row) for row in made.rows_on(moves.own))
-            for made in plans
-        )
-        return dataclasses.replace(
-            self.unplanned,
-            # A rank that runs no samples got none, and still needs the fields for placeholders.
-            rollout_data={name: arranged.get(name, []) for name in self.unplanned.template},
-            steps=with_hosted(steps, hosts),
-            hosts=hosts,
-            plan_digest=digest_of_plans(plans),
-            moves=moves,
-            plans=plans,
+    def says(made: tuple[tuple[GlobalPlan, ...], SampleMoves]) -> Statement:
+        return Statement(
+            equal={
+                "plan (sha256)": digest_of_plans(made[0]),
+                # The ranks of a replica each heard of their own counterparts' lengths.
+                "lengths of all samples (sha256)": digest_of(samples.lengths),
+                "hosts of all samples (sha256)": digest_of(samples.hosts),
+            }
         )
 
-    def _global_plan(self, step: int, made: Sequence[StepPlan] | None) -> GlobalPlan:
-        """The plan of one step.
+    (plans, moves), arranged = request.job.consensus.exchange(
+        "planning all samples",
+        work,
+        says,
+        lambda made, incoming: (made, made[1].arranged(incoming)),
+    )
+    return _scheduled(unplanned, samples.hosts, plans, moves, arranged)
 
-        Args:
-            step: its number.
-            made: the plans of all steps, where they are made; None: make it here.
-        """
-        computed, hosted = self.samples.steps[step]
-        lengths = self.samples.lengths_of(self.samples.steps[step])
+
+def _scheduled(
+    unplanned: MicroBatchSchedule,
+    hosts: Sequence[int],
+    plans: tuple[GlobalPlan, ...],
+    moves: SampleMoves,
+    arranged: Columns,
+) -> MicroBatchSchedule:
+    """Of the samples that are here now, by their places among these."""
+    place, own_hosts = moves.places, None
+    if unplanned.hosts is not None:
+        # A host is always here as well: `_run_on` moves the samples of a segment together.
+        own_hosts = [place[hosts[number]] for number in moves.held]
+    steps = tuple(
+        tuple(tuple(place[number] for number in row) for row in made.rows_on(moves.own))
+        for made in plans
+    )
+    return dataclasses.replace(
+        unplanned,
+        # A rank that runs no samples got none, and still needs the fields for placeholders.
+        rollout_data={name: arranged.get(name, []) for name in unplanned.template},
+        steps=with_hosted(steps, own_hosts),
+        hosts=own_hosts,
+        plan_digest=digest_of_plans(plans),
+        moves=moves,
+        plans=plans,
+    )
+
+
+def _global_plans(
+    request: RolloutRequest,
+    unplanned: MicroBatchSchedule,
+    samples: _AllSamples,
+    together: Sequence[StepPlan] | None,
+) -> tuple[GlobalPlan, ...]:
+    """The plans of all steps, made here unless they were made `together`."""
+    plans = []
+    for step, lengths in enumerate(samples.computed_lengths()):
+        computed, hosted = samples.steps[step]
         # A sample over the cap is found inside the agreement, so that all ranks raise.
-        with self.naming(computed):
-            planned = made[step] if made else self._planned(lengths)
-        hosted_lengths = tuple(self.samples.lengths[number] for number in hosted)
+        with _naming(request, computed):
+            planned = together[step] if together else _planned(request, unplanned, lengths)
+        hosted_lengths = tuple(samples.lengths[number] for number in hosted)
         planned = dataclasses.replace(planned, hosted_lengths=hosted_lengths)
-        return GlobalPlan(planned, computed, lengths)
+        plans.append(GlobalPlan(planned, computed, lengths))
+    return tuple(plans)
 
-    def naming(self, computed: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Let the planner's errors name samples by their number over all ranks."""
-        forward_only = self.request.forward_only
-        return self.request.job.options.naming_the_cap(forward_only=forward_only, samples=computed)
 
-    def _planned_together(self, of_steps: Sequence[Sequence[int]]) -> list[StepPlan] | None:
-        """The plans of all steps, each made by one rank of a block; None where that is no gain.
+def _naming(
+    request: RolloutRequest, computed: Sequence[int]
+) -> contextlib.AbstractContextManager[None]:
+    """Let the planner's errors name samples by their number over all ranks."""
+    return request.job.options.naming_the_cap(forward_only=request.forward_only, samples=computed)
 
-        None as well where a plan cannot be made: whoever then makes them all says why, as all do.
 
-        Args:
-            of_steps: lengths of the samples of each, the same on all ranks.
-        """
-        ranks, count = self.consensus.ranks, len(of_steps)
-        if count == 1 or len(ranks) == 1:
-            return None
-        # Blocks of neighbours, with a rank for every step where there are as many ranks.
-        blocks = max(1, len(ranks) // max(count, 1))
-        bounds = [len(ranks) * number // blocks for number in range(blocks + 1)]
-        of_block = [ranks[start:end] for start, end in itertools.pairwise(bounds)]
-        [block] = [each for each in of_block if self.consensus.rank in each]
-        place = block.index(self.consensus.rank)
+def _planned(
+    request: RolloutRequest, unplanned: MicroBatchSchedule, lengths: Sequence[int]
+) -> StepPlan:
+    of = unplanned.dims, unplanned.config, unplanned.cost_model
+    plan: StepPlan = request.plan(PlanRequest(tuple(lengths), *of, request.forward_only))
+    return plan
 
-        def work() -> tuple[None, list[StepPlan] | None]:
-            # Not raised: on the other ranks of the block another step may be planned.
-            with contextlib.suppress(Exception):
-                return None, [self._planned(step) for step in of_steps[place :: len(block)]]
-            return None, None
 
-        equal = {"lengths of all samples (sha256)": digest_of(of_steps)}
-        _, by_rank = self.consensus.gather(
-            "planning steps",
-            work,
-            lambda _: Statement(equal=equal),
-            among=block,
-            failure=PlanningFailedError,
-        )
-        if None in by_rank:
-            return None
-        return [by_rank[step % len(block)][step // len(block)] for step in range(count)]
+def _planned_together(
+    request: RolloutRequest, unplanned: MicroBatchSchedule, of_steps: Sequence[Sequence[int]]
+) -> list[StepPlan] | None:
+    """The plans of all steps, each made by one rank of a block. A collective.
 
-    def _planned(self, lengths: Sequence[int]) -> StepPlan:
-        of = self.unplanned.dims, self.unplanned.config, self.unplanned.cost_model
-        if self.plan is not None:
-            return self.plan(PlanRequest(tuple(lengths), *of))
-        return plan_step(lengths, *of, forward_only=self.request.forward_only)
+    None where that is no gain, and where a plan cannot be made: whoever then makes them all says
+    why, as all do.
+    """
+    consensus, count = request.job.consensus, len(of_steps)
+    ranks = consensus.ranks
+    if count == 1 or len(ranks) == 1:
+        return None
+    # Blocks of neighbours, with a rank for every step where there are as many ranks.
+    blocks = max(1, len(ranks) // max(count, 1))
+    bounds = [len(ranks) * number // blocks for number in range(blocks + 1)]
+    of_block = [ranks[start:end] for start, end in itertools.pairwise(bounds)]
+    [block] = [each for each in of_block if consensus.rank in each]
+    place = block.index(consensus.rank)
+
+    def work() -> tuple[None, list[StepPlan] | None]:
+        # Not raised: on the other ranks of the block another step may be planned.
+        with contextlib.suppress(Exception):
+            own = of_steps[place :: len(block)]
+            return None, [_planned(request, unplanned, lengths) for lengths in own]
+        return None, None
+
+    equal = {"lengths of all samples (sha256)": digest_of(of_steps)}
+    _, by_rank = consensus.gather(
+        "planning steps",
+        work,
+        lambda _: Statement(equal=equal),
+        among=block,
+        failure=PlanningFailedError,
+    )
+    if None in by_rank:
+        return None
+    return [by_rank[step % len(block)][step // len(block)] for step in range(count)]
 
 
 def _run_on(

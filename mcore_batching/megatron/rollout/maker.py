@@ -9,13 +9,14 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from operator import methodcaller
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from mcore_batching.megatron.job.consensus import JobConsensus
-from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch, NoWatch
+from mcore_batching.megatron.job.failure_watch import FailureWatch
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.planning import PlanningError
 from mcore_batching.planning.errors import MCoreBatchingError
@@ -31,34 +32,23 @@ plan on a busy core is more often made twice; doubled, a job whose process is st
 longer, once."""
 
 Plan = Callable[[Request[Any]], Any]
+IN_LINE: Plan = methodcaller("plan")
+"""Plans where it is called."""
 Make = Callable[[Job, str, Plan], Any]
 """``(job, operation, plan) -> what is made``: all of the planning protocol, and what follows it."""
 Planned = Future[tuple[Request[Any], Any]]
 
 
 class Ahead:
-    """One step that is made ahead.
-
-    Args:
-        job: the present one.
-        make: called in the thread.
-
-    Attributes:
-        plan: its plan; whoever waits for it no longer cancels it.
-        made: what `make` gave or raised.
-    """
+    """One step that is made ahead, by a function that is called in the thread."""
 
     def __init__(self, job: Job, make: Make) -> None:
         self.job, self.make = job, make
-        self.plan: Planned = Future()
-        self.made: Future[Any] = Future()
+        self.plan: Planned = Future()  # whoever no longer waits for it cancels it
+        self.made: Future[Any] = Future()  # what `make` gave or raised
 
     def planned(self, maker: Maker, request: Request[Any]) -> Any:
-        """The plan of a request, by the process alone. In the thread.
-
-        Raises:
-            PlanningError: there is none.
-        """
+        """The plan of a request, by the process, or `PlanningError`. In the thread."""
         maker.ask(self.plan, request)
         try:
             return self.plan.result()[1]
@@ -73,26 +63,16 @@ class Ahead:
 
 
 class RolloutAhead(Ahead):
-    """Later steps of a rollout, of which any number of plans are asked.
-
-    Args:
-        job: the present one.
-        make: called in the thread.
-        say: prints why this rank makes a plan in the thread.
-    """
+    """Later steps of a rollout, of which any number of plans are asked."""
 
     def __init__(self, job: Job, make: Make, say: Callable[[Exception], None]) -> None:
         super().__init__(job, make)
-        self._say = say
+        self._say = say  # why this rank makes a plan in the thread
         # Now: in the thread Megatron's groups may be gone.
-        self.watch: FailureWatch | NoWatch = job.watch
+        self.watch: FailureWatch = job.watch
 
     def planned(self, maker: Maker, request: Request[Any]) -> Any:
-        """The plan of a request, by the process, or where that one is lost or late by the thread.
-
-        Raises:
-            As `plan_step`.
-        """
+        """By the process, or where that one is lost or late by the thread."""
         asked: Planned = Future()
         maker.ask(asked, request)
         try:
@@ -121,8 +101,9 @@ class _JobOfThread(Job):
 
     own: JobConsensus
 
-    def _connected(self) -> tuple[JobConsensus, NoWatch]:
-        return self.own, NO_WATCH
+    @property
+    def consensus(self) -> JobConsensus:
+        return self.own
 
 
 class Maker:
@@ -130,14 +111,12 @@ class Maker:
 
     Between two steps nothing here refers to the job, so that it can be collected meanwhile: errors
     are kept in words, since their tracebacks would.
-
-    Attributes:
-        requests: what is to be made, in the same order on every rank; None ends the thread.
     """
 
     def __init__(self, consensus: JobConsensus) -> None:
         self._consensus = consensus
         self._device = torch.cuda.current_device()
+        # What is to be made, in the same order on every rank; None ends the thread.
         self.requests: SimpleQueue[Ahead | None] = SimpleQueue()
         self._planning = threading.Lock()
         self._process: PlanningProcess | None = None

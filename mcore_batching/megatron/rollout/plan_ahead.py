@@ -7,10 +7,8 @@
 The thread takes all steps of the planning protocol, by messages of its own. What it made is taken
 if all ranks have it, of exactly the samples and settings of the step; that is one agreement. If
 not, the step is planned in line, with the same result: each rank by the plan that its process has
-made, or, where that one is late, failed or is of something else, by its own.
-
-The later steps of a rollout are made by the same thread and process. They are waited for, and where
-the process is late or has failed the thread plans them.
+made, or else by its own. The later steps of a rollout are waited for, and planned by the thread
+where the process is late or has failed.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ from mcore_batching.megatron.rollout.maker import Ahead, Make, Maker, RolloutAhe
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.planning import CostModel, PlanningError, StepPlan
+from mcore_batching.planning import CostModel, PlanningError
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
-from mcore_batching.planning.planning_process import PlanRequest
+from mcore_batching.planning.planning_process import Request
 
 
 class PlansAhead:
@@ -53,12 +51,8 @@ class PlansAhead:
         self._times: collections.Counter[type[Exception]] = collections.Counter()
 
     def connect(self, job: Job) -> None:
-        """Be ready to make steps. A collective over all ranks at the first call, and where the
-        job has connected anew.
-
-        Raises:
-            CollectiveError: on every rank, as `Job.consensus`.
-        """
+        """Be ready to make steps. A collective at the first call, and where the job has connected
+        anew."""
         if self._made_for is not job.consensus:
             if self._maker is not None:
                 self._maker.end()
@@ -68,28 +62,17 @@ class PlansAhead:
             # the interpreter.
             weakref.finalize(self, self._maker.end)
 
-    @property
-    def has_begun(self) -> bool:
-        """True if a step has begun to be made; the same on every rank."""
-        return self._ahead is not None
-
     def begin(self, job: Job, make: Make) -> None:
-        """Let the next step be made. All ranks call it equally often; not a collective.
+        """Let the next step be made, in a thread; what `make` raises is found out in line.
 
-        Args:
-            job: the present one.
-            make: called in a thread; what it raises is found out in line.
+        All ranks call it equally often; not a collective.
         """
         ahead = Ahead(job, make)
         self._request(ahead)
         self._ahead = ahead
 
     def begin_rollout(self, job: Job, make: Make) -> Callable[[], MicroBatchSchedule]:
-        """Let the later steps of a rollout be made. A collective as `connect`, and no other.
-
-        Args:
-            job: the present one.
-            make: gives the schedule of all steps; called in a thread.
+        """Let the schedule of all steps of a rollout be made. A collective as `connect`, no other.
 
         Returns:
             waits for the schedule; raises what `make` raised, and `PipelineFailedError` as soon as
@@ -117,7 +100,7 @@ class PlansAhead:
     def take(
         self, job: Job, chunks: list[Any], given: CostModel | None, *, is_of_these: bool
     ) -> tuple[PreparedStep | None, LearntCosts | None]:
-        """The step that was begun last, if all ranks have made it. A collective over all ranks.
+        """The step that was begun last, if all ranks have made it. A collective if any was begun.
 
         Args:
             job: the present one.
@@ -126,12 +109,10 @@ class PlansAhead:
             is_of_these: it is of the samples that are due.
 
         Returns:
-            the step; the costs to plan it by otherwise, where they are learnt: those known when it
-            was begun.
-
-        Raises:
-            CollectiveError: on every rank, if settings cannot be read on any.
+            the step; where costs are learnt, those known when it began, to plan it by otherwise.
         """
+        if self._ahead is None:  # as on every rank
+            return None, None
         learns = given is None and job.options.learns_cost_model
         learner = learners_of(job).of(chunks) if learns else None
 
@@ -173,18 +154,13 @@ class PlansAhead:
             self._ahead.plan.cancel()  # other ranks need not wait for it
             return None
 
-    def plan(self, request: PlanRequest) -> StepPlan:
-        """The plan of a step that was not made ahead on all ranks, if on this one, or in line.
-
-        Raises:
-            As `plan_step`.
-        """
+    def plan(self, request: Request[Any]) -> Any:
+        """The plan of a step that was not made ahead on all ranks, if on this one, or in line."""
         if self._ahead is not None and self._ahead.plan.done():
             try:
                 planned_of, made = self._ahead.plan.result()
                 if planned_of == request:
-                    plan: StepPlan = made
-                    return plan
+                    return made
             except PlanningError:
                 pass  # nothing to plan, or an error that is raised in line with all that it says
             except CancelledError:

@@ -16,17 +16,16 @@ others know:
    agreement, since all that it follows from has been compared.
 
 So planning takes three collectives of one small message a round, and an optimizer step
-(`prepare`, `Job.agree_after_pipeline`) two: the count waits for what every rank packs, the choice
-for the outlook on that count, the pipeline for every rank's rows, the update for every rank's loss.
-Where all samples are one step, as in a stock script, 1 and 3 are one agreement unless a rank lacks
-data or samples, and where tokens in flight are not bounded, 4 goes into the step's first. What the
-last step's passes took travels with 1, and tells the costs by which the next 3 packs.
-Under the exchange one plan of all samples (`exchange`) replaces 3 to 5: three agreements, a gather
-of all lengths, and two exchanges (sizes, samples), the last three of which grow with the ranks.
+(`prepare`, `Job.agree_after_pipeline`) two. Where all samples are one step, as in a stock script, 1
+and 3 are one agreement unless a rank lacks data or samples, and where tokens in flight are not
+bounded, 4 goes into the step's first. What the last step's passes took travels with 1, and tells
+the costs by which the next 3 packs. Under the exchange one plan of all samples (`exchange`)
+replaces 3 to 5: three agreements, a gather of all lengths, and two exchanges (sizes, samples), the
+last three of which grow with the ranks.
 
 Of several steps the first alone is planned so where planning takes long: the others follow in a
-thread, by 3 to 5 again. Under the exchange by its last agreements and exchanges, and one more
-agreement and a gather of the plans, which ranks share out.
+thread, by 3 to 5 again; under the exchange ranks share out the plans, by one more agreement and
+a gather.
 """
 
 from __future__ import annotations
@@ -36,100 +35,144 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mcore_batching.batch import Schema
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import Figure, largest, total
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of
-from mcore_batching.megatron.rollout.cut_steps import CutSteps, Planned
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
 from mcore_batching.megatron.rollout.exchange import plan_all_samples
-from mcore_batching.megatron.rollout.maker import Plan
+from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout, with_later_steps
 from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest, read_rollout
-from mcore_batching.megatron.rollout.sharing import say_saving
-from mcore_batching.megatron.rollout.step_shard import IN_LINE, Filling, PackedShard, StepShard
+from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.rollout.step_shard import Filling, PackedShard, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, computed_alone, with_hosted
 from mcore_batching.planning import ShardOutlook, soonest_filling
 from mcore_batching.planning.shard import shapes_slots
 
 
-def plan_rollout(request: RolloutRequest, given: Any) -> Planned:
-    """All steps of the protocol. A collective over all ranks.
-
-    Args:
-        request: how samples are to be planned.
-        given: as in `read_rollout`.
+def plan_rollout(request: RolloutRequest, given: Any) -> PlannedRollout:
+    """All steps of the protocol, of rollout data as `read_rollout` takes them. A collective.
 
     Raises:
         PlanningFailedError: on every rank, if a step failed on any.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-    return _planned(request, read_rollout(request, given))
+    return _planned(read_rollout(request, given))
 
 
 def begin_step(request: RolloutRequest, given: Any) -> Callable[[], MicroBatchSchedule]:
-    """The same of one step, but for an agreement that can be left to the one before the pipeline.
-
-    Args:
-        request: under `one_step`.
-        given: as in `read_rollout`.
+    """The same under `one_step`, but for an agreement that can be left to the one before the
+    pipeline.
 
     Returns:
         gives the schedule, once. It may fail on one rank alone: call it in the work of the
         agreement before the pipeline, and compare the schedule's `own_digest` there.
-
-    Raises:
-        CollectiveError: as `plan_rollout`.
     """
     rollout = read_rollout(request, given)
     # Tokens in flight are known when micro-batches are filled, and choose among two fillings.
     if rollout.packed is not None and rollout.settings.config.max_inflight_tokens is None:
-        return functools.partial(_filled_alone, request, rollout)
-    schedule = _planned(request, rollout).schedule
+        return functools.partial(_filled_alone, rollout, rollout.packed)
+    schedule = _planned(rollout).schedule
     return lambda: schedule
 
 
-def _planned(request: RolloutRequest, rollout: Rollout) -> Planned:
-    if request.exchanges:
-        return plan_all_samples(request, rollout)
-    return _own_samples_planned(request, rollout)
+def plan_forward_passes(rollout: PlannedRollout, job: Job, model: Any) -> PlannedRollout:
+    """The rollout, or the same batch as planned for forward passes alone.
+
+    A collective over all ranks where it has to be made, at the first call under
+    ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.
+    """
+    # Planning is a collective; `forward_only` has compared this among the ranks.
+    if not job.options.has_own_forward_plan:
+        return rollout
+    if rollout.for_forward_passes is None:
+        shared = rollout.schedule
+        # Fields that were added need not be on all stages, and no plan needs them.
+        request = RolloutRequest(
+            job,
+            model,
+            Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
+            # In the order of the rollout data: packing again must not depend on training's plan.
+            steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
+            cost_model=shared.cost_model,
+            forward_only=True,
+            training=shared,
+        )
+        given = {name: shared.rollout_data[name] for name in REQUIRED_FIELDS}
+        own = dataclasses.replace(
+            plan_rollout(request, given).schedule,
+            rollout_data=shared.rollout_data,
+            schema=shared.schema,
+            template=shared.template,
+            # A framework's layout pads samples less than these dims ask for.
+            dims=shared.dims,
+            moves=shared.moves,
+        )
+        rollout.for_forward_passes = PlannedRollout(own)
+    return rollout.for_forward_passes
 
 
-def _own_samples_planned(request: RolloutRequest, rollout: Rollout) -> Planned:
+def _planned(rollout: Rollout) -> PlannedRollout:
+    if rollout.request.exchanges:
+        return plan_all_samples(rollout)
+    return _plan_own_samples(rollout)
+
+
+def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
     """Pack, fill and choose; of several steps perhaps the first alone. A collective."""
-    consensus = request.job.consensus
+    request, consensus = rollout.request, rollout.request.job.consensus
     if rollout.packed is not None:
-        unplanned = CutSteps.of(request, rollout).unplanned(request, rollout)
-        return Planned(_filled(consensus, unplanned, [rollout.packed], rollout.latest), 1)
+        unplanned = CutSteps.of(rollout).unplanned()
+        return PlannedRollout(_filled(consensus, unplanned, [rollout.packed], rollout.latest))
     # Where nothing is searched for, packing takes less time than to start a process for it.
     searches = shapes_slots(rollout.settings.dims, rollout.settings.config)
     now = 1 if searches and request.may_plan_ahead else None
 
     def work() -> tuple[CutSteps, list[PackedShard], list[StepShard]]:
-        cut = CutSteps.of(request, rollout)
+        cut = CutSteps.of(rollout)
         # All of them, while all ranks can be told what is wrong with later steps.
-        shards = _shards(request, rollout, cut)
+        shards = _shards(cut)
         later = [] if now is None else shards[now:]
-        return cut, [shard.packed() for shard in shards[:now]], later
+        return cut, [shard.packed(request.plan) for shard in shards[:now]], later
 
-    def says(made: tuple[CutSteps, list[PackedShard], list[StepShard]]) -> Statement:
-        return made[0].statement(request, rollout, ends=_latest(made[1]))
-
-    agreed = consensus.agree("packing", work, says, failure=PlanningFailedError)
+    agreed = consensus.agree(
+        "packing",
+        work,
+        lambda made: made[0].statement(ends=_latest(made[1])),
+        failure=PlanningFailedError,
+    )
     cut, packed, later = agreed.result
-    say_saving(request.job, agreed.figures, agreed.told)
-    unplanned = cut.unplanned(request, rollout)
+    say_saving(request.job, agreed)
+    unplanned = cut.unplanned()
     made = _filled(consensus, unplanned, packed, agreed.figures["ends"])
-    plan_later = functools.partial(_packed_later, unplanned, later) if later else None
-    return Planned(made, len(cut.steps), plan_later)
+    if not later:
+        return PlannedRollout(made)
+    plan_later = functools.partial(_packed_later, unplanned, later)
+    return with_later_steps(request, made, len(cut.steps), plan_later)
 
 
-def _filled_alone(request: RolloutRequest, rollout: Rollout) -> MicroBatchSchedule:
+def _packed_later(
+    unplanned: MicroBatchSchedule, later: Sequence[StepShard], request: RolloutRequest
+) -> MicroBatchSchedule:
+    """The schedule of later steps. A collective."""
+    agreed = request.job.consensus.agree(
+        "packing",
+        lambda: [shard.packed(request.plan) for shard in later],
+        lambda packed: Statement(figures={"ends": _latest(packed)}),
+        failure=PlanningFailedError,
+    )
+    return _filled(request.job.consensus, unplanned, agreed.result, agreed.figures["ends"])
+
+
+def _filled_alone(rollout: Rollout, packed: PackedShard) -> MicroBatchSchedule:
     """The only step, packed at once and filled to the count that is agreed on. Not a collective."""
-    unplanned, packed = CutSteps.of(request, rollout).unplanned(request, rollout), rollout.packed
-    assert packed is not None
     # The only filling: there is another to choose from where tokens in flight are bounded.
     [filling] = packed.filled(rollout.latest)
+    unplanned = CutSteps.of(rollout).unplanned()
     return dataclasses.replace(
         _with_steps(unplanned, [packed], [filling.micro_batches]),
         # Of what all ranks know: each one's own plan is compared within its replica.
@@ -138,28 +181,12 @@ def _filled_alone(request: RolloutRequest, rollout: Rollout) -> MicroBatchSchedu
     )
 
 
-def _packed_later(
-    unplanned: MicroBatchSchedule, later: Sequence[StepShard], consensus: JobConsensus, plan: Plan
-) -> MicroBatchSchedule:
-    """The schedule of later steps. A collective."""
-    agreed = consensus.agree(
-        "packing",
-        lambda: [shard.packed(plan) for shard in later],
-        lambda packed: Statement(figures={"ends": _latest(packed)}),
-        failure=PlanningFailedError,
-    )
-    return _filled(consensus, unplanned, agreed.result, agreed.figures["ends"], plan)
-
-
-def _shards(request: RolloutRequest, rollout: Rollout, cut: CutSteps) -> list[StepShard]:
-    options, lengths = request.job.options, cut.batch.total_lengths
+def _shards(cut: CutSteps) -> list[StepShard]:
+    rollout, lengths = cut.rollout, cut.batch.total_lengths
+    options, forward_only = rollout.request.job.options, rollout.request.forward_only
     return [
         StepShard.of(
-            options,
-            rollout.settings,
-            indices,
-            [lengths[i] for i in indices],
-            request.forward_only,
+            options, rollout.settings, indices, [lengths[i] for i in indices], forward_only
         )
         # Who lies in a host's segment takes no room in a row, and comes back in `_with_steps`.
         for indices in computed_alone(tuple(map(tuple, cut.steps)), cut.hosts)
@@ -175,21 +202,15 @@ def _filled(
     unplanned: MicroBatchSchedule,
     packed: Sequence[PackedShard],
     latest: Sequence[float],
-    plan: Plan = IN_LINE,
 ) -> MicroBatchSchedule:
     """The schedule of packed steps, filled and chosen among. A collective over all ranks.
 
-    Args:
-        consensus: between the ranks.
-        unplanned: what the steps are of.
-        packed: this rank's samples of each.
-        latest: of all their ends the largest over all ranks.
-        plan: plans what takes long.
+    `latest` has of all their ends the largest over all ranks.
     """
 
     def work() -> list[list[Filling]]:
         ends = iter(latest)
-        return [each.filled([next(ends) for _ in each.ends], plan) for each in packed]
+        return [each.filled([next(ends) for _ in each.ends]) for each in packed]
 
     def says(fillings: list[list[Filling]]) -> Statement:
         outlooks = [filling.outlook for of_step in fillings for filling in of_step]
@@ -218,7 +239,7 @@ def _filled(
         for fillings in agreed.result:
             number = soonest_filling([next(worst) for _ in fillings], unplanned.config)
             chosen.append(fillings[number].micro_batches)
-        return _with_steps(unplanned, packed, chosen, plan)
+        return _with_steps(unplanned, packed, chosen)
 
     # All that it follows from has been compared: no agreement, unless it fails.
     made = consensus.do_alike("choosing", choose, failure=PlanningFailedError)
@@ -229,12 +250,11 @@ def _with_steps(
     unplanned: MicroBatchSchedule,
     packed: Sequence[PackedShard],
     chosen: Sequence[MicroBatches],
-    plan: Plan = IN_LINE,
 ) -> MicroBatchSchedule:
     """The schedule of chosen micro-batches, in the order that suits their split passes."""
     if unplanned.config.split_backward == "off":
         return dataclasses.replace(unplanned, steps=with_hosted(tuple(chosen), unplanned.hosts))
-    split = [each.split(rows, plan) for each, rows in zip(packed, chosen, strict=True)]
+    split = [each.split(rows) for each, rows in zip(packed, chosen, strict=True)]
     return dataclasses.replace(
         unplanned,
         steps=with_hosted(tuple(rows for rows, _ in split), unplanned.hosts),

@@ -7,7 +7,6 @@ it. From here on all ranks know that they have the same settings, and each what 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,48 +21,34 @@ from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
+from mcore_batching.megatron.rollout.maker import IN_LINE, Plan
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, say_oversize
 from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
-from mcore_batching.planning import CostModel, StepPlan
+from mcore_batching.planning import CostModel
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
-from mcore_batching.planning.planning_process import PlanRequest
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRequest:
-    """Request of one call to have its samples planned.
-
-    Attributes:
-        job: the present one.
-        model: this rank's model chunks.
-        schema: the kind of every field.
-        read: makes rollout data of what the call is given; what it raises is raised on every rank.
-        steps: local sample indices of every optimizer step; None: by ``global_batch_size``.
-        cost_model: what samples and micro-batches cost; None: by the arguments.
-        forward_only: plan for forward passes alone, under their own cap if they have one.
-        training: the training whose samples run forward, where they are planned anew.
-        one_step: all samples are one step, on every rank: packing need not wait for the number of
-            all samples.
-        learnt: costs to plan by, in place of what this step would learn.
-        checked: settings that the model was checked with, in place of all these.
-        plan: plans all samples of one step; None: in line.
-    """
+    """Request of one call to have its samples planned."""
 
     job: Job
     model: Any
     schema: Schema
+    # Makes rollout data of what the call is given; what it raises is raised on every rank.
     read: Callable[[Any], dict[str, list[Any]] | None] = lambda given: given
-    steps: Iterable[Iterable[int]] | None = None
-    cost_model: CostModel | None = None
-    forward_only: bool = False
-    training: MicroBatchSchedule | None = None
+    steps: Iterable[Iterable[int]] | None = None  # sample indices; None: by `global_batch_size`
+    cost_model: CostModel | None = None  # None: by the arguments
+    forward_only: bool = False  # under a cap of their own if they have one
+    training: MicroBatchSchedule | None = None  # whose samples run forward, planned anew
+    # All samples are one, on every rank: packing need not wait for the number of all samples.
     one_step: bool = False
-    learnt: LearntCosts | None = None
-    checked: Settings | None = None
-    plan: Callable[[PlanRequest], StepPlan] | None = None
+    learnt: LearntCosts | None = None  # to plan by, in place of what this step would learn
+    checked: Settings | None = None  # that the model was checked with, in place of all these
+    plan: Plan = IN_LINE  # makes the plans, or gets them made
 
     @property
     def exchanges(self) -> bool:
@@ -101,25 +86,15 @@ class RolloutRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Settings and samples of a request, once they are read.
+    """Settings and samples of a request, once they are read."""
 
-    Attributes:
-        settings: the same on every rank.
-        vocabulary_size: of the model; None where it does not say.
-        learnt: what is known of costs when the plan is made; None where they are not learnt.
-        batch: this replica's samples.
-        shares: samples of every data-parallel rank; under `one_step` one entry, of all together.
-        packed: where packing at once was right on all ranks, the only step; else None.
-        latest: the largest of its `ends` over all ranks.
-    """
-
-    settings: Settings
-    vocabulary_size: int | None
-    learnt: LearntCosts | None
-    batch: RolloutBatch
-    shares: list[int]
-    packed: PackedShard | None
-    latest: list[float]
+    request: RolloutRequest
+    settings: Settings  # the same on every rank
+    learnt: LearntCosts | None  # when the plan is made; None where costs are not learnt
+    batch: RolloutBatch  # of this replica
+    shares: list[int]  # samples of every data-parallel rank; under `one_step` of all together
+    packed: PackedShard | None  # the only step, where packing at once was right on all ranks
+    latest: list[float]  # the largest of its `ends` over all ranks
 
 
 class _Own(NamedTuple):
@@ -130,35 +105,34 @@ class _Own(NamedTuple):
 
 
 def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
-    """Read settings and samples, and share them. A collective over all ranks.
-
-    Args:
-        request: how they are to be planned.
-        given: this rank's rollout data as `read` takes it; None where it has none.
+    """Read settings and samples, as the request's `read` takes them, and share them. A collective.
 
     Raises:
         PlanningFailedError: on every rank, if reading failed on any.
         PlanMismatchError: on every rank, if they disagree on settings, or a replica has no data.
     """
 
-    def work() -> tuple[Settings, int | None, _Own]:
+    def work() -> tuple[Settings, _Own]:
         chunks = model_chunks(request.model)
         # Without a look at a model that may be running in another thread, with hooks.
         settings = request.checked or _checked_settings(request, chunks)
-        vocabulary = vocabulary_size(chunks)
         batch = RolloutBatch.read(
             request.read(given),
             request.job.options.global_batch_size,
             request.schema,
             request.steps,
-            vocabulary,
+            vocabulary_size(chunks),
             request.job.memory.told_fields,
         )
-        return settings, vocabulary, _Own(batch, _packed_at_once(request, settings, batch))
+        return settings, _Own(batch, _packed_at_once(request, settings, batch))
 
-    says = functools.partial(_statement, request)
-    agreed = request.job.consensus.agree("taking stock", work, says, failure=PlanningFailedError)
-    settings, vocabulary, own = agreed.result
+    agreed = request.job.consensus.agree(
+        "taking stock",
+        work,
+        lambda read: _statement(request, *read),
+        failure=PlanningFailedError,
+    )
+    settings, own = agreed.result
     learnt = request.learnt
     if request.learns:
         packed_by = request.learner.learnt
@@ -172,25 +146,21 @@ def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
         say_oversize(request.job, settings, agreed.figures["longest sample"])
     batch, packed, figures = _shared(request, own, agreed)
     latest = figures.get("ends", [])
-    return Rollout(settings, vocabulary, learnt, batch, figures["samples"], packed, latest)
+    return Rollout(request, settings, learnt, batch, figures["samples"], packed, latest)
 
 
 def _shared(
     request: RolloutRequest, own: _Own, agreed: Agreement[Any]
 ) -> tuple[RolloutBatch, PackedShard | None, Mapping[str, Any]]:
-    """The samples, once ranks without data have it, and ranks without samples the fields.
-
-    A collective over all ranks where any lacks them.
-
-    Returns:
-        samples; packed, where that was right on all ranks; figures of all that hold them.
-    """
+    """The samples, once ranks without data have it, and ranks without samples the fields; packed,
+    where that was right on all ranks; figures of all that hold them. A collective where any lacks
+    them."""
     # By what all ranks know, not by this one's data: the other ranks are in the same collectives.
     consensus, figures = request.job.consensus, agreed.figures
     if figures["ranks without data"]:
         own, shared = consensus.share_within_replica(
             own if own.batch is not None else None,
-            lambda theirs: _counted(request, theirs or own),
+            lambda theirs: Statement(figures=_counted(request, theirs or own)),
         )
         figures = shared.figures
     batch, packed = own
@@ -205,10 +175,11 @@ def _shared(
         packed = None  # packing anew tells all of the fields, or which differ
     # One past the last rank: nobody has samples, so there is nobody to hear of fields from.
     if somebody_is_empty and populated < len(consensus.ranks):
-        fields_of = batch
-        handed = consensus.handed(lambda: fields_of.resolved().fields(), populated)
-        fields = consensus.agree("sharing data", handed, failure=PlanningFailedError)
-        batch = batch.with_fields_of(fields.result)
+        populated_batch = batch
+        handed = consensus.handed(lambda: populated_batch.resolved().without_samples(), populated)
+        fields = consensus.agree("sharing data", handed, failure=PlanningFailedError).result
+        if not batch.total_lengths:
+            batch = dataclasses.replace(batch, **fields)
     return batch, packed, figures
 
 
@@ -234,12 +205,12 @@ def _packed_at_once(
         return None
     lengths = [] if batch is None else batch.total_lengths
     places, options = range(len(lengths)), request.job.options
-    return StepShard.of(options, settings, places, lengths, request.forward_only).packed()
+    shard = StepShard.of(options, settings, places, lengths, request.forward_only)
+    return shard.packed(request.plan)
 
 
-def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own]) -> Statement:
+def _statement(request: RolloutRequest, settings: Settings, own: _Own) -> Statement:
     """Settings to compare with other ranks; numbers and open fields of samples to tell them."""
-    settings, _, own = read
     options, batch = request.job.options, own.batch
     # Each setting by its own name, so that the error says which one differs.
     equal = {
@@ -254,8 +225,7 @@ def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own])
     equal["samples stay on their rank"] = not request.exchanges
     equal[FLAGS["no_plan_ahead"]] = options.no_plan_ahead
     equal[FLAGS["share_prefixes"]] = bool(options.share_prefixes)
-    counted = _counted(request, own)
-    figures = {**counted.figures, "ranks without data": largest(int(batch is None))}
+    figures = _counted(request, own) | {"ranks without data": largest(int(batch is None))}
     if request.learns:
         # A rank that went on from another checkpoint would plan by other costs ever after.
         equal["what was learnt of costs"] = request.learner.state_dict()
@@ -269,7 +239,7 @@ def _statement(request: RolloutRequest, read: tuple[Settings, int | None, _Own])
     )
 
 
-def _counted(request: RolloutRequest, own: _Own) -> Statement:
+def _counted(request: RolloutRequest, own: _Own) -> dict[str, Figure]:
     """How many samples this rank has and how long the longest is; if packed, when it would end."""
     consensus, batch, packed = request.job.consensus, own.batch, own.packed
     lengths = [] if batch is None else batch.total_lengths
@@ -292,4 +262,4 @@ def _counted(request: RolloutRequest, own: _Own) -> Statement:
         # says by name which differ.
         fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
         figures |= {"fields": largest(fields), "fields, least": least(fields)}
-    return Statement(figures=figures)
+    return figures

@@ -21,31 +21,20 @@ _BATCH_SIZE = "dynamic_global_batch_size"
 
 @dataclasses.dataclass(frozen=True)
 class RolloutBatch:
-    """The rollout data of one replica, read and checked.
+    """The rollout data of one replica, read and checked."""
 
-    Attributes:
-        data: field name to one value per sample.
-        schema: the kind of every field.
-        template: one fabricated sample, empty if this rank has no samples to copy it from.
-        total_lengths: tokens of every sample.
-        global_batch_size: samples of a step over all ranks, None for all; of the caller's own
-            steps what each counts as, None where nothing says.
-        vocabulary_size: entries of the model's vocabulary; None: not known.
-        steps: the caller's own local sample indices of every step, if given.
-        told: declarations of undeclared fields, as far as these samples, earlier batches and, once
-            they are heard of, the other ranks tell.
-        is_open: these samples leave the kind of some field to others.
-    """
-
-    data: dict[str, list[Any]]
+    data: dict[str, list[Any]]  # field name to one value per sample
     schema: Schema
-    template: dict[str, list[Any]]
-    total_lengths: list[int]
+    template: dict[str, list[Any]]  # a fabricated sample; empty without samples to copy it from
+    total_lengths: list[int]  # in tokens
+    # Samples of a step over all ranks, None for all; of the caller's own steps what each counts as.
     global_batch_size: int | None
-    steps: list[list[int]] | None
-    vocabulary_size: int | None
+    steps: list[list[int]] | None  # the caller's own, of local sample indices
+    vocabulary_size: int | None  # of the model; None: not known
+    # Declarations of undeclared fields, as far as these samples, earlier batches and, once they are
+    # heard of, the other ranks tell.
     told: Mapping[str, Field]
-    is_open: bool
+    is_open: bool  # these samples leave the kind of some field to others
 
     @classmethod
     def read(
@@ -59,21 +48,12 @@ class RolloutBatch:
     ) -> RolloutBatch | None:
         """Read what the caller gave; None if this rank was given nothing.
 
-        Args:
-            rollout_data: field name to one value per sample.
-            global_batch_size: the job's.
-            schema: the kind of every field.
-            steps: local sample indices of every step.
-            vocabulary_size: of the model, where known.
-            told: what earlier batches told of undeclared fields.
-
         Raises:
             TypeError: it is no dict, or ``schema`` is no `Schema`.
             KeyError: a required field is missing.
-            ConfigError: the global batch size is no integer, or negative, or ``steps`` are no lists
-                of sample indices.
+            ConfigError: the global batch size is none, or ``steps`` are no lists of indices.
             ValueError: ``steps`` do not hold every sample once.
-            SchemaError: a field's kind is unknown to any samples, or a value does not fit it.
+            SchemaError: as `checked_fields`, where these samples tell all kinds.
         """
         if not isinstance(schema, Schema):
             raise TypeError(
@@ -108,20 +88,12 @@ class RolloutBatch:
         return batch.resolved() if lengths and not is_open else batch
 
     def resolved(self) -> RolloutBatch:
-        """Itself with the kind of every field known, its values checked, and a template.
-
-        Raises:
-            SchemaError: a field's kind is still unknown, or a value does not fit it.
-        """
+        """Itself with `checked_fields`, among them a template."""
         # Made last, so it tells that all of this was done: validation walks through every value.
         if self.template:
             return self
-        schema = self.schema.resolve(self.data, self.told)
-        data = schema.validate(self.data)
-        if self.vocabulary_size is not None:
-            require_vocabulary("tokens", data["tokens"], self.vocabulary_size)
-        template = make_placeholder(schema, list(data), data)
-        return dataclasses.replace(self, data=data, schema=schema, template=template)
+        made = checked_fields(self.data, self.schema, self.told, self.vocabulary_size)
+        return dataclasses.replace(self, **made)
 
     def comparable(self) -> dict[str, Any]:
         """Names and declarations of the fields, which all ranks must have alike."""
@@ -143,32 +115,18 @@ class RolloutBatch:
         told = {name: field for each in [*others][::-1] for name, field in each.items()}
         return dataclasses.replace(self, told=told | {**self.told})
 
-    def fields(self) -> tuple[Schema, dict[str, list[Any]], int | None]:
-        """Schema, template and batch size, for a rank without samples."""
-        return self.schema, self.template, self.global_batch_size
-
-    def with_fields_of(
-        self, fields: tuple[Schema, dict[str, list[Any]], int | None]
-    ) -> RolloutBatch:
-        """Itself if it has samples, else with the fields and batch size of a rank that has."""
-        if self.total_lengths:
-            return self
-        schema, template, size = fields
-        return dataclasses.replace(
-            self,
-            schema=schema,
-            template=template,
-            data={key: [] for key in template},
-            global_batch_size=size,
-        )
+    def without_samples(self) -> dict[str, Any]:
+        """What a rank without samples is to have of this batch: fields and batch size."""
+        return {
+            "schema": self.schema,
+            "template": self.template,
+            "data": {key: [] for key in self.template},
+            "global_batch_size": self.global_batch_size,
+        }
 
     def steps_of(self, shares: Sequence[int], rank: int) -> list[list[int]]:
-        """Local sample indices of every step.
-
-        Args:
-            shares: samples of every data-parallel rank.
-            rank: which of them this one is.
-        """
+        """Local sample indices of every step, from the samples of every data-parallel rank, of
+        which this is one."""
         if self.steps is not None:
             return self.steps
         # Without a size all samples are one step.
@@ -181,6 +139,31 @@ class RolloutBatch:
         return steps
 
 
+def checked_fields(
+    data: Mapping[str, list[Any]],
+    schema: Schema,
+    told: Mapping[str, Field],
+    vocabulary_size: int | None,
+    template: Mapping[str, list[Any]] | None = None,
+) -> dict[str, Any]:
+    """``data`` as they are kept, ``schema`` of all fields, and ``template``, a fabricated sample.
+
+    Where there are no samples, that is made from another template; `told` declares fields that the
+    schema lacks. Without a vocabulary size token ids are not checked.
+
+    Raises:
+        SchemaError: a field's kind is unknown, or a value does not fit it.
+    """
+    schema = schema.resolve(data, told)
+    values = schema.validate(data)
+    # An id beyond the embedding would show without the sample's name, or not at all.
+    if vocabulary_size is not None:
+        require_vocabulary("tokens", values["tokens"], vocabulary_size)
+    examples = {name: each or (template or {}).get(name) for name, each in values.items()}
+    made = make_placeholder(schema, list(values), examples)
+    return {"data": values, "schema": schema, "template": made}
+
+
 def places_in_order(shares: Sequence[int], rank: int) -> list[int]:
     """Where a rank's samples stand among those of all ranks, ascending.
 
@@ -188,12 +171,9 @@ def places_in_order(shares: Sequence[int], rank: int) -> list[int]:
 
     The middle of sample i is (2i + 1) / 2n of the way through a share of n. All samples are in
     order of their middles, equal ones by rank, so that any number of the first are spread over the
-    ranks like the whole. Counted in integers, as ranks must agree to the last sample.
-
-    Args:
-        shares: samples of every rank.
-        rank: whose.
+    ranks like the whole.
     """
+    # In integers: ranks must agree to the last sample.
     own = shares[rank]
     return [
         sum(
@@ -222,11 +202,8 @@ def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
     if len(given) < sum(map(len, read)):
         raise ConfigError(
             Argument("steps"),
-            f" must be one list of sample indices for each step, got {steps!r:.60}; set ",
-            Argument("steps"),
-            " to [[0, 1], [2, 3]], say, or to None for steps of ",
-            Argument("global_batch_size"),
-            " samples",
+            " must be one list of sample indices for each step, such as [[0, 1], [2, 3]], got "
+            f"{steps!r:.60}",
         )
     if sorted(given) != list(range(num_samples)):
         raise ValueError(

@@ -32,19 +32,10 @@ class Settings:
         *,
         forward_only: bool,
     ) -> Settings:
-        """Of a job and one of its models.
+        """Of a job and one of its models, given as this rank's chunks.
 
-        Args:
-            job: the present one.
-            chunks: this rank's model chunks.
-            config: the planner's settings for training; None: by the arguments.
-            cost_model: None: the arguments', what was learnt by now, or that of the model's shape.
-            forward_only: plan for forward passes alone, under their own cap if they have one.
-
-        Raises:
-            DynamicBatchArgumentError: an argument is missing, or no cost model can be read.
-            ConfigError: a value is out of range.
-            TypeError: the cost model is none.
+        Without a config, which is training's, it is read from the arguments, and so are costs: if
+        these name none, they are what was learnt by now, or of the model's shape.
         """
         if cost_model is not None and not isinstance(cost_model, CostModel):
             raise TypeError(
@@ -81,13 +72,7 @@ def _known_cost_model(job: Job, chunks: list[Any], forward_only: bool) -> CostMo
 
 
 def say_oversize(job: Job, settings: Settings, longest: int) -> None:
-    """Print once a job, where stock code prints its log, that a sample is over the cap.
-
-    Args:
-        job: the present one.
-        settings: of training.
-        longest: tokens of the longest sample of all ranks.
-    """
+    """Print once a job that the longest sample of all ranks is over the cap, if it is."""
     if settings.config.on_oversize == "error":
         return
     problem = Problem.of([longest], settings.dims, settings.config)

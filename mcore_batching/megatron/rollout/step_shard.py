@@ -1,6 +1,6 @@
 """This rank's samples of one optimizer step: packed, then filled up to the count of all ranks.
 
-packed = StepShard.of(options, settings, indices, lengths, forward_only).packed()
+packed = StepShard.of(options, settings, indices, lengths, forward_only).packed(plan)
 latest = element-wise maximum of packed.ends over all ranks
 packed.filled(latest)       micro-batches with each number that is left to choose from
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import NamedTuple
 
 from mcore_batching.megatron.job.options import Options
@@ -29,18 +28,10 @@ from mcore_batching.planning.pipeline import SplitStage
 from mcore_batching.planning.planning_process import Call
 from mcore_batching.planning.shard import split_shard
 
-IN_LINE: Plan = methodcaller("plan")
-"""Plans where it is called."""
-
 
 @dataclass(frozen=True)
 class StepShard:
-    """This rank's samples of one optimizer step.
-
-    Attributes:
-        problem: to the planner they count from 0.
-        indices: local sample indices.
-    """
+    """This rank's samples of one step: to the planner they count from 0, `indices` are local."""
 
     problem: Problem
     indices: Sequence[int]
@@ -54,30 +45,16 @@ class StepShard:
         lengths: list[int],
         forward_only: bool,
     ) -> StepShard:
-        """Of samples by their lengths.
-
-        Args:
-            options: of the job.
-            settings: the same on every rank.
-            indices: local sample indices of the step.
-            lengths: total length of each of them, in tokens.
-            forward_only: plan for forward passes alone.
-
-        Raises:
-            OversizeSampleError: a sample is over the cap, and may not be.
-        """
+        """Of local samples and their total lengths, in tokens; raises where they may not be over
+        the cap."""
         parts = settings.dims, settings.config, settings.cost_model
         with options.naming_the_cap(forward_only=forward_only, samples=indices):
             return cls(Problem.of(lengths, *parts, forward_only=forward_only), indices)
 
-    def packed(self, plan: Plan = IN_LINE) -> PackedShard:
-        """In as few micro-batches as hold the samples; filling splits them.
-
-        Args:
-            plan: plans what takes long.
-        """
+    def packed(self, plan: Plan) -> PackedShard:
+        """In as few micro-batches as hold the samples; filling splits them."""
         bins = plan(Call(pack_shard, (self.problem,)))
-        return PackedShard(self, bins, plan(Call(shard_ends, (self.problem, bins))))
+        return PackedShard(self, plan, bins, plan(Call(shard_ends, (self.problem, bins))))
 
 
 class Filling(NamedTuple):
@@ -89,39 +66,28 @@ class Filling(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedShard:
-    """This rank's samples of one optimizer step, packed.
-
-    Attributes:
-        shard: the samples.
-        bins: of each micro-batch, as the planner counts them.
-        ends: of `shard_ends`; all ranks need the largest.
-    """
+    """A packed `StepShard`."""
 
     shard: StepShard
-    bins: list[list[int]]
-    ends: list[float]
+    plan: Plan  # of what takes long
+    bins: list[list[int]]  # samples of each micro-batch, as the planner counts them
+    ends: list[float]  # of `shard_ends`
 
-    def filled(self, latest: Sequence[float], plan: Plan = IN_LINE) -> list[Filling]:
-        """The micro-batches brought to each number of `soonest_counts`.
-
-        Args:
-            latest: the largest of each of `ends` over all ranks.
-            plan: plans what takes long.
-        """
+    def filled(self, latest: Sequence[float]) -> list[Filling]:
+        """The micro-batches brought to each number of `soonest_counts`, from the largest `ends` of
+        all ranks."""
         problem = self.shard.problem
         made = [
-            plan(Call(fill_shard, (problem, self.bins, count)))
+            self.plan(Call(fill_shard, (problem, self.bins, count)))
             for count in soonest_counts(latest, problem.dims, problem.config)
         ]
         return [Filling(self._indices(rows), shard_outlook(problem, rows)) for rows in made]
 
-    def split(
-        self, micro_batches: MicroBatches, plan: Plan = IN_LINE
-    ) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
+    def split(self, micro_batches: MicroBatches) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
         """As `split_shard`, of micro-batches as local sample indices."""
         place = {index: at for at, index in enumerate(self.shard.indices)}
         places = tuple(tuple(place[i] for i in indices) for indices in micro_batches)
-        ordered, stages = plan(Call(split_shard, (self.shard.problem, places)))
+        ordered, stages = self.plan(Call(split_shard, (self.shard.problem, places)))
         return self._indices(ordered), stages
 
     def _indices(self, micro_batches: MicroBatches) -> MicroBatches:

@@ -27,25 +27,15 @@ _FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRow:
-    """A packed micro-batch and what is known of it before it is on the device.
-
-    Attributes:
-        row: the micro-batch.
-        owned_num_tokens: trainable tokens that this context-parallel rank predicts.
-    """
+    """A packed micro-batch and what is known of it before it is on the device."""
 
     row: PackedMicroBatch
-    owned_num_tokens: int
+    owned_num_tokens: int  # trainable ones, that this context-parallel rank predicts
 
 
 class PortableRow:
-    """A packed micro-batch whose tensors go to the device in one copy, those that are read there.
-
-    Args:
-        row: on the host.
-        names: of the attributes that go; the others stay on the host.
-        device: where they go.
-    """
+    """A packed micro-batch whose tensors go to the device in one copy, those that are read there:
+    in attributes by these names. The others stay on the host."""
 
     def __init__(self, row: PackedMicroBatch, names: Collection[str], device: torch.device) -> None:
         self._row, self._names, self._device = row, names, device
@@ -62,11 +52,9 @@ class PortableRow:
 
     @classmethod
     def of_stage(cls, row: PackedMicroBatch) -> PortableRow:
-        """With what this pipeline stage reads.
-
-        Every stage reads the model's inputs, multimodal inputs and routed experts among them, the
-        last one alone what losses are made of.
-        """
+        """With what this pipeline stage reads."""
+        # Every stage reads the model's inputs, multimodal inputs and routed experts among them, the
+        # last one alone what losses are made of.
         names = [*MODEL_INPUTS, "fields"]
         if is_last_stage():
             names += _LOSS_INPUTS
@@ -85,25 +73,15 @@ class PortableRow:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedStep:
-    """The collated micro-batches of a step, and what the step's denominators add up to.
-
-    Attributes:
-        schedule: where the step comes from.
-        step: which optimizer step.
-        rows: packed micro-batches of this rank, in slot order, on the host.
-        portable_rows: the same, ready for the device.
-        totals: over all samples of the step on all ranks.
-        token_weights: sums of the rows' own, over all ranks.
-        split_backward: of each stage of this replica, which backward passes are split; empty: none.
-    """
+    """The collated micro-batches of a step, and what the step's denominators add up to."""
 
     schedule: MicroBatchSchedule
     step: int
-    rows: list[PreparedRow]
-    portable_rows: list[PortableRow]
-    totals: StepTotals
-    token_weights: Sequence[float]
-    split_backward: tuple[SplitStage, ...] = ()
+    rows: list[PreparedRow]  # of this rank, in slot order, on the host
+    portable_rows: list[PortableRow]  # the same, ready for the device
+    totals: StepTotals  # over all samples of the step on all ranks
+    token_weights: Sequence[float]  # sums of the rows' own, over all ranks, by depth
+    split_backward: tuple[SplitStage, ...] = ()  # of each stage of this replica; empty: none
 
     @classmethod
     def of_rows(
@@ -114,17 +92,9 @@ class PreparedStep:
         chunks: list[Any],
         change: Callable[[PackedMicroBatch], PackedMicroBatch],
     ) -> PreparedStep:
-        """Of packed rows on the host; the sums are this rank's alone.
+        """Of packed rows on the host, in slot order; the sums are this rank's alone.
 
-        Args:
-            schedule: where they come from.
-            step: which optimizer step.
-            rows: in slot order.
-            chunks: this rank's model chunks.
-            change: from a row to the one that the model and the loss get.
-
-        Raises:
-            SchemaError: a row's routed experts cannot be replayed.
+        `change` gives the row that the model and the loss get.
         """
         # Counted of the row on the host: on the device each count would be a wait for it.
         prepared = [
@@ -138,11 +108,7 @@ class PreparedStep:
         return cls(schedule, step, prepared, portable, totals, weights)
 
     def iterators(self, count: int) -> list[Iterator[PreparedRow]]:
-        """One iterator per virtual pipeline stage over the rows, moved to the device as drawn.
-
-        Each stage draws every row; the copy on the device is made once and dropped when the last
-        stage has drawn it.
-        """
+        """One iterator per virtual pipeline stage over the rows, moved to the device as drawn."""
         # Stages draw the same row at different times: kept from the first of them to the last.
         on_device: dict[int, tuple[PreparedRow, int]] = {}
 

@@ -38,10 +38,6 @@ def is_replayed(model: Sequence[Any]) -> bool:
 def replayable(model: Sequence[Any], row: PackedMicroBatch) -> PackedMicroBatch:
     """The row, its routed experts checked and ready for replay; as it is where nothing is replayed.
 
-    Args:
-        model: this rank's model chunks.
-        row: on the host.
-
     Raises:
         SchemaError: for layers or experts that the model does not have.
         DynamicBatchArgumentError: the model's routers do not ask for what is replayed, or several
@@ -109,11 +105,7 @@ def _check(name: str, number: int, value: Tensor, config: Any) -> None:
 
 @contextlib.contextmanager
 def replayed_step(model: Sequence[Any]) -> Iterator[None]:
-    """Leave nothing in the routers that a pipeline's passes told them.
-
-    Args:
-        model: this rank's model chunks.
-    """
+    """Leave nothing in the routers that a pipeline's passes told them."""
     try:
         yield
     finally:
@@ -126,12 +118,8 @@ def replayed_step(model: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replayed(chunk: Any, row: PackedMicroBatch) -> Iterator[None]:
-    """Let a chunk's routers take a row's experts in its forward pass, and when it is recomputed.
-
-    Args:
-        chunk: a model chunk, wrapped or not.
-        row: on the device, made `replayable`.
-    """
+    """Let a chunk's routers take the experts of a `replayable` row on the device in its forward
+    pass, and when it is recomputed."""
     name = _field_of(row) if is_replayed([chunk]) else None
     if name is None:
         yield

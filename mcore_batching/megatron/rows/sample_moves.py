@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.batch.fields.value_shapes import count_of, describe
-from mcore_batching.megatron.job.flat_values import as_bytes, exchanged, has_bytes
+from mcore_batching.megatron.job.flat_values import exchanged, has_bytes, put_together, taken_apart
 
 Columns = dict[str, list[Any]]
 """Field name to one value per sample."""
@@ -36,18 +35,14 @@ Columns = dict[str, list[Any]]
 class SampleMoves:
     """The samples of a batch over all data-parallel ranks. The same on every rank but for `own`.
 
-    Attributes:
-        own: this rank of those that have rows of their own: the data-parallel ones; under dynamic
-            CP the data- and context-parallel ones.
-        first: number of each data-parallel rank's first sample, and the number of all samples.
-        runs_on: the samples that each rank with rows of its own runs, ascending.
-        sharing: ranks with rows of their own that brought the same samples.
+    Ranks with rows of their own are the data-parallel, under dynamic CP the data- and
+    context-parallel ones.
     """
 
-    own: int
-    first: Sequence[int]
-    runs_on: Sequence[Sequence[int]]
-    sharing: int = 1
+    own: int  # this one of the ranks with rows of their own
+    first: Sequence[int]  # of each data-parallel rank's samples, and the number of all samples
+    runs_on: Sequence[Sequence[int]]  # samples of each rank with rows of its own
+    sharing: int = 1  # ranks with rows of their own that brought the same samples
 
     @property
     def held(self) -> Sequence[int]:
@@ -75,8 +70,6 @@ class SampleMoves:
 
     def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Columns]]:
         """The samples of this rank to hand to each data-parallel rank: their numbers and values.
-
-        To that of its ranks which has this one's place among those that brought the same.
 
         Raises:
             SchemaError: a field has not one value for each sample that came from this rank.
@@ -123,12 +116,8 @@ class SampleMoves:
     def returned(self, columns: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
         """Outputs of the samples that came from this rank, in the order in which they came.
 
-        A collective over the ranks with rows of their own. Tensors stay on the device, and travel
-        as bytes.
-
-        Args:
-            columns: for the same names on every rank one tensor per sample that this rank runs,
-                each of which passed `check_output`.
+        A collective over the ranks with rows of their own. Columns have the same names on every
+        rank, and of each sample that runs here one tensor that passed `check_output`.
         """
         # Ranks may name them in different orders, and bodies carry no names.
         names, place = sorted(columns), self.places
@@ -139,18 +128,18 @@ class SampleMoves:
         bodies: list[Tensor] = []
         for rank in range(len(self.runs_on)):
             values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
-            header = pickle.dumps([(v.dtype, v.shape, v.is_cpu) for v in values])
+            header, parts = taken_apart(values)
             headers.append(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device))
             # Some rank may be sent nothing, of which `cat` makes no tensor.
             empty = torch.empty(0, dtype=torch.uint8, device=device)
-            bodies.append(torch.cat([empty, *(as_bytes(value).to(device) for value in values)]))
-        arrived = [pickle.loads(h.cpu().numpy().tobytes()) for h in exchanged(headers, group)]
+            bodies.append(torch.cat([empty, *(part.to(device) for part in parts)]))
+        arrived = [header.cpu().numpy().tobytes() for header in exchanged(headers, group)]
         data = exchanged(bodies, group)
         # Which samples came is not sent: every rank knows the plan, and so who sends which.
         found: dict[tuple[int, str], Tensor] = {}
         for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
             keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
-            found |= zip(keys, _tensors(header, body), strict=True)
+            found |= zip(keys, put_together(header, body), strict=True)
         return {name: [found[number, name] for number in self.brought] for name in names}
 
     def _origin(self, number: int) -> int:
@@ -169,11 +158,7 @@ class SampleMoves:
 
 
 def check_output(name: str, value: Any) -> None:
-    """Refuse an output that cannot travel.
-
-    Raises:
-        OrderError: it is no tensor whose values lie one beside the other.
-    """
+    """Raise `OrderError` for an output that cannot travel."""
     if not isinstance(value, Tensor):
         kind = type(value).__name__
     elif has_bytes(value):
@@ -185,16 +170,3 @@ def check_output(name: str, value: Any) -> None:
         f"f returned {kind} for {name!r}, which cannot go back to the rank of its sample; return "
         "dense tensors"
     )
-
-
-def _tensors(header: Sequence[tuple[Any, ...]], body: Tensor) -> list[Tensor]:
-    """The tensors whose bytes lie one behind the other; a header has their types and shapes."""
-    start, made = 0, []
-    for dtype, shape, was_on_host in header:
-        size = dtype.itemsize * shape.numel()
-        # Cloned, since bytes in the middle of others need not be aligned.
-        value = body[start : start + size].clone().view(dtype).reshape(shape)
-        # A function that returned tensors on the host gets those of other ranks there, too.
-        made.append(value.cpu() if was_on_host else value)
-        start += size
-    return made

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
+
+from megatron.core import parallel_state
 
 from mcore_batching.batch import Kind, PackedMicroBatch, Schema, make_placeholder, pack
 from mcore_batching.batch.rows.side_by_side import on_host
+from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.rows.sample_moves import SampleMoves
-from mcore_batching.megatron.rows.shards import GatheredShards, MicroBatches, Shard, joined_step
+from mcore_batching.megatron.rows.shards import MicroBatches, Shard, joined_step
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -31,17 +34,11 @@ _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 
 @dataclasses.dataclass(frozen=True)
 class GlobalPlan:
-    """One step's plan of the samples of all data-parallel ranks.
+    """One step's plan of the samples of all data-parallel ranks."""
 
-    Attributes:
-        plan: its samples are places in `numbers`.
-        numbers: number of each sample of the step, over all ranks and steps.
-        lengths: total length of each of them, in tokens.
-    """
-
-    plan: StepPlan
-    numbers: list[int]
-    lengths: list[int]
+    plan: StepPlan  # its samples are places in `numbers`
+    numbers: list[int]  # of each sample of the step, over all ranks and steps
+    lengths: list[int]  # total length of each of them, in tokens
 
     def rows_on(self, rank: int) -> MicroBatches:
         """A rank's micro-batches, as numbers of samples."""
@@ -59,31 +56,21 @@ class MicroBatchSchedule:
 
     Attributes:
         rollout_data: field name to one value per sample of this rank.
-        schema: the kind of every field.
         template: values of one sample, from a rank that has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
         hosts: for each sample the one in whose segment it is computed, itself if in its own; both
             are in the same micro-batch. None: all samples have segments of their own.
         splits: of every step the split backward passes of each stage of this replica; empty where
-            none may be split, and in the scope "global", where `plans` have them.
-        dims: the job's parallel dims.
-        config: the planner's settings.
-        context_parallel_rank: which slice of every row this rank holds, where rows have the size
-            of the dims.
-        pad_token_id: token that fills padding and placeholders.
+            none may be split, and of exchanged samples, where `plans` have them.
         vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
         own_digest: of this replica's samples and plan, where its ranks have yet to compare it.
-        gather_shards: from this rank's those of every data-parallel rank, the first time as a
-            collective.
-        scope: "local" if every sample stayed on its rank, "global" if they were exchanged.
-        cost_model: what the plan was made by.
-        learnt: of which it is a part, where costs are learnt; else None.
+        learnt: of which the cost model is a part, where costs are learnt; else None.
         samples_per_step: what a step counts as: the global batch size that cut the steps, or that
             came with steps of the caller's own; None: neither.
-        moves: where samples came from and where they run, in the scope "global" alone.
-        plans: of every step, likewise.
+        moves: where exchanged samples came from and where they run.
+        plans: of every step, of exchanged samples.
     """
 
     rollout_data: dict[str, list[Any]]
@@ -92,12 +79,10 @@ class MicroBatchSchedule:
     steps: tuple[MicroBatches, ...]
     dims: ParallelDims
     config: PlannerConfig
-    context_parallel_rank: int
     pad_token_id: int
     vocabulary_size: int | None
     plan_digest: str
-    gather_shards: GatheredShards
-    scope: Literal["global", "local"]
+    consensus: JobConsensus
     cost_model: CostModel
     learnt: LearntCosts | None = None
     samples_per_step: int | None = None
@@ -107,10 +92,13 @@ class MicroBatchSchedule:
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()
 
-    @property
+    @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Of every data-parallel rank. A collective over all ranks the first time."""
-        return self.gather_shards(Shard(self.own_lengths, self.steps, self.hosts, self.splits))
+        # For statistics and records: in training nobody waits for the others' plans.
+        own = Shard(self.own_lengths, self.steps, self.hosts, self.splits)
+        what = "gathering the plans of all ranks"
+        return tuple(self.consensus.gather(what, lambda: (None, own))[1])
 
     @functools.cached_property
     def own_lengths(self) -> list[int]:
@@ -133,16 +121,8 @@ class MicroBatchSchedule:
         return tuple(indices for step in self.steps for indices in step)
 
     def check_step(self, step: int, num_microbatches: Sequence[int]) -> None:
-        """Refuse a step that was not planned, or a count that belongs to another plan.
-
-        Args:
-            step: which optimizer step.
-            num_microbatches: of every step, as the caller holds them.
-
-        Raises:
-            IndexError: there is no such step.
-            ValueError: the count is not this step's, or there is none.
-        """
+        """Refuse a step that was not planned (`IndexError`), or counts of another plan as the
+        caller holds them (`ValueError`)."""
         # Counts of another batch: the caller has mixed up two rollouts.
         planned = self.num_microbatches
         if as_integer(step) not in range(len(planned)):
@@ -166,9 +146,6 @@ class MicroBatchSchedule:
         Of samples that share segments, the hosts. The same on every rank. A collective over all
         ranks the first time, whatever the step.
 
-        Args:
-            step: which optimizer step.
-
         Returns:
             the plan; total length of each sample of the step [samples], in tokens, rank after
             rank.
@@ -184,7 +161,7 @@ class MicroBatchSchedule:
             sample_indices=tuple(range(len(lengths))),
             dims=self.dims,
             config=self.config,
-            scope=self.scope,
+            scope="local",
             cost_model=self.cost_model,
             hosted_lengths=hosted_lengths,
             split_backward=splits_of_ranks(splits),
@@ -194,13 +171,10 @@ class MicroBatchSchedule:
     def followed_by(self, later: MicroBatchSchedule) -> MicroBatchSchedule:
         """The steps of both: of samples that stayed, all of which both hold, or of exchanged ones,
         of which each holds its own."""
-        gather = GatheredShards(self.gather_shards.consensus)
         if self.moves is None or later.moves is None:
             digest = digest_of([self.plan_digest, later.plan_digest])
             steps, splits = self.steps + later.steps, self.splits + later.splits
-            return dataclasses.replace(
-                self, steps=steps, splits=splits, plan_digest=digest, gather_shards=gather
-            )
+            return dataclasses.replace(self, steps=steps, splits=splits, plan_digest=digest)
         held, theirs = self.num_samples, later.rollout_data
         steps = self.steps + tuple(
             tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
@@ -215,7 +189,6 @@ class MicroBatchSchedule:
             steps=steps,
             hosts=hosts,
             plan_digest=digest_of_plans(plans),
-            gather_shards=gather,
             moves=self.moves.followed_by(later.moves),
             plans=plans,
         )
@@ -229,15 +202,8 @@ class MicroBatchSchedule:
         return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
 
     def rows(self, step: int, depths: int = 0) -> list[PackedMicroBatch]:
-        """This rank's slices of a step's micro-batches, packed, on the host.
-
-        Args:
-            step: which optimizer step.
-            depths: of multi-token prediction.
-
-        Raises:
-            SchemaError: a value does not fit its field.
-        """
+        """This rank's slices of a step's micro-batches, packed, on the host, with as many depths
+        of multi-token prediction."""
         # Under dynamic CP a rank's rows are of different sizes, each cut in its own way.
         sizes = self.row_sizes(step)
         return [self._row(*each, depths) for each in zip(self.steps[step], sizes, strict=True)]
@@ -264,8 +230,10 @@ class MicroBatchSchedule:
         return planned[self.moves.own]
 
     def _row(self, indices: tuple[int, ...], size: int, depths: int) -> PackedMicroBatch:
-        # Ranks that share a row are one block of consecutive ones: the place in it is the slice.
-        shared = self.moves if self.has_sizes_of_rows else None
+        rank = parallel_state.get_context_parallel_rank()
+        if self.has_sizes_of_rows and self.moves is not None:
+            # Ranks that share a row are a block of consecutive ones: the place in it is the slice.
+            rank = self.moves.own % size
         # Paddings depend on the context-parallel size, which here is the row's.
         dims = self.dims.for_rows_on(size)
         values = self.samples(indices, list(self.template))
@@ -284,7 +252,7 @@ class MicroBatchSchedule:
             sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
             row_alignment_tokens=row_multiple_tokens(dims, self.config),
             context_parallel_size=size,
-            context_parallel_rank=shared.own % size if shared else self.context_parallel_rank,
+            context_parallel_rank=rank,
             pad_token_id=self.pad_token_id,
             sample_indices=indices,
             is_placeholder=not indices,

@@ -1,7 +1,4 @@
-"""The samples and micro-batches of every data-parallel rank, for statistics and records.
-
-Training needs its own rank's alone, so the others' are gathered only where somebody reads them.
-"""
+"""Micro-batches of samples and of their hosts; those of all ranks as one plan."""
 
 from __future__ import annotations
 
@@ -9,19 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
-from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.planning.pipeline import SplitStage
 
 MicroBatches = tuple[tuple[int, ...], ...]
 
 
 def computed_alone(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> MicroBatches:
-    """Of micro-batches the samples that have segments of their own.
-
-    Args:
-        micro_batches: local sample indices.
-        hosts: as `MicroBatchSchedule.hosts`.
-    """
+    """Of micro-batches the samples that have segments of their own."""
     if hosts is None:
         return micro_batches
     return tuple(tuple(i for i in indices if hosts[i] == i) for indices in micro_batches)
@@ -30,12 +21,7 @@ def computed_alone(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> 
 def with_hosted(
     steps: tuple[MicroBatches, ...], hosts: Sequence[int] | None
 ) -> tuple[MicroBatches, ...]:
-    """Steps of hosts with the samples that are computed in their segments, ascending.
-
-    Args:
-        steps: micro-batches as local indices of samples that have segments of their own.
-        hosts: as `MicroBatchSchedule.hosts`.
-    """
+    """Steps of hosts with the samples that are computed in their segments, ascending."""
     if hosts is None:
         return steps
     members = samples_of_hosts(hosts)
@@ -47,14 +33,7 @@ def with_hosted(
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The lengths and micro-batches of one data-parallel rank, for statistics and records.
-
-    Attributes:
-        lengths: total length of each of its samples, in tokens.
-        steps: as `MicroBatchSchedule.steps`.
-        hosts: as `MicroBatchSchedule.hosts`.
-        splits: as `MicroBatchSchedule.splits`.
-    """
+    """Lengths in tokens, and fields of `MicroBatchSchedule`, of one data-parallel rank."""
 
     lengths: list[int]
     steps: tuple[MicroBatches, ...]
@@ -85,22 +64,3 @@ def joined_step(
         hosted += [shard.lengths[local] for local in everyone if local not in number]
         ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
     return tuple(ranks), lengths, tuple(hosted)
-
-
-class GatheredShards:
-    """The shards of all data-parallel ranks, gathered when they are first called for.
-
-    Args:
-        consensus: between the ranks.
-    """
-
-    def __init__(self, consensus: JobConsensus) -> None:
-        self.consensus = consensus
-        self._all: tuple[Shard, ...] | None = None
-
-    def __call__(self, own: Shard) -> tuple[Shard, ...]:
-        """In the order of data-parallel ranks. A collective over all ranks the first time."""
-        if self._all is None:
-            what = "gathering the plans of all ranks"
-            self._all = tuple(self.consensus.gather(what, lambda: (None, own))[1])
-        return self._all

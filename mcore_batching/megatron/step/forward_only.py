@@ -28,6 +28,7 @@ from mcore_batching.megatron.rollout.data_iterator import (
     rollout_of,
 )
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
+from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes
 from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.sample_moves import check_output
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -81,7 +82,7 @@ def forward_only(
     job = job_of(args)
     rollout, function = _opened(f, args, job, model, data_iterator)
     chunks = model_chunks(model)
-    planned = rollout.for_forward_passes(job, chunks)
+    planned = plan_forward_passes(rollout, job, chunks)
 
     def schedule_of(step: int) -> MicroBatchSchedule:
         found = planned.of_step(step)  # later steps are waited for here, within the agreement

@@ -20,8 +20,13 @@ from kit.samples import VOCABULARY
 from mcore_batching.batch.agreement.rank_messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
-from mcore_batching.megatron.rollout import exchange
-from mcore_batching.planning import CostModel, MCoreBatchingError, ParallelDims, StepPlan
+from mcore_batching.planning import (
+    CostModel,
+    MCoreBatchingError,
+    ParallelDims,
+    StepPlan,
+    planning_process,
+)
 
 COUNTED: list[tuple[Any, str]] = [
     (RankMessages, "reduce"),
@@ -123,13 +128,13 @@ def planned_together(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     model, samples, made = small_model(dims, reference), my_samples(dims), []
     in_line = {"dynamic_batch_exchange": True, "dynamic_batch_no_plan_ahead": True}
     step_of_two = arguments(ParallelDims(**dims), global_batch_size=2, **in_line)
-    plan_step = exchange.plan_step
+    plan_step = planning_process.plan_step
 
     def counted_plans(lengths: list[int], *rest: Any, **options: Any) -> StepPlan:
         made.append(len(lengths))
         return plan_step(lengths, *rest, **options)
 
-    with mock.patch.object(exchange, "plan_step", counted_plans):
+    with mock.patch.object(planning_process, "plan_step", counted_plans):
         iterators, _ = get_data_iterator(step_of_two, model, samples)
     schedule = schedule_of(iterators)
     of_schedule = schedule.dims, schedule.config, schedule.cost_model

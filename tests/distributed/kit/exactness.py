@@ -40,6 +40,7 @@ from mcore_batching.megatron.compat import packed_rows
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
+from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes
 from mcore_batching.megatron.rows.shards import computed_alone
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -249,7 +250,7 @@ def differences(
     )
     schedule = schedule_of(iterators)
     (step,) = schedule.steps
-    (forward_step,) = rollout_of(iterators).for_forward_passes(job_of(args), model).schedule.steps
+    (forward_step,) = plan_forward_passes(rollout_of(iterators), job_of(args), model).schedule.steps
     lengths = schedule.rollout_data["total_lengths"]
     computed = computed_alone(step, schedule.hosts)
     forward_rows = computed_alone(forward_step, schedule.hosts)

@@ -16,7 +16,6 @@ from unittest import mock
 from megatron.core.pipeline_parallel import schedules
 
 from kit.stock import train, train_blocking
-from mcore_batching.megatron.rollout import exchange
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.planning import planning_process
 from mcore_batching.planning.planning_process import PlanRequest
@@ -47,7 +46,6 @@ def slow_planning(seconds: float, *, in_line: float | None = None) -> Iterator[N
     with (
         mock.patch.object(planning_process, "_START", start),
         mock.patch.object(planning_process, "plan_step", slowly),
-        mock.patch.object(exchange, "plan_step", slowly),
     ):
         yield
 
@@ -112,14 +110,19 @@ def train_ahead(
             stack.enter_context(mock.patch("sys.executable", "/nowhere/python"))
         if is_faulty and fault == "late":
             stack.enter_context(slow_planning(60.0, in_line=0.0))
-        plan = PlanRequest.plan
+        plan, plan_in_line = PlansAhead.plan, PlanRequest.plan
 
         def counted(request: PlanRequest) -> Any:
             made["in_line"] += 1
-            return plan(request)
+            return plan_in_line(request)
+
+        def planned(self: PlansAhead, request: Any) -> Any:
+            # Here alone: evaluation is planned in line anyway.
+            with mock.patch.object(PlanRequest, "plan", counted):
+                return plan(self, request)
 
         for target, name, value in (
-            (PlanRequest, "plan", counted),
+            (PlansAhead, "plan", planned),
             (PlansAhead, "take", taken),
             (PlansAhead, "begin", begun),
             (PlansAhead, "_say", said),

@@ -38,10 +38,16 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout import exchange
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
+from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan, validate_plan
+from mcore_batching.planning import (
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    planning_process,
+    validate_plan,
+)
 
 SIZES = {
     2: ((2, 2), (1, 1), (2, 2), (1, 1)),
@@ -114,7 +120,7 @@ def there_and_back(
         for step in range(len(counts))
     ]
     held = iterators[0].rollout_data["source"]
-    forward = rollout_of(iterators).for_forward_passes(job_of(args), model)
+    forward = plan_forward_passes(rollout_of(iterators), job_of(args), model)
     return {
         "last_stage": is_last_stage(),
         "equal": {
@@ -267,7 +273,7 @@ def refused_models(dims: dict[str, Any], reference: str) -> dict[str, str]:
 @contextlib.contextmanager
 def mixed_sizes() -> Iterator[None]:
     """Plan as `SIZES` says, whatever the samples: legal, and seldom good."""
-    with mock.patch.object(exchange, "plan_step", _mixed_plan):
+    with mock.patch.object(planning_process, "plan_step", _mixed_plan):
         yield
 
 

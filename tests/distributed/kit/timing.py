@@ -53,15 +53,12 @@ def rollouts(num_samples: int, median_tokens: int, seed: int) -> dict[str, list[
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
     """The time in which the failure watch is out of the way: its thread waits for an event."""
-    memory = job_of().memory
-    connection = memory.connection
-    assert connection is not None
-    world, consensus, watch = connection
-    memory.connection, consensus._watch = (world, consensus, NO_WATCH), NO_WATCH
+    consensus = job_of().consensus
+    watch, consensus.watch = consensus.watch, NO_WATCH
     try:
         yield
     finally:
-        memory.connection, consensus._watch = connection, watch
+        consensus.watch = watch
 
 
 def step_share(

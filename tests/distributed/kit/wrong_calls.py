@@ -25,8 +25,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.rollout import exchange
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import ParallelDims, planning_process
 
 Function = Callable[..., Any]
 
@@ -113,14 +112,14 @@ class Calls:
         return self.train(loss)
 
     def plan_otherwise(self) -> Any:
-        planned = exchange.plan_step
-        exchange.plan_step = lambda *given, **named: dataclasses.replace(
+        planned = planning_process.plan_step
+        planning_process.plan_step = lambda *given, **named: dataclasses.replace(
             planned(*given, **named), config=dataclasses.replace(given[2], plan_effort=1)
         )
         try:
             return self.plan()
         finally:
-            exchange.plan_step = planned
+            planning_process.plan_step = planned
 
 
 def _f_with(change: Function) -> Function:
@@ -407,7 +406,7 @@ ON_ONE_REPLICA = {
         },
     ),
     "data changed before collating": _CHANGED,
-    "data in steps of a number": _unplanned("set steps to [[0, 1], [2, 3]], say", steps=5),
+    "data in steps of a number": _unplanned("such as [[0, 1], [2, 3]], got 5", steps=5),
     "data in one flat step": Wrong(
         lambda calls: calls.planned_with(steps=list(range(len(calls.data["tokens"])))),
         Calls.plan,
