@@ -208,7 +208,8 @@ def _live(data_iterator: Any) -> _LiveDataIterator:
     own = data_iterator.own if isinstance(data_iterator, PlaceholderIterator) else data_iterator
     if not isinstance(own, _LiveDataIterator):
         raise DynamicBatchArgumentError(
-            f"expected an iterator of get_data_iterator once hooked, got {type(own).__name__}"
+            f"expected an iterator of the hooked get_data_iterator, got {type(own).__name__}: "
+            "call get_data_iterator after mcore_batching.hook"
         )
     return own
 
