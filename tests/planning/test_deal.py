@@ -80,21 +80,13 @@ def fillings(draw: st.DrawFn, longest: float = 1.5) -> Filling:
 
 
 def scan(filling: Filling) -> list[list[int]] | None:
-    """Each sample to the slot that lacks most of those that have room; once as many samples are
-    left as slots are empty, one to each of these, the largest first."""
+    """Each sample to the slot that lacks most of those that have room."""
     problem, targets = filling.problem(), filling.targets()
     fixed = problem.cost_model.per_micro_batch
     may_hold = [slot for slot, size in enumerate(targets) if size > fixed] or range(len(targets))
     lack = [size - fixed for size in targets]
     slots: list[list[int]] = [[] for _ in targets]
-    order = filling.costliest_first()
-    for number, sample in enumerate(order):
-        empty = [slot for slot in may_hold if not slots[slot]]
-        if len(order) - number <= len(empty):
-            empty.sort(key=lambda slot: (-targets[slot], slot))
-            for last, slot in zip(order[number:], empty, strict=False):
-                slots[slot].append(last)
-            break
+    for sample in filling.costliest_first():
         tokens = max(filling.lengths[sample], 1)
         held = [sum(max(filling.lengths[other], 1) for other in own) for own in slots]
         has_room = [s for s in may_hold if not slots[s] or held[s] + tokens <= filling.cap]
@@ -181,18 +173,16 @@ def test_swapped_samples_bring_slots_closer_to_their_sizes(seed: int) -> None:
         return sum((cost - size) ** 2 for cost, size in zip(costs, wanted, strict=True))
 
     assert off(1) < 0.7 * off(0)
-    assert off(3) < 0.5 * off(0)
+    assert off(3) < 0.55 * off(0)
 
 
-def swapped(
-    over: list[float], room: list[int], *, most: int | None = None, turn: int = 0
-) -> list[list[int]]:
+def swapped(over: list[float], room: list[int], *, most: int | None = None) -> list[list[int]]:
     """Slots of samples of 60, 20 and 30, of 20 and 10, and of 40 tokens."""
     filling = Filling([60, 20, 30, 20, 10, 40], 1000, [1.0] * 3)
     slots = [[0, 1, 2], [3, 4], [5]]
     problem = filling.problem(max_samples_per_row=most)
     before = sum(over), sum(room)
-    swap(slots, over, room, problem, turn)
+    swap(slots, over, room, problem)
     assert (sum(over), sum(room)) == (pytest.approx(before[0]), before[1])
     return [sorted(samples) for samples in slots]
 
@@ -210,7 +200,6 @@ def test_samples_are_swapped_where_slots_may_hold_them() -> None:
     assert swapped([0.0, -45.0, 45.0], [500, 500, 500]) == [[0, 1, 2], [3, 5], [4]]
     assert [] not in swapped([0.0, -56.0, 56.0], [500, 500, 500])
     assert swapped([24.0, -24.0, 0.0], [500, 10, 500]) == as_they_were
-    assert swapped([24.0, -24.0, 0.0], [500, 500, 500], turn=1) == as_they_were
 
 
 def test_empty_slots_take_the_cheapest_of_the_costliest() -> None:
@@ -309,20 +298,21 @@ def test_slots_in_lockstep_are_as_large_as_their_costliest_sample() -> None:
     assert max(sizes) <= 9500.0
 
 
-@pytest.mark.parametrize(("virtual_pipeline", "gentle"), [(1, False), (1, True), (2, True)])
-def test_fitted_slots_in_lockstep_end_sooner(virtual_pipeline: int, gentle: bool) -> None:
+@pytest.mark.parametrize("virtual_pipeline", [1, 2])
+def test_fitted_slots_in_lockstep_end_sooner(
+    virtual_pipeline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the largest as large as before, and no slot larger than the cap allows."""
     objective = lockstep_objective(virtual_pipeline)
     schedule = objective.problem.schedule
     samples = lockstep_samples([9000.0, *[2000.0] * 30, *[500.0] * 60], 6000.0, 4)
-    targets = Targets(objective, 12, 0.25, 300.0, gentle)
-    shaped = lockstep_targets(targets, 40_000.0, samples, objective)
+    targets = Targets(objective, 12, 0.25, 300.0)
     effort = objective.effort
-    fitted = lockstep_targets(targets, 40_000.0, samples, objective, fitted=True)
+    fitted = lockstep_targets(targets, 40_000.0, samples, objective)
     assert objective.effort < effort
+    monkeypatch.setattr("mcore_batching.planning.search.lockstep_targets.FIT_STEPS", 1)
+    shaped = lockstep_targets(targets, 40_000.0, samples, objective)
     assert sum(fitted) == pytest.approx(sum(shaped), rel=0.001)
-    assert Clock(fitted, schedule).end < 0.99 * Clock(shaped, schedule).end
+    assert Clock(fitted, schedule).end < 0.998 * Clock(shaped, schedule).end
     assert max(fitted) == 9000.0
     assert sorted(fitted)[-2] <= 6000.0 * (1 + 1e-9)
-    # Of the costly samples each of eight slots has one a rank, or fewer slots have several.
-    assert sorted(shaped)[-8] >= 2000.0 > sorted(fitted)[-8] or virtual_pipeline > 1

@@ -18,7 +18,11 @@ from mcore_batching.planning.pipeline.coupled_clock import (
     blocks_of,
     clocks_of,
 )
-from mcore_batching.planning.pipeline.inflight import inflight_tokens, split_inflight_tokens
+from mcore_batching.planning.pipeline.inflight import (
+    inflight_tokens,
+    slots_in_flight,
+    split_inflight_tokens,
+)
 from mcore_batching.planning.pipeline.passes import PARTS, Kind, Pass, Schedule, SplitStage
 from mcore_batching.planning.pipeline.split_backward import SplitClock
 
@@ -36,5 +40,6 @@ __all__ = [
     "blocks_of",
     "clocks_of",
     "inflight_tokens",
+    "slots_in_flight",
     "split_inflight_tokens",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from mcore_batching.planning.pipeline.passes import PARTS, Schedule, SplitStage
@@ -31,6 +32,20 @@ def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: in
         else:
             held -= slot_tokens[slot]
     return most / schedule.dims.virtual_pipeline
+
+
+def slots_in_flight(slot_tokens: Sequence[int], schedule: Schedule) -> list[int]:
+    """The slots that the first stage holds when `inflight_tokens` are, ascending."""
+    if schedule.forward_only:
+        return [slot_tokens.index(max(slot_tokens))]
+    passes = _held_passes(schedule, 0, len(slot_tokens))
+    held = [0]
+    for is_forward, slot in passes:
+        held.append(held[-1] + (slot_tokens[slot] if is_forward else -slot_tokens[slot]))
+    until = passes[: held.index(max(held))]
+    chunks = Counter(slot for is_forward, slot in until if is_forward)
+    chunks.subtract(slot for is_forward, slot in until if not is_forward)
+    return sorted(slot for slot, number in chunks.items() if number)
 
 
 def split_inflight_tokens(

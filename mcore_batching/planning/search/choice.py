@@ -1,10 +1,8 @@
 """The search: steps are made of several kinds, then single samples are moved in the best.
 
-1. Of every other number of slots a step is made, then of those around the best two, also with a
-   gentle rise; where ranks run together, also with sizes fitted to the clock. With many ranks, some
-   of these stand for all.
-2. Of the best numbers steps are made with other sizes of the first slot, and the best of those once
-   more with more care.
+1. Of every other number of slots a step is made, then of those beside the best two, also with a
+   gentle rise. With many ranks, some of these stand for all.
+2. Of the best numbers steps are made with other sizes of the first slot.
 3. Single samples are moved in the best few (`moves`), in fewer and fewer of them.
 
 A step that no plan beats ends this at once.
@@ -27,11 +25,10 @@ ends 0.6 % later with twice as many samples, 1.1 % with a fourth."""
 EFFORT_OF_MOVES = 0.5
 """Share of the effort kept for moves: the search for better kinds of steps ends there. With 0.4
 steps end 0.04 % later in the mean."""
-CAREFUL = 6
-"""Passes of swaps after a deal whose step may be the result; 2 where numbers are compared."""
-MOST_MOVED = 2
+MOST_MOVED, MOST_MOVED_UNDER_BOUND = 2, 4
 """Steps, of different numbers of slots, in which samples are moved before the better one goes on.
-With 4 steps end 0.05 % later in the mean."""
+With 4 steps end 0.05 % later in the mean; under a bound on tokens in flight, where moves gain most,
+0.1 % sooner."""
 
 
 def search(
@@ -72,22 +69,18 @@ def _made(objective: Objective) -> list[Candidate]:
     few = max(2, min(FEW_RANKS, ENOUGH_SAMPLES // per_rank))
     if whole.ranks >= 2 * few and objective.problem.num_samples > ENOUGH_SAMPLES // 8:
         steps = thinned(whole, few)
-    perfect = _compare_counts(steps, keep)
-    if not perfect:
-        perfect = _compare_firsts(steps, keep)
-    order = steps.soonest
+    perfect = _compare_counts(steps, keep) or _compare_firsts(steps, keep)
     if steps is not whole:
         # The thinned problem was searched on the same budget.
         objective.effort = steps.objective.effort
         # Of each number its best kind alone: on all ranks it is the numbers that may change places.
+        order = steps.soonest
         best = {kind.num_slots: kind for kind in reversed(order)}
-        order, perfect = sorted(best.values(), key=order.index)[:2], False
-    # What was made to compare numbers is made again with more swaps: one of these is the result.
-    whole.passes = CAREFUL
-    for kind in order:
-        if perfect or (whole.soonest and objective.effort < keep):
-            break
-        perfect = whole.make(kind, in_vain=3, keep=keep / 2)
+        perfect = False
+        for kind in sorted(best.values(), key=order.index)[:2]:
+            if perfect or (whole.soonest and objective.effort < keep):
+                break
+            perfect = whole.make(kind, in_vain=3)
     found = [whole.step(kind) for kind in whole.soonest]
     if not (perfect or objective.problem.schedule.alternates or objective.spent):
         found += filter(None, map(whole.folded, whole.counts()[:3]))
@@ -102,56 +95,40 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
     for at in sorted({*range(0, len(counts), 2), len(counts) - 1}, key=_far_apart):
         if objective.spent and steps.made:
             break
-        for kind in _first_kinds(counts[at], objective):
-            if steps.may_be_best(kind) and steps.make(kind, in_vain=1):
-                return True
+        kinds = [Kind(counts[at], USUAL)]
+        if objective.problem.schedule.which_cost:
+            kinds.append(Kind(counts[at], USUAL, fades=True))
+        if any(map(steps.make, kinds)):
+            return True
     for count in reversed(counts):
         if steps.soonest:
             break
         # Under a bound on tokens in flight: even micro-batches, whatever effort is left.
-        if steps.make(Kind(count, EVEN), in_vain=1):
+        if steps.make(Kind(count, EVEN)):
             return True
     rises = objective.problem.schedule.alternates and not objective.lockstep
-    new = {kind._replace(gentle=True) for kind in steps.soonest[:2] if rises}
+    for kind in steps.soonest[:2] if rises else ():
+        if objective.spent:
+            break
+        if steps.make(kind._replace(gentle=True), like=kind):
+            return True
     while True:
+        new = {
+            kind._replace(num_slots=count)
+            for kind in steps.soonest[:2]
+            for number, count in enumerate(counts)
+            if abs(number - counts.index(kind.num_slots)) == 1
+        } - steps.made.keys()
         # Sorted: a set promises no order, and ranks must make the same plan.
         for kind in sorted(new):
             if objective.spent:
-                return False
+                break
             # The nearest number's ranks are even already, which saves rounds.
             like = min(sorted(steps.made), key=lambda made: abs(made.num_slots - kind.num_slots))
-            if steps.may_be_best(kind) and steps.make(kind, in_vain=1, like=like):
+            if steps.make(kind, like=like):
                 return True
-        new = {
-            kind._replace(num_slots=counts[at])
-            for kind in steps.soonest[:2]
-            for at in _between(counts.index(kind.num_slots), steps, counts)
-        } - steps.made.keys()
-        new -= steps.left_out
         if not new or objective.effort < keep:
             return False
-
-
-def _first_kinds(count: int, objective: Objective) -> list[Kind]:
-    """By which numbers of slots are compared."""
-    kinds, schedule = [Kind(count, USUAL)], objective.problem.schedule
-    if objective.lockstep and schedule.alternates:
-        # Costly slots are best in the middle, under the interleaved schedule early in a group.
-        is_interleaved = schedule.dims.virtual_pipeline > 1
-        kinds.append(Kind(count, USUAL, gentle=not is_interleaved, fitted=True))
-    if schedule.which_cost and schedule.alternates:
-        kinds.append(Kind(count, USUAL, fades=True))
-    if objective.max_inflight_tokens is not None:
-        kinds.append(Kind(count, EVEN))
-    return kinds
-
-
-def _between(at: int, steps: Steps, counts: Sequence[int]) -> list[int]:
-    """Places of numbers of slots halfway to those next to a number that were tried."""
-    tried = {counts.index(kind.num_slots) for kind in (*steps.made, *steps.left_out)}
-    below = max((place for place in tried if place < at), default=-1)
-    above = min((place for place in tried if place > at), default=len(counts))
-    return [place for place in ((below + at) // 2, (at + above) // 2) if place not in (below, at)]
 
 
 def _far_apart(index: int) -> int:
@@ -162,14 +139,16 @@ def _far_apart(index: int) -> int:
 def _compare_firsts(steps: Steps, keep: float) -> bool:
     """Make steps of all sizes of the first slot, of the best numbers of slots; True if none can be
     beaten."""
-    if not steps.objective.problem.schedule.alternates:
+    objective = steps.objective
+    # Where ranks run together sizes are fitted, whatever the first was.
+    if objective.lockstep or not objective.problem.schedule.alternates:
         return False
     for number, kind in enumerate(steps.soonest):
-        for first in () if kind.fitted else FIRSTS:
-            if number and steps.objective.effort < keep:
+        for first in FIRSTS:
+            if number and objective.effort < keep:
                 return False
             other = kind._replace(first=first)
-            if other not in steps.made and steps.make(other, in_vain=1, like=kind):
+            if other not in steps.made and steps.make(other, like=kind):
                 return True
     return False
 
@@ -180,7 +159,8 @@ def _moved(found: Sequence[Candidate], objective: Objective) -> Candidate:
     found = sorted(found, key=lambda step: step.end)
     # One of each number: steps of one number differ by what moves change anyway.
     of_count = {len(step.ranks[0]): step for step in reversed(found)}
-    steps = sorted(of_count.values(), key=lambda step: step.end)[:MOST_MOVED]
+    most = MOST_MOVED if objective.max_inflight_tokens is None else MOST_MOVED_UNDER_BOUND
+    steps = sorted(of_count.values(), key=lambda step: step.end)[:most]
     while not (objective.cannot_be_beaten(steps[0].end) or objective.spent):
         share = objective.effort / len(steps) / min(2, len(steps))
         steps = [improve(step, objective, keep=objective.effort - share) for step in steps]

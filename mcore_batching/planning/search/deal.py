@@ -1,8 +1,9 @@
 """Samples dealt to the targets of slots, and swapped until they come close.
 
 Slots of all ranks are dealt to together, so that a deal is even over ranks as well. The cap and the
-most samples of a micro-batch hold, an oversize sample is alone, and a slot stays empty only if no
-other of its rank holds two samples, and then it is not the last.
+most samples of a micro-batch hold and an oversize sample is alone. `settle` fills slots that stay
+empty while another of their rank holds two samples; `spread` and `lowered` keep to a bound on
+tokens in flight.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import heapq
 from collections.abc import Sequence
 
 from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.pipeline import inflight_tokens, slots_in_flight
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Objective, Slots
 
@@ -49,19 +51,14 @@ def deal(
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     fixed, capacity = problem.cost_model.per_micro_batch, problem.capacity
     lacking = _Lacking(targets, objective, per_rank)
-    empty = len(lacking.heap)
     slots: Slots = [[] for _ in targets]
     room = lacking.room
-    for number, sample in enumerate(order):
-        if len(order) - number <= empty:
-            _fill_empty(order[number:], slots, room, targets, objective, per_rank)
-            break
+    for sample in order:
         size = tokens[sample]
         slot = lacking.most(size if size < capacity else capacity)
         if slot < 0:
             return None
         own = slots[slot]
-        empty -= not own
         own.append(sample)
         # Less than nothing in a slot that may take no further sample.
         room[slot] = -1 if len(own) >= most else room[slot] - size
@@ -70,8 +67,8 @@ def deal(
         fixed + ordered_sum(costs[sample] for sample in own) - size
         for own, size in zip(slots, targets, strict=True)
     ]
-    for turn in range(passes):
-        swap(slots, over, room, problem, turn // 2)
+    for _ in range(passes):
+        swap(slots, over, room, problem)
     return slots
 
 
@@ -130,46 +127,7 @@ class _Lacking:
         heapq.heapreplace(self.heap, (beyond, slot))
 
 
-def _fill_empty(
-    samples: Sequence[int],
-    slots: Slots,
-    room: list[int],
-    targets: Sequence[float],
-    objective: Objective,
-    per_rank: int,
-) -> None:
-    """The last samples, one to each of the slots that are still empty: the costliest to the rank
-    that lacks most, and there to the largest slot; in lockstep to the largest slots."""
-    problem = objective.problem
-    fixed = problem.cost_model.per_micro_batch
-    empty = [slot for slot, own in enumerate(slots) if not own and targets[slot] > fixed]
-    if len(empty) < len(samples):
-        empty = [slot for slot, own in enumerate(slots) if not own and targets[slot] >= 0.0]
-    empty.sort(key=lambda slot: (targets[slot], -(slot % per_rank)))
-    of_rank: list[list[int]] = [empty]
-    if not objective.lockstep:
-        of_rank = [[] for _ in range(len(slots) // per_rank)]
-        for slot in empty:
-            of_rank[slot // per_rank].append(slot)
-    lacking = [
-        (-ordered_sum(targets[slot] for slot in own), rank)
-        for rank, own in enumerate(of_rank)
-        if own
-    ]
-    heapq.heapify(lacking)
-    for sample in samples:
-        while not of_rank[lacking[0][1]]:
-            heapq.heappop(lacking)
-        lack, rank = lacking[0]
-        slot = of_rank[rank].pop()
-        slots[slot].append(sample)
-        room[slot] -= problem.tokens[sample]
-        if problem.max_samples == 1:
-            room[slot] = -1
-        heapq.heapreplace(lacking, (lack + fixed + problem.costs[sample], rank))
-
-
-def swap(slots: Slots, over: list[float], room: list[int], problem: Problem, skip: int) -> None:
+def swap(slots: Slots, over: list[float], room: list[int], problem: Problem) -> None:
     """Let slots that lack most take of those that are over most: a sample, or one for another.
 
     Args:
@@ -177,12 +135,10 @@ def swap(slots: Slots, over: list[float], room: list[int], problem: Problem, ski
         over: cost of each beyond its target [slots], changed.
         room: tokens that fit into each [slots], changed.
         problem: gives costs and tokens.
-        skip: number of slots, those that lack most, that are left as they are: nothing may be found
-            for them.
     """
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     order = sorted(range(len(slots)), key=over.__getitem__)
-    for taker, giver in zip(order[skip : (len(order) + skip) // 2], reversed(order), strict=False):
+    for taker, giver in zip(order[: len(order) // 2], reversed(order), strict=False):
         given, taken = slots[giver], slots[taker]
         if room[taker] < 0 or room[giver] < 0 or not given or not taken:
             continue
@@ -259,3 +215,38 @@ def spread(slots: Slots, objective: Objective) -> Slots:
     for place, number in zip(places, by_size, strict=True):
         ordered[place] = slots[number]
     return settle(ordered, problem.costs)
+
+
+def lowered(slots: Slots, objective: Objective) -> Slots:
+    """Slots with fewer tokens in flight: while too many are, a sample leaves the slots in flight
+    then for the smallest other, or if none may, the largest changes places with that.
+
+    Unlike `spread` it keeps the shape of the step, but it may end above the bound.
+    """
+    problem, made = objective.problem, [list(samples) for samples in slots]
+    bound = objective.max_inflight_tokens
+    assert bound is not None
+    for _ in slots:  # with four times as many changes steps end as soon
+        sizes = [problem.row_tokens(samples) or problem.placeholder_tokens for samples in made]
+        excess = inflight_tokens(sizes, problem.schedule) - bound
+        held = slots_in_flight(sizes, problem.schedule)
+        others = [slot for slot in range(len(made)) if slot not in held]
+        if excess <= 0.0 or not others:
+            break
+        other = min(others, key=sizes.__getitem__)
+        most = problem.capacity - problem.row_tokens(made[other])
+        leaving = [
+            (abs(problem.tokens[sample] - excess), slot, sample)
+            for slot in held
+            if len(made[slot]) > 1 and len(made[other]) < problem.max_samples
+            for sample in made[slot]
+            if problem.tokens[sample] <= most
+        ]
+        if leaving:
+            _, slot, sample = min(leaving)
+            made[slot].remove(sample)
+            made[other].append(sample)
+        else:
+            slot = max(held, key=sizes.__getitem__)
+            made[slot], made[other] = made[other], made[slot]
+    return settle(made, problem.costs)

@@ -22,13 +22,9 @@ from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.moves import (
-    drawing,
-    improve,
-    micro_batches_of,
-    most_in_flight,
-)
+from mcore_batching.planning.search.moves import drawing, improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
+from mcore_batching.planning.search.pipelines import micro_batches_of, most_in_flight
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
 from mcore_batching.planning.search.steps import (
     FIRSTS,

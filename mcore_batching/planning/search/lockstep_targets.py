@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.search.objective import Objective
-from mcore_batching.planning.search.targets import Targets
+from mcore_batching.planning.search.targets import Targets, bisected
 
 MOST_SCALED = 8.0
 """Bound of a bisection: slots are scaled up at most 8 times to make up for slots that the cap keeps
 small. With 4 or 16 the mean moves by 0.01 %."""
-HALVINGS = 20
-"""Steps of a bisection."""
 ROUNDED = 1.0 + 1e-7
 """Samples that just fill a slot up are held by it."""
 FIT_STEPS, FIRST_STEP = 40, 0.15
@@ -48,41 +46,29 @@ class Samples(NamedTuple):
 
 
 def lockstep_targets(
-    targets: Targets,
-    work: float,
-    samples: Samples,
-    objective: Objective,
-    *,
-    fitted: bool = False,
+    targets: Targets, work: float, samples: Samples, objective: Objective
 ) -> list[float]:
-    """Targets of every rank [slots] where all run a slot together.
+    """Targets of every rank [slots] where all run a slot together, fitted to the clock unless they
+    are even.
 
     Args:
         targets: of the number of slots.
         work: of each rank.
         samples: of all ranks.
         objective: of the step; fitting uses its effort.
-        fitted: True to fit sizes to the clock, where slots may hold several costly samples; else
-            the largest slot has the costliest samples, one for each rank, and so on.
     """
     top = samples.alone[0] if samples.alone else 0.0
     sizes, _ = targets.of_rank(max(work, top), top)
     order = sorted(range(targets.count), key=lambda slot: (-sizes[slot], slot))
-    if targets.gentle:
-        # Larger slots in turn before and after the largest.
-        descending = [sizes[slot] for slot in order]
-        order.sort(key=lambda slot: abs(slot - targets.count // 2 + 0.25))
-        for slot, size in zip(order, descending, strict=True):
-            sizes[slot] = size
     bounds = [(0.0, math.inf)] * targets.count
     ranks, last = objective.problem.dims.data_parallel, len(samples.alone) - 1
     fixed = objective.problem.cost_model.per_micro_batch
 
     def scaled(scale: float) -> list[float]:
         within, held = list(sizes), 0.0
-        for number, slot in enumerate(order):
+        for slot in order:
             # The costliest sample that the larger slots do not hold.
-            at = bisect_right(samples.costs_until, held) if fitted else number * ranks
+            at = bisect_right(samples.costs_until, held)
             within[slot] = scale * sizes[slot]
             if at <= last:
                 # The rank with the cheapest of the next samples fills up least.
@@ -92,8 +78,8 @@ def lockstep_targets(
                 held += (min(within[slot], most) - fixed) * ROUNDED
         return within
 
-    made = scaled(_bisected(lambda scale: ordered_sum(scaled(scale)) < work, 0.0, MOST_SCALED))
-    return _fitted(made, bounds, objective) if fitted else made
+    made = scaled(bisected(lambda scale: ordered_sum(scaled(scale)) < work, 0.0, MOST_SCALED))
+    return made if targets.even else _fitted(made, bounds, objective)
 
 
 def _fitted(sizes: list[float], bounds: Bounds, objective: Objective) -> list[float]:
@@ -127,17 +113,9 @@ def _adding_up(sizes: Sequence[float], bounds: Bounds, work: float) -> list[floa
     def shifted(by: float) -> list[float]:
         return [_within(size + by, of) for size, of in zip(sizes, bounds, strict=True)]
 
-    return shifted(_bisected(lambda by: ordered_sum(shifted(by)) < work, -work, work))
+    return shifted(bisected(lambda by: ordered_sum(shifted(by)) < work, -work, work))
 
 
 def _within(size: float, bounds: tuple[float, float]) -> float:
     least, most = bounds
     return max(least, min(most, size))
-
-
-def _bisected(is_short: Callable[[float], bool], low: float, high: float) -> float:
-    """About the least number that is not short."""
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if is_short(middle) else (low, middle)
-    return high

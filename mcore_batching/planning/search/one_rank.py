@@ -29,9 +29,9 @@ def best_slots(problem: Problem, count: int) -> Slots | None:
     for kind in (Kind(count, first, gentle) for gentle in (False, True) for first in FIRSTS):
         if steps.soonest and steps.objective.spent:
             break
-        steps.make(kind, in_vain=1)
+        steps.make(kind)
     if not steps.soonest:
-        steps.make(Kind(count, EVEN), in_vain=1)
+        steps.make(Kind(count, EVEN))
     return steps.step(steps.soonest[0]).ranks[0] if steps.soonest else None
 
 
@@ -77,7 +77,7 @@ def _end_with(steps: Steps, count: int) -> float:
     kinds = [Kind(count, USUAL), Kind(count, USUAL, gentle=True), Kind(count, EVEN)]
     for kind in kinds:
         if kind.first < EVEN or not any(each in steps.soonest for each in kinds):
-            steps.make(kind, in_vain=1)
+            steps.make(kind)
     return min((steps.made[kind].end for kind in kinds if kind in steps.made), default=math.inf)
 
 
@@ -94,4 +94,7 @@ def _most_unlike(problem: Problem) -> tuple[int, int]:
 
 def _of_one(problem: Problem) -> Steps:
     dims = dataclasses.replace(problem.dims, data_parallel=1, expert_parallel=1)
-    return Steps(Objective(dataclasses.replace(problem, dims=dims)))
+    # Under the interleaved schedule samples that leave slots in flight fit into single numbers of
+    # slots; what `ends_by_count` takes to fit must fit with more of them.
+    objective = Objective(dataclasses.replace(problem, dims=dims))
+    return Steps(objective, lowers=dims.slots_per_group == 1)

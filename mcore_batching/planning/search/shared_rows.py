@@ -21,12 +21,12 @@ from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.deal import deal, settle
-from mcore_batching.planning.search.moves import (
+from mcore_batching.planning.search.objective import Candidate, Objective, Sizes, Slots
+from mcore_batching.planning.search.pipelines import (
     EFFORT_OF_A_SHARED_PASS,
     micro_batches_of,
     most_in_flight,
 )
-from mcore_batching.planning.search.objective import Candidate, Objective, Sizes, Slots
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, Kind, by_cost
 from mcore_batching.planning.search.targets import Targets
 

@@ -11,14 +11,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import by_folds
-from mcore_batching.planning.search.deal import deal, settle, spread
+from mcore_batching.planning.search.deal import deal, lowered, settle, spread
 from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.targets import Targets, all_targets
@@ -35,6 +35,8 @@ DAMPING = 0.7
 moves by 0.01 %, single steps by 0.3 %."""
 CLEARLY_SOONER = 0.995
 """Rounds go on while each gains 0.5 %. With 1 % or 0.25 % the mean moves by 0.01 %."""
+SWAPS = 2
+"""Passes of swaps after each deal. With 6 the mean moves by less than 0.01 %."""
 SMALL = 8
 """The cheapest eighth of the samples are small; each slot is to hold at least their mean. With a
 fourth or a sixteenth the mean moves by 0.01 %."""
@@ -56,8 +58,6 @@ class Kind(NamedTuple):
     """True for a rise along a line, and a fall over twice as many slots."""
     fades: bool = False
     """True for a fall to next to nothing; tried where stages differ."""
-    fitted: bool = False
-    """True for sizes fitted to the clock; tried where ranks run together."""
 
 
 @dataclass
@@ -70,9 +70,6 @@ class Made:
     offsets: Sequence[float] = ()
     """Work that each rank, or all of a lockstep group, is to have beyond the mean in the next round
     [lockstep groups]."""
-    ways: list[int] = field(default_factory=list)
-    """In which groups of micro-batches are ordered under the interleaved schedule [lockstep
-    groups]."""
 
 
 class Steps:
@@ -80,10 +77,11 @@ class Steps:
 
     Args:
         objective: of the steps; its effort is used.
+        lowers: True if samples may leave slots that hold too many tokens in flight.
     """
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
+    def __init__(self, objective: Objective, *, lowers: bool = True) -> None:
+        self.objective, self._lowers = objective, lowers
         self._problem = problem = objective.problem
         self.ranks = problem.dims.data_parallel
         self.order = by_cost(range(problem.num_samples), problem.costs)
@@ -94,11 +92,7 @@ class Steps:
         small = self.alone[-max(1, len(self.order) // SMALL) :]
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
-        self.passes = 2
-        """Times that samples are swapped after each deal."""
         self.made: dict[Kind, Made] = {}
-        self.left_out: set[Kind] = set()
-        """Kinds that may not be best."""
 
     @cached_property
     def _samples(self) -> Samples:
@@ -133,35 +127,19 @@ class Steps:
         found = (kind for kind, made in self.made.items() if made.end < math.inf)
         return sorted(found, key=lambda kind: (self.made[kind].end, kind))
 
-    def may_be_best(self, kind: Kind) -> bool:
-        """False if a rank of the longest sample and otherwise empty slots would end later than the
-        best step so far."""
-        if not self.soonest:
-            return True
-        best = self.made[self.soonest[0]].end
-        for at in {kind.num_slots // 2, kind.num_slots - 1}:
-            slots: Slots = [[]] * at + [self.order[:1]] + [[]] * (kind.num_slots - 1 - at)
-            if self.objective.end_together([slots]) < best:
-                return True
-        self.left_out.add(kind)
-        return False
-
     def step(self, kind: Kind) -> Candidate:
         """The best step of a kind, one of `soonest`."""
         step = self.made[kind].step
         assert step is not None
         return step
 
-    def make(
-        self, kind: Kind, *, in_vain: int, like: Kind | None = None, keep: float = 0.0
-    ) -> bool:
+    def make(self, kind: Kind, *, in_vain: int = 1, like: Kind | None = None) -> bool:
         """Rounds until `in_vain` in a row made a step end hardly sooner.
 
         Args:
             kind: of the steps.
             in_vain: rounds in a row that hardly help, after which no further one begins.
             like: a kind whose ranks are already even, to begin with.
-            keep: effort with which no further round begins.
 
         Returns:
             True if no plan's step ends sooner.
@@ -169,8 +147,7 @@ class Steps:
         made = self.made.setdefault(kind, Made())
         if not made.offsets:
             groups = len(self.objective.lockstep_groups)
-            made.offsets = self.made[like].offsets if like else [0.0] * groups
-            made.ways = self.made[like].ways if like else [-1] * groups
+            made.offsets = (like and self.made[like].offsets) or [0.0] * groups
         left, before = in_vain, math.inf
         while left:
             end = self._round(kind, made)
@@ -180,7 +157,7 @@ class Steps:
                 return True
             left = in_vain if end < CLEARLY_SOONER * before else left - 1
             before = min(before, end)
-            if len(made.offsets) == 1 or self.objective.effort <= keep:
+            if len(made.offsets) == 1 or self.objective.spent:
                 break
         return False
 
@@ -197,7 +174,7 @@ class Steps:
                 by_cost(samples, problem.costs),
                 [work / num_slots] * num_slots,
                 self.objective,
-                passes=self.passes,
+                passes=SWAPS,
                 per_rank=num_slots,
             )
             if slots is None:
@@ -211,11 +188,11 @@ class Steps:
         samples do not fit into slots."""
         objective = self.objective
         targets = self._targets(kind, made)
-        slots = deal(self.order, targets, objective, passes=self.passes, per_rank=kind.num_slots)
+        slots = deal(self.order, targets, objective, passes=SWAPS, per_rank=kind.num_slots)
         if slots is None:
             return None
         ranks = [slots[at : at + kind.num_slots] for at in range(0, len(slots), kind.num_slots)]
-        step = objective.candidate(self._arranged(ranks, made))
+        step = objective.candidate(self._arranged(ranks))
         end = step.end if all(map(objective.fits_in_memory, step.ranks)) else math.inf
         if end < made.end or made.step is None:
             made.end, made.step = end, step
@@ -229,19 +206,8 @@ class Steps:
             self.objective, kind.num_slots, kind.first, self._least, kind.gentle, kind.fades
         )
         if self.objective.lockstep:
-            sizes = lockstep_targets(
-                targets, work, self._samples, self.objective, fitted=kind.fitted
-            )
-            return sizes * self.ranks
-        works = [work + more for more in made.offsets]
-        of_ranks: list[list[float]] = []
-        for _ in range(3):
-            of_ranks = all_targets(targets, works, self.alone)
-            # Ranks of long samples have more, and leave less for others.
-            lacking = work - ordered_sum(map(ordered_sum, of_ranks)) / self.ranks
-            if abs(lacking) < 0.001 * work:
-                break
-            works = [each + lacking for each in works]
+            return lockstep_targets(targets, work, self._samples, self.objective) * self.ranks
+        of_ranks = all_targets(targets, [work + more for more in made.offsets], self.alone)
         return list(itertools.chain.from_iterable(of_ranks))
 
     def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
@@ -252,77 +218,46 @@ class Steps:
             for offset, end in zip(offsets, ends, strict=True)
         ]
 
-    def _arranged(self, slots: list[Slots], made: Made) -> list[Slots]:
+    def _arranged(self, slots: list[Slots]) -> list[Slots]:
         """The slots of all ranks without needless placeholders, in an order that ends soon and
         holds few tokens."""
         settled = [settle(rank, self._problem.costs) for rank in slots]
         arranged: list[Slots] = []
-        ways = []
-        for group, way in zip(self.objective.lockstep_groups, made.ways, strict=True):
-            ranks = self._soonest_order(settled[group.start : group.stop])
-            ranks, way = self._grouped(ranks, way)
-            ways.append(way)
-            arranged += self._fitting(ranks)
-        made.ways = ways
+        for group in self.objective.lockstep_groups:
+            arranged += self._fitting(self._soonest_order(settled[group.start : group.stop]))
         return arranged
 
-    def _grouped(self, ranks: list[Slots], way: int) -> tuple[list[Slots], int]:
-        """The slots of ranks that run together, those of each group of micro-batches as they are,
-        the cheapest first, the costliest first, or the costliest in the middle.
-
-        Args:
-            ranks: that run together.
-            way: one of these; -1: that which ends first.
-
-        Returns:
-            the slots, and the way.
-        """
+    def _soonest_order(self, ranks: list[Slots]) -> list[Slots]:
+        """The slots of ranks that run together, those of each group of micro-batches the cheapest
+        first; if some are placeholders as they are, or these before all others."""
+        if not all(map(all, ranks)):
+            orders = [ranks, *(self._sorted(ranks, times) for times in (0.0, 1.0, -1.0))]
+            return min(orders, key=self.objective.end_together)
         group = self._problem.dims.slots_per_group
-        if group == 1 or not all(map(all, ranks)):
-            return ranks, way
         flat = [max(slot) for slot in zip(*map(self._problem.slot_costs, ranks), strict=True)]
         each = self._problem.schedule.num_costs
         costs = [flat[at : at + each] for at in range(0, len(flat), each)]
-        found = []
-        for number in range(4) if way < 0 else [way]:
-            order: list[int] = []
-            for first in range(0, len(costs), group):
-                slots = list(range(first, min(first + group, len(costs))))
-                if number:
-                    slots.sort(key=costs.__getitem__, reverse=number == 2)
-                if number == 3:
-                    slots = slots[::2] + slots[1::2][::-1]
-                order += slots
-            ordered = itertools.chain.from_iterable(costs[slot] for slot in order)
-            end = self.objective.end_of(list(ordered)) if way < 0 else 0.0
-            found.append((end, number, order))
-        _, way, order = min(found)
-        return [[slots[at] for at in order] for slots in ranks], way
+        order = sorted(range(len(costs)), key=lambda slot: (slot // group, costs[slot], slot))
+        return [[slots[at] for at in order] for slots in ranks]
 
     def _fitting(self, ranks: list[Slots]) -> list[Slots]:
-        """The slots of ranks that run together in an order in which none holds more tokens than may
-        be, if one of these does: spread, cheapest first, costliest first."""
+        """The slots of ranks that run together, changed so that none holds more tokens than may be,
+        if one of these does."""
         objective = self.objective
         if all(map(objective.fits_in_memory, ranks)):
             return ranks
-        orders = [[spread(slots, objective) for slots in ranks], self._sorted(ranks, 1.0)]
+        changed = [[spread(slots, objective) for slots in ranks], self._sorted(ranks, 1.0)]
+        if self._lowers:
+            changed.append([lowered(slots, objective) for slots in ranks])
         if all(map(all, ranks)):
-            orders.append([slots[::-1] for slots in orders[1]])
+            changed.append([slots[::-1] for slots in changed[1]])
         return min(
-            orders,
-            key=lambda order: (
-                not all(map(objective.fits_in_memory, order)),
-                objective.end_together(order),
+            changed,
+            key=lambda ranks: (
+                not all(map(objective.fits_in_memory, ranks)),
+                objective.end_together(ranks),
             ),
         )
-
-    def _soonest_order(self, ranks: list[Slots]) -> list[Slots]:
-        """Placeholders where they are, or before all others, which go as they are, cheapest first
-        or costliest first."""
-        if all(map(all, ranks)) or not any(map(any, ranks)):
-            return ranks
-        orders = [ranks, *(self._sorted(ranks, times) for times in (0.0, 1.0, -1.0))]
-        return min(orders, key=self.objective.end_together)
 
     def _sorted(self, ranks: list[Slots], times: float) -> list[Slots]:
         """Placeholders first, then by `times` the cost."""

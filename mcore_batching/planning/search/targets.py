@@ -34,8 +34,8 @@ usual: a stage slower than the others idles for as long as both pass these. Eith
 doubled, steps end up to 0.3 % later in the mean of six."""
 TINY = 1e-9
 """Keeps divisors above zero."""
-HALVINGS = 10
-"""Steps of a bisection. With 5 single steps end 1.5 % later; with 20 none sooner."""
+HALVINGS = 20
+"""Steps of a bisection."""
 
 
 class Targets:
@@ -68,13 +68,11 @@ class Targets:
         self._units = -(-count // self._group)
         self._stages = stages = schedule.stages_of_groups
         self._forward_only = problem.forward_only
-        self.even = first >= 1.0 or not schedule.alternates
         self._ceiling = _ceiling(objective, count)
+        self.even = first >= 1.0 or not schedule.alternates
         if self.even:
             return
-        # A step run backwards is one with forward and backward exchanged.
-        self._mirrored = ratio < 1.0
-        self._growth = (1.0 if gentle else max(ratio, 1.0 / ratio)) / (stages - 1)
+        self._growth = (1.0 if gentle else ratio) / (stages - 1)
         span = (4 if gentle else 2) * stages
         self._decay = (span - 1.4) / (span + 1.4)
         most, times = LOWEST
@@ -86,7 +84,6 @@ class Targets:
             first, self._lowest, lowest = SMALLER * first, 0.0, 0.0
             self._powers = [max(0.0, 1.0 - FADED / power) for power in self._powers]
         self._first, self._rise = first, self._rising(first)
-        self._steep = self._rising(STEEPER * first)
         self._usual = self._sizes(self._rise, self._units - 1, 1.0 - lowest)
         self._usual_sum = self._sum(self._usual)
 
@@ -142,8 +139,6 @@ class Targets:
             sizes = self._of_slots([max(self._least, scale * size) for size in self._usual])
         else:
             sizes = self._around(work, longest)
-        if self._mirrored:
-            sizes.reverse()
         return sizes, long
 
     def _even(self, work: float, longest: float) -> list[float]:
@@ -160,69 +155,55 @@ class Targets:
         return sizes
 
     def _around(self, work: float, longest: float) -> list[float]:
-        """Targets with one as large as the longest sample: a later end first, then a faster rise,
-        until they add up to no more than the work."""
-        sizes = self._of_slots(self._reaching(longest, *self._shape_around(work, longest)))
-        at = sizes.index(max(sizes))
-        rest = work - longest - (self.count - 1) * self._least
-        if rest >= 0.0:
-            over = ordered_sum(sizes) - sizes[at] - (self.count - 1) * self._least
+        """Targets with one as large as the longest sample."""
+        sizes = self._of_slots(self._units_around(work, longest))
+        at, others = sizes.index(max(sizes)), self.count - 1
+        rest = work - longest - others * self._least
+        if rest < 0.0:
+            # Small samples are enough for some of the others alone, just before it.
+            spare = work - longest - others * self._fixed
+            real = max(0, math.ceil(spare / max(self._least - self._fixed, TINY) - 0.001))
+            at = min(max(at, real), others)
+            sizes = [self._fixed] * self.count
+            sizes[at - min(real, at) : at] = [self._least] * min(real, at)
+        else:
+            over = ordered_sum(sizes) - sizes[at] - others * self._least
             keep = min(1.0, rest / over) if over > 0.0 else 1.0
             sizes = [self._least + keep * (size - self._least) for size in sizes]
-            sizes[at] = longest
-            return sizes
-        # Not even one small sample for each of the others: they hold none.
-        real = (work - longest - (self.count - 1) * self._fixed) / max(
-            self._least - self._fixed, TINY
-        )
-        real = max(0, math.ceil(real - 0.001))
-        at = max(at, min(real, self.count - 1))
-        sizes = [self._fixed] * self.count
-        sizes[at - min(real, at) : at] = [self._least] * min(real, at)
         sizes[at] = longest
         return sizes
 
-    def _shape_around(self, work: float, longest: float) -> tuple[list[float], int, float]:
-        """The rise, the last unit before the end, and what it lacks, as `_reaching` takes them:
-        those that add up to the work, or hardly more."""
+    def _units_around(self, work: float, longest: float) -> list[float]:
+        """Sizes of units up to the longest sample that hold the work, or hardly more: a steep rise
+        and as late a fall as it takes, then a rise as gentle as it takes."""
 
-        def enough(rise: list[float], last: int, lacking: float) -> bool:
-            return self._sum(self._reaching(longest, rise, last, lacking)) >= work
+        def reaching(rise: Sequence[float], last: int, lacking: float) -> list[float]:
+            sizes = self._sizes(rise, last, lacking)
+            scale = longest / max(*sizes, TINY)
+            return [max(self._least, min(self._ceiling, size * scale)) for size in sizes]
 
-        steep, first = self._steep, min(self._stages, self._units)
-        low, last = first, max(first, self._units - 1)
+        def is_short(rise: Sequence[float], last: int, lacking: float) -> bool:
+            return self._sum(reaching(rise, last, lacking)) < work
+
+        steep = self._rising(STEEPER * self._first)
+        low = first = min(self._stages, self._units)
+        last = max(first, self._units - 1)
         while low < last:
             middle = (low + last) // 2
-            low, last = (low, middle) if enough(steep, middle, 1.0) else (middle + 1, last)
+            low, last = (middle + 1, last) if is_short(steep, middle, 1.0) else (low, middle)
         least, most = 1.0 / self._decay if last > first else 1.0, 1.0
-        if not enough(steep, last, most):
-            usual = 1.0 - self._lowest if last < self._units else (1.0 - self._lowest) / self._decay
-            least, most = most, min(most, usual)
-        if enough(steep, last, most):
-            return steep, last, _least(least, most, lambda lacking: enough(steep, last, lacking))
-
-        def rising(steeper: float) -> list[float]:
-            return self._rising(steeper * self._first)
-
-        gentlest = _least(STEEPER, 1.0, lambda steeper: enough(rising(steeper), last, most))
-        return rising(gentlest), last, most
-
-    def _reaching(
-        self, longest: float, rise: list[float], last: int, lacking: float
-    ) -> list[float]:
-        """Sizes of units of which the largest is the longest sample's.
-
-        Args:
-            longest: cost of its micro-batch.
-            rise: sizes up to the plateau, relative to it.
-            last: the last unit before sizes fall to nothing.
-            lacking: what that one lacks of the plateau, over the plateau.
-        """
-        sizes = self._sizes(rise, last, lacking)
-        least, scale = self._least, longest / max(*sizes, TINY)
-        most = max(least, self._ceiling)
-        scaled = [size * scale for size in sizes]
-        return [least if size < least else size if size < most else most for size in scaled]
+        if is_short(steep, last, most):
+            # Nothing left but the usual last slot, larger than this.
+            least, most = most, min(most, 1.0 - self._lowest)
+        if is_short(steep, last, most):
+            gentlest = bisected(
+                lambda steeper: is_short(self._rising(steeper * self._first), last, most),
+                STEEPER,
+                1.0,
+            )
+            return reaching(self._rising(gentlest * self._first), last, most)
+        lacking = bisected(lambda lacking: is_short(steep, last, lacking), least, most)
+        return reaching(steep, last, lacking)
 
     def _of_slots(self, sizes: list[float]) -> list[float]:
         if self._group == 1:
@@ -230,11 +211,11 @@ class Targets:
         return [size for size in sizes for _ in range(self._group)][: self.count]
 
 
-def _least(low: float, high: float, does: Callable[[float], bool]) -> float:
-    """About the least number above `low` that does, given that `high` does."""
+def bisected(is_short: Callable[[float], bool], low: float, high: float) -> float:
+    """About the least number that is not short."""
     for _ in range(HALVINGS):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if does(middle) else (middle, high)
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if is_short(middle) else (low, middle)
     return high
 
 
