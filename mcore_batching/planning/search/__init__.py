@@ -4,10 +4,9 @@
 `search_dynamic` their context-parallel sizes as well, `best_slots` and `improve` those of one rank
 alone. Reading order: `objective` (what is minimised), `targets` (how large each slot is to be),
 `deal` (samples are dealt to targets), `steps` (in rounds that even out ranks), `choice` (numbers of
-slots and shapes that are tried), `pipelines` (what a change costs a step), `moves` (single samples are
-moved), `one_rank` (a rank that keeps its samples), `split_backward` (which backward passes are
-split). Under dynamic CP: `shared_rows`
-(what is simulated) and `dynamic_cp`.
+slots and shapes that are tried), `pipelines` (what a change costs a step), `moves` (single samples
+are moved), `one_rank` (a rank that keeps its samples), `split_backward` (which backward passes are
+split). Under dynamic CP: `shared_rows` (what is simulated) and `dynamic_cp`.
 """
 
 from mcore_batching.planning.search.choice import search
