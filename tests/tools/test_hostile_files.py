@@ -29,6 +29,7 @@ BETWEEN_RANKS = {
     "batch/agreement/consensus.py",
     "megatron/job/consensus.py",
     "megatron/job/flat_values.py",
+    "megatron/job/row_groups.py",
     "megatron/rows/sample_moves.py",
     "planning/planning_process.py",  # between a rank and the process that it has started
 }

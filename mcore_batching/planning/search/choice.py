@@ -70,14 +70,15 @@ def _made(objective: Objective) -> list[Candidate]:
     if whole.ranks >= 2 * few and objective.problem.num_samples > ENOUGH_SAMPLES // 8:
         steps = thinned(whole, few)
     perfect = _compare_counts(steps, keep) or _compare_firsts(steps, keep)
+    order = steps.soonest
     if steps is not whole:
         # The thinned problem was searched on the same budget.
         objective.effort = steps.objective.effort
         # Of each number its best kind alone: on all ranks it is the numbers that may change places.
-        order = steps.soonest
         best = {kind.num_slots: kind for kind in reversed(order)}
-        perfect = False
-        for kind in sorted(best.values(), key=order.index)[:2]:
+        order, perfect = sorted(best.values(), key=order.index)[:2], False
+    if steps is not whole or not objective.problem.schedule.alternates:
+        for kind in order:
             if perfect or (whole.soonest and objective.effort < keep):
                 break
             perfect = whole.make(kind, in_vain=3)
