@@ -298,6 +298,18 @@ def test_slots_in_lockstep_are_as_large_as_their_costliest_sample() -> None:
     assert max(sizes) <= 9500.0
 
 
+def test_sizes_are_reversed_where_backward_passes_are_the_cheaper_ones() -> None:
+    """A step run backwards is one with forward and backward exchanged."""
+
+    def sizes(ratio: float) -> list[float]:
+        model = CostModel(per_micro_batch=0.0, backward_ratio=ratio)
+        dims, config = ParallelDims(pipeline_parallel=4), PlannerConfig(max_tokens_per_gpu=100)
+        objective = Objective(Problem.of([100], dims, config, model))
+        return Targets(objective, 12, 0.25, 1.0).of_rank(40_000.0, 0.0)[0]
+
+    assert sizes(0.5) == sizes(2.0)[::-1] != sizes(2.0)
+
+
 @pytest.mark.parametrize("virtual_pipeline", [1, 2])
 def test_fitted_slots_in_lockstep_end_sooner(
     virtual_pipeline: int, monkeypatch: pytest.MonkeyPatch

@@ -72,7 +72,9 @@ class Targets:
         self.even = first >= 1.0 or not schedule.alternates
         if self.even:
             return
-        self._growth = (1.0 if gentle else ratio) / (stages - 1)
+        # A step run backwards is one with forward and backward exchanged.
+        self._mirrored = ratio < 1.0
+        self._growth = (1.0 if gentle else max(ratio, 1.0 / ratio)) / (stages - 1)
         span = (4 if gentle else 2) * stages
         self._decay = (span - 1.4) / (span + 1.4)
         most, times = LOWEST
@@ -139,6 +141,8 @@ class Targets:
             sizes = self._of_slots([max(self._least, scale * size) for size in self._usual])
         else:
             sizes = self._around(work, longest)
+        if self._mirrored:
+            sizes.reverse()
         return sizes, long
 
     def _even(self, work: float, longest: float) -> list[float]:
