@@ -91,7 +91,7 @@ def test_a_schema_survives_pickling() -> None:
         ),
         (
             lambda: Schema((Field("x", Kind.PER_TOKEN), Field("x", Kind.METADATA))),
-            "expected one declaration, found 2",
+            "expected one declaration, found Kind.PER_TOKEN and Kind.METADATA",
         ),
     ],
     ids=["offset", "second tokens", "other tokens", "other lengths", "no kind", "fill", "twice"],

@@ -298,6 +298,12 @@ def test_slots_in_lockstep_are_as_large_as_their_costliest_sample() -> None:
     assert max(sizes) <= 9500.0
 
 
+def test_a_fall_that_fades_is_made_of_any_number_of_slots() -> None:
+    """The powers of its decay are 0 from some thousand slots on, and were divided by."""
+    sizes = targets_of(ParallelDims(pipeline_parallel=2), 1200, fades=True).relative
+    assert max(sizes) == sizes[600] == 1.0 > sizes[-1]
+
+
 def test_sizes_are_reversed_where_backward_passes_are_the_cheaper_ones() -> None:
     """A step run backwards is one with forward and backward exchanged."""
 

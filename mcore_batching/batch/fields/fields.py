@@ -46,7 +46,7 @@ class Fill(enum.Enum):
     ONES = "ones"
     """For attention masks, and for flags such as "last turn of the trajectory"."""
     TOKEN_IDS = "token ids"
-    """The pad token."""
+    """The pad token; the last of a padding sample's is the response token."""
     IDENTIFIER = "identifier"
     """A value that no other sample has, so that the sample is in nobody's group."""
 

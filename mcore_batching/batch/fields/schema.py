@@ -34,7 +34,8 @@ class Schema(Mapping[str, Field]):
         by_name = {field.name: field for field in self.fields}
         for name, count in Counter(field.name for field in self.fields).items():
             if count > 1:
-                raise SchemaError(name, expected="one declaration", found=str(count))
+                kinds = (f"Kind.{field.kind.name}" for field in self.fields if field.name == name)
+                raise SchemaError(name, expected="one declaration", found=" and ".join(kinds))
         object.__setattr__(self, "_by_name", by_name)
 
     _by_name: dict[str, Field] = dataclasses.field(init=False, repr=False)

@@ -2,8 +2,8 @@
 
 1. Of every other number of slots a step is made, then of those beside the best two, also with a
    gentle rise. With many ranks, some of these stand for all.
-2. Of the best numbers steps are made with other sizes of the first slot; on one stage once more,
-   with more rounds.
+2. Of the best numbers steps are made with other sizes of the first slot; where order matters
+   little, and if some ranks stood for all, they are made once more with more rounds.
 3. Single samples are moved in the best few (`moves`), in fewer and fewer of them.
 
 A step that no plan beats ends this at once.

@@ -84,7 +84,7 @@ class Targets:
             self._powers.append(self._powers[-1] * self._decay)
         if fades:
             first, self._lowest, lowest = SMALLER * first, 0.0, 0.0
-            self._powers = [max(0.0, 1.0 - FADED / power) for power in self._powers]
+            self._powers = [max(0.0, 1.0 - FADED / max(power, TINY)) for power in self._powers]
         self._first, self._rise = first, self._rising(first)
         self._usual = self._sizes(self._rise, self._units - 1, 1.0 - lowest)
         self._usual_sum = self._sum(self._usual)
