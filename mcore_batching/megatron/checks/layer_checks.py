@@ -43,7 +43,9 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
         if not compat.layers.packs_gated_delta_net(layer):
             return f"is a GatedDeltaNet, which runs packed rows from Megatron-LM 0.18 on: {_LATER}"
         if config.deterministic_mode:
-            return "is a GatedDeltaNet, which packs no rows so: unset --deterministic-mode"
+            return (
+                "is a GatedDeltaNet, not deterministic on packed rows: unset --deterministic-mode"
+            )
         if layer.activation not in ("silu", "swish"):
             return (
                 f"is a GatedDeltaNet with {layer.activation}, whose kernel has silu alone: set "

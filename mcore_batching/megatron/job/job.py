@@ -88,7 +88,8 @@ class Job:
         # After an abort there is no group, and the next call is to raise the same error.
         if connection is None or (world is not None and connection[0]() is not world):
             self.memory.disconnect()
-            connection = self.memory.connection = weakref.ref(world), self._connected()
+            made = self._connected()  # says what is wrong where there is no group
+            connection = self.memory.connection = weakref.ref(world), made
         return connection[1]
 
     def _connected(self) -> JobConsensus:

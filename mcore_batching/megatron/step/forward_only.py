@@ -56,8 +56,8 @@ def forward_only(
 
     Args:
         f: called on the last stage as ``f(logits, args=, unconcat_tokens=, total_lengths=,
-            response_lengths=, with_entropy=, micro_batch=)``, a `PackedMicroBatch`, without those
-            that it does not take. Returns a dict of lists with one tensor per sample of the
+            response_lengths=, with_entropy=, micro_batch=)`` (a `PackedMicroBatch`); keywords that
+            it does not take are left out. Returns a dict of lists with one tensor per sample of the
             micro-batch (one for a placeholder), or a pair that ends in one; the same names for
             every micro-batch on every rank but for placeholders, whose values are dropped.
         args: Megatron's arguments.
@@ -73,7 +73,8 @@ def forward_only(
 
     Raises:
         CollationFailedError: on every rank, if arguments or samples could not be read on any, or
-            ``f`` goes by the samples' lengths, as slime's functions do, where samples are padded.
+            ``f`` goes by the samples' lengths, as slime's functions do, where rows do not lie so:
+            padded samples, dynamic CP, shared prefixes, a fused output layer.
         ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
             sample (an `OrderError`), or returned other names than elsewhere.
         PipelineFailedError: on every rank that can be reached, if the model raised on any, or

@@ -25,13 +25,16 @@ def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, T
     """A loss function's result as scalars: share of the loss, shares of metrics by name."""
     if not (isinstance(made, tuple | list) and len(made) == 2 and isinstance(made[1], Mapping)):
         kind = type(made).__name__
-        raise TypeError(f"the loss function must return (loss, dict of metrics), got {kind}")
+        raise TypeError(
+            f"the loss function must return (loss, dict of metrics), got {kind}; both are shares "
+            "of the step's"
+        )
     share = _scalar("the loss", made[0], device)
     if not share.is_floating_point():
         # Its backward pass would be left out, and the stages before would wait for a gradient.
         raise TypeError(
             f"the loss must be of a floating-point type, got {share.dtype}; return "
-            "logits.new_zeros(()) where there is none"
+            "logits.new_zeros(()) where there is none, not torch.tensor(0)"
         )
     metrics = {}
     for name, value in made[1].items():
@@ -43,7 +46,10 @@ def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, T
 
 def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor of one value, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor of one value, got {type(value).__name__}; return shares as "
+            "tensors, the loss attached to the graph"
+        )
     if value.numel() != 1:
         raise ValueError(
             f"{name} must be a tensor of one value, got shape {list(value.shape)}; return "

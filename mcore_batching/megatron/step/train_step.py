@@ -2,7 +2,9 @@
 
 The loss function returns shares (see `mcore_batching.batch.loss`), which add up to the step's loss
 over all micro-batches of all ranks. Megatron's schedules and its data-parallel wrapper divide
-losses in ways of their own; `train_step` multiplies by exactly what they divide by.
+losses in ways of their own; `train_step` multiplies by exactly what they divide by: with
+``calculate_per_token_loss`` the step's tokens, counted as micro-batches report them, without it the
+number of micro-batches and of ranks.
 
 Megatron's scheduler counts an optimizer step as a global batch of samples, however many it held.
 So does `train_step`: turns of a trajectory, samples of a short last step and padding samples change
@@ -96,9 +98,9 @@ def train_step(
 ) -> TrainStepResult:
     """Forward, backward and one update over the micro-batches of one optimizer step.
 
-    A collective over all ranks; what fails on one is raised on all that can be reached. A step
-    without samples, or of padding samples alone, updates nothing; one of samples without trainable
-    tokens does, as it would unpacked.
+    A collective over all ranks; what fails on one is raised on all. A step without samples, or of
+    padding samples alone, updates nothing, or momentum would move weights; one of samples without
+    trainable tokens does, as it would unpacked.
 
     Args:
         loss_function: called on the last stage with the logits
@@ -120,13 +122,14 @@ def train_step(
             ``rollout_data["dynamic_global_batch_size"]`` beside ``steps`` of your own.
 
     Raises:
-        ConfigError: `increment` is below 1, or a scheduler needs it; a `CollationFailedError` where
-            not on all ranks.
+        ConfigError: `increment` is not an integer of 1 or more, or a scheduler needs it; a
+            `CollationFailedError` where not on all ranks.
         CollationFailedError: arguments could not be read, or samples not be collated.
         ForwardFailedError: the loss function raised, or returned no tensors of one value, or other
             names than elsewhere; nothing is updated.
         NonFiniteError: a loss or gradient is NaN or infinite; nothing is updated.
-        PipelineFailedError: the model, the schedule or the optimizer raised.
+        PipelineFailedError: the model, the schedule or the optimizer raised; on all ranks that can
+            be reached.
     """
     job = job_of(args)
 
