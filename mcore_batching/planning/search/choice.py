@@ -118,8 +118,8 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
         new = {
             kind._replace(num_slots=count)
             for kind in steps.soonest[:2]
-            for number, count in enumerate(counts)
-            if abs(number - counts.index(kind.num_slots)) == 1
+            for at in [counts.index(kind.num_slots)]
+            for count in counts[max(0, at - 1) : at + 2]
         } - steps.made.keys()
         # Sorted: a set promises no order, and ranks must make the same plan.
         for kind in sorted(new):

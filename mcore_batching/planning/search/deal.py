@@ -229,9 +229,11 @@ def lowered(slots: Slots, objective: Objective) -> Slots:
     for _ in slots:  # with four times as many changes steps end as soon
         sizes = [problem.row_tokens(samples) or problem.placeholder_tokens for samples in made]
         excess = inflight_tokens(sizes, problem.schedule) - bound
+        if excess <= 0.0:
+            break
         held = slots_in_flight(sizes, problem.schedule)
         others = [slot for slot in range(len(made)) if slot not in held]
-        if excess <= 0.0 or not others:
+        if not others:
             break
         other = min(others, key=sizes.__getitem__)
         most = problem.capacity - problem.row_tokens(made[other])
