@@ -104,7 +104,7 @@ def _on_cpu(argument: Any) -> Any:
 
 
 class _Idle:
-    """What nothing waits for: all that it was given to do is done."""
+    """Nothing to wait for: all that it was given to do is done."""
 
     def __init__(self, *unused: Any, **named: Any) -> None:
         pass
@@ -177,7 +177,7 @@ _ANSWERS: dict[str, Any] = {
     "stream": _Stream(),
     "is_current_stream_capturing": False,
 }
-"""What functions of `torch.cuda` return, whatever they are asked."""
+"""Answers of functions of `torch.cuda`, whatever they are asked."""
 _FUNCTIONS = {
     "is_available": _is_available,
     # A GPU for each process of torchrun, as jobs expect.

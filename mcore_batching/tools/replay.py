@@ -40,7 +40,7 @@ class ReplayedStep:
 
     @property
     def setting(self) -> tuple[ParallelDims, PlannerConfig, CostModel]:
-        """What the recorded plan was made with."""
+        """The dims, options and costs that the recorded plan was made with."""
         plan = self.record.plan
         return plan.dims, plan.config, plan.cost_model
 

@@ -60,7 +60,7 @@ ForwardBackward = Callable[..., Any]
 
 
 def wrap_forward_backward(forward_backward_func: ForwardBackward) -> ForwardBackward:
-    """What ``get_forward_backward_func`` returned, over packed rows.
+    """The function that ``get_forward_backward_func`` returned, over packed rows.
 
     A function of the same keywords; the argument itself without ``--use-dynamic-batch-size``.
     """

@@ -164,7 +164,7 @@ def check_fields(names: Sequence[str], where: str) -> None:
 
 
 def problems_of_fields(names: Sequence[str]) -> list[str]:
-    """What a batch of these values has or lacks that packed rows do not know or need."""
+    """The faults of a batch of these values: unknown to packed rows, or lacking for them."""
     # Those of six are among the seven.
     unknown = [name for name in names if name not in {*SEVEN_FIELDS, *TEN_FIELDS}]
     lacking = [name for name in _NEEDED if name not in names]

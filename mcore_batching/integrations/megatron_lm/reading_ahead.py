@@ -57,7 +57,7 @@ class Buffered:
 
 
 def batches_ahead(data_iterator: Any, num_batches: int) -> Batches | None:
-    """What `draw_batches` would draw next; None of iterators that are not Megatron's, and of none.
+    """Batches that `draw_batches` would draw next; None if there are none, or not Megatron's.
 
     Raises what reading a batch did, as drawing it will again.
     """

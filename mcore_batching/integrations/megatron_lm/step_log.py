@@ -126,7 +126,7 @@ def _read_times() -> None:
 
 
 def with_batching_statistics(loss_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``train_step`` returned as losses, with ``batching/...`` entries for stock code to log.
+    """The losses that ``train_step`` returned, with ``batching/...`` entries for stock code to log.
 
     A copy; without them if it is empty, as but on the last stage, or no step was packed.
     """

@@ -151,7 +151,7 @@ class JobConsensus(Consensus):
     def handed(
         self, make: Callable[[], Any], source: int | None, among: dist.ProcessGroup | None = None
     ) -> Callable[[], Any]:
-        """What global rank ``source`` makes, by a broadcast; each rank's own if it is None.
+        """The value that global rank ``source`` makes, broadcast; each rank's own if it is None.
 
         A collective over the ranks of a group, by default all.
 

@@ -62,7 +62,7 @@ class CutSteps:
         return cls(rollout, batch, steps, found, found.host if found and shares_them else None)
 
     def statement(self, **figures: Figure) -> Statement:
-        """What all ranks must have alike, and what sharing saves on this one."""
+        """The values that all ranks must have alike, and this one's savings by sharing."""
         batch, rollout = self.batch, self.rollout
         # Pipelines run step by step: ranks with fewer steps would leave the others waiting.
         equal = {"number of steps": len(self.steps), **batch.comparable()}
@@ -138,7 +138,7 @@ def look_for_hosts(
 
 
 def _saved(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) -> dict[str, Figure]:
-    """What sharing saves, or would save."""
+    """The savings by sharing, made or possible."""
     # The same figures on every rank, whether it looked or not: they are joined over all.
     host = hosts.host if hosts is not None else ()
     work = [costs.sample(length) for length in lengths[: len(host)]]

@@ -116,7 +116,7 @@ class RolloutBatch:
         return dataclasses.replace(self, told=told | {**self.told})
 
     def without_samples(self) -> dict[str, Any]:
-        """What a rank without samples is to have of this batch: fields and batch size."""
+        """Fields and batch size that a rank without samples is to have of this batch."""
         return {
             "schema": self.schema,
             "template": self.template,

@@ -96,7 +96,7 @@ def _without_padding(logits: Any, row: PackedMicroBatch) -> Tensor:
 
 
 def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
-    """What ``f`` returned: one output per sample of a micro-batch, a placeholder's included."""
+    """The outputs of ``f``: one per sample of a micro-batch, a placeholder's included."""
     # slime's functions return a pair: a placeholder for a loss, then the outputs.
     outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
     if not isinstance(outputs, Mapping):

@@ -105,7 +105,7 @@ class CollectedShares:
     """Of each micro-batch by name, ``loss`` among them."""
     failed: Sequence[Exception]
     temperatures: Collection[float]
-    """That it asked log-probs for."""
+    """At which it asked for log-probs."""
     read_totals: bool
 
 

@@ -41,7 +41,7 @@ class LaterLosses:
     token_weights: Sequence[float]
     """Of the step, by depth from 0 on."""
     undo: float
-    """What Megatron will divide these losses by."""
+    """The number that Megatron will divide these losses by."""
     is_fused: bool = False
     """The output layer hands its input on, as in `fused_output`."""
     counts_hits: bool = False

@@ -81,7 +81,7 @@ def run_pipeline(
 def _timed(
     job: Job, model: list[Any], prepared: PreparedStep, deferred: WeightGradients | None
 ) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """What records and times a training step; forward passes alone have no costs to learn."""
+    """Contexts that record and time a training step; forward passes alone teach no costs."""
     yield _recorded(job, prepared.schedule, prepared.step)
     if job.options.learns_cost_model:
         weights = [] if deferred is None else deferred.timed

@@ -248,7 +248,7 @@ def _forward_backward(
 
 
 def _divisors(prepared: PreparedStep, *, per_token: bool) -> tuple[int, int]:
-    """What Megatron will divide losses by, and those of later tokens; multiplied in, it cancels."""
+    """Megatron's divisors of losses and of those of later tokens; multiplied in, they cancel."""
     if per_token:
         # A step without trainable tokens has shares of 0, whatever they are multiplied by.
         tokens = max(prepared.totals.num_tokens, 1)
