@@ -147,6 +147,7 @@ def _compare_firsts(steps: Steps, keep: float) -> bool:
         return False
     for number, kind in enumerate(steps.soonest):
         for first in FIRSTS:
+            # Of the best number all are tried, whatever effort that leaves for moves.
             if number and objective.effort < keep:
                 return False
             other = kind._replace(first=first)

@@ -55,6 +55,7 @@ def deal(
     room = lacking.room
     for sample in order:
         size = tokens[sample]
+        # An oversize sample asks for a whole slot, which then has room for no other.
         slot = lacking.most(size if size < capacity else capacity)
         if slot < 0:
             return None
@@ -104,6 +105,8 @@ class _Lacking:
             heapq.heappush(heap, (beyond, slot))
         while heap:
             beyond, slot = heap[0]
+            # Counted only when a slot comes to the top: to sort a rank's slots anew at each spill
+            # would take as long as the deal.
             less = self._spilt[slot // self._per_rank] - self._counted[slot]
             if room[slot] < wanted:
                 heapq.heappop(heap)
@@ -138,10 +141,12 @@ def swap(slots: Slots, over: list[float], room: list[int], problem: Problem) -> 
     """
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     order = sorted(range(len(slots)), key=over.__getitem__)
+    # The emptiest with the fullest, the next with the next: each slot takes part once at most.
     for taker, giver in zip(order[: len(order) // 2], reversed(order), strict=False):
         given, taken = slots[giver], slots[taker]
         if room[taker] < 0 or room[giver] < 0 or not given or not taken:
             continue
+        # If so much cost goes over, both are as far from their targets.
         half = (over[giver] - over[taker]) / 2.0
         back = [(costs[sample], sample) for sample in taken[-SMALLEST:]]
         if len(given) > 1 and len(taken) < most - 1:

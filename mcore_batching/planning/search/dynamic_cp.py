@@ -207,6 +207,7 @@ class FormSearch:
             changed[sample] = max(size, problem.least_sizes[sample])
             sizes = tuple(changed)
         elif part == 2:
+            # Up to three more or fewer.
             count = max(1, kind.num_slots + below(7) - 3)
             kind = kind._replace(num_slots=problem.dims.round_up_num_microbatches(count))
         elif part == 3:
@@ -214,6 +215,7 @@ class FormSearch:
         elif part == 4:
             kind = kind._replace(gentle=not kind.gentle)
         else:
+            # Small shares more often: a shared row belongs to the largest slots.
             return form._replace(skip=below(10) * below(10) / 100)
         return form._replace(sizes=sizes, kind=kind)
 

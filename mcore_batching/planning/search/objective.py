@@ -78,6 +78,7 @@ class Objective:
         if problem.schedule.which_cost:
             self.effort *= EFFORT_ON_UNEVEN_STAGES
         bound = problem.config.max_inflight_tokens
+        # No more than these are in flight at a time, however many a step has.
         placeholders = 2 * dims.pipeline_parallel + dims.virtual_pipeline * dims.group_size
         if bound is not None and bound >= placeholders * problem.placeholder_tokens + sum(
             problem.row_tokens([i]) for i in range(len(problem.tokens))
@@ -116,7 +117,7 @@ class Objective:
         self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None
     ) -> Candidate:
         """A step of these micro-batches [ranks][slots], simulated; `sizes` under dynamic CP."""
-        del sizes
+        del sizes  # nothing is shared without dynamic CP: `SharedObjective` takes them
         held = [[list(samples) for samples in slots] for slots in ranks]
         groups = [held[ranks.start : ranks.stop] for ranks in self.lockstep_groups]
         return Candidate(held, list(map(self.end_together, groups)))

@@ -58,6 +58,7 @@ def split_backward(
         sizes: of the micro-batches of all starts; None without dynamic CP.
     """
     all_split = problem.config.split_backward == "all"
+    # One half for all starts together, one for the best of them.
     effort = Objective(problem).effort / EFFORT_OF_A_PASS / 2 if problem.config.searches else 0.0
     steps = [_Step(problem, ranks, sizes) for ranks in starts]
     plain_end = steps[0].end_unsplit

@@ -292,6 +292,8 @@ def thinned(steps: Steps, ranks: int) -> Steps:
     dims = dataclasses.replace(
         problem.dims, data_parallel=few, expert_parallel=few if steps.objective.lockstep else 1
     )
+    # From the middle of every `one_in`: with the first of each the few ranks would have more work
+    # each than a rank has.
     samples = problem.subset(steps.order[one_in // 2 :: one_in])
     objective = Objective(dataclasses.replace(samples, dims=dims))
     objective.effort = steps.objective.effort

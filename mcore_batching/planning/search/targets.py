@@ -195,6 +195,7 @@ class Targets:
         while low < last:
             middle = (low + last) // 2
             low, last = (middle + 1, last) if is_short(steep, middle, 1.0) else (low, middle)
+        # If the last unit lacks 1 / decay, the one before it lacks all, as when that was the last.
         least, most = 1.0 / self._decay if last > first else 1.0, 1.0
         if is_short(steep, last, most):
             # Nothing left but the usual last slot, larger than this.
@@ -255,6 +256,7 @@ def all_targets(
             continue
         usual = targets.plateau(work)
         for size in sorted(sizes, reverse=True):
+            # A slot holds what is a thousandth over its target, too: that delays nothing.
             place = bisect_right(left, size * 1.001) - 1
             if size < usual or place < 0 or left[place] <= usual:
                 break
