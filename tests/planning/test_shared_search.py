@@ -119,6 +119,17 @@ def test_forms_are_judged_by_all_ranks_together(dims: ParallelDims) -> None:
         assert forms.judge(form) == pytest.approx(made.end, rel=0.02)
 
 
+def test_samples_get_the_least_size_that_brings_them_to_a_limit() -> None:
+    problem = Problem.of([2000, 1000, 100], PP2, replace(CONFIG, plan_effort=1))
+    forms = Forms(SharedObjective(problem))
+    shared_by_two = problem.on_ranks[2].costs[0]
+    assert forms.sizes_under(shared_by_two) == (2, 1, 1)
+    assert forms.sizes_under(0.999 * shared_by_two) == (4, 1, 1)
+    assert forms.sizes_under(problem.on_ranks[1].costs[0]) == (1, 1, 1)
+    # Where no size does, the largest.
+    assert forms.sizes_under(0.0) == (4, 4, 4)
+
+
 def test_limits_under_which_shared_rows_take_too_many_slots_are_left_out() -> None:
     """But sizes that lengths ask for are kept, however many slots they take."""
     config = PlannerConfig(max_tokens_per_gpu=5000, max_context_parallel=4)
