@@ -224,12 +224,14 @@ PIPELINES = [
     ParallelDims(pipeline_parallel=4),
     ParallelDims(pipeline_parallel=8),
     ParallelDims(pipeline_parallel=4, virtual_pipeline=2),
+    # 16 micro-batches in groups of 6: the last has 4.
+    ParallelDims(pipeline_parallel=4, virtual_pipeline=2, microbatch_group_size=6),
 ]
 
 
 @pytest.mark.parametrize("dims", PIPELINES)
 @pytest.mark.parametrize("gentle", [False, True])
-@pytest.mark.parametrize("count", [4, 12, 44])
+@pytest.mark.parametrize("count", [4, 16, 44])
 def test_targets_add_up_to_the_work_and_rise_and_fall(
     dims: ParallelDims, gentle: bool, count: int
 ) -> None:
