@@ -150,6 +150,8 @@ def compare(
     shared_by = config.max_context_parallel or dims.context_parallel
     while caps[-1] * CAP_STEP > max(1.0, mean / shared_by):
         caps.append(int(caps[-1] * CAP_STEP))
+    # The first plan of a process loads numba, where it is installed: seconds of no planner's own.
+    plan_step([1], dims, replace(config, max_inflight_tokens=None), model)
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
     for planner in planners(dims, config, model):

@@ -57,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     steps = consecutive_steps(lengths, options.samples_per_step)
     outcomes = compare(steps, dims, config, cost_model_of(options))
     sizes = sorted({len(step) for step in steps})  # the last step may hold fewer
-    samples = " to ".join(map(str, sizes))
-    print(f"{counted(len(steps), 'step')} of {samples} samples, {report.dims_line(dims, config)}")
+    samples = " to ".join([*map(str, sizes[:-1]), counted(sizes[-1], "sample")])
+    print(f"{counted(len(steps), 'step')} of {samples}, {report.dims_line(dims, config)}")
     print(as_table(outcomes))
     print(LEGEND)
     for line in summary(outcomes, options.spell):
