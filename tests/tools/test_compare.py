@@ -209,6 +209,10 @@ def test_ours_is_compared_with_its_split_backward_passes() -> None:
     assert len(rules) > 5
     for name in rules:
         assert (split[name] or 0.0) > 1.03 * (plain[name] or 0.0), name
+    # As under one size for all, on each rank of a row.
+    dynamic = replace(CONFIG, split_backward="all", max_context_parallel=2)
+    found = compare.compare(steps, replace(dims, data_parallel=1, context_parallel=2), dynamic)
+    assert by_name(found, "CP 2 for all").planned == 2
 
 
 @pytest.fixture
