@@ -134,6 +134,7 @@ def better_layout(
     # but the first and the last.
     is_hybrid = not body.islower()
     cuts = _any_cut(before, stages, slowest) if is_hybrid else _even_cuts(len(body), stages)
+    # Of cuts that are as good, the one with fewer flags.
     flags, cut = min(cuts.items(), key=lambda each: (slowest(each[1]), len(each[0])))
     layers = "|".join(body[first:after] for first, after in itertools.pairwise(cut))
     present = cut_layers(model.layers, stages).split("|")
@@ -164,6 +165,8 @@ def _any_cut(
 ) -> dict[str, list[int]]:
     """Stages filled one after the other up to about the least that lets the rest fit."""
     found = []
+    # Limits 1 % apart, the least gain that is shown: above the mean where the output layer weighs
+    # on the last stage, below it where single layers take longer.
     for share in range(50, 150):
         limit = share / 100 * before[-1] / stages
         cut = [0]

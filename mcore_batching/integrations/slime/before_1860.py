@@ -43,9 +43,9 @@ from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
 
 _ROW_FIELDS = (*REQUIRED_FIELDS, "loss_masks")
-_PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_global_batch_size")
 # Others may be of the whole batch rather than of this rank's samples, or log-probs that are already
 # cut for context parallelism.
+_PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_global_batch_size")
 
 
 class _LiveDataIterator(DataIterator):

@@ -161,6 +161,7 @@ def _settings(max_token_len: int, multiple: int, group: Any) -> tuple[ParallelDi
         dims,
         # verl pads samples to a multiple of the tensor-parallel size, with or without it.
         sequence_parallel=dims.tensor_parallel > 1,
+        # verl asks for a multiple of it, and Megatron's process groups do not tell it.
         microbatch_group_size=(
             max(multiple, dims.pipeline_parallel) if dims.virtual_pipeline > 1 else None
         ),

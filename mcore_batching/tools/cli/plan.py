@@ -95,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         print(f"wrote {printable(options.out)}")
     if options.plot:
+        # Last: what fails while drawing takes nothing from a plan that is printed and written.
         draw_step(plan.steps[0], lengths, options.plot)
         print(f"wrote {printable(options.plot)}")
     return 0
