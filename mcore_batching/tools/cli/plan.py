@@ -121,4 +121,6 @@ def _print(
         print(explain(plan.steps[0], lengths, options.spell, advice=advice))
     else:
         print(report.packing_line(plan, lengths))
+        if not options.no_advice:
+            print("plan one step's samples alone to see what holds it back and what would help")
     print(f"digest {plan.digest()}")
