@@ -14,8 +14,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+# Without one of these, neither the engine nor Megatron is imported before the script runs.
 _FLAGS = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--dynamic-batch-")
-"""Without one of these, neither the engine nor Megatron is imported before the script runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -43,6 +43,7 @@ def of_one_size(
         step,
         micro_batches=ranks,
         context_parallel=tuple(tuple(size if each else 1 for each in rank) for rank in ranks),
+        split_backward=tuple(rank for rank in step.split_backward for _ in range(size)),
         dims=dims,
         config=config,
         cost_model=cost_model,

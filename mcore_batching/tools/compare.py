@@ -23,6 +23,7 @@ from mcore_batching.planning import (
     OversizeSampleError,
     ParallelDims,
     PlannerConfig,
+    PlanningError,
     StepPlan,
     at_least,
     plan_step,
@@ -61,12 +62,12 @@ class Outcome:
     kind: Kind
     steps: int
     planned: int  # of the steps, at the given cap
-    failure: str | None  # the reason for the first of the others
+    failure: PlanningError | None  # the reason for the first of the others
     time_over_floor: float | None
     time_over_ours: float | None  # of steps that this package's search has a plan for, too
     num_microbatches: float | None  # per rank
     planning_seconds: float | None  # processor time of planning a step
-    best_cap: int | None  # largest of those under which its steps end soonest
+    best_cap: int | None  # per GPU: largest of those under which its steps end soonest
     time_over_ours_at_best_cap: float | None
 
 
@@ -144,9 +145,13 @@ def compare(
     model = cost_model or CostModel()
     caps = [config.max_tokens_per_gpu]
     mean = sum(map(sum, steps)) / max(1, sum(map(len, steps)))
-    # Below the mean length most samples run alone, and a smaller cap changes nothing.
-    while caps[-1] * CAP_STEP > max(1.0, mean):
+    # Where a micro-batch holds less than the mean length most samples run alone, and a smaller cap
+    # changes nothing. It holds a cap's tokens on each of its context-parallel ranks.
+    shared_by = config.max_context_parallel or dims.context_parallel
+    while caps[-1] * CAP_STEP > max(1.0, mean / shared_by):
         caps.append(int(caps[-1] * CAP_STEP))
+    # The first plan of a process loads numba, where it is installed: seconds of no planner's own.
+    plan_step([1], dims, replace(config, max_inflight_tokens=None), model)
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
     for planner in planners(dims, config, model):
@@ -182,7 +187,7 @@ def compare(
 class _Step:
     """The outcome of planning a step; of no meaning beside a failure."""
 
-    failure: str | None
+    failure: PlanningError | None
     end: float = math.inf
     floor: float = 1.0
     num_microbatches: int = 0
@@ -203,11 +208,11 @@ def _planned(
     try:
         plan = planner.plan(lengths, replace(config, max_tokens_per_gpu=cap))
     except (RuleFailureError, InflightBoundError, OversizeSampleError) as error:
-        return _Step(str(error))
+        return _Step(error)
     except ConfigError as error:
         if cap == given:
             raise  # it holds no token, for nobody
-        return _Step(str(error))
+        return _Step(error)
     seconds = time.process_time() - started
     # Fill and floor are those of the given cap, whatever the plan was made under.
     plan = replace(plan, config=replace(plan.config, max_tokens_per_gpu=given))
@@ -220,7 +225,9 @@ def _planned(
     ):
         bound = getattr(config, name)
         if bound is not None and has > bound:
-            return _Step(f"its plan has {has:.0f} {what}, {name} is {bound}")
+            return _Step(
+                RuleFailureError(f"its plan has {has:.0f} {what}, ", Argument(name), f" is {bound}")
+            )
     return _Step(None, found.step_time, found.floor_time or 1.0, found.num_microbatches, seconds)
 
 

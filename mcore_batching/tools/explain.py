@@ -191,6 +191,7 @@ def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -
         return "whole: without a pipeline to fill, or splitting them gains less than 2 %"
     stages = [stage for rank in step.split_backward for stage in rank]
     number = sum(sum(stage.split) for stage in stages)
+    # A stage lists its forward passes, too: half of what it runs is backward.
     of_all = sum(len(stage.split) for stage in stages) // 2
     whole = predicted_step_time(replace(step, split_backward=()), lengths)
     return (

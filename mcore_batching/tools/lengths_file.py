@@ -85,7 +85,8 @@ def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterato
             raise LengthsFileError(f"{place}: not a line of JSON: {error}") from None
         if not isinstance(record, dict):
             raise LengthsFileError(
-                f"{place}: expected a JSON object, got {text!r:.60}; name it .txt"
+                f"{place}: expected a JSON object, got {text!r:.60}; give one a line, or a .txt "
+                "file of one length a line"
             )
         if column not in record:
             raise _no_column(place, column, record)

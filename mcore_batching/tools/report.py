@@ -34,14 +34,17 @@ STEP_COLUMNS = {
     "time/floor": "{.time_over_floor:.3f}",
 }
 
+FLOOR_LEGEND = f"""\
+time/floor    predicted end of the step / the floor:
+              {FLOOR}"""
+
 STEP_LEGEND = f"""\
 token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
 padding       share of padding in the tokens of micro-batches that hold samples
 in flight     most tokens whose activations a first pipeline stage holds at a time
 rank balance  cost of the heaviest rank / mean over ranks; 1 is even
 slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
-time/floor    predicted end of the step / the floor:
-              {FLOOR}"""
+{FLOOR_LEGEND}"""
 
 
 @dataclass(frozen=True, kw_only=True)

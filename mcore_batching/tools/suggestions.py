@@ -5,6 +5,7 @@ Every suggestion is planned and simulated with the same samples, at a fraction o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from bisect import bisect_right
@@ -16,6 +17,7 @@ from mcore_batching.planning import (
     Argument,
     CostModel,
     ParallelDims,
+    ParallelDimsError,
     PlannerConfig,
     PlanningError,
     StepPlan,
@@ -28,6 +30,8 @@ from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.search import split_backward
 
 Changes = tuple[Argument, ...]  # to set together, with their new values
+# What changes, and what to plan with.
+Setup = tuple[Changes, ParallelDims, PlannerConfig, CostModel]
 
 # Of a plan that is only compared, at most: a fifth of the default. Doubled, advice takes
 # twice as long.
@@ -130,6 +134,7 @@ def better_layout(
     # but the first and the last.
     is_hybrid = not body.islower()
     cuts = _any_cut(before, stages, slowest) if is_hybrid else _even_cuts(len(body), stages)
+    # Of cuts that are as good, the one with fewer flags.
     flags, cut = min(cuts.items(), key=lambda each: (slowest(each[1]), len(each[0])))
     layers = "|".join(body[first:after] for first, after in itertools.pairwise(cut))
     present = cut_layers(model.layers, stages).split("|")
@@ -160,6 +165,8 @@ def _any_cut(
 ) -> dict[str, list[int]]:
     """Stages filled one after the other up to about the least that lets the rest fit."""
     found = []
+    # Limits 1 % apart, the least gain that is shown: above the mean where the output layer weighs
+    # on the last stage, below it where single layers take longer.
     for share in range(50, 150):
         limit = share / 100 * before[-1] / stages
         cut = [0]
@@ -170,10 +177,8 @@ def _any_cut(
     return {"": min(found, key=slowest)}
 
 
-def alternatives(
-    step: StepPlan,
-) -> Iterator[tuple[Changes, ParallelDims, PlannerConfig, CostModel]]:
-    """Other caps and parallel dims for a plan's GPUs: what changes, and what to plan with."""
+def alternatives(step: StepPlan) -> Iterator[Setup]:
+    """Other caps and parallel dims for a plan's GPUs."""
     dims, config, model = step.dims, step.config, step.cost_model
     cap, ranks = config.max_tokens_per_gpu, dims.data_parallel
     stages, size = dims.pipeline_parallel, dims.context_parallel
@@ -183,10 +188,12 @@ def alternatives(
             yield changes, dims, replace(config, max_tokens_per_gpu=other), model
     # A chunk takes its share of a stage's costs: only the bubble changes.
     for chunks in (2, 4) if stages > 1 and dims.virtual_pipeline == 1 else ():
-        interleaved = replace(dims, virtual_pipeline=chunks)
-        yield (Argument("virtual_pipeline", chunks),), interleaved, config, model
+        # More chunks than any model has, or a group of micro-batches shorter than the pipeline.
+        with contextlib.suppress(ParallelDimsError):
+            interleaved = replace(dims, virtual_pipeline=chunks)
+            yield (Argument("virtual_pipeline", chunks),), interleaved, config, model
 
-    def moved(share: float, **sizes: int) -> tuple[Changes, ParallelDims, PlannerConfig, CostModel]:
+    def moved(share: float, **sizes: int) -> Iterator[Setup]:
         """Sizes changed so that a rank has this share of a token's work and memory."""
         changes = tuple(Argument(name, value) for name, value in sizes.items())
         bound, fixed, others = config.max_inflight_tokens, 1.0, dict[str, Any](sizes)
@@ -200,11 +207,13 @@ def alternatives(
             per_micro_batch=fixed * model.per_micro_batch,
         )
         bounded = replace(config, max_inflight_tokens=bound and max(1, int(bound / share)))
-        return changes, replace(dims, **others), bounded, costs
+        # More stages than any model has, or ranks over which the experts cannot be spread.
+        with contextlib.suppress(ParallelDimsError):
+            yield changes, replace(dims, **others), bounded, costs
 
     if ranks % 2 == 0 and config.max_context_parallel is None:
-        yield moved(0.5, context_parallel=2 * size, data_parallel=ranks // 2)
-    if ranks % 2 == 0 and ranks // 2 * size * dims.tensor_parallel % dims.expert_parallel == 0:
-        yield moved(0.5, pipeline_parallel=2 * stages, data_parallel=ranks // 2)
+        yield from moved(0.5, context_parallel=2 * size, data_parallel=ranks // 2)
+    if ranks % 2 == 0:
+        yield from moved(0.5, pipeline_parallel=2 * stages, data_parallel=ranks // 2)
     if stages % 2 == 0:
-        yield moved(2.0, pipeline_parallel=stages // 2, data_parallel=2 * ranks)
+        yield from moved(2.0, pipeline_parallel=stages // 2, data_parallel=2 * ranks)

@@ -119,7 +119,7 @@ REFUSED = {
     "allgather": r"DynamicBatchArgumentError: .*allgather_cp=True .* set allgather_cp=False",
     "bshd planned": r"DynamicBatchArgumentError: .*qkv_format='bshd'",
     "allgather planned": r"DynamicBatchArgumentError: .*allgather_cp=True",
-    "exchange": r"DynamicBatchArgumentError: .* unset --dynamic-batch-exchange and",
+    "exchange": r"DynamicBatchArgumentError: .* unset --dynamic-batch-exchange",
     "shared prefixes": r"DynamicBatchArgumentError: .* unset --dynamic-batch-share-prefixes",
     "pad each": r"DynamicBatchArgumentError: .* unset --dynamic-batch-pad-each-to",
     "learnt costs": r"DynamicBatchArgumentError: .*costs: set dynamic_batch_cost_model .* a file",
@@ -127,7 +127,7 @@ REFUSED = {
     "no token": r"PlanningFailedError: .*rank 1: SchemaError: .*total_lengths.* at least one token",
     "foreign batch": r"DynamicBatchArgumentError: .* got SimpleNamespace: call get_data",
     "foreign iterator": r"DynamicBatchArgumentError: .* got SimpleNamespace: call get_data",
-    "path": r"DynamicBatchArgumentError: .*custom_megatron_before_log_prob_hook_path: unset it",
+    "path": r"DynamicBatchArgumentError: .*before_log_prob_hook_path: unset it, and call the func",
 }
 
 

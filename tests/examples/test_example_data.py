@@ -1,6 +1,8 @@
 """Bundled files are what their scripts write; rollouts are read, or refused by line."""
 
 import json
+import runpy
+import sys
 
 import pytest
 from arithmetic_game import games
@@ -22,6 +24,18 @@ def test_bundled_files_are_what_the_scripts_write():
     for name, rows in made.items():
         lines = ROLLOUTS.with_name(name).read_text().splitlines()
         assert [json.loads(line) for line in lines] == rows
+
+
+def test_the_first_picture_shows_what_the_readme_says(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    examples, picture = ROLLOUTS.parents[1], tmp_path / "step.png"
+    script = str(examples / "figures" / "step_figure.py")
+    monkeypatch.setattr(sys, "argv", [script, "--out", str(picture)])
+    made = runpy.run_path(script, run_name="__main__")
+    assert picture.stat().st_size > 10_000
+    theirs, ours = made["planned"]("tokens"), made["planned"]("auto")
+    saving = f"ends at 100, by this package's plan at {100 * ours.end / theirs.end:.0f}]"
+    assert saving in (examples.parent / "README.md").read_text()
 
 
 def write(tmp_path, *rows):

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from comparison import compare
 from metrics import IterationMetrics, StepMetrics, append, read
+from reporting import Reporter
 
 STEP = dict.fromkeys(
     ("policy_loss", "kl", "clipped", "entropy", "grad_norm", "learning_rate"), 0.1 + 0.2
@@ -31,6 +32,19 @@ def test_metrics_are_read_back_to_the_last_bit(tmp_path):
     for each in DYNAMIC:
         append(tmp_path / "metrics.jsonl", each)
     assert read(tmp_path / "metrics.jsonl", IterationMetrics) == DYNAMIC
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_lines_and_table_are_printed_by_one_process_alone(speaks, capsys):
+    reporter = Reporter(speaks)
+    reporter.begin("a run", len(DYNAMIC))
+    for each in DYNAMIC:
+        reporter.iteration(each)
+    reporter.end(DYNAMIC)
+    printed = capsys.readouterr().out
+    assert printed.count("  loss +0.37500  ") == printed.count("\n      all") == int(speaks)
+    if not speaks:
+        assert printed == ""
 
 
 def test_comparison_leaves_the_warm_up_out_of_times_but_not_of_losses():

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from mcore_batching.planning import (
     ConfigError,
     LengthError,
     ParallelDims,
+    ParallelDimsError,
     PlannerConfig,
     plan_step,
 )
@@ -143,18 +145,26 @@ def test_samples_cost_what_the_model_says(algorithms: Any, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
     lengths, shared = [343, 706, 657, 233, 478, 718, 585, 740], {"expert_model_parallel_size": 4}
     dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
-    usual, guessed = planned_bins(lengths, 1000, dims), first_guess(config | shared)
-    expected = planned_bins(lengths, 1000, dims, guessed)
-    alone = planned_bins(lengths, 1000, dims, first_guess(config))
-    assert usual != expected != alone
+    # With experts both ranks wait in every slot for the slower one.
+    waiting = replace(dims, expert_parallel=2)
+    usual, guessed = planned_bins(lengths, 1000, waiting), first_guess(config | shared)
+    expected = planned_bins(lengths, 1000, waiting, guessed)
+    alone = planned_bins(lengths, 1000, waiting, first_guess(config))
+    freely = planned_bins(lengths, 1000, dims, guessed)
+    assert expected not in (usual, alone, freely)
     transformers = SimpleNamespace(to_dict=lambda: {"text_config": config})
     folder = str(tmp_path)
     models: list[Any] = [config, transformers, folder, tmp_path / "config.json"]
     # What a config says itself counts before the argument.
-    for model, ranks in [*((each, 4) for each in models), (config | shared, 1)]:
+    for model, ranks, bins in [
+        *((each, 4, expected) for each in models),
+        (config | shared, 1, freely),
+    ]:
         with hook(pipeline_parallel=4, expert_parallel=ranks, model=model):
             packer = algorithms.get_packer(ALGORITHM, 1000, bin_count_multiple=2)
-            assert packer.pack(lengths) == expected
+            assert packer.pack(lengths) == bins
+    with pytest.raises(ParallelDimsError, match="expert_parallel must be 1 or more"):
+        hook(expert_parallel=0)
     with pytest.raises(ConfigError, match=r"cannot read some/name.*give a model's folder"):
         hook(model="some/name")
     with pytest.raises(ConfigError, match="hidden_size"):

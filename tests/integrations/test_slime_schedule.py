@@ -25,7 +25,6 @@ from slime_package import forget, own_tests_of, slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
 from mcore_batching.integrations.slime.rollout_manager import _cost_model, build_dp_schedule
-from mcore_batching.planning import ConfigError
 from mcore_batching.planning.costs.layers_of import first_guess
 
 __all__ = ["slime"]
@@ -174,8 +173,6 @@ def test_a_cost_model_is_read_from_its_file(tmp_path: Path) -> None:
     plan(arguments(20, dynamic_batch_cost_model="fixed"), parallel(1), [5], [0], 1)
     sizes = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256}
     assert _cost_model(arguments(20, **sizes)) == first_guess(sizes)
-    with pytest.raises(HookError, match=r"learns costs.* to a file"):
-        plan(arguments(20, dynamic_batch_cost_model="auto"), parallel(1), [5], [0], 1)
 
 
 def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:
@@ -189,10 +186,25 @@ def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:
         plan(arguments(5), parallel(1), lengths, rollouts, 4)
     predicting = arguments(5, enable_mtp_training=True)
     assert plan(predicting, parallel(1), lengths, rollouts, 3)[2] == [3]
-    with pytest.raises(HookError, match="unset --enable-mtp-training"):
+    with pytest.raises(HookError, match="batch-size higher, or unset --enable-mtp-training"):
         plan(predicting, parallel(2), lengths, rollouts, 3)
-    with pytest.raises(ConfigError, match="unset --dynamic-batch-share-prefixes"):
-        plan(arguments(5, dynamic_batch_share_prefixes=True), parallel(1), lengths, rollouts, 3)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "mend"),
+    [
+        ("share_prefixes", True, "unset --dynamic-batch-share-prefixes"),
+        ("pad_each_to", 8, "unset --dynamic-batch-pad-each-to, and pad rows by --dynamic-batch-pa"),
+        ("context_parallel", 2, "unset --dynamic-batch-context-parallel"),
+        ("split_backward", "auto", "unset --dynamic-batch-split-backward"),  # planned for it
+        ("cost_model", "auto", r"learns costs.* to a file"),
+    ],
+)
+def test_options_of_the_engines_own_rows_and_step_are_refused(
+    option: str, value: Any, mend: str
+) -> None:
+    with pytest.raises(HookError, match=mend):
+        plan(arguments(5, **{f"dynamic_batch_{option}": value}), parallel(2), [5] * 4, [0] * 4, 1)
 
 
 def test_it_is_replaced_everywhere_and_put_back(slime: Path, capfd: Any) -> None:

@@ -104,7 +104,7 @@ def test_a_sample_that_fills_up_has_no_loss() -> None:
 
 def test_it_is_refused_where_verl_counts_the_tokens_that_were_run() -> None:
     fields = {"routed_num_tokens": torch.tensor(130)}
-    with pytest.raises(HookError, match=r"fewer samples than 4 micro-batches.*mini_batch_size"):
+    with pytest.raises(HookError, match=r"fewer samples than its 4 micro-batches.*mini_batch_size"):
         rearranged([40, 30, 60], fields=fields, num_batches_divided_by=4)
 
 
@@ -128,7 +128,8 @@ def groups_of(**sizes: int) -> SimpleNamespace:
 
 
 def test_in_a_pipeline_it_is_the_plan_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = groups_of(pipeline=4, context=2, tensor=2)
+    # Without `dp_group` more experts than this rank's own share of the job are no error.
+    state = groups_of(pipeline=4, context=2, tensor=2, expert=8)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     lengths = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
     dims = ParallelDims(

@@ -62,6 +62,18 @@ def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
     assert module.rearrange_micro_batches.__wrapped__ is not None
 
 
+def test_shared_prefixes_alone_turn_nothing_on_and_say_so(
+    small_verl: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setenv("MCORE_BATCHING_VERL_SHARE_PREFIXES", "1")
+    monkeypatch.delenv("MCORE_BATCHING_VERL", raising=False)
+    with pytest.raises(HookError, match="by itself: set MCORE_BATCHING_VERL=1, too"):
+        load_plugin()
+    assert "verl keeps its own micro-batches" in capfd.readouterr().err
+    monkeypatch.setenv("MCORE_BATCHING_VERL", "0")
+    load_plugin()
+
+
 def test_the_plugin_shares_prefixes_in_verls_megatron_engine_alone(
     small_verl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,7 +154,7 @@ def test_many_steps_are_summarised(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "200 samples in 100 steps" in printed
     assert (
         "100 micro-batches with samples in all steps, 1.000 x the 100 that no packing takes "
-        "fewer than\n"
+        "fewer than\nplan one step's samples alone to see what holds it back and what would help\n"
     ) in printed
 
 

@@ -267,6 +267,22 @@ def test_no_parallel_dims_are_tried_over_which_experts_cannot_be_spread() -> Non
     assert {(each.data_parallel, each.pipeline_parallel) for each in tried} == {(2, 1), (1, 1)}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "chunks"),
+    [
+        ({"pipeline_parallel": 4, "microbatch_group_size": 2}, set()),  # unused without chunks
+        ({"pipeline_parallel": 300}, {2}),
+        ({"pipeline_parallel": 600}, set()),
+    ],
+)
+def test_no_pipeline_is_tried_that_no_job_can_have(sizes: dict[str, int], chunks: set[int]) -> None:
+    dims = ParallelDims(data_parallel=2, **sizes)
+    step = plan_step([3, 4, 5], dims, replace(CONFIG, plan_effort=1))
+    tried = [changed for _, changed, _, _ in alternatives(step)]
+    assert {each.virtual_pipeline for each in tried} - {1} == chunks
+    assert any(each.pipeline_parallel == dims.pipeline_parallel // 2 for each in tried)
+
+
 def test_advice_can_be_left_out() -> None:
     text, advised = explain(STEP, LENGTHS, advice=False), explain(STEP, LENGTHS)
     assert advised.startswith(text + "\n  would help: ")

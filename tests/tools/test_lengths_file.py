@@ -85,7 +85,8 @@ BAD = "expected a length of 0 to 1099511627776 tokens, got"
             "a.jsonl",
             "3\n",
             "n",
-            "{path}:1: expected a JSON object, got '3'; name it .txt",
+            "{path}:1: expected a JSON object, got '3'; give one a line, or a .txt file "
+            "of one length a line",
         ),
     ],
 )

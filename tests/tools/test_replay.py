@@ -167,6 +167,8 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "off by 20.0% on average, 75.0% at worst" in printed
     assert "2 of these steps with the same samples on the same GPUs:" in printed
     assert "--pp=2 and --dp=4" in printed
+    for column in ("error", "time/floor", "faster by"):
+        assert f"\n{column} " in printed
     first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
     assert f"{1e-3 * records[0].predicted:.3f} s" in first
     assert "-75.0%" in first

@@ -25,8 +25,10 @@ from mcore_batching.planning import (
     CostModel,
     LengthError,
     ParallelDims,
+    ParallelDimsError,
     PlannerConfig,
     StepPlan,
+    at_least,
     plan_step,
 )
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess, language_model
@@ -65,9 +67,12 @@ def hook(
     """
     if share_prefixes:
         raise HookError("a packer is told lengths, not tokens, to share: leave out share_prefixes")
+    experts = at_least("expert_parallel", expert_parallel, 1, ParallelDimsError)
     dims = ParallelDims(
+        data_parallel=experts,  # at least: the packer is told how many
         pipeline_parallel=pipeline_parallel,
         virtual_pipeline=virtual_pipeline,
+        expert_parallel=experts,
         microbatch_group_size=microbatch_group_size,
     )
     costs = None
@@ -123,8 +128,11 @@ def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any
             self._validate_sequence_lengths(sequence_lengths)
             if not sequence_lengths:
                 return []
-            # NeMo-RL asks for a multiple of the data-parallel ranks.
-            over_ranks = dataclasses.replace(dims, data_parallel=self.bin_count_multiple or 1)
+            # NeMo-RL asks for a multiple of the data-parallel ranks. With experts all of these wait
+            # in each slot for the slowest, over however many the experts are spread.
+            ranks = self.bin_count_multiple or 1
+            experts = ranks if dims.in_lockstep else 1
+            over_ranks = dataclasses.replace(dims, data_parallel=ranks, expert_parallel=experts)
             return planned_bins(sequence_lengths, self.bin_capacity, over_ranks, costs)
 
     return PipelinePacker

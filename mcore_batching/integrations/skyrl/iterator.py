@@ -110,7 +110,8 @@ def _reorder_and_combine_batches(original: Callable[..., Any], self: Any, batche
     """SkyRL's own, after a check that each output has one row per sample, else an `OrderError`."""
     if len(batches) != len(self):
         raise OrderError(
-            f"expected {len(self)} micro-batches' outputs, got {len(batches)}: return one each"
+            f"expected {len(self)} micro-batches' outputs, got {len(batches)}: return one each, "
+            "for padding too"
         )
     # SkyRL looks rows up by sample: one too many would be taken for another sample's.
     outputs = zip(self._microbatches, batches, strict=False)  # padding micro-batches come last

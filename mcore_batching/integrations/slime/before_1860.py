@@ -22,13 +22,11 @@ from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
 from mcore_batching.batch.rows.side_by_side import on_host
-from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator
-from mcore_batching.integrations.slime.rollout_manager import NO_LEARNING, NO_SHARING
+from mcore_batching.integrations.slime.rollout_manager import option_problems
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import (
     DataIterator,
     planned_iterators,
@@ -45,9 +43,9 @@ from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
 
 _ROW_FIELDS = (*REQUIRED_FIELDS, "loss_masks")
-_PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_global_batch_size")
 # Others may be of the whole batch rather than of this rank's samples, or log-probs that are already
 # cut for context parallelism.
+_PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_global_batch_size")
 
 
 class _LiveDataIterator(DataIterator):
@@ -83,7 +81,10 @@ def get_data_iterator(
     the engine's own rows or training step.
     """
     layout = getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False)
-    refuse("the hooked batching", [*_layout_problems(*layout), *_option_problems(args)])
+    problems = [*_layout_problems(*layout), *option_problems(args)]
+    if getattr(args, "dynamic_batch_exchange", False):
+        problems.append("samples stay on their rank: unset --dynamic-batch-exchange")
+    refuse("the hooked batching", problems)
     # A copy, since the framework goes on with its own.
     planning_args = copy.copy(args)
     planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
@@ -124,7 +125,8 @@ def forward_only(
     """
     if getattr(args, "custom_megatron_before_log_prob_hook_path", None):
         raise DynamicBatchArgumentError(
-            "forward_only does not call custom_megatron_before_log_prob_hook_path: unset it"
+            "forward_only does not call custom_megatron_before_log_prob_hook_path: unset it, and "
+            "call the function before"
         )
     live = [_live(each).reset() for each in data_iterator]  # the caller may have drawn from them
     with _own_positions(model_chunks(model), schedule_of(live)):
@@ -234,27 +236,6 @@ def _layout_problems(qkv_format: str, allgather_cp: bool) -> Iterator[str]:
         yield f'qkv_format={qkv_format!r} does not pack samples: set qkv_format="thd"'
     if allgather_cp:
         yield "allgather_cp=True cuts whole rows, not samples, into pieces: set allgather_cp=False"
-
-
-def _option_problems(args: Any) -> Iterator[str]:
-    """Options of the engine's own rows and training step, of which the framework has its own."""
-    options = Options.of(args)
-    if options.exchanges_samples:
-        yield (
-            "samples stay on their rank: unset --dynamic-batch-exchange and "
-            "--dynamic-batch-context-parallel"
-        )
-    if options.splits_backward:
-        yield "the framework runs backward passes itself: unset --dynamic-batch-split-backward"
-    if getattr(args, "dynamic_batch_pad_each_to", None):
-        yield (
-            "tokens are found by unpadded lengths: unset --dynamic-batch-pad-each-to, and pad "
-            "rows by --dynamic-batch-pad-total-to"
-        )
-    if getattr(args, "dynamic_batch_share_prefixes", False):
-        yield NO_SHARING
-    if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
-        yield NO_LEARNING
 
 
 def _own_positions(chunks: list[Any], schedule: MicroBatchSchedule) -> AbstractContextManager[None]:

@@ -131,6 +131,7 @@ def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | 
             f"{where} is of an unknown version of slime or miles: expected {expected}, found "
             f"{found}; mcore_batching/integrations/slime/README.md lists versions"
         )
+    # Placeholders come out of the iterator as samples that its own can pack.
     if name == "get_batch":
         return None
     ours = functools.partial(getattr(trainer, name), original)

@@ -20,11 +20,11 @@ import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from mcore_batching.flags import PLANNER_DEFAULTS
+from mcore_batching.flags import FIXED, LEARNT, PLANNER_DEFAULTS
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import Hook, HookError, is_replacement, replacing
 from mcore_batching.planning import (
@@ -49,15 +49,6 @@ _FRAMEWORKS = {
     "slime": f"(its pull request 1926): leave hook_schedule out, {_INIT} is enough",
     "miles": "(its pull request 1927): use a later miles",
 }
-
-NO_SHARING = (
-    "the framework finds tokens by lengths, so samples cannot share them: unset "
-    "--dynamic-batch-share-prefixes"
-)
-NO_LEARNING = (
-    "the engine's own train_step alone learns costs: set dynamic_batch_cost_model to fixed, or to "
-    "a file of CostModel.to_json"
-)
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
@@ -126,14 +117,17 @@ def build_dp_schedule(
         [steps].
 
     Raises:
-        HookError: the trainer does not know placeholders, or a rank would have no sample.
+        HookError: the trainer does not know placeholders, a rank would have no sample, or options
+            ask for the engine's own rows or training step.
         PlanningError: an option or a length is out of range.
     """
     if getattr(args, "custom_megatron_init_path", _INIT) is None:
         raise HookError(
             f"the trainer would not know placeholders: set {_INIT}, or call it in your own init"
         )
-    dims, config = _parallel_dims(args, train_parallel_config), planner_config(args)
+    if problems := list(option_problems(args)):
+        raise HookError("; ".join(problems))
+    dims, config = _parallel_dims(args, train_parallel_config), _planner_config(args)
     last = _last_step(args, rollout_indices, global_batch_size, dims.data_parallel)
     steps = group_steps(rollout_indices, global_batch_size, last=last)
     if not steps:
@@ -183,14 +177,33 @@ def _parallel_dims(args: Any, told: dict[str, Any]) -> ParallelDims:
     )
 
 
-def planner_config(args: Any) -> PlannerConfig:
-    """The planner's options, with rows padded as the framework's ``get_batch`` pads them."""
+def option_problems(args: Any) -> Iterator[str]:
+    """Options of the engine's own rows and training step, of which the framework has its own."""
     if getattr(args, "dynamic_batch_share_prefixes", False):
-        raise ConfigError(NO_SHARING)
+        yield (
+            "the framework finds tokens by lengths, so samples cannot share them: unset "
+            "--dynamic-batch-share-prefixes"
+        )
+    if getattr(args, "dynamic_batch_pad_each_to", None):
+        yield (
+            "the framework finds tokens by unpadded lengths: unset --dynamic-batch-pad-each-to, "
+            "and pad rows by --dynamic-batch-pad-total-to"
+        )
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
-        raise ConfigError(
+        yield (
             "the framework's context-parallel size is fixed: unset --dynamic-batch-context-parallel"
         )
+    if getattr(args, "dynamic_batch_split_backward", "off") != "off":
+        yield "the framework runs backward passes itself: unset --dynamic-batch-split-backward"
+    if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
+        yield (
+            "the engine's own train_step alone learns costs: set dynamic_batch_cost_model to "
+            "fixed, or to a file of CostModel.to_json"
+        )
+
+
+def _planner_config(args: Any) -> PlannerConfig:
+    """The planner's options, with rows padded as the framework's ``get_batch`` pads them."""
     options = {
         name: getattr(args, f"dynamic_batch_{name}", default)
         for name, default in PLANNER_DEFAULTS.items()
@@ -205,9 +218,7 @@ def planner_config(args: Any) -> PlannerConfig:
 
 def _cost_model(args: Any) -> CostModel | None:
     chosen = getattr(args, "dynamic_batch_cost_model", None)
-    if chosen == "auto":
-        raise HookError(NO_LEARNING)
-    if chosen in (None, "fixed"):
+    if chosen in (None, FIXED):
         with contextlib.suppress(ConfigError, TypeError):  # no transformer's sizes: the defaults
             return first_guess(vars(args))
         return None
@@ -238,7 +249,10 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
         )
     full = all(all(rank) for step in plan.steps for rank in step.micro_batches)
     if not full and getattr(args, "enable_mtp_training", False):
-        raise HookError("MTP would divide by a placeholder's 0 tokens: unset --enable-mtp-training")
+        raise HookError(
+            "MTP would divide by a placeholder's 0 tokens: set --global-batch-size higher, or "
+            "unset --enable-mtp-training"
+        )
 
 
 def _in_place_of_own(original: Callable[..., Any], args: Any, *lengths: Any, **step: Any) -> Any:

@@ -37,5 +37,6 @@ def hook(*, share_prefixes: bool = False) -> Hook:
         ],
     )
     if sharing is not None:
+        # It adds verl's forward at the first step, which cannot be imported yet.
         sharing.hook = hooked
     return hooked

@@ -85,7 +85,7 @@ def rearrange_micro_batches(
     # Hosts alone are packed, by their own lengths: what they host takes no room.
     members = samples_of_hosts(hosts)
     held = sorted(members)
-    dims, config = _settings(max_token_len, multiple, dist.get_world_size(group) if agrees else 1)
+    dims, config = _settings(max_token_len, multiple, group)
     planned = planned_shard(
         [lengths[i] for i in held],
         dims,
@@ -152,12 +152,16 @@ def _lengths(batch: Any) -> list[int]:
     return [int(length) for length in batch["attention_mask"].sum(dim=1).tolist()]
 
 
-def _settings(max_token_len: int, multiple: int, ranks: int) -> tuple[ParallelDims, PlannerConfig]:
-    dims = job_dims(data_parallel=ranks)
+def _settings(max_token_len: int, multiple: int, group: Any) -> tuple[ParallelDims, PlannerConfig]:
+    if group is None:  # this rank's own plan: for whose experts others wait it cannot know
+        dims = job_dims(data_parallel=1, expert_parallel=1)
+    else:
+        dims = job_dims(data_parallel=dist.get_world_size(group))
     dims = dataclasses.replace(
         dims,
         # verl pads samples to a multiple of the tensor-parallel size, with or without it.
         sequence_parallel=dims.tensor_parallel > 1,
+        # verl asks for a multiple of it, and Megatron's process groups do not tell it.
         microbatch_group_size=(
             max(multiple, dims.pipeline_parallel) if dims.virtual_pipeline > 1 else None
         ),
@@ -194,11 +198,12 @@ def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> N
         lambda: not all(chosen),
         lambda repeats: Statement(figures={"repeats": largest(int(repeats))}),
     )
-    # Megatron's calculate_per_token_loss, seen by what verl then puts into the batch.
+    # verl puts it into the batch under Megatron's calculate_per_token_loss.
     if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
-            f"fewer samples than {len(chosen)} micro-batches, and a repeat would count twice: "
-            "set ppo_mini_batch_size or ppo_max_token_len_per_gpu higher"
+            f"a data-parallel rank has fewer samples than its {len(chosen)} micro-batches, and "
+            "calculate_per_token_loss would count a repeated one twice: set ppo_mini_batch_size or "
+            "ppo_max_token_len_per_gpu higher"
         )
 
 

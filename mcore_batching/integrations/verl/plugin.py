@@ -1,7 +1,6 @@
 """Entry point of group ``verl.plugins``: hooks verl if ``MCORE_BATCHING_VERL`` is 1.
 
 ``MCORE_BATCHING_VERL_SHARE_PREFIXES=1`` beside it shares prefixes.
-
 """
 
 from __future__ import annotations
@@ -21,11 +20,15 @@ def hook_if_asked() -> None:
     """`hook` verl under ``MCORE_BATCHING_VERL=1``; nothing where it is unset, empty or 0.
 
     Raises:
-        HookError: another value, or verl's functions have another signature. Printed as well.
+        HookError: another value, shared prefixes alone, or verl's functions have another signature.
+            Printed as well.
     """
     try:
+        shares = _is_set(SHARING)
         if _is_set(VARIABLE):
-            print(hook(share_prefixes=_is_set(SHARING)), flush=True)
+            print(hook(share_prefixes=shares), flush=True)
+        elif shares and not os.environ.get(VARIABLE):  # 0 turns both off
+            raise HookError(f"{SHARING}=1 shares nothing by itself: set {VARIABLE}=1, too")
     except Exception:
         # verl loads such entry points while it is imported, and only logs their errors.
         print("mcore_batching: verl keeps its own micro-batches, because", file=sys.stderr)

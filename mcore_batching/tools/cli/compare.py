@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mcore_batching.planning import ParallelDims, PlannerConfig
+from mcore_batching.planning import Argument, ParallelDims, PlannerConfig
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
@@ -33,8 +33,9 @@ LEGEND = f"""\
 time/floor    predicted end of the step / the floor, mean over steps; the floor is
               {report.FLOOR}
 time/ours     predicted end of the step / that under {OURS}'s plan, mean over steps
-own best cap  of caps up to the given one, that under which the planner's steps end soonest
-planning      processor time for one step at the given cap, mean over steps"""
+planning      processor time for one step at the given cap, mean over steps
+own best cap  --max-tokens-per-gpu, up to the given one, under which the planner's own
+              steps end soonest"""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -56,11 +57,11 @@ def run(options: argparse.Namespace) -> int:
     steps = consecutive_steps(lengths, options.samples_per_step)
     outcomes = compare(steps, dims, config, cost_model_of(options))
     sizes = sorted({len(step) for step in steps})  # the last step may hold fewer
-    samples = " to ".join(map(str, sizes))
-    print(f"{counted(len(steps), 'step')} of {samples} samples, {report.dims_line(dims, config)}")
+    samples = " to ".join([*map(str, sizes[:-1]), counted(sizes[-1], "sample")])
+    print(f"{counted(len(steps), 'step')} of {samples}, {report.dims_line(dims, config)}")
     print(as_table(outcomes))
     print(LEGEND)
-    for line in summary(outcomes):
+    for line in summary(outcomes, options.spell):
         print(line)
     return 0
 
@@ -84,7 +85,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     return (outcome.name, f"{outcome.planned}/{outcome.steps}", *shown)
 
 
-def summary(outcomes: Sequence[Outcome]) -> list[str]:
+def summary(outcomes: Sequence[Outcome], spell: Callable[[Argument], str]) -> list[str]:
     """Lines below the table: the gain on the best rules, and who has no plan."""
     lines = []
     # A rule that has no plan for some steps would win by the ones that it left out.
@@ -103,7 +104,8 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
             f"{OURS}; with caps chosen for each, {name_tuned} under {cap}, at {time_tuned:.3f} x"
         )
     return lines + [
-        f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: {o.failure}"
+        f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: "
+        f"{o.failure.text(spell)}"
         for o in outcomes
         if o.failure
     ]

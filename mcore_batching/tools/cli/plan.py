@@ -95,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         print(f"wrote {printable(options.out)}")
     if options.plot:
+        # Last: what fails while drawing takes nothing from a plan that is printed and written.
         draw_step(plan.steps[0], lengths, options.plot)
         print(f"wrote {printable(options.plot)}")
     return 0
@@ -120,4 +121,6 @@ def _print(
         print(explain(plan.steps[0], lengths, options.spell, advice=advice))
     else:
         print(report.packing_line(plan, lengths))
+        if not options.no_advice:
+            print("plan one step's samples alone to see what holds it back and what would help")
     print(f"digest {plan.digest()}")

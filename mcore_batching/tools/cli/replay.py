@@ -30,6 +30,11 @@ STEP_COLUMNS = (
     "time/floor",
 )
 
+LEGEND = f"""\
+error         predicted / measured, less 1
+{report.FLOOR_LEGEND}
+faster by     predicted time of the recorded plans / that of these"""
+
 
 def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
@@ -76,6 +81,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
             print(_alternative_table(found, len(planned), factor, plans))
         before = alike[-1]
+    print(LEGEND)
     return 0
 
 
