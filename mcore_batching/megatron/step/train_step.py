@@ -46,7 +46,7 @@ from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.step.weight_update import (
     check_updates,
-    make_ready,
+    made_ready,
     samples_counted,
     updated,
 )
@@ -187,8 +187,7 @@ def _ready(
 ) -> Iterator[None]:
     """Gradients zeroed and Megatron's hooks set; gradients measured when they are made."""
     # Hooks first: measuring wraps the one that adds up gradients over ranks.
-    make_ready(model, optimizer)
-    with gradients_measured(model, checked, largest):
+    with made_ready(model, optimizer), gradients_measured(model, checked, largest):
         yield
 
 

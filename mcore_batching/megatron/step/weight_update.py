@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import Argument, ConfigError, at_least
 
@@ -22,21 +25,27 @@ def check_updates(model: list[Any], optimizer: Any) -> None:
         raise TypeError(f"optimizer must be Megatron's, from get_megatron_optimizer, got {kind}")
 
 
-def make_ready(model: list[Any], optimizer: Any) -> None:
-    """Zero the gradients, and set the hooks that ``megatron.training`` sets, where nobody has."""
+@contextlib.contextmanager
+def made_ready(model: list[Any], optimizer: Any) -> Iterator[None]:
+    """Gradients zeroed and, inside the block, the hooks of ``megatron.training`` set where nobody
+    has set them."""
     _zero_gradients(model, optimizer)
     config = get_model_config(model[0])
-    # Set by a training loop at its start; a loop of the user's own may know nothing of them.
-    if config.grad_scale_func is None:
-        config.grad_scale_func = optimizer.scale_loss
-    # Without it no gradient is added up over ranks: the schedule leaves that to this hook.
-    if config.finalize_model_grads_func is None:
-        config.finalize_model_grads_func = finalize_model_grads
-    ddp_config = getattr(model[0], "ddp_config", None)
+    hooks = {
+        "grad_scale_func": optimizer.scale_loss,
+        # Without it no gradient is added up over ranks: the schedule leaves that to this hook.
+        "finalize_model_grads_func": finalize_model_grads,
+    }
     # Else the overlapping reduction starts after the first micro-batch, without the others'.
-    if config.no_sync_func is None and getattr(ddp_config, "overlap_grad_reduce", False):
+    if getattr(getattr(model[0], "ddp_config", None), "overlap_grad_reduce", False):
         no_sync = [chunk.no_sync for chunk in model]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        hooks["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
+    with contextlib.ExitStack() as stack:
+        for name, hook in hooks.items():
+            # For the step alone: the next one may be another optimizer's, with a scale of its own.
+            if getattr(config, name) is None:
+                stack.enter_context(compat.schedules.replaced(config, name, hook))
+        yield
 
 
 def updated(model: list[Any], optimizer: Any, *, skip: bool) -> tuple[bool, float | None]:
