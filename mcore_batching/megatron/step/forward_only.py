@@ -159,16 +159,18 @@ def _opened(
 def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
     """No dropout, and none of Megatron's timers, which expect a training step."""
     config = get_model_config(chunks[0])
-    # Chunk by chunk: a caller may have some in evaluation mode already.
-    was_training = [chunk.training for chunk in chunks]
+    # Module by module: a caller may keep some, such as a frozen encoder, in evaluation mode.
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()
     try:
         with compat.schedules.replaced(config, "timers", None):
             yield
     finally:
-        for chunk, training in zip(chunks, was_training, strict=True):
-            chunk.train(training)
+        # Parents come before what is in them, whose modes they set, too.
+        for module, training in modes:
+            if module.training != training:
+                module.train(training)
 
 
 def _run(
