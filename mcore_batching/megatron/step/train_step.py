@@ -44,12 +44,7 @@ from mcore_batching.megatron.step.multi_token import LaterLosses
 from mcore_batching.megatron.step.nonfinite import faults, gradients_measured, is_checked
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
-from mcore_batching.megatron.step.weight_update import (
-    check_updates,
-    made_ready,
-    samples_counted,
-    updated,
-)
+from mcore_batching.megatron.step.weight_update import WeightUpdate
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
 _OPERATION = "train_step"
@@ -110,16 +105,14 @@ def train_step(
             same names for every micro-batch on every rank, placeholders included.
         args: Megatron's arguments.
         model: this rank's model chunks in Megatron's data-parallel wrapper.
-        data_iterator: from `get_data_iterator`.
-        num_microbatches: from `get_data_iterator`.
+        data_iterator: from `get_data_iterator`, as ``num_microbatches`` is.
         optimizer: Megatron's optimizer.
-        opt_param_scheduler: Megatron's scheduler, advanced by `increment` if the weights were
-            updated; None: none.
+        opt_param_scheduler: Megatron's scheduler, advanced by `increment` if weights were updated.
         step: which of the schedule's steps.
         increment: samples that the step counts as in the scheduler's ``lr_decay_steps``, over all
             ranks: where a trajectory has several, prompts per step times trajectories per prompt.
-            None: the global batch size that cut the steps, or
-            ``rollout_data["dynamic_global_batch_size"]`` beside ``steps`` of your own.
+            None: the global batch size that cut the steps, or beside ``steps`` of your own
+            ``rollout_data["dynamic_global_batch_size"]``.
 
     Raises:
         ConfigError: `increment` is not an integer of 1 or more, or a scheduler needs it; a
@@ -131,26 +124,35 @@ def train_step(
         PipelineFailedError: the model, the schedule or the optimizer raised; on all ranks that can
             be reached.
     """
-    job = job_of(args)
+    job, update = job_of(args), WeightUpdate(optimizer, opt_param_scheduler, increment)
 
     def schedule() -> MicroBatchSchedule:
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
-        check_updates(model_chunks(model), optimizer)
+        update.check(model_chunks(model))
         found = rollout_of(data_iterator).of_step(step)
         found.check_step(step, num_microbatches)
         return found
 
     def alike(found: MicroBatchSchedule) -> dict[str, Any]:
-        is_needed = opt_param_scheduler is not None
-        return {"increment": samples_counted(increment, found, is_needed=is_needed)}
+        return {"increment": update.samples(found)}
 
     prepared = prepare(job, model, _OPERATION, step, schedule, forward_only=False, alike=alike)
     # Only now: what is no model has been refused above, on every rank.
-    model = model_chunks(model)
-    checked = is_checked(job.options, optimizer)
+    return _trained(loss_function, job, model_chunks(model), prepared, update)
+
+
+def _trained(
+    loss_function: LossFunction,
+    job: Job,
+    model: list[Any],
+    prepared: PreparedStep,
+    update: WeightUpdate,
+) -> TrainStepResult:
+    """Run a step whose rows are ready on every rank, and update or leave alone the weights."""
+    checked = is_checked(job.options, update.optimizer)
     largest: list[Tensor] = []
-    ready = _ready(model, optimizer, checked, largest)
+    ready = _ready(model, update, checked, largest)
     made = _forward_backward(loss_function, job, model, prepared, ready)
     # Where warnings are errors it raises, and the other ranks wait for this one below.
     with job.watch.reporting(_OPERATION):
@@ -163,14 +165,12 @@ def train_step(
     names, are_finite = agreed_shares(job, _OPERATION, made, nonfinite)
     with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
         metrics = summed_metrics(made.shares, names) if is_last_stage() else {}
-        # Without a sample there is no gradient, but weight decay and momentum would move weights.
+        # Without a sample there is no gradient, but weight decay and momentum would move weights,
+        # and a step of padding alone is no step of the scheduler's.
         has_samples = prepared.totals.num_samples > 0
+        counted = update.samples(prepared.schedule) if has_samples else 0
         is_skipped = not (has_samples and are_finite)
-        update_successful, grad_norm = updated(model, optimizer, skip=is_skipped)
-        # A step of padding alone is no step of the scheduler's.
-        counted = samples_counted(increment, prepared.schedule) if has_samples else 0
-        if update_successful and opt_param_scheduler is not None:
-            opt_param_scheduler.step(increment=counted)
+        update_successful, grad_norm = update.done(model, counted, skip=is_skipped)
     return TrainStepResult(
         metrics=metrics,
         grad_norm=grad_norm,
@@ -183,11 +183,11 @@ def train_step(
 
 @contextlib.contextmanager
 def _ready(
-    model: list[Any], optimizer: Any, checked: bool, largest: list[Tensor]
+    model: list[Any], update: WeightUpdate, checked: bool, largest: list[Tensor]
 ) -> Iterator[None]:
     """Gradients zeroed and Megatron's hooks set; gradients measured when they are made."""
     # Hooks first: measuring wraps the one that adds up gradients over ranks.
-    with made_ready(model, optimizer), gradients_measured(model, checked, largest):
+    with update.made_ready(model), gradients_measured(model, checked, largest):
         yield
 
 
