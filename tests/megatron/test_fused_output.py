@@ -1,4 +1,4 @@
-"""The fused output layer's memory, measured, beside what plans predict; whose a step's options are."""
+"""The fused output layer's memory beside what plans predict; options that end with their step."""
 
 from __future__ import annotations
 

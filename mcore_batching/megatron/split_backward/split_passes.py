@@ -40,8 +40,10 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
 
         kept = [weight for chunk in model for weight in _weights_of_output(chunk)]
         backward = leaving_weights(MEGATRONS.backward, deferred, kept)
+        # Also of layers that run outside of a split pass: it then does what it always did.
         replace(MEGATRONS, "backward", staticmethod(backward))
         stack.enter_context(compat.schedules.in_passes(deferred.passing))
+        # Megatron's communicator finds these in its module, at each transfer.
         for name in ("_p2p_ops", "_batched_p2p_ops"):
             post = getattr(p2p_communication, name)
             replace(p2p_communication, name, _posting(post, deferred, interleaved=len(model) > 1))
