@@ -78,7 +78,7 @@ class CostLearner:
         self.learnt = LearntCosts.from_data(state) if state else None
 
     def statistics(self) -> dict[str, float]:
-        """Learnt costs for a log: name to value."""
+        """Learnt costs for a log: name to value, in the units of a `CostModel`."""
         if self.learnt is None:
             return {}
         model = self.learnt.cost_model

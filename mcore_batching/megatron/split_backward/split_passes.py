@@ -72,6 +72,9 @@ def _weights_of_output(chunk: Any) -> list[Tensor]:
 def _posting(
     post: Callable[..., Any], deferred: WeightGradients, *, interleaved: bool
 ) -> Callable[..., Any]:
+    """A function that posts transfers, of whose requests those run W first that may be waited for
+    long."""
+
     @functools.wraps(post)
     def posted(**tensors: Any) -> Any:
         requests = post(**tensors)
