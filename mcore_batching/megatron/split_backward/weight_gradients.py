@@ -59,7 +59,7 @@ class WeightGradients:
         self.present: Pass | None = None  # the pass that runs
         self._held: list[tuple[Parameter, Callable[[], None]]] = []
         self._waits: list[Callable[[], Any]] = []
-        self.num_bytes = self.peak_bytes = 0
+        self.num_bytes = self.peak_bytes = 0  # that wait now, and that waited at most
         self.timed: list[TimedWeights] = []
 
     @property

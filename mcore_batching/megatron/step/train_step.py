@@ -13,9 +13,9 @@ neither the learning rate nor the consumed samples.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -152,8 +152,9 @@ def _trained(
     """Run a step whose rows are ready on every rank, and update or leave alone the weights."""
     checked = is_checked(job.options, update.optimizer)
     largest: list[Tensor] = []
-    ready = _ready(model, update, checked, largest)
-    made = _forward_backward(loss_function, job, model, prepared, ready)
+    # Hooks first: measuring wraps the one that adds up gradients over ranks.
+    inside = [update.made_ready(model), gradients_measured(model, checked, largest)]
+    made = _forward_backward(loss_function, job, model, prepared, inside)
     # Where warnings are errors it raises, and the other ranks wait for this one below.
     with job.watch.reporting(_OPERATION):
         warn_of_unread_totals(made, prepared)
@@ -181,22 +182,12 @@ def _trained(
     )
 
 
-@contextlib.contextmanager
-def _ready(
-    model: list[Any], update: WeightUpdate, checked: bool, largest: list[Tensor]
-) -> Iterator[None]:
-    """Gradients zeroed and Megatron's hooks set; gradients measured when they are made."""
-    # Hooks first: measuring wraps the one that adds up gradients over ranks.
-    with update.made_ready(model), gradients_measured(model, checked, largest):
-        yield
-
-
 def _forward_backward(
     loss_function: LossFunction,
     job: Job,
     model: list[Any],
     prepared: PreparedStep,
-    ready: contextlib.AbstractContextManager[None],
+    inside: Sequence[AbstractContextManager[None]],
 ) -> CollectedShares:
     """Gradients of the step in the model's buffers, and what the loss function did meanwhile."""
     failed: list[Exception] = []
@@ -241,7 +232,7 @@ def _forward_backward(
         return made, loss
 
     collected, temperatures = run_pipeline(
-        job, model, prepared, _OPERATION, forward_step, forward_only=False, inside=ready
+        job, model, prepared, _OPERATION, forward_step, forward_only=False, inside=inside
     )
     return CollectedShares(collected, failed, temperatures, totals.were_read)
 
