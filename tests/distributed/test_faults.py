@@ -518,15 +518,18 @@ def test_what_is_not_finite_is_an_error_on_all_or_skipped_on_all(
     "job", [job("loss-scaling", "loss_scaling", DP2_PP2, 4, module="nonfinite")], ids=str
 )
 def test_dynamic_loss_scaling_skips_as_megatron_means_it(
-    job: Job, ranks: list[list[tuple[bool, float, float | None]]]
+    job: Job, ranks: list[dict[str, list[Any]]]
 ) -> None:
     assert all(rank == ranks[0] for rank in ranks)
-    before = 2.0**15
-    for updated, scale, grad_norm in ranks[0]:
+    before, steps = 2.0**15, ranks[0]["steps"]
+    for updated, scale, grad_norm in steps:
         assert scale == (before if updated else before / 2)
         assert (grad_norm is not None) == updated
         before = scale
-    assert {updated for updated, _, _ in ranks[0]} == {True, False}
+    assert {updated for updated, _, _ in steps} == {True, False}
+    # Each step is scaled by its own optimizer; 1 %: float16 has 11 bits.
+    one, other = ranks[0]["norms"]
+    assert one == pytest.approx(other, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""The fused output layer's memory, measured, beside what plans predict."""
+"""The fused output layer's memory beside what plans predict; options that end with their step."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from mcore_batching.megatron.logits.log_probs import _options, chunks_of_tokens
 from mcore_batching.megatron.logits.token_statistics import Options, StatisticsOfProduct
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step, step_statistics
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
@@ -54,6 +56,22 @@ def test_it_takes_what_is_predicted(dtype: torch.dtype) -> None:
     output = predicted.last_stage_bytes - predicted.first_stage_bytes
     found = _peak_bytes(run)
     assert 0.7 * output < found <= output
+
+
+def test_chunks_and_temperatures_are_of_the_innermost_step() -> None:
+    """Also after one that failed inside of another."""
+
+    def asked(temperature: float) -> int:
+        return _options(temperature, None, with_entropy=False).chunk_tokens
+
+    usual = asked(0.5)
+    with chunks_of_tokens(3) as outer:
+        with contextlib.suppress(ZeroDivisionError), chunks_of_tokens(5) as inner:
+            assert asked(2.0) == 5
+            raise ZeroDivisionError
+        assert asked(1.0) == 3
+    assert asked(0.7) == usual != 3
+    assert (outer, inner) == ({1.0}, {2.0})
 
 
 def _peak_bytes(run: Any) -> int:

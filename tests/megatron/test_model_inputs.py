@@ -1,12 +1,15 @@
-"""Inputs of forward passes, changed or joined, and what a share of the loss is attached to."""
+"""Inputs of forward passes, changed or joined; modes; what a share of the loss is attached to."""
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mcore_batching.megatron.step.forward_only import _evaluation_mode
 from mcore_batching.megatron.step.loss_shares import attached
 from mcore_batching.megatron.step.model_inputs import changed_inputs, joined_multimodal_inputs
 
@@ -50,3 +53,20 @@ def test_a_share_is_attached_only_to_what_it_does_not_depend_on() -> None:
     attached(share, logits, unused).backward()
     assert unused.grad is not None
     assert unused.grad.tolist() == [0.0, 0.0]
+
+
+def test_forward_passes_leave_each_module_in_its_mode() -> None:
+    """Also one that is kept in evaluation mode, with dropout off, while others train."""
+    frozen, dropout = torch.nn.Sequential(Model(), torch.nn.Dropout()), torch.nn.Dropout()
+    first, second = torch.nn.Sequential(frozen, dropout), Model().eval()
+    config: Any = SimpleNamespace(timers="a clock")
+    first.config = second.config = config
+    frozen.eval()
+    modules = [*first.modules(), *second.modules()]
+    modes = [module.training for module in modules]
+    with contextlib.suppress(ZeroDivisionError), _evaluation_mode([first, second]):
+        assert not any(module.training for module in modules)
+        assert config.timers is None
+        raise ZeroDivisionError
+    assert [module.training for module in modules] == modes == [True, *[False] * 3, True, False]
+    assert config.timers == "a clock"

@@ -88,6 +88,7 @@ def test_a_split_pass_takes_the_time_of_its_weights_too() -> None:
     first, second = order[1], order[3]
     marks = [0.0, 1.0, 1.0, 3.0, 4.0, 6.0, 6.0, 10.0]
     weights = [
+        TimedWeights({first: 0}, 3.0, 3.0),  # of experts without a token
         TimedWeights({first: 20}, 3.0, 3.5),
         TimedWeights({first: 40, second: 120}, 10.0, 14.0),
     ]

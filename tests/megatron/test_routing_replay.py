@@ -20,7 +20,7 @@ from mcore_batching.batch import (
     pack,
 )
 from mcore_batching.megatron import DynamicBatchArgumentError
-from mcore_batching.megatron.rows.routing_replay import replayable
+from mcore_batching.megatron.rows import routing_replay
 
 FIELD = "rollout_routed_experts"
 
@@ -50,6 +50,10 @@ def row(experts: Any, *, schema: Schema = DEFAULT_SCHEMA, **others: Any) -> Pack
     return pack(samples, schema=schema, sample_indices=(0,))
 
 
+def replayable(model: list[Any], row: PackedMicroBatch) -> PackedMicroBatch:
+    return routing_replay.replayable(model, row, lambda indices: f"sample{list(indices)}")
+
+
 @pytest.mark.parametrize("layers", [4, 2])
 def test_experts_of_all_layers_or_of_routed_ones_are_replayed(layers: int) -> None:
     (value,) = replayable(model(), row([[[0, 3]] * layers] * 2))[FIELD]
@@ -71,6 +75,18 @@ def test_experts_of_all_layers_or_of_routed_ones_are_replayed(layers: int) -> No
 def test_experts_that_the_model_lacks_are_refused(experts: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         replayable(model(), row(experts))
+
+
+def test_the_sample_is_named_by_its_index_in_the_batch() -> None:
+    samples = {
+        "tokens": [torch.tensor([1, 2, 3])] * 2,
+        "total_lengths": [3, 3],
+        "response_lengths": [2, 2],
+        FIELD: [torch.tensor([0, last]).expand(2, 4, 2) for last in (3, 4)],
+    }
+    two = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=(7, 5))
+    with pytest.raises(SchemaError, match=r"found 0 to 4 of sample\[5\]"):
+        replayable(model(), two)
 
 
 def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.megatron.rows.sample_moves import SampleMoves, check_output
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 
 # Rank 0 brought 0 1 2, rank 1 brought 3 4, rank 2 nothing; 1 is shared by ranks 0 and 1.
 FIRST = [0, 3, 5, 5]
@@ -58,6 +60,21 @@ def test_each_output_comes_from_the_first_rank_that_runs_its_sample() -> None:
         (2, 0): [2],
     }
     assert moves(1).brought == range(3, 5)
+
+
+def test_samples_are_named_as_the_ranks_that_brought_them_count_them() -> None:
+    """Rank 2 brought none, and runs one of rank 0's."""
+    named = [
+        MicroBatchSchedule.names_of(SimpleNamespace(moves=moves(rank)), places)  # type: ignore[arg-type]
+        for rank, places in ((0, (0, 1)), (1, (2, 0, 1)), (2, (0,)), (2, ()))
+    ]
+    assert named == [
+        "samples [1] of data-parallel rank 0, samples [1] of data-parallel rank 1",
+        "samples [0, 1] of data-parallel rank 0, samples [0] of data-parallel rank 1",
+        "samples [2] of data-parallel rank 0",
+        "a placeholder",
+    ]
+    assert pair(2).origins([0]) == {1: [0]}
 
 
 # Ranks 0 and 1 brought 0 1 2, ranks 2 and 3 brought 3; 1 is shared by ranks 0 and 1, 3 by 2 and 3.

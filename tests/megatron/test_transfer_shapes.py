@@ -60,7 +60,9 @@ def test_tensors_that_the_plan_does_not_have_are_refused_before_they_are_sent() 
         first(torch.zeros(2, 1, 8), None, False, False)
     first(None, None, False, True)
     for transfer in ((torch.zeros(1, 1, 4), None, False, False), (None, None, False, True)):
-        with pytest.raises(DynamicBatchArgumentError, match="more transfers than its schedule"):
+        with pytest.raises(
+            DynamicBatchArgumentError, match="a stage has more transfers than its schedule"
+        ):
             first(*transfer)
 
 

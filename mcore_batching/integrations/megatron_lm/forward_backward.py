@@ -129,7 +129,7 @@ class PackedForwardBackward:
             forward_only=forward_only,
             rows=rows,
             schedule=self._run,
-            inside=next_step,
+            inside=[next_step],
             **others,
         )
         if forward_only:

@@ -78,7 +78,7 @@ class CostLearner:
         self.learnt = LearntCosts.from_data(state) if state else None
 
     def statistics(self) -> dict[str, float]:
-        """Learnt costs for a log: name to value."""
+        """Learnt costs for a log: name to value, in the units of a `CostModel`."""
         if self.learnt is None:
             return {}
         model = self.learnt.cost_model
@@ -130,6 +130,7 @@ class CostLearner:
         assert self.learnt is not None
         self._shares_rows = config.max_context_parallel is not None
         self._alone = {}
+        # What a rank without news says drops rows on all: a least time of 0, a largest cost of inf.
         shared, costs = [0.0] * MAX_SHARED_PASSES, [math.inf] * MAX_SLOTS
         has_news = 0
         # On a GPU a step is over some time after it was launched: what is not is read next time,

@@ -155,8 +155,9 @@ class TimedStep:
             for which, marks in zip(self.order, starts_and_ends, strict=True)
         }
         for run in self.weights:
-            # Of the same layers, micro-batches take time by their tokens, as they take bytes.
-            per_byte = seconds_between(run.start, run.end) / sum(run.num_bytes.values())
+            # Of the same layers, micro-batches take time by their tokens, as they take bytes: none
+            # where all were of experts that got no token.
+            per_byte = seconds_between(run.start, run.end) / (sum(run.num_bytes.values()) or 1)
             for which, num_bytes in run.num_bytes.items():
                 took, apart = num_bytes * per_byte, which._replace(kind="W")
                 seconds[which] += took

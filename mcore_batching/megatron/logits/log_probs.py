@@ -126,7 +126,7 @@ def response_log_probs_and_entropy(
 
 
 def log_probs_of_all(logits: FusedLogits, labels: Tensor) -> Tensor:
-    """Log-probability of a label at every position, float32 ``[1, local tokens]`` like these."""
+    """Log-probability of each of the labels ``[1, local tokens]``, float32 of their shape."""
     whole = logits.whole_hidden()
     positions = torch.arange(len(whole), device=whole.device)
     options = Options(1.0, _chunk_tokens.get(), with_entropy=False)

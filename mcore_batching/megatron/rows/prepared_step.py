@@ -96,10 +96,9 @@ class PreparedStep:
 
         `change` gives the row that the model and the loss get.
         """
+        replayed = [replayable(chunks, row, schedule.names_of) for row in rows]
         # Counted of the row on the host: on the device each count would be a wait for it.
-        prepared = [
-            PreparedRow(change(replayable(chunks, row)), owned_num_tokens(row)) for row in rows
-        ]
+        prepared = [PreparedRow(change(row), owned_num_tokens(row)) for row in replayed]
         portable = [PortableRow.of_stage(each.row) for each in prepared]
         counted = schedule.counts_once([each.row for each in prepared])
         depths = range(len(rows[0].token_weights))  # a rank may count none of its rows

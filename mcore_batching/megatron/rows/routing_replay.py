@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,12 @@ def is_replayed(model: Sequence[Any]) -> bool:
     return bool(config.num_moe_experts and getattr(config, "moe_enable_routing_replay", False))
 
 
-def replayable(model: Sequence[Any], row: PackedMicroBatch) -> PackedMicroBatch:
+def replayable(
+    model: Sequence[Any], row: PackedMicroBatch, names_of: Callable[[Sequence[int]], str]
+) -> PackedMicroBatch:
     """The row, its routed experts checked and ready for replay; as it is where nothing is replayed.
+
+    ``names_of`` names samples in messages, by their indices.
 
     Raises:
         SchemaError: for layers or experts that the model does not have.
@@ -56,8 +60,9 @@ def replayable(model: Sequence[Any], row: PackedMicroBatch) -> PackedMicroBatch:
     # A rank without samples has nothing from which to tell how many layers there are.
     if row.is_placeholder:
         values = [value.new_zeros(0, config.num_layers, config.moe_router_topk) for value in values]
-    for number, value in enumerate(values):
-        _check(name, number, value, config)
+    else:
+        for index, value in zip(row.sample_indices, values, strict=True):
+            _check(name, value, config, names_of([index]))
     return dataclasses.replace(row, fields={**row.fields, name: values})
 
 
@@ -81,25 +86,23 @@ def _field_of(row: PackedMicroBatch) -> str | None:
     return names[0] if names else None
 
 
-def _check(name: str, number: int, value: Tensor, config: Any) -> None:
+def _check(name: str, value: Tensor, config: Any, whose: str) -> None:
     top_k, experts = config.moe_router_topk, config.num_moe_experts
     depths = sorted({len(each) for each in _columns(config)}, reverse=True)
     shape = tuple(value.shape[1:])
     if shape not in [(depth, top_k) for depth in depths]:
         raise SchemaError(
             name,
-            sample_index=number,
             expected=f"experts of {' or '.join(map(str, depths))} layers, {top_k} for each token "
             "(--moe-router-topk)",
-            found=f"shape {list(value.shape)}",
+            found=f"shape {list(value.shape)} of {whose}",
         )
     # On a GPU an expert that is not there is a failed kernel, without the sample's name.
     if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < experts:
         raise SchemaError(
             name,
-            sample_index=number,
             expected=f"experts from 0 to {experts - 1} (--num-experts)",
-            found=f"{int(value.min())} to {int(value.max())}",
+            found=f"{int(value.min())} to {int(value.max())} of {whose}",
         )
 
 

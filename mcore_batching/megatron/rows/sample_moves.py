@@ -63,6 +63,15 @@ class SampleMoves:
         replica = rank // self.sharing
         return range(self.first[replica], self.first[replica + 1])
 
+    def origins(self, places: Sequence[int]) -> dict[int, list[int]]:
+        """Data-parallel ranks that brought samples which run here, and these samples' indices
+        there."""
+        brought: dict[int, list[int]] = {}
+        for number in sorted(self.held[place] for place in places):
+            rank = self._origin(number)
+            brought.setdefault(rank, []).append(number - self.first[rank])
+        return brought
+
     def followed_by(self, later: SampleMoves) -> SampleMoves:
         """Those of both, of which each rank holds the samples one behind the other."""
         both = zip(self.runs_on, later.runs_on, strict=True)

@@ -120,6 +120,16 @@ class MicroBatchSchedule:
         """Local sample indices of the micro-batches of all steps, one behind the other."""
         return tuple(indices for step in self.steps for indices in step)
 
+    def names_of(self, indices: Sequence[int]) -> str:
+        """Samples of a micro-batch as whoever brought them counts them, for messages."""
+        if self.moves is None:
+            brought = {parallel_state.get_data_parallel_rank(): list(indices)}
+        else:
+            # Where they run they have other indices than in the data that they came in.
+            brought = self.moves.origins(indices)
+        named = (f"samples {given} of data-parallel rank {rank}" for rank, given in brought.items())
+        return ", ".join(named) if indices else "a placeholder"
+
     def check_step(self, step: int, num_microbatches: Sequence[int]) -> None:
         """Refuse a step that was not planned (`IndexError`), or counts of another plan as the
         caller holds them (`ValueError`)."""

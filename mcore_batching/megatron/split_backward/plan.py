@@ -54,7 +54,7 @@ def most_left_bytes(job: Job) -> int:
 def deferred_weights(job: Job, prepared: PreparedStep) -> WeightGradients | None:
     """Weight gradients that this stage will leave for later in a step; None if it leaves none."""
     last = job.memory.only(LastStep)
-    last.weights = None
+    last.weights = None  # also where this step fails: a log is not to tell of an earlier one
     if prepared.split_backward:
         rank = parallel_state.get_pipeline_model_parallel_rank()
         stage = prepared.split_backward[rank]

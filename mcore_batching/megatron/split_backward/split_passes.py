@@ -40,8 +40,10 @@ def split_backward(model: list[Any], deferred: WeightGradients | None) -> Iterat
 
         kept = [weight for chunk in model for weight in _weights_of_output(chunk)]
         backward = leaving_weights(MEGATRONS.backward, deferred, kept)
+        # Also of layers that run outside of a split pass: it then does what it always did.
         replace(MEGATRONS, "backward", staticmethod(backward))
         stack.enter_context(compat.schedules.in_passes(deferred.passing))
+        # Megatron's communicator finds these in its module, at each transfer.
         for name in ("_p2p_ops", "_batched_p2p_ops"):
             post = getattr(p2p_communication, name)
             replace(p2p_communication, name, _posting(post, deferred, interleaved=len(model) > 1))
@@ -70,6 +72,9 @@ def _weights_of_output(chunk: Any) -> list[Tensor]:
 def _posting(
     post: Callable[..., Any], deferred: WeightGradients, *, interleaved: bool
 ) -> Callable[..., Any]:
+    """A function that posts transfers, of whose requests those run W first that may be waited for
+    long."""
+
     @functools.wraps(post)
     def posted(**tensors: Any) -> Any:
         requests = post(**tensors)

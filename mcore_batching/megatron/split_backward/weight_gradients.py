@@ -59,7 +59,7 @@ class WeightGradients:
         self.present: Pass | None = None  # the pass that runs
         self._held: list[tuple[Parameter, Callable[[], None]]] = []
         self._waits: list[Callable[[], Any]] = []
-        self.num_bytes = self.peak_bytes = 0
+        self.num_bytes = self.peak_bytes = 0  # that wait now, and that waited at most
         self.timed: list[TimedWeights] = []
 
     @property
@@ -80,11 +80,13 @@ class WeightGradients:
         if planned is None or (planned.kind == "B") != is_backward:
             raise DynamicBatchArgumentError(
                 f"pass {self._at} of this stage is {'backward' if is_backward else 'forward'}, "
-                f"planned is {planned}: unset {FLAGS['split_backward']}"
+                f"planned is {planned}: this Megatron-LM runs another schedule than is known here; "
+                f"unset {FLAGS['split_backward']}"
             )
         self.present = planned
         if is_backward and self._stage.split[self._at]:
             self._open = _Deferred(planned)
+        # No `finally`: a pass that raises ends the step, and `clear` drops what it has left.
         yield
         if self._open is not None:
             self._open.count = len(self._open.gradients)
@@ -111,6 +113,7 @@ class WeightGradients:
 
     def run_due(self) -> None:
         """Run what is due before the next pass."""
+        # Once: the wait before a pass runs it, and the pass itself asks again.
         due, self._due = self._due, 0
         while due and self._waiting:
             oldest = self._waiting[0]
@@ -145,6 +148,7 @@ class WeightGradients:
                     self._held.append((parameter, ready))
             for parameter in list(left):
                 self._run(left.pop(parameter), num_bytes)
+        # After all of W, and so not where some parameters are reduced before others.
         while parameters is None and self._waits:
             self._waits.pop(0)()
 

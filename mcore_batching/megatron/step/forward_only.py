@@ -56,15 +56,15 @@ def forward_only(
 
     Args:
         f: called on the last stage as ``f(logits, args=, unconcat_tokens=, total_lengths=,
-            response_lengths=, with_entropy=, micro_batch=)`` (a `PackedMicroBatch`); keywords that
-            it does not take are left out. Returns a dict of lists with one tensor per sample of the
-            micro-batch (one for a placeholder), or a pair that ends in one; the same names for
-            every micro-batch on every rank but for placeholders, whose values are dropped.
+            response_lengths=, with_entropy=, micro_batch=)``, with logits as in `train_step` and a
+            `PackedMicroBatch`; keywords that it does not take are left out. Returns a dict of lists
+            with one tensor per sample of the micro-batch (one for a placeholder), or a pair that
+            ends in one; the same names for every micro-batch on every rank but for placeholders,
+            whose values are dropped.
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
-        num_microbatches: from `get_data_iterator`; not read where forward passes have a plan of
-            their own.
+        num_microbatches: likewise; not read where forward passes have a plan of their own.
         store_prefix: put before every key of the result.
 
     Returns:
@@ -84,24 +84,9 @@ def forward_only(
     rollout, function = _opened(f, args, job, model, data_iterator)
     chunks = model_chunks(model)
     planned = plan_forward_passes(rollout, job, chunks)
-
-    def schedule_of(step: int) -> MicroBatchSchedule:
-        found = planned.of_step(step)  # later steps are waited for here, within the agreement
-        if planned is rollout:
-            found.check_step(step, num_microbatches)
-        return found
-
-    outputs: list[_RowOutputs] = []
-    names: list[str] = []
+    counts = num_microbatches if planned is rollout else None
     with _evaluation_mode(chunks):
-        for step in range(planned.num_steps):
-            of_step = functools.partial(schedule_of, step)
-            prepared = prepare(job, chunks, _OPERATION, step, of_step)
-            made, failed, temperatures = _run(function, job, chunks, prepared)
-            outputs += made
-            travel = prepared.schedule.moves is not None
-            # After each step, of all outputs so far: a name that comes late is an error, too.
-            names = _agreed_names(job, outputs, failed, temperatures, travel=travel)
+        outputs, names = _outputs_of_steps(function, job, chunks, planned, counts)
     if not is_last_stage():
         return {}
     schedule = planned.schedule
@@ -119,6 +104,37 @@ class _RowOutputs:
 
     is_placeholder: bool
     values: dict[str, list[Tensor]]
+
+
+def _outputs_of_steps(
+    function: OutputsOf,
+    job: Job,
+    chunks: list[Any],
+    planned: PlannedRollout,
+    counts: Sequence[int] | None,
+) -> tuple[list[_RowOutputs], list[str]]:
+    """Outputs of ``f`` on the last stage, step after step, and their names.
+
+    ``counts`` are the caller's micro-batches of each step, to be compared; None: of another plan.
+    """
+
+    def schedule_of(step: int) -> MicroBatchSchedule:
+        found = planned.of_step(step)  # later steps are waited for here, within the agreement
+        if counts is not None:
+            found.check_step(step, counts)
+        return found
+
+    outputs: list[_RowOutputs] = []
+    names: list[str] = []
+    for step in range(planned.num_steps):
+        of_step = functools.partial(schedule_of, step)
+        prepared = prepare(job, chunks, _OPERATION, step, of_step)
+        made, failed, temperatures = _run(function, job, chunks, prepared)
+        outputs += made
+        travel = prepared.schedule.moves is not None
+        # After each step, of all outputs so far: a name that comes late is an error, too.
+        names = _agreed_names(job, outputs, failed, temperatures, travel=travel)
+    return outputs, names
 
 
 def _in_origin_order(
@@ -159,16 +175,18 @@ def _opened(
 def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
     """No dropout, and none of Megatron's timers, which expect a training step."""
     config = get_model_config(chunks[0])
-    # Chunk by chunk: a caller may have some in evaluation mode already.
-    was_training = [chunk.training for chunk in chunks]
+    # Module by module: a caller may keep some, such as a frozen encoder, in evaluation mode.
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     for chunk in chunks:
         chunk.eval()
     try:
         with compat.schedules.replaced(config, "timers", None):
             yield
     finally:
-        for chunk, training in zip(chunks, was_training, strict=True):
-            chunk.train(training)
+        # Parents come before what is in them, whose modes they set, too.
+        for module, training in modes:
+            if module.training != training:
+                module.train(training)
 
 
 def _run(

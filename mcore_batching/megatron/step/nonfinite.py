@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -98,11 +97,9 @@ def _loss_fault(collected: Sequence[Mapping[str, Tensor]], prepared: PreparedSte
         return ""
     # One copy to the host for all micro-batches: each is a wait for the device.
     losses: list[float] = torch.stack([each["loss"].float() for each in collected]).tolist()
-    replica = parallel_state.get_data_parallel_rank()
-    samples = prepared.schedule.steps[prepared.step]
+    schedule, rows = prepared.schedule, prepared.schedule.steps[prepared.step]
     texts = [
-        f"the loss of micro-batch {slot} (samples {list(samples[slot])} of data-parallel rank "
-        f"{replica}) is {loss}"
+        f"the loss of micro-batch {slot} ({schedule.names_of(rows[slot])}) is {loss}"
         for slot, loss in enumerate(losses)
         if not math.isfinite(loss)
     ]

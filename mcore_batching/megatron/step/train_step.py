@@ -13,9 +13,9 @@ neither the learning rate nor the consumed samples.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,12 +44,7 @@ from mcore_batching.megatron.step.multi_token import LaterLosses
 from mcore_batching.megatron.step.nonfinite import faults, gradients_measured, is_checked
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
-from mcore_batching.megatron.step.weight_update import (
-    check_updates,
-    make_ready,
-    samples_counted,
-    updated,
-)
+from mcore_batching.megatron.step.weight_update import WeightUpdate
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
 _OPERATION = "train_step"
@@ -110,16 +105,14 @@ def train_step(
             same names for every micro-batch on every rank, placeholders included.
         args: Megatron's arguments.
         model: this rank's model chunks in Megatron's data-parallel wrapper.
-        data_iterator: from `get_data_iterator`.
-        num_microbatches: from `get_data_iterator`.
+        data_iterator: from `get_data_iterator`, as ``num_microbatches`` is.
         optimizer: Megatron's optimizer.
-        opt_param_scheduler: Megatron's scheduler, advanced by `increment` if the weights were
-            updated; None: none.
+        opt_param_scheduler: Megatron's scheduler, advanced by `increment` if weights were updated.
         step: which of the schedule's steps.
         increment: samples that the step counts as in the scheduler's ``lr_decay_steps``, over all
             ranks: where a trajectory has several, prompts per step times trajectories per prompt.
-            None: the global batch size that cut the steps, or
-            ``rollout_data["dynamic_global_batch_size"]`` beside ``steps`` of your own.
+            None: the global batch size that cut the steps, or beside ``steps`` of your own
+            ``rollout_data["dynamic_global_batch_size"]``.
 
     Raises:
         ConfigError: `increment` is not an integer of 1 or more, or a scheduler needs it; a
@@ -131,27 +124,37 @@ def train_step(
         PipelineFailedError: the model, the schedule or the optimizer raised; on all ranks that can
             be reached.
     """
-    job = job_of(args)
+    job, update = job_of(args), WeightUpdate(optimizer, opt_param_scheduler, increment)
 
     def schedule() -> MicroBatchSchedule:
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
-        check_updates(model_chunks(model), optimizer)
+        update.check(model_chunks(model))
         found = rollout_of(data_iterator).of_step(step)
         found.check_step(step, num_microbatches)
         return found
 
     def alike(found: MicroBatchSchedule) -> dict[str, Any]:
-        is_needed = opt_param_scheduler is not None
-        return {"increment": samples_counted(increment, found, is_needed=is_needed)}
+        return {"increment": update.samples(found)}
 
     prepared = prepare(job, model, _OPERATION, step, schedule, forward_only=False, alike=alike)
     # Only now: what is no model has been refused above, on every rank.
-    model = model_chunks(model)
-    checked = is_checked(job.options, optimizer)
+    return _trained(loss_function, job, model_chunks(model), prepared, update)
+
+
+def _trained(
+    loss_function: LossFunction,
+    job: Job,
+    model: list[Any],
+    prepared: PreparedStep,
+    update: WeightUpdate,
+) -> TrainStepResult:
+    """Run a step whose rows are ready on every rank, and update or leave alone the weights."""
+    checked = is_checked(job.options, update.optimizer)
     largest: list[Tensor] = []
-    ready = _ready(model, optimizer, checked, largest)
-    made = _forward_backward(loss_function, job, model, prepared, ready)
+    # Hooks first: measuring wraps the one that adds up gradients over ranks.
+    inside = [update.made_ready(model), gradients_measured(model, checked, largest)]
+    made = _forward_backward(loss_function, job, model, prepared, inside)
     # Where warnings are errors it raises, and the other ranks wait for this one below.
     with job.watch.reporting(_OPERATION):
         warn_of_unread_totals(made, prepared)
@@ -163,14 +166,12 @@ def train_step(
     names, are_finite = agreed_shares(job, _OPERATION, made, nonfinite)
     with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
         metrics = summed_metrics(made.shares, names) if is_last_stage() else {}
-        # Without a sample there is no gradient, but weight decay and momentum would move weights.
+        # Without a sample there is no gradient, but weight decay and momentum would move weights,
+        # and a step of padding alone is no step of the scheduler's.
         has_samples = prepared.totals.num_samples > 0
+        counted = update.samples(prepared.schedule) if has_samples else 0
         is_skipped = not (has_samples and are_finite)
-        update_successful, grad_norm = updated(model, optimizer, skip=is_skipped)
-        # A step of padding alone is no step of the scheduler's.
-        counted = samples_counted(increment, prepared.schedule) if has_samples else 0
-        if update_successful and opt_param_scheduler is not None:
-            opt_param_scheduler.step(increment=counted)
+        update_successful, grad_norm = update.done(model, counted, skip=is_skipped)
     return TrainStepResult(
         metrics=metrics,
         grad_norm=grad_norm,
@@ -181,23 +182,12 @@ def train_step(
     )
 
 
-@contextlib.contextmanager
-def _ready(
-    model: list[Any], optimizer: Any, checked: bool, largest: list[Tensor]
-) -> Iterator[None]:
-    """Gradients zeroed and Megatron's hooks set; gradients measured when they are made."""
-    # Hooks first: measuring wraps the one that adds up gradients over ranks.
-    make_ready(model, optimizer)
-    with gradients_measured(model, checked, largest):
-        yield
-
-
 def _forward_backward(
     loss_function: LossFunction,
     job: Job,
     model: list[Any],
     prepared: PreparedStep,
-    ready: contextlib.AbstractContextManager[None],
+    inside: Sequence[AbstractContextManager[None]],
 ) -> CollectedShares:
     """Gradients of the step in the model's buffers, and what the loss function did meanwhile."""
     failed: list[Exception] = []
@@ -242,7 +232,7 @@ def _forward_backward(
         return made, loss
 
     collected, temperatures = run_pipeline(
-        job, model, prepared, _OPERATION, forward_step, forward_only=False, inside=ready
+        job, model, prepared, _OPERATION, forward_step, forward_only=False, inside=inside
     )
     return CollectedShares(collected, failed, temperatures, totals.were_read)
 

@@ -102,5 +102,5 @@ def _check(shape: Shape, planned: Shape | None) -> None:
 
 def _planned(shape: Shape | None) -> Shape:
     if shape is None:
-        raise DynamicBatchArgumentError(f"more transfers than its schedule has; {_ADVICE}")
+        raise DynamicBatchArgumentError(f"a stage has more transfers than its schedule; {_ADVICE}")
     return shape

@@ -76,27 +76,35 @@ def settings_for_nonfinite(
     return report | {"grad_norm": result.grad_norm, "updated": result.update_successful}
 
 
-def loss_scaling(dims: dict[str, Any], reference: str) -> list[Any]:
-    """Steps in float16: scaled past its range until the scaler has come down."""
+def loss_scaling(dims: dict[str, Any], reference: str) -> dict[str, list[Any]]:
+    """Steps in float16: scaled past its range until the scaler has come down, and norms of the same
+    gradients under two more optimizers, whose scales differ."""
     settings = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
     weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = sharded_model(ParallelDims(**dims), "dense", weights, ddp, **settings)
-    config = OptimizerConfig(
-        optimizer="adam",
-        fp16=True,
-        params_dtype=torch.float16,
-        initial_loss_scale=2.0**15,
-        loss_scale_window=1000,
-        hysteresis=1,
-        **ADAM,
-    )
-    optimizer = get_megatron_optimizer(config, model)
+
+    def optimizer_of(scale: float, **changes: float) -> Any:
+        config = OptimizerConfig(
+            optimizer="adam",
+            fp16=True,
+            params_dtype=torch.float16,
+            initial_loss_scale=scale,
+            loss_scale_window=1000,
+            hysteresis=1,
+            **ADAM | changes,
+        )
+        return get_megatron_optimizer(config, model)
+
     args = arguments(ParallelDims(**dims))
     iterators, counts = get_data_iterator(args, model, my_samples(dims))
-    steps = []
+    optimizer, steps, norms = optimizer_of(2.0**15), [], []
     for _ in range(4):
         result = train_step(packed_objective, args, model, iterators, counts, optimizer)
         scale = float(optimizer.get_loss_scale())
         steps.append([result.update_successful, scale, result.grad_norm])
-    return steps
+    for scale in (8.0, 64.0):
+        another = optimizer_of(scale, lr=0.0)
+        result = train_step(packed_objective, args, model, iterators, counts, another)
+        norms.append(result.grad_norm)
+    return {"steps": steps, "norms": norms}

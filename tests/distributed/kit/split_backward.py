@@ -260,7 +260,6 @@ def compare_steps(
             args = arguments(shape, **ALL | (planner or {}))
             check_settings(args, model)
             optimizer = adam(model, distributed, bf16=bool(settings.get("bf16")))
-            get_model_config(model[0]).grad_scale_func = optimizer.scale_loss
             outcomes[splits] = []
             for _ in range(STEPS):
                 iterators, counts = get_data_iterator(args, model, data)
