@@ -25,6 +25,11 @@ _MAX_MISSING = 10**6
 def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_samples: int) -> list[T]:
     """Values in plan order, put into origin order. Inverse of `apply_order`.
 
+    Args:
+        values: one per real sample, of all micro-batches in turn; none for placeholders.
+        sample_indices: origin index of each value's sample, those of all rows in turn.
+        num_samples: of the batch, each of which has a value.
+
     Returns:
         ``num_samples`` values: ``result[sample_indices[k]] is values[k]``.
 
@@ -38,6 +43,10 @@ def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_sample
 
 def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
     """Values in origin order, put into plan order. Inverse of `restore_order`.
+
+    Args:
+        values: one per sample, in origin order.
+        sample_indices: origin index of the sample that is k-th in the plan, for each k.
 
     Returns:
         ``result[k] is values[sample_indices[k]]``.

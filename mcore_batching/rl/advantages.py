@@ -66,7 +66,8 @@ def compute_advantages(
             ``is_padding``.
         estimator: a name of `mcore_batching.rl.estimators`: "grpo", "dr_grpo", "rloo",
             "reinforce_baseline", "opo" or "maxrl".
-        step_wise: True if a sample is one turn of a trajectory.
+        step_wise: True if a sample is one turn; those of a group with one trajectory id are one
+            trajectory.
         outcome: reward of a trajectory: of its "last" turn (by ``round_number`` if there is one,
             else in the batch), or the "sum" over its turns.
         steps: sample indices of each optimizer step, as from `group_steps`, the same number on
@@ -99,6 +100,8 @@ def compute_advantages(
         lambda done: Statement(
             equal={
                 "estimator": estimator,
+                "step_wise": step_wise,
+                "outcome": outcome,
                 "normalize": normalize,
                 "number of steps": len(done[2]),
             },
@@ -160,7 +163,8 @@ def _normalized(
 
     # In float64, where a million addends keep their digits.
     flat = [[advantages[i][masks[i]].double() for i in step] for step in steps]
-    kept = [torch.cat([torch.zeros(0).double(), *step]) for step in flat]
+    # A step of no samples is on no device.
+    kept = [torch.cat(step) if step else torch.zeros(0, device="cpu") for step in flat]
     found = totals(sums=[float(each.sum()) for each in kept], counts=[len(each) for each in kept])
     counts = [max(count, 1) for count in found["counts"]]  # of none 0.0, never NaN
     means = [added / count for added, count in zip(found["sums"], counts, strict=True)]
@@ -248,8 +252,9 @@ def _outcomes(
     # Batches may be shuffled: the number says which turn came last, not the place.
     if batch.get("round_number") is not None:
         rounds = [numbers_of(batch, "round_number", turns) for turns in trajectories]
+        # Of equal numbers the last in the batch: where all are 0, nobody counted.
         last = [
-            max(zip(numbers, turns, strict=True), key=lambda each: each[0])[1]
+            max(zip(numbers, turns, strict=True))[1]
             for numbers, turns in zip(rounds, trajectories, strict=True)
         ]
     return numbers_of(batch, "rewards", last)
