@@ -45,13 +45,12 @@ def compute_all(rank: int, size: int) -> dict[str, Any]:
     broken = turns_of(rank)
     if rank == 0:
         broken["rewards"] = None
-    for name, batch, settings in (
-        ("field", broken, {"steps": STEPS}),
-        ("steps", turns_of(rank), {"steps": STEPS[: 2 - rank]}),
-        ("outcome", turns_of(rank), {"outcome": ("last", "sum")[rank]}),
+    for name, batch, steps in (
+        ("field", broken, STEPS),
+        ("steps", turns_of(rank), STEPS[: 2 - rank]),
     ):
         try:
-            compute_advantages(batch, "dr_grpo", **settings, **shared)
+            compute_advantages(batch, "dr_grpo", steps=steps, **shared)
         except ValueError as error:
             report["error", name] = str(error)
     return report

@@ -357,4 +357,3 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(reports: list[Any]) -> Non
     for report in reports:
         assert "rank 0: SchemaError: field 'rewards': expected 6 values" in report["error", "field"]
         assert "rank 1: number of steps is 1, on rank 0 it is 2" in report["error", "steps"]
-        assert "rank 1: outcome is 'sum', on rank 0 it is 'last'" in report["error", "outcome"]
