@@ -116,7 +116,8 @@ class PackedMicroBatch:
         return self.fields[key]
 
     def packed(self, key: str, pad_value: float = 0, *, later: int = 0) -> Tensor:
-        """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``.
+        """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``,
+        of the type that holds all samples' values.
 
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
