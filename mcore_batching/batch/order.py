@@ -36,7 +36,8 @@ def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_sample
     Raises:
         OrderError: the indices are not one per value, and 0 to ``num_samples - 1`` once each.
     """
-    sample_indices = _require_permutation(values, sample_indices, num_samples)
+    values = entries("values", values, BatchError)
+    sample_indices = _require_permutation(len(values), sample_indices, num_samples)
     place = {index: k for k, index in enumerate(sample_indices)}
     return [values[place[index]] for index in range(num_samples)]
 
@@ -55,17 +56,14 @@ def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
         OrderError: the indices are not 0 to ``len(values) - 1`` once each.
     """
     values = entries("values", values, BatchError)
-    sample_indices = _require_permutation(values, sample_indices, len(values))
+    sample_indices = _require_permutation(len(values), sample_indices, len(values))
     return [values[index] for index in sample_indices]
 
 
-def _require_permutation(
-    values: Sequence[object], given: Sequence[int], num_samples: int
-) -> list[int]:
+def _require_permutation(num_values: int, given: Sequence[int], num_samples: int) -> list[int]:
     """The indices as Python ints; they are 0 to ``num_samples - 1`` once each."""
     sample_indices = read_indices("sample_indices", given)
     (num_samples,) = read_indices("num_samples", [num_samples])
-    values = entries("values", values, BatchError)
     counts = Counter(sample_indices)
     # A generator: with num_samples 2**31 a list would fill the memory.
     absent = (index for index in range(num_samples) if index not in counts)
@@ -73,12 +71,12 @@ def _require_permutation(
     doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
     extra = tuple(sorted(index for index in counts if not 0 <= index < num_samples))
     # All faults in one error: what is missing beside what is extra shows batches mixed up.
-    if len(values) == len(sample_indices) and not (missing or doubled or extra):
+    if num_values == len(sample_indices) and not (missing or doubled or extra):
         return sample_indices
     named = (("missing", missing), ("doubled", doubled), ("extra", extra))
     faults = "; ".join(f"{name} {shortened(indices)}" for name, indices in named if indices)
     raise OrderError(
-        f"expected one value for each of {num_samples} samples, got {len(values)} values and "
+        f"expected one value for each of {num_samples} samples, got {num_values} values and "
         f"{len(sample_indices)} sample_indices"
         + (f" ({faults})" if faults else "")
         + "; pass one output per real sample, none for placeholders",
