@@ -25,19 +25,29 @@ _MAX_MISSING = 10**6
 def restore_order(values: Sequence[T], sample_indices: Sequence[int], num_samples: int) -> list[T]:
     """Values in plan order, put into origin order. Inverse of `apply_order`.
 
+    Args:
+        values: one per real sample, of all micro-batches in turn; none for placeholders.
+        sample_indices: origin index of each value's sample, those of all rows in turn.
+        num_samples: of the batch, each of which has a value.
+
     Returns:
         ``num_samples`` values: ``result[sample_indices[k]] is values[k]``.
 
     Raises:
         OrderError: the indices are not one per value, and 0 to ``num_samples - 1`` once each.
     """
-    sample_indices = _require_permutation(values, sample_indices, num_samples)
+    values = entries("values", values, BatchError)
+    sample_indices = _require_permutation(len(values), sample_indices, num_samples)
     place = {index: k for k, index in enumerate(sample_indices)}
     return [values[place[index]] for index in range(num_samples)]
 
 
 def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
     """Values in origin order, put into plan order. Inverse of `restore_order`.
+
+    Args:
+        values: one per sample, in origin order.
+        sample_indices: origin index of the sample that is k-th in the plan, for each k.
 
     Returns:
         ``result[k] is values[sample_indices[k]]``.
@@ -46,17 +56,14 @@ def apply_order(values: Sequence[T], sample_indices: Sequence[int]) -> list[T]:
         OrderError: the indices are not 0 to ``len(values) - 1`` once each.
     """
     values = entries("values", values, BatchError)
-    sample_indices = _require_permutation(values, sample_indices, len(values))
+    sample_indices = _require_permutation(len(values), sample_indices, len(values))
     return [values[index] for index in sample_indices]
 
 
-def _require_permutation(
-    values: Sequence[object], given: Sequence[int], num_samples: int
-) -> list[int]:
+def _require_permutation(num_values: int, given: Sequence[int], num_samples: int) -> list[int]:
     """The indices as Python ints; they are 0 to ``num_samples - 1`` once each."""
     sample_indices = read_indices("sample_indices", given)
     (num_samples,) = read_indices("num_samples", [num_samples])
-    values = entries("values", values, BatchError)
     counts = Counter(sample_indices)
     # A generator: with num_samples 2**31 a list would fill the memory.
     absent = (index for index in range(num_samples) if index not in counts)
@@ -64,12 +71,12 @@ def _require_permutation(
     doubled = tuple(sorted(index for index, count in counts.items() if count > 1))
     extra = tuple(sorted(index for index in counts if not 0 <= index < num_samples))
     # All faults in one error: what is missing beside what is extra shows batches mixed up.
-    if len(values) == len(sample_indices) and not (missing or doubled or extra):
+    if num_values == len(sample_indices) and not (missing or doubled or extra):
         return sample_indices
     named = (("missing", missing), ("doubled", doubled), ("extra", extra))
     faults = "; ".join(f"{name} {shortened(indices)}" for name, indices in named if indices)
     raise OrderError(
-        f"expected one value for each of {num_samples} samples, got {len(values)} values and "
+        f"expected one value for each of {num_samples} samples, got {num_values} values and "
         f"{len(sample_indices)} sample_indices"
         + (f" ({faults})" if faults else "")
         + "; pass one output per real sample, none for placeholders",

@@ -121,6 +121,11 @@ def fill_shard(
 ) -> MicroBatches:
     """One rank's micro-batches in slot order, brought to the count that all ranks agreed on.
 
+    Args:
+        problem: of this rank's own samples.
+        bins: samples of each micro-batch, as from `pack_shard`; may be none.
+        num_microbatches: the largest ``len(bins)`` of all ranks, or more.
+
     Returns:
         samples of each of the `num_microbatches`; `()` is a placeholder, and not the last if there
         is a sample.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,18 @@ class SplitGroupError(BatchError):
         self.ranks_of_group = ranks_of_group
 
 
+class _Computed(NamedTuple):
+    """One rank's advantages before they are normalized."""
+
+    advantages: list[Tensor]
+    masks: list[Tensor]
+    steps: list[list[int]]
+    unmasked: list[Tensor]
+    """Advantages of the tokens that count, of each step; no step without normalization."""
+    groups: list[Hashable]
+    """Uids, for the other ranks."""
+
+
 def compute_advantages(
     batch: Mapping[str, Any],
     estimator: str = "grpo",
@@ -66,7 +78,8 @@ def compute_advantages(
             ``is_padding``.
         estimator: a name of `mcore_batching.rl.estimators`: "grpo", "dr_grpo", "rloo",
             "reinforce_baseline", "opo" or "maxrl".
-        step_wise: True if a sample is one turn of a trajectory.
+        step_wise: True if a sample is one turn; those of a group with one trajectory id are one
+            trajectory.
         outcome: reward of a trajectory: of its "last" turn (by ``round_number`` if there is one,
             else in the batch), or the "sum" over its turns.
         steps: sample indices of each optimizer step, as from `group_steps`, the same number on
@@ -84,30 +97,37 @@ def compute_advantages(
     """
     normalize = estimator == "reinforce_baseline" if normalize is None else normalize
 
-    def work() -> tuple[list[Tensor], list[Tensor], list[list[int]], list[Hashable]]:
+    def work() -> _Computed:
         masks = _masks(batch)
         advantages = _advantages(batch, estimator, masks, step_wise, outcome)
+        members = _read_steps(steps, len(masks))
+        unmasked = [_unmasked(advantages, masks, step) for step in members] if normalize else []
         groups = indices_by_group(batch, "uids", real_indices(batch))
         # Uids travel to other ranks alone: those of a single process need not be picklable.
         held = list(groups) if group is not None else []
-        return advantages, masks, _read_steps(steps, len(masks)), held
+        return _Computed(advantages, masks, members, unmasked, held)
 
-    # What fails on one rank is raised on all, before the collectives of the normalisation below.
-    agreed = Consensus(group).agree(
-        "computing advantages",
-        work,
-        lambda done: Statement(
+    def says(done: _Computed) -> Statement:
+        return Statement(
             equal={
                 "estimator": estimator,
+                "step_wise": step_wise,
+                "outcome": outcome,
                 "normalize": normalize,
-                "number of steps": len(done[2]),
+                "number of steps": len(done.steps),
             },
-            tell=done[3],
-        ),
-    )
+            tell=done.groups,
+            figures={
+                "sums": total([float(each.sum()) for each in done.unmasked]),
+                "counts": total([len(each) for each in done.unmasked]),
+            },
+        )
+
+    agreed = Consensus(group).agree("computing advantages", work, says)
     _require_local(agreed.told)
-    advantages, masks, members, _ = agreed.result
-    return _normalized(advantages, masks, members, group) if normalize else advantages
+    if not normalize:
+        return agreed.result.advantages
+    return _normalized(agreed.result, agreed.figures["sums"], agreed.figures["counts"], group)
 
 
 def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:
@@ -145,33 +165,39 @@ def _read_steps(steps: Iterable[Iterable[int]] | None, num_samples: int) -> list
     return read
 
 
+def _unmasked(advantages: Sequence[Tensor], masks: Sequence[Tensor], step: Sequence[int]) -> Tensor:
+    """The advantages of a step that count; float64, where a million addends keep their digits."""
+    if not step:  # on no device
+        return torch.zeros(0, dtype=torch.float64, device="cpu")
+    return torch.cat([advantages[i][masks[i]].double() for i in step])
+
+
 def _normalized(
-    advantages: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    steps: Sequence[Sequence[int]],
+    own: _Computed,
+    sums: Sequence[float],
+    counts: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """Advantages of mean 0 and variance 1 over each step's unmasked tokens on all ranks."""
+    """This rank's advantages, of mean 0 and variance 1 over each step's unmasked tokens on all
+    ranks, whose sums and numbers are given."""
+    counts = [max(count, 1) for count in counts]  # of none 0.0, never NaN
+    means = [added / count for added, count in zip(sums, counts, strict=True)]
 
-    def totals(**numbers: list[float]) -> Any:
-        figures = {name: total(each) for name, each in numbers.items()}
-        says = Statement(figures=figures)
-        return Consensus(group).agree("normalizing", lambda: None, lambda _: says).figures
+    def squares() -> list[float]:
+        # From deviations: a difference of two large sums of squares would lose its digits.
+        deviations = zip(own.unmasked, means, strict=True)
+        return [float(((each - mean) ** 2).sum()) for each, mean in deviations]
 
-    # In float64, where a million addends keep their digits.
-    flat = [[advantages[i][masks[i]].double() for i in step] for step in steps]
-    kept = [torch.cat([torch.zeros(0).double(), *step]) for step in flat]
-    found = totals(sums=[float(each.sum()) for each in kept], counts=[len(each) for each in kept])
-    counts = [max(count, 1) for count in found["counts"]]  # of none 0.0, never NaN
-    means = [added / count for added, count in zip(found["sums"], counts, strict=True)]
-    # From deviations: a difference of two large sums of squares would lose its digits.
-    deviations = zip(kept, means, strict=True)
-    squares = totals(squares=[float(((each - mean) ** 2).sum()) for each, mean in deviations])
-    normalized = [torch.zeros_like(each) for each in advantages]
-    for step, mean, square, count in zip(steps, means, squares["squares"], counts, strict=True):
+    # Inside an agreement, since ranks wait for each other here.
+    agreed = Consensus(group).agree(
+        "normalizing", squares, lambda found: Statement(figures={"squares": total(found)})
+    )
+    normalized = [torch.zeros_like(each) for each in own.advantages]
+    of_steps = zip(own.steps, means, agreed.figures["squares"], counts, strict=True)
+    for step, mean, square, count in of_steps:
         scale = (square / count + _LEAST_VARIANCE) ** -0.5
         for i in step:
-            normalized[i] = ((advantages[i].double() - mean) * scale * masks[i]).float()
+            normalized[i] = ((own.advantages[i].double() - mean) * scale * own.masks[i]).float()
     return normalized
 
 
@@ -248,8 +274,9 @@ def _outcomes(
     # Batches may be shuffled: the number says which turn came last, not the place.
     if batch.get("round_number") is not None:
         rounds = [numbers_of(batch, "round_number", turns) for turns in trajectories]
+        # Of equal numbers the last in the batch: where all are 0, nobody counted.
         last = [
-            max(zip(numbers, turns, strict=True), key=lambda each: each[0])[1]
+            max(zip(numbers, turns, strict=True))[1]
             for numbers, turns in zip(rounds, trajectories, strict=True)
         ]
     return numbers_of(batch, "rewards", last)

@@ -70,12 +70,14 @@ def _opo(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
     total = sum(lengths)
     if not total:  # nothing is trained in this group
         return [0.0] * len(rewards)
+    # The baseline of least variance where a gradient's squared norm grows with the length.
     weighted = (reward * length for reward, length in zip(rewards, lengths, strict=True))
     baseline = math.fsum(weighted) / total
     return [reward - baseline for reward in rewards]
 
 
 def _maxrl(rewards: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    # Below 0 a mean would turn every sign, near 0 it would blow up rewards of both signs.
     if min(rewards) < 0:
         raise BatchError(
             Argument("estimator", "maxrl"),

@@ -23,27 +23,34 @@ from mcore_batching.rl.real_samples import numbers_of, real_indices
 def sample_metrics(
     batch: Mapping[str, Any], fields: Sequence[str], *, group: dist.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Mean, maximum and minimum of per-sample numbers, over the real samples of all ranks:
-    ``field/mean``, ``field/max`` and ``field/min`` of each field; none of them if there is no real
-    sample.
+    """Mean, maximum and minimum of per-sample numbers, over the real samples of all ranks. A
+    collective over ``group``, for ranks without samples too.
 
-    With a ``group`` it is a collective, which every rank calls, even with no samples; without, it
-    is of this process alone.
+    Args:
+        batch: field name to one value per sample; ``is_padding`` tells which are not real.
+        fields: names of fields of one number per sample, the same on every rank.
+        group: the data-parallel ranks; None for this process alone.
+
+    Returns:
+        ``field/mean``, ``field/max`` and ``field/min`` of each field, the same on all ranks; none
+        of them if no rank has a real sample.
 
     Raises:
         BatchError: on every rank, if on any a field is absent or does not have one number per
             sample, or if the fields differ between ranks.
     """
 
-    def numbers() -> list[list[float]]:
+    def numbers() -> dict[str, list[float]]:
         real = real_indices(batch)
-        if not all(isinstance(name, str) for name in entries("fields", fields, BatchError)):
-            raise BatchError(Argument("fields"), f" must hold names of fields, got {fields!r:.60}")
-        return [numbers_of(batch, name, real) for name in fields]
+        names = entries("fields", fields, BatchError)
+        if not all(isinstance(name, str) for name in names):
+            raise BatchError(Argument("fields"), f" must hold names of fields, got {names!r:.60}")
+        return {name: numbers_of(batch, name, real) for name in names}
 
-    def says(numbers: list[list[float]]) -> Statement:
+    def says(found: dict[str, list[float]]) -> Statement:
+        numbers = found.values()
         return Statement(
-            equal={"fields": list(fields)},
+            equal={"fields": list(found)},
             figures={
                 "counts": total([len(each) for each in numbers]),
                 "sums": total([sum(each) for each in numbers]),
@@ -56,7 +63,7 @@ def sample_metrics(
     agreed = Consensus(group).agree("summing up metrics", numbers, says)
     metrics: dict[str, float] = {}  # of no real sample on any rank none, not NaN
     found = (agreed.figures[name] for name in ("counts", "sums", "maxima", "minima"))
-    for name, count, added, most, fewest in zip(fields, *found, strict=True):
+    for name, count, added, most, fewest in zip(agreed.result, *found, strict=True):
         if count:
             metrics[f"{name}/mean"] = added / count
             metrics[f"{name}/max"] = most

@@ -135,11 +135,12 @@ def wide_statements(rank: int) -> dict[str, Statement]:
                 "c": rank_total([rank, 0.25 * rank]),
             },
         ),
+        # Halves take more bytes than small integers: one too many, and all ranks gather.
         "more numbers than a summary holds": Statement(
             figures={
-                "b": largest([rank * (-1) ** i + i for i in range(130)]),
+                "b": largest([rank * (-1) ** i + i + 0.5 for i in range(130)]),
                 "d": least([rank * (-1) ** i + i for i in range(20)]),
-                "a": total([replica * i for i in range(80)]),
+                "a": total([replica * i + 0.5 for i in range(80)]),
                 "c": rank_total([rank * i for i in range(40)]),
             },
         ),

@@ -20,7 +20,6 @@ from mcore_batching.batch import (
     token_mean,
 )
 from mcore_batching.batch.loss import owned_num_tokens, step_totals
-from mcore_batching.batch.rows.context_parallel import owned_response_mask
 
 
 def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:
@@ -153,10 +152,3 @@ def test_value_of_the_wrong_length_is_named() -> None:
         token_mean([torch.zeros(2), torch.zeros(5)], row, StepTotals())
     with pytest.raises(ValueError, match="expected values of 2 samples, got 1"):
         token_mean([torch.zeros(2)], row, StepTotals())
-
-
-def test_each_response_token_is_owned_once() -> None:
-    samples = make_samples([(9, 9), (16, 3)], seed=1)
-    owners = [owned_response_mask(make_row(samples, (0, 1), 4, rank)) for rank in range(4)]
-    counts = [torch.stack([mine[i].int() for mine in owners]).sum(0).tolist() for i in range(2)]
-    assert counts == [[0] + [1] * 8, [1] * 3]

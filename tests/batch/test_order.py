@@ -16,6 +16,9 @@ def test_order(plan_order: list[int]) -> None:
     run = [f"output of {index}" for index in plan_order]
     assert apply_order(origin, plan_order) == run
     assert restore_order(run, plan_order, len(plan_order)) == origin
+    # Values and indices may come one by one.
+    assert apply_order(iter(origin), iter(plan_order)) == run
+    assert restore_order(iter(run), iter(plan_order), len(plan_order)) == origin
 
 
 @settings(max_examples=100, deadline=None)

@@ -166,6 +166,22 @@ def test_without_loss_masks_the_whole_response_is_trained() -> None:
     assert row.loss_mask.tolist() == [[0, 1, 1, 0, 1, 1, 0]]
 
 
+@pytest.mark.parametrize("has_masks", [True, False])
+def test_rows_are_made_where_the_tokens_are(has_masks: bool) -> None:
+    """As on a GPU: what is made without naming a device is on another one than the tokens."""
+    samples = make_samples([(4, 2), (3, 3), (2, 1)]) | {"is_padding": [False, False, True]}
+    if not has_masks:
+        del samples["loss_masks"]
+    expected = pack_on_all_ranks(samples, 2, depths=1)
+    with torch.device("meta"):
+        rows = pack_on_all_ranks(samples, 2, depths=1)
+    for row, wanted in zip(rows, expected, strict=True):
+        for name in STREAMS:
+            assert torch.equal(getattr(row, name), getattr(wanted, name)), name
+        assert torch.equal(row.later[0].labels, wanted.later[0].labels)
+        assert torch.equal(row.responses.loss_masks, wanted.responses.loss_masks)
+
+
 def test_fields_are_the_values_given() -> None:
     samples = make_samples([(4, 2), (3, 3)]) | {"uids": ["a", "b"], "values": None}
     (row,) = pack_on_all_ranks(samples)
@@ -227,6 +243,23 @@ def test_lists_of_rows_are_packed_even_behind_a_sample_without_tokens() -> None:
     schema = DEFAULT_SCHEMA.declare("features", Kind.PER_TOKEN)
     (row,) = pack_on_all_ranks(samples, schema=schema)
     assert row.packed("features").tolist() == [[[0, 0], [1, 2], [3, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([[], [0, 1], [0.5, 0.25]], [0, 1, 0.5, 0.25]),
+        ([[], [0.5, 0.25], [3, 2]], [0.5, 0.25, 3, 2]),
+        ([[], torch.tensor([7, 1], dtype=torch.uint8), torch.tensor([300, 2])], [7, 1, 300, 2]),
+    ],
+)
+def test_values_of_several_types_are_packed_in_one_that_holds_all(
+    values: list, expected: list
+) -> None:
+    samples = make_samples([(0, 0), (2, 1), (2, 1)]) | {"features": values}
+    schema = DEFAULT_SCHEMA.declare("features", Kind.PER_TOKEN)
+    (row,) = pack_on_all_ranks(samples, schema=schema)
+    assert row.packed("features").tolist() == [[0, *expected]]
 
 
 def test_position_ids_must_agree() -> None:

@@ -36,11 +36,6 @@ def test_a_rank_holds_chunk_r_and_its_mirror_image(rank: int, expected: list[int
     assert Row((0, 8), 2, rank).positions().tolist() == expected
 
 
-def test_each_segment_is_cut_by_itself() -> None:
-    held = [Row((0, 4, 12), 2, rank).positions().tolist() for rank in (0, 1)]
-    assert held == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_merge_undoes_slice_at_boundary_lengths(size: int, dim: int) -> None:

@@ -83,7 +83,7 @@ def test_every_file_is_cut_at_the_same_shares(path, tmp_path, rank):
 
 
 def test_shares_of_zero_and_of_no_samples_give_no_dataset(path, rank):
-    made = provider.build_sft_datasets(arguments(path, split="100,0"), (4, 4, 4))
+    made = provider.build_sft_datasets(arguments(path, split="100,0"), (4, 0, 4))
     assert [each and len(each) for each in made] == [4, None, None]
     made = provider.build_sft_datasets(arguments(path), (4, 0, 4))
     assert [each and len(each) for each in made] == [4, None, 4]
@@ -137,7 +137,11 @@ def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys
             {"split": "99,1,0"},
             "no sample is left for the valid dataset: raise its share",
         ),
-        ({"split": "99,0,1"}, "no sample is left for the test dataset"),
+        (
+            {"split": "1,0,0"},
+            "valid dataset: raise its share of --split, or set --eval-iters 0",
+        ),
+        ({"split": "80,19,1"}, "no sample is left for the test dataset"),
         ({"dynamic_batch_data": None}, "no file to train on: set --dynamic-batch-data"),
     ],
 )

@@ -20,6 +20,7 @@ def batch_of(uids: Any, **fields: Any) -> dict[str, Any]:
         "response_lengths": [1] * count,
         "rewards": [float(i) for i in range(count)],
         "uids": uids,
+        "trajectory_ids": range(count),
     } | fields
 
 
@@ -43,9 +44,11 @@ BATCHES: dict[str, tuple[dict[str, Any], ...]] = {
     "uids that do not travel": (batch_of([lambda: 0]), batch_of(["b"]), batch_of(["c"])),
     "many split": tuple(batch_of(list(range(9))) for _ in range(3)),
 }
-ESTIMATORS: dict[str, tuple[dict[str, Any], ...]] = {
+DIFFERING: dict[str, tuple[dict[str, Any], ...]] = {
     "estimator": ({}, {"estimator": "rloo"}, {}),
     "normalize": ({}, {}, {"normalize": True}),
+    "outcome": ({}, {"outcome": "sum"}, {}),
+    "step_wise": ({"step_wise": True}, {}, {}),
 }
 
 
@@ -71,7 +74,7 @@ def check_all(rank: int, size: int) -> dict[Any, Any]:
         report["advantages", name] = outcome_of(lambda b=batch: compute_advantages(b, group=group))
     split = BATCHES["split"][rank]
     report["alone"] = outcome_of(lambda: compute_advantages(split))
-    for name, arguments in ESTIMATORS.items():
+    for name, arguments in DIFFERING.items():
         whole = BATCHES["whole"][rank]
         report["differs", name] = outcome_of(
             lambda w=whole, a=arguments: compute_advantages(w, group=group, **a[rank])

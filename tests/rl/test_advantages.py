@@ -131,8 +131,10 @@ def test_skyrl_and_verl_fault_padding_samples_in_group_statistics() -> None:
 def test_the_last_turn_is_the_last_by_number_where_there_are_numbers() -> None:
     batch = {**two_trajectories(), "round_number": [1, 3, 2, 1], "rewards": [0.0, 8.0, 1.0, 0.0]}
     assert compute_advantages(batch, "dr_grpo", step_wise=True)[0][0] == 4.0
-    del batch["round_number"]
-    assert compute_advantages(batch, "dr_grpo", step_wise=True)[0][0] == 0.5
+    # Where all numbers are 0 nobody counted the turns.
+    for uncounted in ([0] * 4, None):
+        batch["round_number"] = uncounted
+        assert compute_advantages(batch, "dr_grpo", step_wise=True)[0][0] == 0.5
     summed = compute_advantages(batch, "dr_grpo", step_wise=True, outcome="sum")
     assert summed[0][0] == 4.5
     with pytest.raises(BatchError, match="outcome must be one of 'last', 'sum', got 'first'"):
@@ -312,6 +314,15 @@ def test_without_steps_the_batch_is_one() -> None:
         value.tolist() == pytest.approx(wanted, **ROUNDING)
         for value, wanted in zip(found, expected, strict=True)
     )
+
+
+def test_advantages_are_where_the_masks_are() -> None:
+    """As on a GPU: what is made without naming a device is on another one than the masks."""
+    expected = compute_advantages(turns_of(0), step_wise=True, steps=[*STEPS, []], normalize=True)
+    batch = turns_of(0)
+    with torch.device("meta"):
+        found = compute_advantages(batch, step_wise=True, steps=[*STEPS, []], normalize=True)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_all_masked_is_zero_not_nan() -> None:

@@ -81,6 +81,8 @@ def test_a_process_alone_sees_no_other_ranks(reports: list[dict[Any, Any]]) -> N
     [
         ("estimator", "rank 1: estimator is 'rloo', on rank 0 it is 'grpo'"),
         ("normalize", "rank 2: normalize is True, on rank 0 it is False"),
+        ("outcome", "rank 1: outcome is 'sum', on rank 0 it is 'last'"),
+        ("step_wise", "rank 0: step_wise is True, on rank 1 it is False"),
     ],
 )
 def test_arguments_that_differ_are_an_error_and_no_hang(

@@ -11,7 +11,7 @@ from batch_cases import make_samples
 from metrics_worker import batch_of, reduce_all
 from spawned import reports_of_group
 
-from mcore_batching.batch import SchemaError
+from mcore_batching.batch import BatchError, SchemaError
 from mcore_batching.rl import pad_batch, real_samples, sample_metrics
 from mcore_batching.rl.real_samples import real_indices
 
@@ -52,6 +52,15 @@ def test_verl_fault_metrics_count_padding() -> None:
         "response_lengths/max": 2.0,
         "response_lengths/min": 2.0,
     }
+
+
+def test_names_may_come_one_by_one() -> None:
+    batch = padded(4, 16)
+    expected = sample_metrics(batch, ["rewards", "response_lengths"])
+    assert sample_metrics(batch, (n for n in ("rewards", "response_lengths"))) == expected
+    for names in ("rewards", [3]):
+        with pytest.raises(BatchError, match=r"fields must (be a sequence|hold names of fields)"):
+            sample_metrics(batch, names)
 
 
 def test_verl_fault_metrics_of_a_batch_that_is_all_padding() -> None:

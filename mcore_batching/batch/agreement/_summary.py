@@ -66,6 +66,7 @@ def reduced(messages: RankMessages, own: Summary | None, num_numbers: int) -> Su
         # The maximum of a NaN and a number depends on their order, so ranks could differ.
         is_ordered = summary is not None and all(each == each for each in summary.maxima)
         message = pickle.dumps(summary if is_ordered else None)
+        # All of one length, as receivers do not ask; what is too long for it says None, too.
         return (message if len(message) <= size else pickle.dumps(None)).ljust(size, b"\0")
 
     def combine(low: bytes, high: bytes) -> bytes:

@@ -72,6 +72,7 @@ def gather_own_values(
     flat = own_values.new_zeros((responses.owned.numel(), *own_values.shape[1:]))
     # Zeros where another rank predicts the token, so the sum over ranks is the whole response.
     flat = flat.index_copy(0, responses.owned_indices.to(own_values.device), own_values)
+    # Without response tokens no rank of the row calls: all have the same lengths.
     if group is not None and size > 1 and flat.numel():
         flat = all_reduce(flat, group=group)  # type: ignore[no-untyped-call]
     return list(torch.split(flat, micro_batch.response_lengths))

@@ -15,6 +15,7 @@ Of samples that begin others (`batch.rows.prefixes`) the row holds the others' t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -115,7 +116,8 @@ class PackedMicroBatch:
         return self.fields[key]
 
     def packed(self, key: str, pad_value: float = 0, *, later: int = 0) -> Tensor:
-        """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``.
+        """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``,
+        of the type that holds all samples' values.
 
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
@@ -135,7 +137,7 @@ class PackedMicroBatch:
                 f"read micro_batch[{key!r}], or declare it as Kind.PER_TOKEN"
             )
         laid_out = [i for i, host in enumerate(self.hosts) if host == i]
-        rows = [values[i][later:].to(self.tokens.device) for i in laid_out]
+        rows = _of_one_type([values[i][later:].to(self.tokens.device) for i in laid_out])
         trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
         # More values than tokens, as one for each gap and both ends: there is no row for some.
         if len(trailing) > 1 or field.length_offset > 0:
@@ -164,6 +166,13 @@ class PackedMicroBatch:
             if field.name != "schema" and (names is None or field.name in names)
         }
         return dataclasses.replace(self, **changed)
+
+
+def _of_one_type(rows: list[Tensor]) -> list[Tensor]:
+    # A list of integers is int64 beside the next sample's fractions, which it would cut off. What
+    # was an empty list says nothing of its type.
+    kinds = [row.dtype for row in rows if row.numel()] or [rows[0].dtype]
+    return [row.to(functools.reduce(torch.promote_types, kinds)) for row in rows]
 
 
 def _spread_experts(rows: list[Tensor], num_tokens: int) -> Tensor:

@@ -59,13 +59,13 @@ def loss_masks(fields: Mapping[str, list[Any]], is_placeholder: bool) -> Tensor:
     """float32 ``[R]`` on the device of the first tokens: all ones if ``loss_masks`` is absent, 0 in
     placeholders and padding samples."""
     given, padding = fields.get("loss_masks"), fields.get("is_padding")
+    device = fields["tokens"][0].device
     masks = []
     for i, response in enumerate(fields["response_lengths"]):
         if is_placeholder or (padding is not None and padding[i]):
-            masks.append(torch.zeros(response))
+            masks.append(torch.zeros(response, device=device))
         else:
-            masks.append(torch.ones(response) if given is None else given[i])
-    device = fields["tokens"][0].device
+            masks.append(torch.ones(response, device=device) if given is None else given[i])
     return torch.cat([mask.to(device, torch.float32) for mask in masks])
 
 

@@ -107,8 +107,8 @@ class Row:
     def later(self, full: Tensor, depth: int) -> Tensor:
         """At each position of ``[..., tokens of the row]`` the value ``depth`` positions on, 0
         beyond the end of its segment."""
-        sizes = torch.tensor(self.offsets).diff()
-        ends = torch.tensor(self.offsets[1:]).repeat_interleave(sizes).to(full.device)
+        offsets = torch.tensor(self.offsets, device="cpu")
+        ends = offsets[1:].repeat_interleave(offsets.diff()).to(full.device)
         at = torch.arange(depth, depth + self.num_tokens, device=full.device)
         values = full.index_select(-1, at.clamp(max=self.num_tokens - 1))
         return values.masked_fill(at >= ends, 0)

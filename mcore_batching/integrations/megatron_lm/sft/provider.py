@@ -55,11 +55,12 @@ def build_sft_datasets(
         vp_stage: the model chunk, with virtual pipeline stages.
 
     Returns:
-        training, validation and test dataset; None for one of 0 samples or a share of 0, and all
-        None on ranks that read no data.
+        training, validation and test dataset; None for one of 0 samples and for tests of a share of
+        0, and all None on ranks that read no data.
 
     Raises:
-        SftDataError: a file, a line or ``--split`` cannot be used.
+        SftDataError: a file, a line or ``--split`` cannot be used, or leaves nothing of what is
+            asked for.
     """
     if not args.dynamic_batch_data:
         raise SftDataError(f"no file to train on: set {PREFIX}data to JSON-lines files")
@@ -79,11 +80,14 @@ def build_sft_datasets(
 def _dataset(
     args: Any, split: Split, samples: list[SampleTokens] | None, number: int | None
 ) -> SftDataset | None:
-    if samples is None or number == 0:
+    # Megatron evaluates by --eval-iters alone, whether or not there is a validation set: a share of
+    # 0 would end the job at its first evaluation.
+    if number == 0 or (samples is None and split is not Split.valid):
         return None
     if not samples:
+        mend = "" if split is Split.train else ", or set --eval-iters 0"
         raise SftDataError(
-            f"no sample is left for the {split.name} dataset: raise its share of --split"
+            f"no sample is left for the {split.name} dataset: raise its share of --split{mend}"
         )
     pad = not getattr(args, "use_dynamic_batch_size", False)
     return SftDataset(
