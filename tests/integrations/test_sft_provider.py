@@ -135,7 +135,7 @@ def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys
         ({"split": "all"}, "--split must be"),
         (
             {"split": "99,1,0"},
-            "no sample is left for the valid dataset: raise its share",
+            "no sample is left for the valid dataset: raise its share of --split, or set it to 0",
         ),
         ({"split": "99,0,1"}, "no sample is left for the test dataset"),
         ({"dynamic_batch_data": None}, "no file to train on: set --dynamic-batch-data"),

@@ -119,7 +119,8 @@ class SequenceParallelNorm:
         """Return the torch module (never an instance of this class)."""
         if config.layernorm_zero_centered_gamma:
             raise DynamicBatchArgumentError(
-                "torch norms have no zero-centered gamma: unset --apply-layernorm-1p"
+                "torch norms have no zero-centered gamma: unset --apply-layernorm-1p, or install "
+                "Transformer Engine"
             )
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in norms:

@@ -83,7 +83,8 @@ def _dataset(
         return None
     if not samples:
         raise SftDataError(
-            f"no sample is left for the {split.name} dataset: raise its share of --split"
+            f"no sample is left for the {split.name} dataset: raise its share of --split, or set "
+            "it to 0"
         )
     pad = not getattr(args, "use_dynamic_batch_size", False)
     return SftDataset(
