@@ -98,6 +98,7 @@ def install(
 
 def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
     """A module, a name in it and what `Hook.replace` takes in its place, for these flags."""
+    # A run to compare with leaves FLAG out alone: Megatron's parser would refuse the other flags.
     if any(word.startswith((FLAG, PREFIX, "--max-tokens-per-gpu")) for word in given):
         arguments = _module("arguments")
         yield arguments, "add_megatron_arguments", _then(add_arguments)

@@ -133,13 +133,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 "with AttnMaskType.causal, or with Transformer Engine's attention"
             )
         self.config: TransformerConfig = config
-        self.layer_number = layer_number
         # Passed on by Megatron where it does without its globals, else taken from these.
         self.tp_group, self.cp_group = compat.packed_rows.attention_groups(pg_collection)
-        projection = config.kv_channels * config.num_attention_heads
-        self.hidden_size_per_partition = divide(projection, self.tp_group.size())
-        head_size = divide(projection, config.num_attention_heads)
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         # Some models attend to everything in every n-th layer, to a window in the others.
         skips = config.window_attn_skip_freq
         is_windowed = is_layer_window_attention(config.window_size, skips, layer_number)
