@@ -84,6 +84,10 @@ config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, *
 config.bf16, config.params_dtype = True, torch.bfloat16
 (chunk,) = bootstrap.build_model(config, vocab_size=8, max_sequence_length=8)
 found['model'] = [type(each).__name__ for each in (chunk, chunk.module, chunk.module.module)]
+config.mtp_num_layers = 2
+(later,) = bootstrap.build_model(config, vocab_size=8, max_sequence_length=8, wrap=False)
+found['depths'] = [len(each.mtp.layers) if each.mtp_process else 0 for each in
+                   (chunk.module.module, later.module)]
 print(json.dumps(found))
 """
 ASKED_FOR = """
@@ -169,6 +173,7 @@ def test_programs_without_a_training_script_start(found: dict[str, object]) -> N
     )
     assert found["timeout"] == 30.0
     assert found["model"] == ["DistributedDataParallel", "Float16Module", "GPTModel"]
+    assert found["depths"] == [0, 2]  # of multi-token prediction, as configured
 
 
 def test_the_variable_alone_turns_it_on_in_a_loop_of_ones_own(
