@@ -113,6 +113,7 @@ def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleS
 class SequenceParallelNorm:
     """Builds torch's LayerNorm or RMSNorm with parameters marked for sequence parallelism."""
 
+    # A class, since functions in a spec are handed on by Megatron without being called.
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> Any:
