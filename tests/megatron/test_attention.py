@@ -220,6 +220,18 @@ def dense_kernel(
     return torch.cat(outs)
 
 
+@pytest.mark.parametrize("every", [1, [1, 1], 2, [0, 1]])
+def test_layers_of_several_kinds_are_no_one_spec(every: Any) -> None:
+    """The model was built all the same, of experts alone or without the attention asked for."""
+    shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
+    config = TransformerConfig(**shape, num_moe_experts=2, moe_layer_freq=every)
+    if every in (1, [1, 1]):
+        assert megatron.packed_layer_spec(config).submodules.self_attention
+        config.experimental_attention_variant = "dsa"
+    with pytest.raises(megatron.DynamicBatchArgumentError, match=r"layer_specs use_packed_attent"):
+        megatron.packed_layer_spec(config)
+
+
 def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
