@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_softmax import SoftmaxOne
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -346,6 +348,21 @@ def test_learnt_sinks_start_where_the_config_says(
     )
     sinks = _sinks(config, 2)
     assert [each is sinks for each in drawn] == [True] * starts
+
+
+@pytest.mark.parametrize(
+    ("has_norms", "expected"), [(True, SequenceParallelNorm), (False, IdentityOp)]
+)
+def test_norms_of_heads_are_replaced_where_there_are_some(
+    has_norms: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformer_block, "LayerNormImpl", None)
+    shape: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    config = TransformerConfig(**shape, qk_layernorm=has_norms)
+    config.sequence_parallel = True
+    attention = megatron.packed_layer_spec(config).submodules.self_attention.submodules
+    assert attention.q_layernorm is attention.k_layernorm is expected
+    assert transformer_block.LayerNormImpl is SequenceParallelNorm
 
 
 @pytest.mark.parametrize(("name", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])
