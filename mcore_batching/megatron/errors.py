@@ -36,6 +36,15 @@ def fields_to_unset(config: Any, reasons: Mapping[str, str], either: str = "") -
             yield f"{reason}: unset --{name.replace('_', '-')}{either}"
 
 
+def of_first(found: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Of names of modules with a problem each, one text for each problem, with the first name."""
+    # Layers of a model are alike: a hundred of them would bury what else is wrong.
+    first: dict[str, str] = {}
+    for name, problem in found:
+        first.setdefault(problem, name)
+    return (f"{name} {problem}" for problem, name in first.items())
+
+
 class PlanningFailedError(CollectiveError):
     """Planning, or reading the rollout data, raised an exception on some rank."""
 

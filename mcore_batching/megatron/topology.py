@@ -29,6 +29,7 @@ def current_dims(model: list[Any]) -> ParallelDims:
         expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if virtual > 1 else None,
+        # The schedule without virtual stages always does.
         waits_for_sends=virtual == 1 or waits_for_sends(config),
     )
 

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "set --calculate-per-token-loss",
     ),
     "no-cap": (["--use-dynamic-batch-size", "--calculate-per-token-loss"], "--max-tokens-per-gpu"),
-    "exchange-alone": (["--dynamic-batch-exchange"], "set --use-dynamic-batch-size as well"),
+    "exchange-alone": (["--dynamic-batch-exchange"], "alone: set --use-dynamic-batch-size"),
     "negative-effort": (
         [*ON, "--dynamic-batch-plan-effort", "-1"],
         "--dynamic-batch-plan-effort must be",

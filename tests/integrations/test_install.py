@@ -145,8 +145,10 @@ assert install([]).hooked == []
 def test_what_raises_hooks_nothing_and_a_later_call_hooks_the_rest(run: Runs) -> None:
     """A second call returned what the first had hooked, until it raised or altogether."""
     run("""
+from mcore_batching.integrations.megatron_lm import script_batches
 from mcore_batching.megatron import DynamicBatchArgumentError
 from megatron.training import training
+OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
 before, log = names(), training.training_log
 flags = install(["--max-tokens-per-gpu", "64"])
 of_flags = names()
@@ -170,12 +172,14 @@ assert "megatron.training.training.train" in flags.hooked
 flags.undo()
 assert changed(before, names()) == []
 del training.training_log
-for _ in range(2):
+for fields in (None, ["tokens"], ["tokens", "labels", "loss_mask", "position_ids", *OFFSETS]):
     try:
-        install(["--use-dynamic-batch-size"])
-    except DynamicBatchArgumentError:
+        install(["--use-dynamic-batch-size"], batch_fields=fields)
+    except DynamicBatchArgumentError as error:
+        assert "has no training_log" in str(error)
         continue
     raise AssertionError("accepted")
+assert script_batches._declared_fields is None  # no later script is read by them
 training.training_log = log
 assert changed(before, names()) == []
 """)

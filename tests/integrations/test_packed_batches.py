@@ -139,7 +139,7 @@ def test_each_call_draws_the_next_row() -> None:
 
 @pytest.mark.parametrize("number", [0, 5, 8])
 def test_other_numbers_of_fields_ask_for_names(number: int) -> None:
-    with pytest.raises(DynamicBatchArgumentError, match=rf"got {number}: give their names"):
+    with pytest.raises(DynamicBatchArgumentError, match=rf"{number}: give their names, as next"):
         next_batch(rows(), number)
 
 

@@ -37,6 +37,13 @@ def numbers(batches: Any) -> list[int]:
     return [batch["number"] for batch in batches]
 
 
+def test_no_more_is_read_than_the_next_step_draws() -> None:
+    """The job may end there, or its data with an error that is nobody's yet."""
+    values = numbered(9)
+    assert numbers(batches_ahead(RerunDataIterator(values), 4)) == [0, 1, 2, 3]
+    assert next(values) == {"number": 4}
+
+
 def test_another_number_may_be_drawn_than_was_read() -> None:
     """As where the batch size ramps up or down, or evaluation has been read for in between."""
     iterator = RerunDataIterator(numbered(9))

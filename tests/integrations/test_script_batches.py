@@ -230,5 +230,5 @@ def test_batches_into_which_no_row_fits_are_refused(
 
 
 def test_a_script_without_get_batch_is_refused() -> None:
-    with pytest.raises(DynamicBatchArgumentError, match="has no get_batch in its module"):
+    with pytest.raises(DynamicBatchArgumentError, match="module: name the function that reads"):
         use_packed_batches(pytest.importorskip)

@@ -75,5 +75,5 @@ def test_all_problems_are_listed_at_once() -> None:
 
 def test_nothing_is_refused_without_the_flag_but_exchange() -> None:
     check_arguments(arguments(use_dynamic_batch_size=False, sft=True))
-    with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size as well"):
+    with pytest.raises(DynamicBatchArgumentError, match="-context-parallel do nothing alone: set"):
         check_arguments(arguments(use_dynamic_batch_size=False, dynamic_batch_exchange=True))

@@ -11,9 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_softmax import SoftmaxOne
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -36,6 +41,7 @@ from mcore_batching.megatron.attention.segments import (
     zigzag_restore_index,
 )
 from mcore_batching.megatron.attention.specs import SequenceParallelNorm, hybrid_spec
+from mcore_batching.megatron.cpu_emulation import _RANDOM_NUMBERS
 
 SCALE = 0.3
 
@@ -95,17 +101,65 @@ def test_packed_row_gives_what_its_sequences_give_alone(
         torch.testing.assert_close(packed, alone[mine], rtol=1e-12, atol=1e-12)
 
 
-def test_plain_rows_are_sequences_side_by_side() -> None:
-    attention = PackedAttention.__new__(PackedAttention)
-    torch.nn.Module.__init__(attention)
-    attention.cp_group = SimpleNamespace(size=lambda: 1)
-    attention.softmax_scale, attention.dropout, attention.window = SCALE, 0.0, -1
-    attention.softmax_offset = None
+def packed_attention(mask: Any = AttnMaskType.causal, **changes: Any) -> PackedAttention:
+    """Of a layer with 4 heads of 8 dims that share 2 keys, on one rank."""
+    shape: dict[str, Any] = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
+    config = TransformerConfig(**shape, num_query_groups=2, **changes)
+    one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(tp=one, cp=one)
+    return PackedAttention(config, 1, mask, "self", softmax_scale=SCALE, pg_collection=groups)
+
+
+def row_of(*lengths: int) -> Any:
+    return SimpleNamespace(host_cu_seqlens=offsets([*lengths]), cp_group=None)
+
+
+def test_packed_and_plain_rows_are_sequences_side_by_side() -> None:
+    attention = packed_attention(attention_dropout=0.0)
     query, (key, value) = torch.randn(5, 3, 4, 8), torch.randn(2, 5, 3, 2, 8)
     together = attention(query, key, value, None)
+    packed = [each.transpose(0, 1).flatten(0, 1) for each in (query, key, value)]
+    in_a_row = attention(*packed, None, packed_seq_params=row_of(5, 5, 5))
     for i in range(3):
-        alone = one_sequence(query[:, i], key[:, i], value[:, i], -1)
-        torch.testing.assert_close(together[:, i], alone.reshape(5, -1))
+        alone = one_sequence(query[:, i], key[:, i], value[:, i], -1).reshape(5, -1)
+        torch.testing.assert_close(together[:, i], alone)
+        torch.testing.assert_close(in_a_row[5 * i : 5 * i + 5], alone)
+
+
+@pytest.mark.parametrize("row", [None, row_of(6, 6)])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tensor_parallel_ranks_drop_out_with_numbers_of_their_own(
+    row: Any, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Megatron's attention; under sequence parallelism its block has set them before."""
+    for name, function in _RANDOM_NUMBERS.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(tensor_parallel.random, "_get_cuda_rng_state", torch.cuda.get_rng_state)
+    monkeypatch.setattr(tensor_parallel.random, "_set_cuda_rng_state", torch.cuda.set_rng_state)
+    attention = packed_attention(attention_dropout=0.5)
+    attention.config.sequence_parallel = sequence_parallel
+    inputs = torch.ones(12, *([] if row else [1]), 4, 8)
+
+    def dropped(seed_of_rank: int, seed_of_all: int) -> Tensor:
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        tracker.reset()
+        tracker.add("model-parallel-rng", seed_of_rank)
+        torch.manual_seed(seed_of_all)
+        out: Tensor = attention(inputs, inputs, inputs, None, packed_seq_params=row)
+        return out
+
+    first = dropped(1, 1)
+    assert not torch.equal(first, attention.eval()(inputs, inputs, inputs, None, None, None, row))
+    attention.train()
+    assert torch.equal(dropped(2, 1), first) == sequence_parallel
+    assert torch.equal(dropped(1, 2), first) != sequence_parallel
+
+
+@pytest.mark.parametrize("mask", [AttnMaskType.no_mask, AttnMaskType.padding])
+def test_layers_whose_tokens_see_later_ones_are_refused(mask: AttnMaskType) -> None:
+    """Causal attention would train another model."""
+    with pytest.raises(megatron.DynamicBatchArgumentError, match="build it with AttnMaskType"):
+        packed_attention(mask)
 
 
 @given(st.sampled_from([2, 4]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -166,6 +220,18 @@ def dense_kernel(
         weights = scores.masked_fill(future, -math.inf).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v))
     return torch.cat(outs)
+
+
+@pytest.mark.parametrize("every", [1, [1, 1], 2, [0, 1]])
+def test_layers_of_several_kinds_are_no_one_spec(every: Any) -> None:
+    """The model was built all the same, of experts alone or without the attention asked for."""
+    shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
+    config = TransformerConfig(**shape, num_moe_experts=2, moe_layer_freq=every)
+    if every in (1, [1, 1]):
+        assert megatron.packed_layer_spec(config).submodules.self_attention
+        config.experimental_attention_variant = "dsa"
+    with pytest.raises(megatron.DynamicBatchArgumentError, match=r"layer_specs use_packed_attent"):
+        megatron.packed_layer_spec(config)
 
 
 def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
@@ -282,6 +348,21 @@ def test_learnt_sinks_start_where_the_config_says(
     )
     sinks = _sinks(config, 2)
     assert [each is sinks for each in drawn] == [True] * starts
+
+
+@pytest.mark.parametrize(
+    ("has_norms", "expected"), [(True, SequenceParallelNorm), (False, IdentityOp)]
+)
+def test_norms_of_heads_are_replaced_where_there_are_some(
+    has_norms: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformer_block, "LayerNormImpl", None)
+    shape: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
+    config = TransformerConfig(**shape, qk_layernorm=has_norms)
+    config.sequence_parallel = True
+    attention = megatron.packed_layer_spec(config).submodules.self_attention.submodules
+    assert attention.q_layernorm is attention.k_layernorm is expected
+    assert transformer_block.LayerNormImpl is SequenceParallelNorm
 
 
 @pytest.mark.parametrize(("name", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])

@@ -14,12 +14,15 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron import compat
+from mcore_batching.megatron import compat, prepare_packed_model
+from mcore_batching.megatron.checks import validation
 from mcore_batching.megatron.compat import experts
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
 from mcore_batching.megatron.topology import current_dims
+from mcore_batching.planning import ParallelDims
 
 
 def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> None:
@@ -56,7 +59,10 @@ def test_mamba_layers_number_tokens_only_of_rows_whose_maker_did_not(
 
     name = "megatron.core.ssm.mamba_mixer"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(MambaMixer=Mixer))
-    compat.packed_rows.end_states_with_samples()
+    monkeypatch.setattr(validation, "current_dims", lambda chunks: ParallelDims())
+    model: Any = torch.nn.Identity()
+    model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    prepare_packed_model(model)
     row = SimpleNamespace(cu_seqlens_q_padded=torch.tensor([0, 2, 3]), seq_idx=None)
     assert Mixer()._ssm_training(torch.zeros(3)) is None
     assert Mixer()._ssm_training(torch.zeros(3), row) == [[0, 0, 1]]

@@ -64,6 +64,30 @@ found['enabled'] = {
     'event': torch.cuda.current_stream().record_event().query(),
     'seed': torch.equal(a, torch.rand(2)),
 }
+
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from mcore_batching import ParallelDims, ParallelDimsError
+from mcore_batching.megatron.standalone import bootstrap
+os.environ.update(RANK='0', WORLD_SIZE='1', LOCAL_RANK='0')
+os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
+initialize_process_group()
+try:
+    bootstrap.initialize_model_parallel(ParallelDims(data_parallel=2))
+except ParallelDimsError as error:
+    found['dims'] = str(error)
+bootstrap.initialize_model_parallel(ParallelDims(), timeout_seconds=30.0)
+group = parallel_state.get_context_parallel_group()
+found['timeout'] = group._get_backend(torch.device('cpu')).options._timeout.total_seconds()
+settings = bootstrap.pipeline_config(ParallelDims())
+config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **settings)
+config.bf16, config.params_dtype = True, torch.bfloat16
+(chunk,) = bootstrap.build_model(config, vocab_size=8, max_sequence_length=8)
+found['model'] = [type(each).__name__ for each in (chunk, chunk.module, chunk.module.module)]
+config.mtp_num_layers = 2
+(later,) = bootstrap.build_model(config, vocab_size=8, max_sequence_length=8, wrap=False)
+found['depths'] = [len(each.mtp.layers) if each.mtp_process else 0 for each in
+                   (chunk.module.module, later.module)]
 print(json.dumps(found))
 """
 ASKED_FOR = """
@@ -139,6 +163,17 @@ def test_cuda_tensors_are_cpu_tensors(found: dict[str, object]) -> None:
     enabled = found["enabled"]
     assert isinstance(enabled, dict)
     assert [name for name, right in enabled.items() if not right] == []
+
+
+def test_programs_without_a_training_script_start(found: dict[str, object]) -> None:
+    """With the processes that their dims need, and collectives that wait as long as they say."""
+    assert found["dims"] == (
+        "the parallel dims need 2 processes, torchrun started 1: set --nproc-per-node to 2 or "
+        "change the dims"
+    )
+    assert found["timeout"] == 30.0
+    assert found["model"] == ["DistributedDataParallel", "Float16Module", "GPTModel"]
+    assert found["depths"] == [0, 2]  # of multi-token prediction, as configured
 
 
 def test_the_variable_alone_turns_it_on_in_a_loop_of_ones_own(

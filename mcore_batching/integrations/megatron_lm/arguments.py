@@ -71,7 +71,7 @@ def check_arguments(args: Any) -> None:
     if not is_on(args):
         if options.exchanges_samples:
             raise DynamicBatchArgumentError(
-                f"{PREFIX}exchange and -context-parallel do nothing alone: set {FLAG} as well"
+                f"{PREFIX}exchange and {PREFIX}context-parallel do nothing alone: set {FLAG}"
             )
         return
     problems = _problems(args)

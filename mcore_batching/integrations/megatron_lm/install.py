@@ -81,12 +81,12 @@ def install(
         raise DynamicBatchArgumentError(
             f"--yaml-cfg overrides the command line, {FLAG} included: give flags instead"
         )
-    if FLAG in given and batch_fields is not None:
-        declare_batch_fields(batch_fields)
     # All names are looked up before one is replaced: after an error nothing is hooked.
     found = list(_replaced(given))
     for module, name, _ in found:
         _require(module, name)
+    if FLAG in given and batch_fields is not None:
+        declare_batch_fields(batch_fields)
     installation = _installed or Installation()
     for module, name, ours in found:
         if f"{module.__name__}.{name}" not in installation.hooked:
@@ -98,6 +98,7 @@ def install(
 
 def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
     """A module, a name in it and what `Hook.replace` takes in its place, for these flags."""
+    # A run to compare with leaves FLAG out alone: Megatron's parser would refuse the other flags.
     if any(word.startswith((FLAG, PREFIX, "--max-tokens-per-gpu")) for word in given):
         arguments = _module("arguments")
         yield arguments, "add_megatron_arguments", _then(add_arguments)

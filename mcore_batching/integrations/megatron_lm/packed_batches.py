@@ -147,7 +147,8 @@ def next_batch(data_iterator: Any, fields: int | Sequence[str]) -> list[Any] | N
     if isinstance(fields, int):
         if fields not in _BY_NUMBER:
             raise DynamicBatchArgumentError(
-                f"known scripts unpack 6, 7 or 10 values, got {fields}: give their names"
+                f"known scripts unpack 6, 7 or 10 values, got {fields}: give their names, as "
+                "next_batch(data_iterator, ('tokens', ...))"
             )
         fields = _BY_NUMBER[fields]
     return data_iterator.next_fields(fields)

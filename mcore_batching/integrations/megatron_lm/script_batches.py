@@ -43,7 +43,8 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
     original = scope.get("get_batch")
     if not callable(original):
         raise DynamicBatchArgumentError(
-            f"{function!r} has no get_batch in its module: name what reads the batch so"
+            f"{function!r} has no get_batch in its module: name the function that reads the "
+            "batch get_batch"
         )
     # Ours already, or of a script that is patched.
     code = getattr(inspect.unwrap(original), "__code__", None)

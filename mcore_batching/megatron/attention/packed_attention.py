@@ -16,6 +16,7 @@ Not for training at scale, where Transformer Engine's attention is the one to us
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -23,8 +24,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    get_cuda_rng_tracker,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -45,6 +50,9 @@ from mcore_batching.megatron.attention.segments import (
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 logger = logging.getLogger(__name__)
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+"""Masks under which no token sees a later one of its sequence."""
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -119,14 +127,15 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
+        if attn_mask_type not in CAUSAL:
+            raise DynamicBatchArgumentError(
+                f"PackedAttention is causal, the layer's attn_mask_type {attn_mask_type}: build it "
+                "with AttnMaskType.causal, or with Transformer Engine's attention"
+            )
         self.config: TransformerConfig = config
-        self.layer_number = layer_number
         # Passed on by Megatron where it does without its globals, else taken from these.
         self.tp_group, self.cp_group = compat.packed_rows.attention_groups(pg_collection)
-        projection = config.kv_channels * config.num_attention_heads
-        self.hidden_size_per_partition = divide(projection, self.tp_group.size())
-        head_size = divide(projection, config.num_attention_heads)
-        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         # Some models attend to everything in every n-th layer, to a window in the others.
         skips = config.window_attn_skip_freq
         is_windowed = is_layer_window_attention(config.window_size, skips, layer_number)
@@ -163,11 +172,20 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         """
         if attention_bias is not None:
             raise DynamicBatchArgumentError(
-                "PackedAttention takes no attention_bias; use Transformer Engine's attention"
+                "PackedAttention takes no attention_bias: use Transformer Engine's attention"
             )
         dropout = self.dropout if self.training else 0.0
-        if packed_seq_params is None:
-            return self._plain(query, key, value, dropout)
+        # As in Megatron, tensor-parallel ranks draw numbers of their own, or the heads of all would
+        # drop the same keys. Under sequence parallelism the whole block does.
+        draws_own = bool(dropout) and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if draws_own else contextlib.nullcontext():
+            if packed_seq_params is None:
+                return self._plain(query, key, value, dropout)
+            return self._packed(query, key, value, dropout, packed_seq_params)
+
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, dropout: float, packed_seq_params: Any
+    ) -> Tensor:
         # Under dynamic CP every row has its own group, of more or fewer ranks than the model's.
         group: dist.ProcessGroup = packed_seq_params.cp_group or self.cp_group
         geometry = _geometry(packed_seq_params, group, query.device)
@@ -190,7 +208,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         if self.cp_group.size() > 1:
             raise DynamicBatchArgumentError(
-                "PackedAttention needs packed_seq_params; set --context-parallel-size 1"
+                "under context parallelism PackedAttention needs packed_seq_params: pass them to "
+                "the model, or set --context-parallel-size 1"
             )
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         settings = self.softmax_scale, dropout, self.window, self.softmax_offset

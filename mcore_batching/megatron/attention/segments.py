@@ -104,6 +104,7 @@ def causal_attention(
     # `is_causal` aligns the first query to the first key, here the last ones align; where that is
     # the same it says all: the fastest kernels take no mask.
     if is_windowed or sink is not None or num_queries != num_keys:
+        # Query i is the token num_keys - num_queries + i of its sequence.
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         mask = mask.tril(num_keys - num_queries)
         mask = mask.triu(num_keys - num_queries - window) if is_windowed else mask

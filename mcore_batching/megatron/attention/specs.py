@@ -46,11 +46,24 @@ def uses_transformer_engine() -> bool:
 
 
 def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """A GPT layer spec for packed rows, dense or mixture of experts.
+    """A GPT layer spec for packed rows, dense or mixture of experts, the same for every layer.
 
     With Transformer Engine installed, Megatron's spec for it, unchanged. Without it, and on the CPU
     stand-in, Megatron's local spec, changed by `use_packed_attention`.
+
+    Raises:
+        DynamicBatchArgumentError: the configuration asks for layers of several kinds.
     """
+    # The model would be built, of other layers than the configuration says.
+    every, variant = config.moe_layer_freq, config.experimental_attention_variant
+    mixed = config.num_moe_experts and every not in (1, [1] * config.num_layers)
+    if mixed or variant is not None:
+        asked = f"moe_layer_freq={every}" if mixed else f"experimental_attention_variant={variant}"
+        raise DynamicBatchArgumentError(
+            f"packed_layer_spec makes all layers alike, with {asked} they differ: give GPTModel "
+            "Megatron's block spec, and its layer_specs use_packed_attention where there is no "
+            "Transformer Engine"
+        )
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
@@ -113,13 +126,15 @@ def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleS
 class SequenceParallelNorm:
     """Builds torch's LayerNorm or RMSNorm with parameters marked for sequence parallelism."""
 
+    # A class, since functions in a spec are handed on by Megatron without being called.
     def __new__(
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
     ) -> Any:
         """Return the torch module (never an instance of this class)."""
         if config.layernorm_zero_centered_gamma:
             raise DynamicBatchArgumentError(
-                "torch norms have no zero-centered gamma: unset --apply-layernorm-1p"
+                "torch norms have no zero-centered gamma: unset --apply-layernorm-1p, or install "
+                "Transformer Engine"
             )
         norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
         if config.normalization not in norms:

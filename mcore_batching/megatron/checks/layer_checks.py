@@ -9,6 +9,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.errors import of_first
 from mcore_batching.planning import ParallelDims
 
 _LATER = "install a later one, or a model without (--experimental-attention-variant)"
@@ -19,15 +20,13 @@ def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) ->
 
     ``pads_rows`` says that samples, or rows, are padded.
     """
-    problems: dict[str, str] = {}
-    for chunk in chunks:
-        config = get_model_config(chunk)
-        for name, layer in chunk.named_modules():
-            problem = _problem(layer, config, dims.context_parallel, pads_rows)
-            if problem:  # the first layer of each kind: a model has a hundred alike
-                problems.setdefault(problem, name)
-    gradients = _gradients_of_experts(chunks)
-    return [f"{name} {problem}" for problem, name in problems.items()] + list(gradients)
+    found = (
+        (name, _problem(layer, get_model_config(chunk), dims.context_parallel, pads_rows))
+        for chunk in chunks
+        for name, layer in chunk.named_modules()
+    )
+    problems = of_first((name, problem) for name, problem in found if problem)
+    return [*problems, *_gradients_of_experts(chunks)]
 
 
 def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) -> str:

@@ -9,10 +9,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.flags import FLAGS
-from mcore_batching.megatron.errors import refuse
+from mcore_batching.megatron.attention.packed_attention import CAUSAL
+from mcore_batching.megatron.errors import of_first, refuse
 
 _FLAG = FLAGS["share_prefixes"]
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
 """Of a token's place alone. YaRN and the scalings of RoPE go by the configuration's lengths."""
 
@@ -41,10 +41,13 @@ def sharing_problems(chunks: list[Any]) -> Iterator[str]:
         if rotary is not None and not type(rotary).__module__.startswith("megatron.core."):
             kind = type(rotary).__name__
             yield f"rotary embeddings {kind} may go by a sample's length: unset {_FLAG}"
-        for name, module in chunk.named_modules():
-            mask = getattr(module, "attn_mask_type", AttnMaskType.causal)
-            if isinstance(mask, AttnMaskType) and mask not in _CAUSAL:
-                yield (
-                    f"{name} lets tokens see later ones (attn_mask_type {mask.name}): build the "
-                    f"model with AttnMaskType.causal, or unset {_FLAG}"
-                )
+        yield from of_first(
+            (
+                name,
+                f"lets tokens see later ones (attn_mask_type {module.attn_mask_type.name}): build "
+                f"the model with AttnMaskType.causal, or unset {_FLAG}",
+            )
+            for name, module in chunk.named_modules()
+            if isinstance(getattr(module, "attn_mask_type", None), AttnMaskType)
+            and module.attn_mask_type not in CAUSAL
+        )

@@ -9,7 +9,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.errors import fields_to_unset, refuse
+from mcore_batching.megatron.errors import fields_to_unset, of_first, refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import ParallelDims
 
@@ -62,9 +62,17 @@ def _problems(options: Options, chunks: list[Any]) -> Iterator[str]:
                 f"this Megatron-LM has no {', '.join(unknown)} as known here: install "
                 f"megatron-core 0.16 to 0.19, or unset {_FLAG}"
             )
-        for name, module in compat.layers.engine_linears(chunk).items():
-            for problem in _problems_of_engine(module):
-                yield f"{name} of Transformer Engine {problem}, or unset {_FLAG}"
+        engine = compat.layers.engine_linears(chunk)
+        yield from of_first(
+            (name, f"of Transformer Engine {problem}, or unset {_FLAG}")
+            for name, module in engine.items()
+            for problem in _problems_of_engine(module)
+        )
+        if engine and compat.layers.debugs_engine():
+            yield (
+                "Transformer Engine is debugged, which needs whole backward passes: start without "
+                f"nvdlfw_inspect, or unset {_FLAG}"
+            )
 
 
 def _problems_of_engine(module: Any) -> Iterator[str]:
@@ -74,5 +82,3 @@ def _problems_of_engine(module: Any) -> Iterator[str]:
         yield "adds up gradients outside of its kernels: unset --no-gradient-accumulation-fusion"
     if module.use_bias:
         yield "makes the gradient of a bias with the weight's: set --disable-bias-linear"
-    if compat.layers.debugs_engine():
-        yield "is debugged, which needs whole backward passes: start without nvdlfw_inspect"

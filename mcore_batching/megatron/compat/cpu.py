@@ -26,6 +26,7 @@ def patch_for_cpu() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     send_and_receive = p2p_communication._p2p_ops
+    # Of more messages than a pipeline has under way; those before have arrived.
     in_flight: collections.deque[Any] = collections.deque(maxlen=256)
 
     @functools.wraps(send_and_receive)

@@ -93,6 +93,7 @@ def pipeline_config(dims: ParallelDims) -> dict[str, Any]:
         "sequence_parallel": dims.sequence_parallel,
         "microbatch_group_size_per_vp_stage": dims.microbatch_group_size,
         "variable_seq_lengths": True,
+        # Also without experts: with varying lengths `TransformerConfig` refuses its own default.
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,

@@ -85,9 +85,10 @@ def _dataset(
     if number == 0 or (samples is None and split is not Split.valid):
         return None
     if not samples:
-        mend = "" if split is Split.train else ", or set --eval-iters 0"
+        mends = {Split.valid: ", or set --eval-iters 0", Split.test: ", or set it to 0"}
         raise SftDataError(
-            f"no sample is left for the {split.name} dataset: raise its share of --split{mend}"
+            f"no sample is left for the {split.name} dataset: raise its share of --split"
+            f"{mends.get(split, '')}"
         )
     pad = not getattr(args, "use_dynamic_batch_size", False)
     return SftDataset(

@@ -54,7 +54,8 @@ class SampleTokenizer:
         end = _optional(tokenizer, "eod")
         if end is None:
             raise SftDataError(
-                f"{type(tokenizer).__name__} has no end-of-document token: use another tokenizer"
+                f"{type(tokenizer).__name__} has no end-of-document token: set another "
+                "--tokenizer-type"
             )
         self.end: int = end
         self._tokenizer = tokenizer
@@ -132,8 +133,8 @@ class SampleTokenizer:
             answered = self._rendered(messages[: number + 1], add_generation_prompt=False)
             if not asked.startswith(written) or not answered.startswith(asked):
                 raise SftDataError(
-                    f"the chat template rewrites what precedes message {number + 1}: give turns "
-                    "as prompts and completions, or a --chat-template that only appends"
+                    f"the chat template rewrites what precedes message {number + 1}: give each "
+                    "turn as 'prompt' and 'completion', or a --chat-template that only appends"
                 )
             pieces.append((self._ids(asked[len(written) :]), False))
             pieces.append((self._ids(answered[len(asked) :]), True))
