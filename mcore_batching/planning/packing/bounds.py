@@ -3,11 +3,13 @@ to the cap and to `max_samples_per_row`."""
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
 from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.pipeline import Schedule
 from mcore_batching.planning.problem import Problem
 
 
@@ -45,16 +47,25 @@ def micro_batch_lower_bound(problem: Problem) -> int:
     return max(by_tokens, problem.fewest_rows)
 
 
-def step_time_floor(problem: Problem) -> float:
-    """Lower bound on the makespan of any plan, in units of cost."""
+def step_time_floor(problem: Problem, *, splits: bool = False) -> float:
+    """Lower bound on the makespan of any plan, in units of cost; with `splits`, of those that split
+    backward passes too."""
     longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
-    alone = problem.cost_model.per_micro_batch
-    if longest is not None:
-        alone = min(rows.cost([longest]) for rows in problem.on_ranks.values())
-    floor = floor_of_totals(problem, ordered_sum(problem.least_costs), problem.fewest_rows, alone)
+    samples = () if longest is None else (longest,)
+    work, floors = ordered_sum(problem.least_costs), []
+    for rows in problem.on_ranks.values():
+        schedule, alone = problem.schedule, rows.cost(samples)
+        if splits:
+            # By its own W, not the mean share of all samples: a short one's is mostly fixed costs.
+            model = rows.cost_model
+            weights = model.weights(rows.lengths[sample] for sample in samples)
+            # In lockstep W takes as long as the longest of its slot, which may be another rank's.
+            most = model.weight_share * alone if problem.dims.in_lockstep else weights
+            schedule = dataclasses.replace(schedule, deferred_share=most / alone if alone else 0.0)
+        floors.append(floor_of_totals(problem, schedule, work, problem.fewest_rows, alone))
     if problem.config.max_context_parallel is None:
-        return max(floor, _work_of_slowest_stage(problem))
-    return floor
+        return max(*floors, _work_of_slowest_stage(problem))
+    return min(floors)
 
 
 def _work_of_slowest_stage(problem: Problem) -> float:
@@ -68,12 +79,12 @@ def _work_of_slowest_stage(problem: Problem) -> float:
 
 
 def floor_of_totals(
-    problem: Problem, work: float, fewest_rows: int, costliest_sample: float
+    problem: Problem, schedule: Schedule, work: float, fewest_rows: int, costliest_sample: float
 ) -> float:
     """`step_time_floor` from totals: forward cost of all samples, summed over the ranks that share
     each; a lower bound on the number of micro-batches; forward cost of the longest sample alone in
     one."""
-    dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
+    dims, fixed = problem.dims, problem.cost_model.per_micro_batch
     fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))
     # The larger of two times: a mean rank's work in the fewest micro-batches after the pipeline was
     # filled by an empty one; and the longest sample's way through all stages and back.

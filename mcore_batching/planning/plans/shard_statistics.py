@@ -74,5 +74,7 @@ def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatis
         offered_tokens=problem.num_ranks * len(slots) * config.cap_tokens(problem.dims),
         mean_rank_cost=joined["cost"] / problem.num_ranks,
         slot_maxima_cost=ordered_sum(slots),
-        floor_time=floor_of_totals(problem, joined["cost of samples"], rows, alone),
+        floor_time=floor_of_totals(
+            problem, problem.schedule, joined["cost of samples"], rows, alone
+        ),
     )

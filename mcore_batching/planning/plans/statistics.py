@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -141,9 +140,7 @@ def step_statistics(
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=max(clock.end for clock in step_clocks(step, problem, ranks)),
-        floor_time=step_time_floor(
-            dataclasses.replace(problem, defers_weights=bool(step.split_backward))
-        ),
+        floor_time=step_time_floor(problem, splits=bool(step.split_backward)),
         peak_inflight_tokens=_most_held(step, problem, held, 0),
         last_stage_inflight_tokens=_most_held(step, problem, held, last),
         largest_row_tokens=max(map(max, held)),
