@@ -249,6 +249,14 @@ def test_without_split_passes_times_are_the_clock_s(case: Split) -> None:
         assert case.clock.operations(rank) == clock.operations(rank)
 
 
+def test_a_part_that_ends_when_the_next_pass_may_start_runs_before_it() -> None:
+    """Stage 0 is done with B0 at 32 and waits until 40 for B1: the time of all 8 parts of W0."""
+    schedule = Schedule(dims=ParallelDims(pipeline_parallel=2))
+    clock = SplitClock([8.0, 8.0], [8.0, 8.0], schedule, [(), ()])
+    assert clock.run(clock.all_split) == 56
+    assert clock.stages[0][0].parts_before == (0, 0, 0, 8)
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("experts", [1, 4])
 def test_a_plan_says_what_runs_when(chunks: int, experts: int) -> None:

@@ -87,15 +87,21 @@ def test_slots_are_compared_across_ranks() -> None:
     pipeline=st.sampled_from([1, 2]),
     expert=st.sampled_from([1, 2]),
     samples_per_row=st.sampled_from([None, 2]),
+    split=st.sampled_from(["off", "all"]),
 )
 def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
-    shards: list[list[int]], pipeline: int, expert: int, samples_per_row: int | None
+    shards: list[list[int]], pipeline: int, expert: int, samples_per_row: int | None, split: Any
 ) -> None:
     ranks = len(shards) // 2 * 2
     shards = shards[:ranks]
     dims = ParallelDims(data_parallel=ranks, pipeline_parallel=pipeline, expert_parallel=expert)
     config = PlannerConfig(
-        max_tokens_per_gpu=32, pad_each_to=2, max_samples_per_row=samples_per_row
+        max_tokens_per_gpu=32,
+        pad_each_to=2,
+        max_samples_per_row=samples_per_row,
+        split_backward=split,
+        split_backward_memory=2.0,
+        split_backward_held=1.5,
     )
     lengths = [length for shard in shards for length in shard]
     owners = [rank for rank, shard in enumerate(shards) for _ in shard]
@@ -105,7 +111,8 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
         problem = Problem.of(shard, dims, config)
         first = owners.index(rank) if shard else 0
         rows = [[i - first for i in row] for row in step.micro_batches[rank]]
-        parts.append(shard_statistics(problem, rows))
+        stages = step.split_backward[rank] if step.split_backward else ()
+        parts.append(shard_statistics(problem, rows, stages))
     figures: dict[str, Any] = {name: sum(part[0][name] for part in parts) for name in parts[0][0]}
     slots = "slot costs"
     figures |= {n: max(part[1][n] for part in parts) for n in parts[0][1] if n != slots}

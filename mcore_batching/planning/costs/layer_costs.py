@@ -60,7 +60,7 @@ def pairs(sizes: float, *, windowed: bool = False) -> LayerCost:
 
 
 def attention(
-    hidden: int, heads: int, groups: int, dim: int, *, gated: bool = False, windowed: bool = False
+    hidden: int, heads: int, groups: int, dim: int, *, gated: bool, windowed: bool
 ) -> LayerCost:
     """Attention of `heads` query heads and `groups` key-value heads of size `dim`; `gated`: with an
     output gate as wide as the queries (Qwen3-Next)."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from mcore_batching.planning.costs.cost import ordered_sum
-from mcore_batching.planning.pipeline import Schedule
 from mcore_batching.planning.problem import Problem
 
 
@@ -54,15 +53,13 @@ def step_time_floor(problem: Problem, *, splits: bool = False) -> float:
     samples = () if longest is None else (longest,)
     work, floors = ordered_sum(problem.least_costs), []
     for rows in problem.on_ranks.values():
-        schedule, alone = problem.schedule, rows.cost(samples)
-        if splits:
-            # By its own W, not the mean share of all samples: a short one's is mostly fixed costs.
-            model = rows.cost_model
-            weights = model.weights(rows.lengths[sample] for sample in samples)
-            # In lockstep W takes as long as the longest of its slot, which may be another rank's.
-            most = model.weight_share * alone if problem.dims.in_lockstep else weights
-            schedule = dataclasses.replace(schedule, deferred_share=most / alone if alone else 0.0)
-        floors.append(floor_of_totals(problem, schedule, work, problem.fewest_rows, alone))
+        alone, weights = rows.cost(samples), None
+        if splits and problem.dims.in_lockstep:
+            # W takes as long as the longest of its slot, which may be another rank's.
+            weights = rows.cost_model.weight_share * alone
+        elif splits:
+            weights = rows.cost_model.weights(rows.lengths[sample] for sample in samples)
+        floors.append(floor_of_totals(problem, work, problem.fewest_rows, alone, weights))
     if problem.config.max_context_parallel is None:
         return max(*floors, _work_of_slowest_stage(problem))
     return min(floors)
@@ -79,12 +76,20 @@ def _work_of_slowest_stage(problem: Problem) -> float:
 
 
 def floor_of_totals(
-    problem: Problem, schedule: Schedule, work: float, fewest_rows: int, costliest_sample: float
+    problem: Problem,
+    work: float,
+    fewest_rows: int,
+    costliest_sample: float,
+    weights: float | None = None,
 ) -> float:
     """`step_time_floor` from totals: forward cost of all samples, summed over the ranks that share
     each; a lower bound on the number of micro-batches; forward cost of the longest sample alone in
-    one."""
-    dims, fixed = problem.dims, problem.cost_model.per_micro_batch
+    one, and where passes are split the cost of its weight gradients."""
+    dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
+    if weights is not None:
+        # Its own share, not the mean of all samples: a short one's W is mostly fixed costs.
+        share = weights / costliest_sample if costliest_sample else 0.0
+        schedule = dataclasses.replace(schedule, deferred_share=share)
     fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))
     # The larger of two times: a mean rank's work in the fewest micro-batches after the pipeline was
     # filled by an empty one; and the longest sample's way through all stages and back.

@@ -1,6 +1,6 @@
 """Statistics of a step where samples stay on their rank, and each rank knows its own alone.
 
-totals, maxima = shard_statistics(problem, micro_batches)      on each rank
+totals, maxima = shard_statistics(problem, micro_batches, stages)      on each rank
 joined_statistics(problem, {summed totals} | {maxima over ranks})   as `step_statistics`
 """
 
@@ -12,15 +12,22 @@ from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.packing.bounds import floor_of_totals
-from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.pipeline import Clock, SplitClock, SplitStage, split_inflight_tokens
 from mcore_batching.planning.plans.statistics import StepStatistics
 from mcore_batching.planning.problem import Problem
 
 
 def shard_statistics(
-    problem: Problem, micro_batches: Sequence[Sequence[int]]
+    problem: Problem,
+    micro_batches: Sequence[Sequence[int]],
+    stages: Sequence[SplitStage] = (),
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """One rank's part of `joined_statistics`.
+
+    Args:
+        problem: of the rank's samples.
+        micro_batches: its own, in slot order.
+        stages: its split backward passes, as `split_shard` gives them; empty: there are none.
 
     Returns:
         numbers by name to sum over data-parallel ranks, and numbers by name to take the maximum of;
@@ -30,7 +37,22 @@ def shard_statistics(
     # Placeholders take no padded tokens of a sample, but are held in flight like any row.
     costs, on_stages = list(map(problem.cost, micro_batches)), problem.slot_costs(micro_batches)
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
-    work, last = ordered_sum(costs), problem.dims.pipeline_parallel - 1
+    held = [each or problem.placeholder_tokens for each in tokens]
+    work, last, schedule = ordered_sum(costs), problem.dims.pipeline_parallel - 1, problem.schedule
+    clock: Clock | SplitClock
+    if stages:
+        weights = [each for samples in micro_batches for each in problem.slot_weights(samples)]
+        alone, overhead = [()] * len(micro_batches), problem.cost_model.split_backward_overhead
+        clock = SplitClock(on_stages, weights, schedule, alone, overhead=overhead)
+        clock.follow([stages])
+        kept = problem.config.split_backward_held
+        in_flight = [
+            split_inflight_tokens(held, schedule, stages[stage], kept, stage=stage)
+            for stage in (0, last)
+        ]
+    else:
+        clock = Clock(on_stages, schedule)
+        in_flight = [problem.inflight_tokens(micro_batches, stage=stage) for stage in (0, last)]
     totals = {
         "num_samples": problem.num_samples,
         "num_placeholders": sum(not samples for samples in micro_batches),
@@ -44,13 +66,15 @@ def shard_statistics(
     }
     maxima = {
         "heaviest_rank_cost": work,
-        "step_time": Clock(on_stages, problem.schedule).end,
-        "peak_inflight_tokens": problem.inflight_tokens(micro_batches),
-        "last_stage_inflight_tokens": problem.inflight_tokens(micro_batches, stage=last),
-        "largest_row_tokens": max(each or problem.placeholder_tokens for each in tokens),
+        "step_time": clock.end,
+        "peak_inflight_tokens": in_flight[0],
+        "last_stage_inflight_tokens": in_flight[1],
+        "largest_row_tokens": max(held),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
+        "sample weights": problem.cost_model.weights([max(problem.lengths, default=0)]),
+        "split passes": sum(sum(stage.split) for stage in stages),
         "slot costs": costs,
-        **({"stage costs": on_stages} if problem.schedule.which_cost else {}),
+        **({"stage costs": on_stages} if schedule.which_cost else {}),
     }
     return totals, maxima
 
@@ -75,6 +99,10 @@ def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatis
         mean_rank_cost=joined["cost"] / problem.num_ranks,
         slot_maxima_cost=ordered_sum(slots),
         floor_time=floor_of_totals(
-            problem, problem.schedule, joined["cost of samples"], rows, alone
+            problem,
+            joined["cost of samples"],
+            rows,
+            alone,
+            joined["sample weights"] if joined["split passes"] else None,
         ),
     )

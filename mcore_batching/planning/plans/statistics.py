@@ -124,8 +124,6 @@ def step_statistics(
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [ordered_sum(rank) for rank in costs]
     rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
-    # Under dynamic CP `ranks` lists data- and context-parallel ones, each with its part of a cap.
-    per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
     held = held_tokens(step, problem, ranks)
     last = step.dims.pipeline_parallel - 1
     return StepStatistics(
@@ -135,7 +133,10 @@ def step_statistics(
         num_oversize=len(problem.oversize),
         real_tokens=sum(problem.lengths),
         padded_tokens=sum(of_size.row_tokens(samples) for of_size, samples in rows),
-        offered_tokens=len(ranks) * step.num_microbatches * per_place,
+        # Under dynamic CP as well: each rank of a cap's has its part of it.
+        offered_tokens=step.num_microbatches
+        * step.dims.data_parallel
+        * step.config.cap_tokens(step.dims),
         heaviest_rank_cost=max(rank_costs),
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
