@@ -27,7 +27,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from mcore_batching.planning.pipeline.clock import Operation
+from mcore_batching.planning.pipeline.clock import Clock, Operation
 from mcore_batching.planning.pipeline.compiled import (
     Integers,
     Numbers,
@@ -197,6 +197,24 @@ class SplitClock:
         place = self.program.places[at // self._ranks]
         assert place is not None
         return place[1]
+
+
+def clock_of_rank(
+    costs: Sequence[float],
+    weights: Sequence[float],
+    schedule: Schedule,
+    stages: Sequence[SplitStage],
+    *,
+    overhead: float,
+) -> Clock | SplitClock:
+    """The clock of a rank by itself: `Clock` of `costs`, or where its passes are split (`stages`
+    not empty) what the plan says of them. Arguments are those of `SplitClock`."""
+    if not stages:
+        return Clock(costs, schedule)
+    blocks: list[Blocks] = [()] * (len(costs) // schedule.num_costs)
+    clock = SplitClock(costs, weights, schedule, blocks, overhead=overhead)
+    clock.follow([stages])
+    return clock
 
 
 @kernel

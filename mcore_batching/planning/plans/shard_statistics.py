@@ -12,7 +12,13 @@ from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.packing.bounds import floor_of_totals
-from mcore_batching.planning.pipeline import Clock, SplitClock, SplitStage, split_inflight_tokens
+from mcore_batching.planning.pipeline import (
+    Clock,
+    SplitStage,
+    clock_of_rank,
+    inflight_tokens,
+    split_inflight_tokens,
+)
 from mcore_batching.planning.plans.statistics import StepStatistics
 from mcore_batching.planning.problem import Problem
 
@@ -39,20 +45,14 @@ def shard_statistics(
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
     held = [each or problem.placeholder_tokens for each in tokens]
     work, last, schedule = ordered_sum(costs), problem.dims.pipeline_parallel - 1, problem.schedule
-    clock: Clock | SplitClock
-    if stages:
-        weights = [each for samples in micro_batches for each in problem.slot_weights(samples)]
-        alone, overhead = [()] * len(micro_batches), problem.cost_model.split_backward_overhead
-        clock = SplitClock(on_stages, weights, schedule, alone, overhead=overhead)
-        clock.follow([stages])
-        kept = problem.config.split_backward_held
-        in_flight = [
-            split_inflight_tokens(held, schedule, stages[stage], kept, stage=stage)
-            for stage in (0, last)
-        ]
-    else:
-        clock = Clock(on_stages, schedule)
-        in_flight = [problem.inflight_tokens(micro_batches, stage=stage) for stage in (0, last)]
+    weights = [each for samples in micro_batches for each in problem.slot_weights(samples)]
+    overhead, kept = problem.cost_model.split_backward_overhead, problem.config.split_backward_held
+    in_flight = [
+        split_inflight_tokens(held, schedule, stages[stage], kept, stage=stage)
+        if stages
+        else inflight_tokens(held, schedule, stage=stage)
+        for stage in (0, last)
+    ]
     totals = {
         "num_samples": problem.num_samples,
         "num_placeholders": sum(not samples for samples in micro_batches),
@@ -66,7 +66,7 @@ def shard_statistics(
     }
     maxima = {
         "heaviest_rank_cost": work,
-        "step_time": clock.end,
+        "step_time": clock_of_rank(on_stages, weights, schedule, stages, overhead=overhead).end,
         "peak_inflight_tokens": in_flight[0],
         "last_stage_inflight_tokens": in_flight[1],
         "largest_row_tokens": max(held),
