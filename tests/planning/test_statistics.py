@@ -88,9 +88,15 @@ def test_slots_are_compared_across_ranks() -> None:
     expert=st.sampled_from([1, 2]),
     samples_per_row=st.sampled_from([None, 2]),
     split=st.sampled_from(["off", "all"]),
+    layers=st.sampled_from(["", "aabV"]),
 )
 def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
-    shards: list[list[int]], pipeline: int, expert: int, samples_per_row: int | None, split: Any
+    shards: list[list[int]],
+    pipeline: int,
+    expert: int,
+    samples_per_row: int | None,
+    split: Any,
+    layers: str,
 ) -> None:
     ranks = len(shards) // 2 * 2
     shards = shards[:ranks]
@@ -105,18 +111,22 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
     )
     lengths = [length for shard in shards for length in shard]
     owners = [rank for rank, shard in enumerate(shards) for _ in shard]
-    step = plan_step(lengths, dims, config, owners=owners)
+    costs = (("a", 1.0, 0.1, 0.1, 1.0), ("b", 3.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
+    model = CostModel(per_micro_batch=2.0, layers=layers, layer_costs=costs)
+    step = plan_step(lengths, dims, config, model, owners=owners)
     parts = []
     for rank, shard in enumerate(shards):
-        problem = Problem.of(shard, dims, config)
+        problem = Problem.of(shard, dims, config, model)
         first = owners.index(rank) if shard else 0
         rows = [[i - first for i in row] for row in step.micro_batches[rank]]
         stages = step.split_backward[rank] if step.split_backward else ()
         parts.append(shard_statistics(problem, rows, stages))
-    figures: dict[str, Any] = {name: sum(part[0][name] for part in parts) for name in parts[0][0]}
-    slots = "slot costs"
-    figures |= {n: max(part[1][n] for part in parts) for n in parts[0][1] if n != slots}
-    figures[slots] = [max(each) for each in zip(*(part[1][slots] for part in parts), strict=True)]
+    figures: dict[str, Any] = {}
+    for of_kind, join in enumerate((sum, max)):
+        for name, value in parts[0][of_kind].items():
+            of_ranks = [part[of_kind][name] for part in parts]
+            is_list = isinstance(value, list)
+            figures[name] = [*map(join, zip(*of_ranks, strict=True))] if is_list else join(of_ranks)
     joined, whole = joined_statistics(problem, figures), step_statistics(step, lengths)
     assert vars(joined) == pytest.approx(vars(whole))
 

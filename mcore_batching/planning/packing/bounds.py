@@ -52,6 +52,8 @@ def step_time_floor(problem: Problem, *, splits: bool = False) -> float:
     longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
     samples = () if longest is None else (longest,)
     work, floors = ordered_sum(problem.least_costs), []
+    # Under dynamic CP a sample's cost on a stage depends on its size, which is not chosen yet.
+    of_stages = [] if problem.config.max_context_parallel else works_of_stages(problem)
     for rows in problem.on_ranks.values():
         alone, weights = rows.cost(samples), None
         if splits and problem.dims.in_lockstep:
@@ -59,20 +61,16 @@ def step_time_floor(problem: Problem, *, splits: bool = False) -> float:
             weights = rows.cost_model.weight_share * alone
         elif splits:
             weights = rows.cost_model.weights(rows.lengths[sample] for sample in samples)
-        floors.append(floor_of_totals(problem, work, problem.fewest_rows, alone, weights))
-    if problem.config.max_context_parallel is None:
-        return max(*floors, _work_of_slowest_stage(problem))
+        floor = floor_of_totals(problem, work, problem.fewest_rows, alone, weights, of_stages)
+        floors.append(floor)
     return min(floors)
 
 
-def _work_of_slowest_stage(problem: Problem) -> float:
-    """Time of its passes of all samples on a mean rank."""
-    schedule = problem.schedule
-    if not schedule.which_cost:
-        return 0.0
-    works = [ordered_sum(costs) / problem.num_ranks for _, costs in problem.costs_of_stages]
-    slowest = max(ordered_sum(works[kind] for kind in stage) for stage in schedule.which_cost)
-    return schedule.cost_of_passes * slowest / problem.dims.virtual_pipeline
+def works_of_stages(problem: Problem) -> list[float]:
+    """Forward cost of all samples on each kind of stage; none where stages are equal."""
+    if not problem.schedule.which_cost:
+        return []
+    return [ordered_sum(costs) for _, costs in problem.costs_of_stages]
 
 
 def floor_of_totals(
@@ -81,20 +79,27 @@ def floor_of_totals(
     fewest_rows: int,
     costliest_sample: float,
     weights: float | None = None,
+    of_stages: Sequence[float] = (),
 ) -> float:
     """`step_time_floor` from totals: forward cost of all samples, summed over the ranks that share
     each; a lower bound on the number of micro-batches; forward cost of the longest sample alone in
-    one, and where passes are split the cost of its weight gradients."""
+    one, and where passes are split the cost of its weight gradients; `works_of_stages`."""
     dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
     if weights is not None:
         # Its own share, not the mean of all samples: a short one's W is mostly fixed costs.
         share = weights / costliest_sample if costliest_sample else 0.0
         schedule = dataclasses.replace(schedule, deferred_share=share)
     fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))
-    # The larger of two times: a mean rank's work in the fewest micro-batches after the pipeline was
-    # filled by an empty one; and the longest sample's way through all stages and back.
+    # The largest of three times: a mean rank's work in the fewest micro-batches after the pipeline
+    # was filled by an empty one; the longest sample's way through all stages and back; and the
+    # passes of a mean rank's samples on the slowest stage.
     even = schedule.least_end(work / problem.num_ranks + fewest * fixed, fixed)
-    return max(even, schedule.way * costliest_sample)
+    slowest = 0.0
+    if of_stages:
+        works = [each / problem.num_ranks for each in of_stages]
+        slowest = max(ordered_sum(works[kind] for kind in stage) for stage in schedule.which_cost)
+    passes = schedule.cost_of_passes * slowest / dims.virtual_pipeline
+    return max(even, schedule.way * costliest_sample, passes)
 
 
 def way_of_longest(problem: Problem) -> float:

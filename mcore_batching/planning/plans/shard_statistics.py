@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
-from mcore_batching.planning.packing.bounds import floor_of_totals
+from mcore_batching.planning.packing.bounds import floor_of_totals, works_of_stages
 from mcore_batching.planning.pipeline import (
     Clock,
     SplitStage,
@@ -27,7 +27,7 @@ def shard_statistics(
     problem: Problem,
     micro_batches: Sequence[Sequence[int]],
     stages: Sequence[SplitStage] = (),
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """One rank's part of `joined_statistics`.
 
     Args:
@@ -37,8 +37,8 @@ def shard_statistics(
 
     Returns:
         numbers by name to sum over data-parallel ranks, and numbers by name to take the maximum of;
-        "slot costs" of the latter is a list [num_microbatches], as is "stage costs"
-        [num_microbatches * kinds], which is there where stages differ.
+        "slot costs" of the latter is a list [num_microbatches]. Where stages differ the former have
+        a list "works of stages" [kinds], the latter "stage costs" [num_microbatches * kinds].
     """
     # Placeholders take no padded tokens of a sample, but are held in flight like any row.
     costs, on_stages = list(map(problem.cost, micro_batches)), problem.slot_costs(micro_batches)
@@ -63,6 +63,7 @@ def shard_statistics(
         "cost of samples": ordered_sum(problem.costs),
         # Oversize samples have micro-batches of their own, and count for no other.
         "fitting tokens": sum(n for i, n in enumerate(problem.tokens) if i not in problem.oversize),
+        **({"works of stages": works_of_stages(problem)} if schedule.which_cost else {}),
     }
     maxima = {
         "heaviest_rank_cost": work,
@@ -104,5 +105,6 @@ def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatis
             rows,
             alone,
             joined["sample weights"] if joined["split passes"] else None,
+            joined.get("works of stages", ()),
         ),
     )
