@@ -119,6 +119,7 @@ class Layers:
         for layer, letter in letters.items():
             kind, ffn = layer.split("/")
             costs[letter] = self._attention(kind) + self._ffn(ffn)
+        # A depth of multi-token prediction is one more layer of the last one's kind.
         text = "".join(letters[layer] for layer in layers)
         return self._with_output(text, costs, costs[text[-1]], self.size("depths", 0))
 
@@ -179,7 +180,7 @@ class Layers:
             return self.size("top_k")
         size = self._config.get("window_size")  # Megatron's: tokens before and after, -1 for all
         if size is not None:
-            return None if size[0] < 0 else int(size[0]) + 1
+            return None if size[0] < 0 else int(size[0]) + 1  # and the token itself
         return self._config.get("sliding_window") or None
 
     @property

@@ -131,6 +131,7 @@ class SplitClock:
             free,
             last,
         )
+        # `free` now counts W that ran after the last pass, which `ends` do not.
         ended = as_list(free)
         self.ends = [max(ended[rank * stages : (rank + 1) * stages]) for rank in range(ranks)]
         self.end = max(self.ends)
@@ -140,7 +141,7 @@ class SplitClock:
     def critical_path(self) -> list[int]:
         """The passes that the end waits for, each for the next; the last ones first [numbers]."""
         path, at = [], self._last
-        while at >= self._ranks:
+        while at >= self._ranks:  # before are all ranks' number 0, the start
             if self.program.places[at // self._ranks]:
                 path.append(at)
             at = int(self._late[at])

@@ -94,6 +94,7 @@ def load(text: str) -> dict[str, Any]:
         raise PlanFormatError(
             f'expected "format": "{FORMAT}", got {raw.get("format")!r:.80}; pass a plan\'s file'
         )
+    # True equals 1 in Python, and JSON's `true` is no version.
     if raw.get("version") != VERSION or isinstance(raw.get("version"), bool):
         raise PlanFormatError(
             f'expected plan "version" {VERSION}, got {raw.get("version")!r:.80}; plan again'

@@ -87,6 +87,7 @@ class StepRecorder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"steps-{started}-{os.getpid()}.jsonl"
+            # "x": two nodes may start in one microsecond with one process id on a shared folder.
             self._file = (folder / name).open("x", encoding="utf-8")
         except OSError as error:
             raise RecordError(
