@@ -10,7 +10,7 @@ from itertools import chain
 from typing import TypeVar
 
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
-from mcore_batching.planning.errors import LengthError
+from mcore_batching.planning.errors import Argument, LengthError
 from mcore_batching.planning.integers import entries
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import (
@@ -183,8 +183,17 @@ def step_problem(
 
     Returns:
         the problem of the step's samples; samples of each micro-batch [ranks][slots].
+
+    Raises:
+        LengthError: there are fewer lengths than the step's samples need.
     """
     lengths = entries("lengths", lengths, LengthError)
+    last = max(step.sample_indices, default=-1)
+    if last >= len(lengths):
+        raise LengthError(
+            Argument("lengths"),
+            f" has {len(lengths)} entries, but the step runs sample {last}; pass the whole batch's",
+        )
     # Plans name samples by their place in the batch, problems by their place in the step.
     number = {sample: position for position, sample in enumerate(step.sample_indices)}
     problem = Problem.of(
