@@ -428,6 +428,18 @@ def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
     assert LearntCosts.from_data(json.loads(json.dumps(learnt.to_data()))) == learnt
 
 
+def test_a_cost_too_small_to_be_read_back_is_learnt_as_0() -> None:
+    """As a few wild times leave it: a job could not load its own checkpoint."""
+    normal, right = [[0.0] * 5 for _ in range(5)], [0.0, 1.0, 1e-19, 0.0, 0.0]
+    for unknown in range(3):
+        normal[unknown][unknown] = 1.0
+    sums = [*itertools.chain(*normal), *right, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0]
+    known = LearntCosts(cost_model=CostModel(quadratic=0.0, per_micro_batch=0.0))
+    learnt = relearnt(known, sums)
+    assert LearntCosts.from_data(learnt.to_data()) == learnt
+    assert (learnt.cost_model.linear, learnt.cost_model.quadratic) == (1.0, 0.0)
+
+
 def test_it_travels_as_json() -> None:
     *_, learnt = learn(lambda step: LAUNCHES, num_steps=3)
     data = json.loads(json.dumps(learnt.to_data()))
