@@ -119,6 +119,7 @@ class PlanningProcess:
         Raises:
             PlanningError: the planner refused it, in words.
             EOFError, OSError: the process has ended.
+            pickle.UnpicklingError: it has ended in the middle of its answer.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None

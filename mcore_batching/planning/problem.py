@@ -92,6 +92,8 @@ class Problem:
     @cached_property
     def schedule(self) -> Schedule:
         """The pipeline schedule, with what its passes cost."""
+        # One share for all: W of a micro-batch's fixed cost is left out, the search's clock needs
+        # no more. Floors that people see count each sample's own (`packing.bounds`).
         share = self.cost_model.weight_share if self.defers_weights else 0.0
         weights = share * self.cost_model.linear * sum(self.lengths)
         return Schedule(
@@ -211,6 +213,7 @@ class Problem:
         capacity = self.config.max_tokens_per_gpu if is_dynamic else self.capacity
         by_tokens = -(-sum(fitting) // capacity)
         by_samples = -(-len(fitting) // self.max_samples)
+        # An oversize sample is on as many ranks as may be, and takes a place on each.
         alone = self.row_sizes[-1] if is_dynamic else 1
         return alone * len(self.oversize) + max(by_tokens, by_samples)
 

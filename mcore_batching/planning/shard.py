@@ -140,8 +140,11 @@ def fill_shard(
             "over all ranks",
         )
     plain = _split_and_order(problem, bins, num_microbatches)
+    # In lockstep a slot is as slow as its slowest rank, which this one does not know: by descending
+    # weight slot j is about the same everywhere.
     if not problem.config.searches or problem.dims.in_lockstep:
         return plain
+    # On one stage a step takes the sum of its micro-batches, whatever is moved among them.
     if problem.dims.pipeline_parallel == 1 or not problem.num_samples:
         return largest_first(problem, (plain,))[0]
     by_tokens = dataclasses.replace(problem.config, balance="tokens")
@@ -223,6 +226,7 @@ def split_shard(
         ranks, _, split = split_backward(dataclasses.replace(problem, dims=alone), start)
         if split:
             return ranks[0], split[0]
+    # Nothing is worth a split here; said of each pass, as other ranks of the plan may have some.
     stages = range(problem.dims.pipeline_parallel)
     counts = [len(problem.schedule.order(stage, len(micro_batches))) for stage in stages]
     return micro_batches, tuple(SplitStage((False,) * n, (0,) * n) for n in counts)

@@ -388,6 +388,23 @@ def test_a_plan_with_shared_rows_is_predicted_in_seconds() -> None:
     assert replace(learnt, seconds_per_unit=None).predicted_seconds_of_plan(plan, lengths) is None
 
 
+@pytest.mark.parametrize("split", ["off", "all"])
+def test_a_rank_s_time_is_its_plan_s_with_split_passes_too(split: Any) -> None:
+    dims, lengths = ParallelDims(pipeline_parallel=4), [800, 20, 3000, 40, 500, 1500, 900, 700]
+    config = PlannerConfig(
+        max_tokens_per_gpu=4096, split_backward=split, split_backward_memory=1000.0
+    )
+    learnt = LearntCosts(cost_model=CostModel(weight_share=0.8), seconds_per_unit=2e-6)
+    plan = plan_step(lengths, dims, config, learnt.cost_model, owners=[0] * 8)
+    rows = [[lengths[i] for i in row] for row in plan.micro_batches[0]]
+    stages = plan.split_backward[0] if plan.split_backward else ()
+    assert bool(stages) == (split == "all")
+    whole, seconds = (learnt.predicted_seconds(rows, dims, each) for each in ((), stages))
+    assert seconds == pytest.approx(2e-6 * predicted_step_time(plan, lengths))
+    assert whole is not None
+    assert seconds == whole or (stages and seconds < 0.95 * whole)
+
+
 @models
 def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
     truth: CostModel,
@@ -409,6 +426,18 @@ def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
     seconds = learnt.predicted_seconds(rows, dims)
     assert seconds == pytest.approx(SECONDS_PER_UNIT * end, rel=0.01)
     assert LearntCosts.from_data(json.loads(json.dumps(learnt.to_data()))) == learnt
+
+
+def test_a_cost_too_small_to_be_read_back_is_learnt_as_0() -> None:
+    """As a few wild times leave it: a job could not load its own checkpoint."""
+    normal, right = [[0.0] * 5 for _ in range(5)], [0.0, 1.0, 1e-19, 0.0, 0.0]
+    for unknown in range(3):
+        normal[unknown][unknown] = 1.0
+    sums = [*itertools.chain(*normal), *right, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0]
+    known = LearntCosts(cost_model=CostModel(quadratic=0.0, per_micro_batch=0.0))
+    learnt = relearnt(known, sums)
+    assert LearntCosts.from_data(learnt.to_data()) == learnt
+    assert (learnt.cost_model.linear, learnt.cost_model.quadratic) == (1.0, 0.0)
 
 
 def test_it_travels_as_json() -> None:

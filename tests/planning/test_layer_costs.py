@@ -290,6 +290,29 @@ def test_a_config_without_a_size_is_refused_by_name(missing: str) -> None:
     assert config_of_json(json.dumps({"text_config": TINY})).items() >= TINY.items()
 
 
+@pytest.mark.parametrize(
+    ("config", "same"),
+    [
+        ({"num_key_value_heads": 0}, {"num_key_value_heads": 2}),
+        ({"head_dim": 0, "sliding_window": 0}, {}),
+        (ROUTED | {"moe_intermediate_size": 0}, ROUTED),  # as intermediate_size is 8, too
+        ({"num_layers": 3, "num_hidden_layers": 2}, {"num_hidden_layers": 3}),
+    ],
+    ids=("groups", "heads", "experts", "both names"),
+)
+def test_a_size_of_0_is_none_and_the_first_name_counts(
+    config: dict[str, Any], same: dict[str, Any]
+) -> None:
+    assert first_guess(TINY | config) == first_guess(TINY | same)
+
+
+def test_a_saved_config_s_head_size_counts_the_rotary_part() -> None:
+    """Not Megatron's of the same name: transformers writes both."""
+    assert first_guess(DEEPSEEK | {"qk_head_dim": 192, "head_dim": 64}) == first_guess(DEEPSEEK)
+    names = {"qk_nope_head_dim": None, "qk_head_dim": 128}
+    assert first_guess(DEEPSEEK | names) == first_guess(DEEPSEEK)
+
+
 def test_names_of_older_models_and_layers_without_weights() -> None:
     names = {"n_embd": 4, "n_inner": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10}
     named = {"num_attention_heads": 2, "hidden_size": 4, "ffn_hidden_size": 8, "num_layers": 2}

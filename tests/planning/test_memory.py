@@ -113,28 +113,53 @@ CONFIG = {
 }
 
 
+@pytest.mark.parametrize(
+    ("recompute", "sequence", "gathers", "held"),
+    [
+        (False, False, True, 1.0),
+        # Of a layer 4·64 values outside, 16·2·(4 + 2) + 3·256 inside; its input alone is 64.
+        (True, False, True, (256 + 960) / 64),
+        # In halves; half of 4 or 2 gathered streams of 64 beside them.
+        (False, True, True, (128 + 480 + 128) / (128 + 480)),
+        (False, True, False, (128 + 480 + 64) / (128 + 480)),
+        (True, True, True, (128 + 480 + 128) / 32),
+    ],
+)
+def test_what_a_split_pass_holds_until_its_weight_gradients_are_made(
+    recompute: bool, sequence: bool, gathers: bool, held: float
+) -> None:
+    dims = ParallelDims(tensor_parallel=2 if sequence else 1, sequence_parallel=sequence)
+    shape = replace(SHAPE, recompute=recompute)
+    assert shape.held_for_weights(dims, gathers_inputs=gathers) == pytest.approx(held)
+
+
 def test_the_shape_in_a_model_s_config_json() -> None:
     assert ModelShape.from_config_json(json.dumps(CONFIG)) == SHAPE
     nested = json.dumps({"text_config": CONFIG, "vision_config": {"hidden_size": 1}})
     assert ModelShape.from_config_json(nested) == SHAPE
     further = CONFIG | {"num_nextn_predict_layers": 1}
     assert ModelShape.from_config_json(json.dumps(further)) == replace(SHAPE, depths=1)
-    experts = CONFIG | {"num_experts_per_tok": 4, "moe_intermediate_size": 64}
+    # Of each token's activations in experts, those of the shared ones are a part.
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+    experts |= CONFIG | {"n_shared_experts": 1, "intermediate_size": None}
     assert ModelShape.from_config_json(json.dumps(experts)) == SHAPE
+    named_by_megatron = CONFIG | {"num_moe_experts": None, "moe_router_topk": 2}  # its default
+    assert ModelShape.from_config_json(json.dumps(named_by_megatron)) == SHAPE
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nonsense", "expected a model's config.json: "),
-        ("[7]", r"expected a model's config.json, got '\[7\]'"),
+        ("[7]", r"a model's config.json, which is an object, got '\[7\]'"),
         (
             json.dumps(CONFIG | {"vocab_size": None}),
             "has no padded_vocab_size or vocab_size",
         ),
         (json.dumps(CONFIG | {"vocab_size": "x"}), "vocab_size must be an integer, got 'x'"),
-        (json.dumps(CONFIG | {"num_experts_per_tok": [1]}), "num_experts_per_tok must be an int"),
-        (json.dumps(CONFIG | {"num_hidden_layers": 0}), "no|layers must be 1 or more, got 0"),
+        (json.dumps(CONFIG | {"num_key_value_heads": [1]}), "num_key_value_heads must be an int"),
+        (json.dumps(CONFIG | {"num_hidden_layers": 0}), "has no num_layers or .* of 1 or more"),
+        (json.dumps(CONFIG | {"hidden_size": -4}), "hidden_size must be 0 or more, got -4"),
     ],
 )
 def test_what_is_no_model_s_config_is_refused(text: str, message: str) -> None:

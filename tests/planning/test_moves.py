@@ -15,6 +15,7 @@ from test_dynamic_cp import broken, long_tailed
 from test_search import PP4, Step, as_tuples, log_normal, problems
 
 from mcore_batching.planning import (
+    CostModel,
     ParallelDims,
     PlannerConfig,
     Problem,
@@ -260,3 +261,12 @@ def test_a_rank_takes_a_further_sample_in_its_placeholder(stages: int) -> None:
         counts = [len(row.samples) for row in tried._ranks[1]]
         assert min(counts) or max(counts) == 1
     assert min(counts)
+
+
+def test_ranks_whose_passes_cost_nothing_are_planned_too() -> None:
+    """Placeholders alone on uneven stages, where a micro-batch has no fixed cost."""
+    layers = (("a", 1.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
+    model = CostModel(per_micro_batch=0.0, layers="aaaV", layer_costs=layers)
+    dims = ParallelDims(data_parallel=4, pipeline_parallel=2)
+    config, lengths = PlannerConfig(max_tokens_per_gpu=6384, max_context_parallel=2), [5000] * 3
+    assert broken(plan_step(lengths, dims, config, model), lengths) == set()

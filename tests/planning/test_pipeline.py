@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from naive_pipeline import Node, played
 from planning_cases import examples, megatron_runs
@@ -95,8 +95,12 @@ def close(value: float) -> object:
     return pytest.approx(value, rel=1e-12, abs=1e-12)
 
 
+GROUPS_OF_4 = ParallelDims(pipeline_parallel=3, virtual_pipeline=2, microbatch_group_size=4)
+
+
 @examples(120)
 @given(runs())
+@example(Run([7.25, 1.0, 50.0, 3.3], GROUPS_OF_4, 2.0, False))  # cool-down waits for more
 def test_operations_are_those_of_the_reference(run: Run) -> None:
     schedule = Schedule(
         dims=run.dims, forward_only=run.forward_only, backward_ratio=run.backward_ratio

@@ -138,10 +138,12 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
         ("nonsense", "expected a plan in JSON"),
         ("[" * 100_000, "expected a plan in JSON"),
         ("1" * 5000, "expected a plan in JSON"),
-        ("[]", "expected a plan in JSON, got '[]'"),
+        ("[]", "expected a plan in JSON, which is an object, got '[]'"),
         ("{}", 'expected "format": "mcore-batching/plan", got None'),
         (edited(format="other/plan"), "got 'other/plan'"),
+        (edited(format="x" * 10_000), "got 'xxx"),
         (edited(version=2), 'expected plan "version" 1, got 2'),
+        (edited(version=["x" * 10_000]), 'expected plan "version" 1, got ['),
         (edited(dropped=[4, 5]), "leaves out samples, as plans of older releases could"),
         (edited(version=True), 'expected plan "version" 1, got True'),
         (edited(layout=[]), '"layout" must be a JSON object'),
@@ -151,6 +153,8 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
         (edited(scope="galactic"), '"scope" must be "global" or "local", got'),
         (edited(num_samples=-1), '"num_samples" must be an integer of 0 or more, got -1'),
         (edited(num_samples=6.0), '"num_samples" must be an integer of 0 or more, got 6.0'),
+        (edited(scope="x" * 10_000), '"scope" must be "global" or "local", got'),
+        (edited(digest="x" * 10_000), "the digest is xxx"),
         (edited(digest=5), '"digest" must be a string, got 5'),
         (edited(steps=[]), '"steps" must hold at least one step'),
         (edited(steps={}), '"steps" must be a JSON array'),
@@ -175,6 +179,7 @@ def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
         with pytest.raises(PlanFormatError) as caught:
             kind.from_json(text)
         assert message in str(caught.value)
+        assert len(str(caught.value)) < 400  # whatever a stranger's file holds
 
 
 def test_the_digest_check_can_be_left_out() -> None:

@@ -75,6 +75,14 @@ def test_too_few_lengths() -> None:
     assert "none of the 4 lengths" in str(error)
 
 
+@pytest.mark.parametrize("samples", [(0, 0, 1, 2, 3, 4, 5), (1, 0, 2, 3, 4, 5)])
+def test_samples_to_cover_that_do_not_ascend(samples: tuple[int, ...]) -> None:
+    """A sample listed twice would count twice in every figure."""
+    error = refusal(step_of(*GOOD, sample_indices=samples))
+    assert error.invariant == "exact cover"
+    assert "ascend" in str(error)
+
+
 def test_a_micro_batch_over_the_cap() -> None:
     error = refusal(step_of(((0, 2), (3,)), ((1, 4), (5,))), [6, 4, 5, 9, 2, 14])
     assert (error.invariant, error.rank, error.slot, error.indices) == ("cap", 0, 0, (0, 2))

@@ -10,7 +10,7 @@ from itertools import pairwise
 from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from naive_pipeline import Node, played, played_split
 from planning_cases import examples
@@ -249,6 +249,14 @@ def test_without_split_passes_times_are_the_clock_s(case: Split) -> None:
         assert case.clock.operations(rank) == clock.operations(rank)
 
 
+def test_a_part_that_ends_when_the_next_pass_may_start_runs_before_it() -> None:
+    """Stage 0 is done with B0 at 32 and waits until 40 for B1: the time of all 8 parts of W0."""
+    schedule = Schedule(dims=ParallelDims(pipeline_parallel=2))
+    clock = SplitClock([8.0, 8.0], [8.0, 8.0], schedule, [(), ()])
+    assert clock.run(clock.all_split) == 56
+    assert clock.stages[0][0].parts_before == (0, 0, 0, 8)
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("experts", [1, 4])
 def test_a_plan_says_what_runs_when(chunks: int, experts: int) -> None:
@@ -267,6 +275,47 @@ def test_a_plan_says_what_runs_when(chunks: int, experts: int) -> None:
     assert of_both[1].step_time < 0.95 * of_both[0].step_time
     assert of_both[1].floor_time <= of_both[1].step_time
     assert of_both[1].peak_inflight_tokens <= of_both[0].peak_inflight_tokens
+
+
+@examples(150)
+@given(
+    lengths=st.lists(st.integers(0, 100) | st.integers(0, 16384), max_size=6),
+    stages=st.sampled_from([2, 4]),
+    chunks=st.sampled_from([1, 2]),
+    experts=st.sampled_from([1, 2]),
+    sizes=st.sampled_from([None, 2]),
+    fixed=st.sampled_from([0.0, 256.0, 4096.0]),
+    pairs=st.sampled_from([0.0, 1 / 24576, 1 / 500]),
+    weight_share=st.sampled_from([0.3, 1.0, 3.0]),
+)
+@example([4000] + [800] * 10, 4, 1, 2, None, 256.0, 1 / 500, 1.0)  # W of a cheaper row is longer
+def test_no_step_with_split_passes_ends_before_its_floor(
+    lengths: list[int],
+    stages: int,
+    chunks: int,
+    experts: int,
+    sizes: int | None,
+    fixed: float,
+    pairs: float,
+    weight_share: float,
+) -> None:
+    """Of few samples too, whose weight gradients are of fixed costs above all."""
+    dims = ParallelDims(
+        data_parallel=2,
+        pipeline_parallel=stages,
+        virtual_pipeline=chunks,
+        expert_parallel=experts if sizes is None else 1,
+    )
+    config = PlannerConfig(
+        max_tokens_per_gpu=8192,
+        plan_effort=1,
+        max_context_parallel=sizes,
+        split_backward="all",
+        split_backward_memory=10.0,
+    )
+    model = CostModel(per_micro_batch=fixed, quadratic=pairs, weight_share=weight_share)
+    statistics = step_statistics(plan_step(lengths, dims, config, model), lengths)
+    assert statistics.step_time >= statistics.floor_time * (1 - 1e-9)
 
 
 def test_broken_plans_are_told() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mcore_batching.planning import (
     CostModel,
+    LengthError,
     ParallelDims,
     PlannerConfig,
     StepPlan,
@@ -87,29 +88,46 @@ def test_slots_are_compared_across_ranks() -> None:
     pipeline=st.sampled_from([1, 2]),
     expert=st.sampled_from([1, 2]),
     samples_per_row=st.sampled_from([None, 2]),
+    split=st.sampled_from(["off", "all"]),
+    layers=st.sampled_from(["", "aabV"]),
 )
 def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
-    shards: list[list[int]], pipeline: int, expert: int, samples_per_row: int | None
+    shards: list[list[int]],
+    pipeline: int,
+    expert: int,
+    samples_per_row: int | None,
+    split: Any,
+    layers: str,
 ) -> None:
     ranks = len(shards) // 2 * 2
     shards = shards[:ranks]
     dims = ParallelDims(data_parallel=ranks, pipeline_parallel=pipeline, expert_parallel=expert)
     config = PlannerConfig(
-        max_tokens_per_gpu=32, pad_each_to=2, max_samples_per_row=samples_per_row
+        max_tokens_per_gpu=32,
+        pad_each_to=2,
+        max_samples_per_row=samples_per_row,
+        split_backward=split,
+        split_backward_memory=2.0,
+        split_backward_held=1.5,
     )
     lengths = [length for shard in shards for length in shard]
     owners = [rank for rank, shard in enumerate(shards) for _ in shard]
-    step = plan_step(lengths, dims, config, owners=owners)
+    costs = (("a", 1.0, 0.1, 0.1, 1.0), ("b", 3.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
+    model = CostModel(per_micro_batch=2.0, layers=layers, layer_costs=costs)
+    step = plan_step(lengths, dims, config, model, owners=owners)
     parts = []
     for rank, shard in enumerate(shards):
-        problem = Problem.of(shard, dims, config)
+        problem = Problem.of(shard, dims, config, model)
         first = owners.index(rank) if shard else 0
         rows = [[i - first for i in row] for row in step.micro_batches[rank]]
-        parts.append(shard_statistics(problem, rows))
-    figures: dict[str, Any] = {name: sum(part[0][name] for part in parts) for name in parts[0][0]}
-    slots = "slot costs"
-    figures |= {n: max(part[1][n] for part in parts) for n in parts[0][1] if n != slots}
-    figures[slots] = [max(each) for each in zip(*(part[1][slots] for part in parts), strict=True)]
+        stages = step.split_backward[rank] if step.split_backward else ()
+        parts.append(shard_statistics(problem, rows, stages))
+    figures: dict[str, Any] = {}
+    for of_kind, join in enumerate((sum, max)):
+        for name, value in parts[0][of_kind].items():
+            of_ranks = [part[of_kind][name] for part in parts]
+            is_list = isinstance(value, list)
+            figures[name] = [*map(join, zip(*of_ranks, strict=True))] if is_list else join(of_ranks)
     joined, whole = joined_statistics(problem, figures), step_statistics(step, lengths)
     assert vars(joined) == pytest.approx(vars(whole))
 
@@ -123,6 +141,14 @@ def test_lengths_may_be_whatever_gives_them_once() -> None:
     assert explain(step, map(int, lengths)) == explain(step, lengths)
     by_group = plan_batch(iter(lengths), dims, config, groups=iter(groups), groups_per_step=1)
     assert [plan.sample_indices for plan in by_group.steps] == [(0, 1), (2, 3)]
+
+
+def test_too_few_lengths_are_refused() -> None:
+    dims, config = ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=16)
+    step = plan_batch([5, 9, 3, 7], dims, config, samples_per_step=2).steps[1]
+    for reads in (step_statistics, predicted_step_time):
+        with pytest.raises(LengthError, match="lengths has 2 entries, but the step runs sample 3"):
+            reads(step, [3, 7])
 
 
 def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,9 @@ def own_figures(schedule: MicroBatchSchedule, left_bytes: int) -> OwnFigures:
         LEFT_BYTES: largest(left_bytes),
     }
     if not schedule.plans:  # where samples were exchanged, every rank knows the plan of all
-        totals, maxima = shard_statistics(problem, schedule.steps[0])
+        totals, maxima = shard_statistics(
+            problem, schedule.steps[0], schedule.splits[0] if schedule.splits else ()
+        )
         figures |= {name: total(value) for name, value in totals.items()}
         figures |= {name: largest(value) for name, value in maxima.items()}
     return problem, figures

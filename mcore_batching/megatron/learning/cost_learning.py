@@ -204,7 +204,8 @@ def predicted_seconds(schedule: MicroBatchSchedule, step: int) -> float:
         return 0.0
     if schedule.plans:
         return learnt.predicted_seconds_of_plan(*schedule.step_plan(step)) or 0.0
-    return learnt.predicted_seconds(rows_of(schedule, step), schedule.dims) or 0.0
+    stages = schedule.splits[step] if schedule.splits else ()
+    return learnt.predicted_seconds(rows_of(schedule, step), schedule.dims, stages) or 0.0
 
 
 class CostLearners:

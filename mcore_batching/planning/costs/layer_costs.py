@@ -60,7 +60,7 @@ def pairs(sizes: float, *, windowed: bool = False) -> LayerCost:
 
 
 def attention(
-    hidden: int, heads: int, groups: int, dim: int, *, gated: bool = False, windowed: bool = False
+    hidden: int, heads: int, groups: int, dim: int, *, gated: bool, windowed: bool
 ) -> LayerCost:
     """Attention of `heads` query heads and `groups` key-value heads of size `dim`; `gated`: with an
     output gate as wide as the queries (Qwen3-Next)."""
@@ -157,6 +157,7 @@ def cut_layers(layers: str, chunks: int) -> str:
         return layers
     rest = layers.replace("|", "")
     body = rest.rstrip(OUTPUT)
+    # Rounded up, so that earlier chunks take the rest; the output layer stays with the last one.
     ends = [-(-len(body) * number // chunks) for number in range(chunks + 1)]
     cut = [body[first:after] for first, after in itertools.pairwise(ends)]
     return "|".join(cut) + rest[len(body) :]
@@ -180,6 +181,7 @@ def costs_of_chunks(
     if cut.endswith(OUTPUT) and of_chunks[-1].token:
         share = 1.0 - costs[OUTPUT].token / of_chunks[-1].token
         models[-1] = replace(models[-1], weight_share=model.weight_share * share)
+    # A clock takes a cost of each micro-batch for each kind, and most chunks are alike.
     kinds = list(dict.fromkeys(models))
     if len(kinds) == 1:
         return (model,), ()

@@ -39,7 +39,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     # latent and sparse attention
     "query_rank": ("q_lora_rank",),
     "rank": ("kv_lora_rank",),
-    "key_dim": ("qk_head_dim", "qk_nope_head_dim"),
+    # Hugging Face's own first: its `qk_head_dim` counts the rotary part too, Megatron's does not.
+    "key_dim": ("qk_nope_head_dim", "qk_head_dim"),
     "rope_dim": ("qk_pos_emb_head_dim", "qk_rope_head_dim"),
     "value_dim": ("v_head_dim",),
     "index_heads": ("dsa_indexer_n_heads", "index_n_heads"),
@@ -68,14 +69,15 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     # multi-token prediction
     "depths": ("mtp_num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
 }
-"""Names of sizes in Megatron's config and in others'."""
+"""Names of sizes in Megatron's config and in others'. Of several that are there the first counts:
+sizes of the job's own stand above those of the model that it began from."""
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _TYPES = {"sliding_attention": "windowed", "linear_attention": "delta"}
 """Attention by Hugging Face's `layer_types`; others attend to all tokens."""
 
 
 class Layers:
-    """Reads the layers of a model from names and values; those that are None count as missing.
+    """Reads the layers of a model from names and values; sizes of None or 0 count as missing.
 
     Raises:
         ConfigError: a size is missing or out of range; names it.
@@ -91,12 +93,15 @@ class Layers:
             self._gated = act in ("silu", "swish", "gelu_pytorch_tanh")
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A size by its name in `_NAMES`; without a default it must be there, 1 or more."""
+        """A size by its name in `_NAMES`; without a default it must be there."""
         for each in _NAMES[name]:
-            if self._config.get(each) is not None:
-                return at_least(each, self._config[each], 0 if default == 0 else 1, ConfigError)
+            given = self._config.get(each)
+            size = 0 if given is None else at_least(each, given, 0, ConfigError)
+            if size:
+                return size
         if default is None:
-            raise ConfigError(f"the model's config has no {' or '.join(_NAMES[name])}; add it")
+            names = " or ".join(_NAMES[name])
+            raise ConfigError(f"the model's config has no {names} of 1 or more; add it")
         return default
 
     def read(self) -> tuple[str, dict[str, LayerCost]]:
@@ -114,6 +119,7 @@ class Layers:
         for layer, letter in letters.items():
             kind, ffn = layer.split("/")
             costs[letter] = self._attention(kind) + self._ffn(ffn)
+        # A depth of multi-token prediction is one more layer of the last one's kind.
         text = "".join(letters[layer] for layer in layers)
         return self._with_output(text, costs, costs[text[-1]], self.size("depths", 0))
 
@@ -174,8 +180,14 @@ class Layers:
             return self.size("top_k")
         size = self._config.get("window_size")  # Megatron's: tokens before and after, -1 for all
         if size is not None:
-            return None if size[0] < 0 else int(size[0]) + 1
-        return self._config.get("sliding_window")
+            return None if size[0] < 0 else int(size[0]) + 1  # and the token itself
+        return self._config.get("sliding_window") or None
+
+    @property
+    def shared_ffn(self) -> int:
+        """Inner size of the experts that every token is sent to, together; 0 without."""
+        number = int(self._config.get("n_shared_experts") or 0)
+        return self.size("shared_ffn", number and number * self.size("expert_ffn"))
 
     def _ffns(self, count: int) -> list[str]:
         """Each layer's kind of feed-forward part: "dense", or with experts."""
@@ -228,7 +240,6 @@ class Layers:
         if kind == "dense":
             return mlp(self.hidden, self.size("ffn"), gated=gated)
         ffn, number = self.size("expert_ffn"), self.size("experts")
-        shared = self.size("shared_ffn", ffn * int(self._config.get("n_shared_experts") or 0))
         # Nemotron's experts work on a smaller stream, to and from which every token is projected.
         latent = self.size("latent", 0)
         made = experts(
@@ -238,7 +249,11 @@ class Layers:
             number,
             self.hidden,
         )
-        return made + mlp(self.hidden, shared, gated=gated) + weights(2 * self.hidden * latent)
+        return (
+            made
+            + mlp(self.hidden, self.shared_ffn, gated=gated)
+            + weights(2 * self.hidden * latent)
+        )
 
 
 def _pattern(every: Any, count: int, *, last: bool = False) -> list[Any]:

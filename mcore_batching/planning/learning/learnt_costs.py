@@ -10,14 +10,14 @@ from mcore_batching.planning.costs.cost import NOT_COSTS, CostModel
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import Clock, Schedule
+from mcore_batching.planning.pipeline import Schedule, SplitStage, clock_of_rank
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.plans.statistics import predicted_step_time
 
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
 """Limits of a pass's time: below any clock's step, and eleven days. Squares of times between them
 add up without overflow."""
-_MOST_LEARNT = 1e18
+MOST_LEARNT = 1e18
 """Limit of a learnt cost or time, and of 1 over one: its square is still a number."""
 
 
@@ -69,9 +69,9 @@ class LearntCosts:
             costs = [v for k, v in asdict(made.cost_model).items() if k not in NOT_COSTS]
             speed = made.seconds_per_unit
             numbers = [each for each in (*costs, 1.0 if speed is None else speed) if each != 0]
-            if not all(1 / _MOST_LEARNT <= each <= _MOST_LEARNT for each in numbers):
-                least = 1 / _MOST_LEARNT
-                raise ValueError(f"numbers must be 0 or from {least:g} to {_MOST_LEARNT:g}")
+            if not all(1 / MOST_LEARNT <= each <= MOST_LEARNT for each in numbers):
+                least = 1 / MOST_LEARNT
+                raise ValueError(f"numbers must be 0 or from {least:g} to {MOST_LEARNT:g}")
             if made.cost_model.linear == 0 or speed == 0:
                 raise ValueError("linear and seconds_per_unit must be above 0")
         except (TypeError, KeyError, ValueError, OverflowError) as error:
@@ -91,17 +91,25 @@ class LearntCosts:
             model = model.on_ranks(context_parallel)
         return model.micro_batch(lengths) * (1.0 + model.backward_ratio)
 
-    def predicted_seconds(self, rows: Sequence[Sequence[int]], dims: ParallelDims) -> float | None:
-        """Predicted time of one data-parallel rank's step, from the lengths of each micro-batch;
-        None before anything was learnt."""
+    def predicted_seconds(
+        self,
+        rows: Sequence[Sequence[int]],
+        dims: ParallelDims,
+        stages: Sequence[SplitStage] = (),
+    ) -> float | None:
+        """Predicted time of one data-parallel rank's step, from the lengths of each micro-batch and
+        the split backward passes of its stages (empty: none); None before anything was learnt."""
         if self.seconds_per_unit is None:
             return None
         # Transfers between stages count as nothing: about 1 % of a pass on real links.
         kinds, which = costs_of_chunks(self.cost_model, dims)
         costs = [kind.micro_batch(lengths) for lengths in rows for kind in kinds]
+        weights = [kind.weights(lengths) for lengths in rows for kind in kinds]
         ratio = self.cost_model.backward_ratio
         schedule = Schedule(dims=dims, backward_ratio=ratio, which_cost=which)
-        return self.seconds_per_unit * Clock(costs, schedule).end
+        overhead = self.cost_model.split_backward_overhead
+        clock = clock_of_rank(costs, weights, schedule, stages, overhead=overhead)
+        return self.seconds_per_unit * clock.end
 
     def predicted_seconds_of_plan(self, plan: StepPlan, lengths: Sequence[int]) -> float | None:
         """Predicted time of the slowest rank's step, from all lengths of the plan's batch."""

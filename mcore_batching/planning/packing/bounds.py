@@ -3,6 +3,7 @@ to the cap and to `max_samples_per_row`."""
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -45,40 +46,60 @@ def micro_batch_lower_bound(problem: Problem) -> int:
     return max(by_tokens, problem.fewest_rows)
 
 
-def step_time_floor(problem: Problem) -> float:
-    """Lower bound on the makespan of any plan, in units of cost."""
+def step_time_floor(problem: Problem, *, splits: bool = False) -> float:
+    """Lower bound on the makespan of any plan, in units of cost; with `splits`, of those that split
+    backward passes too."""
     longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
-    alone = problem.cost_model.per_micro_batch
-    if longest is not None:
-        alone = min(rows.cost([longest]) for rows in problem.on_ranks.values())
-    floor = floor_of_totals(problem, ordered_sum(problem.least_costs), problem.fewest_rows, alone)
-    if problem.config.max_context_parallel is None:
-        return max(floor, _work_of_slowest_stage(problem))
-    return floor
+    samples = () if longest is None else (longest,)
+    work, floors = ordered_sum(problem.least_costs), []
+    # Under dynamic CP a sample's cost on a stage depends on its size, which is not chosen yet.
+    of_stages = [] if problem.config.max_context_parallel else works_of_stages(problem)
+    for rows in problem.on_ranks.values():
+        alone, weights = rows.cost(samples), None
+        if splits and problem.dims.in_lockstep:
+            # W takes as long as the longest of its slot, which may be another rank's.
+            weights = rows.cost_model.weight_share * alone
+        elif splits:
+            weights = rows.cost_model.weights(rows.lengths[sample] for sample in samples)
+        floor = floor_of_totals(problem, work, problem.fewest_rows, alone, weights, of_stages)
+        floors.append(floor)
+    return min(floors)
 
 
-def _work_of_slowest_stage(problem: Problem) -> float:
-    """Time of its passes of all samples on a mean rank."""
-    schedule = problem.schedule
-    if not schedule.which_cost:
-        return 0.0
-    works = [ordered_sum(costs) / problem.num_ranks for _, costs in problem.costs_of_stages]
-    slowest = max(ordered_sum(works[kind] for kind in stage) for stage in schedule.which_cost)
-    return schedule.cost_of_passes * slowest / problem.dims.virtual_pipeline
+def works_of_stages(problem: Problem) -> list[float]:
+    """Forward cost of all samples on each kind of stage; none where stages are equal."""
+    if not problem.schedule.which_cost:
+        return []
+    return [ordered_sum(costs) for _, costs in problem.costs_of_stages]
 
 
 def floor_of_totals(
-    problem: Problem, work: float, fewest_rows: int, costliest_sample: float
+    problem: Problem,
+    work: float,
+    fewest_rows: int,
+    costliest_sample: float,
+    weights: float | None = None,
+    of_stages: Sequence[float] = (),
 ) -> float:
     """`step_time_floor` from totals: forward cost of all samples, summed over the ranks that share
     each; a lower bound on the number of micro-batches; forward cost of the longest sample alone in
-    one."""
+    one, and where passes are split the cost of its weight gradients; `works_of_stages`."""
     dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
+    if weights is not None:
+        # Its own share, not the mean of all samples: a short one's W is mostly fixed costs.
+        share = weights / costliest_sample if costliest_sample else 0.0
+        schedule = dataclasses.replace(schedule, deferred_share=share)
     fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))
-    # The larger of two times: a mean rank's work in the fewest micro-batches after the pipeline was
-    # filled by an empty one; and the longest sample's way through all stages and back.
+    # The largest of three times: a mean rank's work in the fewest micro-batches after the pipeline
+    # was filled by an empty one; the longest sample's way through all stages and back; and the
+    # passes of a mean rank's samples on the slowest stage.
     even = schedule.least_end(work / problem.num_ranks + fewest * fixed, fixed)
-    return max(even, schedule.way * costliest_sample)
+    slowest = 0.0
+    if of_stages:
+        works = [each / problem.num_ranks for each in of_stages]
+        slowest = max(ordered_sum(works[kind] for kind in stage) for stage in schedule.which_cost)
+    passes = schedule.cost_of_passes * slowest / dims.virtual_pipeline
+    return max(even, schedule.way * costliest_sample, passes)
 
 
 def way_of_longest(problem: Problem) -> float:

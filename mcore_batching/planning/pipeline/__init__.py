@@ -24,7 +24,7 @@ from mcore_batching.planning.pipeline.inflight import (
     split_inflight_tokens,
 )
 from mcore_batching.planning.pipeline.passes import PARTS, Kind, Pass, Schedule, SplitStage
-from mcore_batching.planning.pipeline.split_backward import SplitClock
+from mcore_batching.planning.pipeline.split_backward import SplitClock, clock_of_rank
 
 __all__ = [
     "PARTS",
@@ -38,6 +38,7 @@ __all__ = [
     "SplitClock",
     "SplitStage",
     "blocks_of",
+    "clock_of_rank",
     "clocks_of",
     "inflight_tokens",
     "slots_in_flight",

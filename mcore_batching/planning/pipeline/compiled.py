@@ -48,6 +48,7 @@ def zeros(count: int) -> Numbers:
 
 def integers(values: Sequence[int]) -> Integers:
     """A copy of integers, as kernels take them."""
+    # Of 64 bits on every platform, as numba's own: NumPy's default may have 32.
     return _arrays().array(values, dtype="int64") if _compiler() else list(values)
 
 

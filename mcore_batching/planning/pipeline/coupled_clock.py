@@ -29,7 +29,7 @@ def members_of(blocks: Sequence[Blocks], ranks: int, kinds: int) -> tuple[Intege
     ranks]; nobody shares the slot after the last, which joints have."""
     firsts: list[int] = []
     afters: list[int] = []
-    for shared in (*blocks, None):
+    for shared in (*blocks, None):  # None: the slot of joints, which has one place per rank
         first, after = list(range(ranks)), list(range(1, ranks + 1))
         for begin, end in shared or ():
             first[begin:end], after[begin:end] = [begin] * (end - begin), [end] * (end - begin)
@@ -87,6 +87,7 @@ class CoupledClock(Clock):
         if changes != self._tried:
             self.end_with(changes)
         self._change(changes)
+        # Swapped, not copied: the ends of before are overwritten by the next `end_with`.
         self._ends, self._ends_tried, self._tried = self._ends_tried, self._ends, ()
 
     def weights(self) -> list[float]:

@@ -39,7 +39,7 @@ def slots_in_flight(slot_tokens: Sequence[int], schedule: Schedule) -> list[int]
     if schedule.forward_only:
         return [slot_tokens.index(max(slot_tokens))]
     passes = _held_passes(schedule, 0, len(slot_tokens))
-    held = [0]
+    held = [0]  # before each pass, and after the last
     for is_forward, slot in passes:
         held.append(held[-1] + (slot_tokens[slot] if is_forward else -slot_tokens[slot]))
     until = passes[: held.index(max(held))]
@@ -70,17 +70,19 @@ def split_inflight_tokens(
     passes = _held_passes(schedule, stage, len(slot_tokens))
     for (is_forward, slot), is_split, before in zip(passes, *of_stage, strict=True):
         run += before
-        while run >= PARTS:
+        while run >= PARTS:  # a micro-batch is let go with the last part of its W, not by parts
             run -= PARTS
             held -= queue.pop(0)
         held += slot_tokens[slot] if is_forward else -slot_tokens[slot]
         if is_split:
+            # Rounded up as `SplitClock` does, which chose the passes under its limit.
             queue.append(math.ceil(kept * slot_tokens[slot]))
             held += queue[-1]
         most = max(most, held)
     return most / schedule.dims.virtual_pipeline
 
 
+# Kept: a search under a bound on tokens asks for the same few stages' passes at every move.
 @functools.lru_cache(maxsize=64)
 def _held_passes(schedule: Schedule, stage: int, count: int) -> list[tuple[bool, int]]:
     """A stage's passes that begin or end to hold tokens: whether forward, and the slot."""

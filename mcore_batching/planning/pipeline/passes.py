@@ -101,6 +101,8 @@ class Schedule:
     @property
     def order_matters(self) -> bool:
         """True if the order of micro-batches changes the end of a step."""
+        # Forward passes through equal stages end after all costs and P - 1 times the largest, in
+        # any order (a proportionate flow shop).
         if self.forward_only and self.dims.slots_per_group == 1 and not self.which_cost:
             return False
         return self.dims.pipeline_parallel > 1
@@ -147,6 +149,7 @@ class Schedule:
             return 0.0
         fewest = count - self.dims.pipeline_parallel
         forward, backward = self.share("F"), self.share("B")
+        # Which of them it is nobody knows before a plan is made: the least over all places.
         return min(
             forward * max(before, fewest) + backward * max(count - 1 - before, fewest)
             for before in range(count)

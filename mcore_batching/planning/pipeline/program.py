@@ -106,6 +106,7 @@ class Program:
                 waits = [number.get(each, -1) for each in needs]
                 if -1 in waits:
                     continue  # not numbered yet: this stage's turn comes again
+                # Its stage's pass before is one of the waits, whatever else it needs.
                 slot = schedule.place_of_cost(*place)
                 number[place] = newest[stage] = self._add(place, slot, (newest[stage], *waits))
                 at[stage] += 1
@@ -191,6 +192,8 @@ def _waits_for_sends(
         if stage == beyond:  # from here to the next chunk, at the other end of the pipeline
             if passes[stage][kind][number].chunk == final:
                 return []
+            # Megatron's other end receives, after each of its passes, what was made here P - 1
+            # passes earlier by the same count.
             receiver, before = last_stage - beyond, number + last_stage
         if before >= 0:
             return [(receiver, passes[receiver][kind][before])]

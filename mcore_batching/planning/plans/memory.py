@@ -78,10 +78,10 @@ class ModelShape:
     def from_config_json(cls, text: str) -> ModelShape:
         """The shape in a model's ``config.json``; a `ConfigError` if a size is missing or none."""
         sizes = Layers(config_of_json(text))
-        ffn = sizes.size("ffn")
-        # A token keeps activations in each expert that it is sent to.
-        if sizes.size("experts_per_token", 0):
-            ffn = sizes.size("experts_per_token") * sizes.size("expert_ffn")
+        if sizes.size("experts", 0):  # a token keeps activations in each that it is sent to
+            ffn = sizes.size("experts_per_token") * sizes.size("expert_ffn") + sizes.shared_ffn
+        else:
+            ffn = sizes.size("ffn")
         return cls(
             layers=sizes.size("layers"),
             hidden=sizes.hidden,

@@ -82,7 +82,7 @@ def check_digest(recorded: str | None, found: str) -> None:
         )
     if recorded != found:
         raise PlanFormatError(
-            f"the digest is {recorded}, the content's {found}; plan again, or pass "
+            f"the digest is {recorded:.80}, the content's {found}; plan again, or pass "
             "verify_digest=False"
         )
 
@@ -92,11 +92,12 @@ def load(text: str) -> dict[str, Any]:
     raw = parse_json_dict(text, "a plan in JSON", PlanFormatError)
     if raw.get("format") != FORMAT:
         raise PlanFormatError(
-            f'expected "format": "{FORMAT}", got {raw.get("format")!r}; pass a plan\'s file'
+            f'expected "format": "{FORMAT}", got {raw.get("format")!r:.80}; pass a plan\'s file'
         )
+    # True equals 1 in Python, and JSON's `true` is no version.
     if raw.get("version") != VERSION or isinstance(raw.get("version"), bool):
         raise PlanFormatError(
-            f'expected plan "version" {VERSION}, got {raw.get("version")!r}; plan again'
+            f'expected plan "version" {VERSION}, got {raw.get("version")!r:.80}; plan again'
         )
     return read(raw)
 
@@ -117,7 +118,7 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
     fields of a `StepPlan`, whose `sample_indices` are None where they are left out."""
     scope = raw.get("scope", "global")
     if scope not in ("global", "local"):
-        raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r}')
+        raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r:.80}')
     if raw.get("dropped"):
         raise PlanFormatError("it leaves out samples, as plans of older releases could; plan again")
     steps = _json(raw.get("steps"), list, '"steps"')

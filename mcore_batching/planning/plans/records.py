@@ -87,6 +87,7 @@ class StepRecorder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             name = f"steps-{started}-{os.getpid()}.jsonl"
+            # "x": two nodes may start in one microsecond with one process id on a shared folder.
             self._file = (folder / name).open("x", encoding="utf-8")
         except OSError as error:
             raise RecordError(
@@ -220,8 +221,8 @@ def _lines(file: Path) -> Iterator[str]:
 def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
     if (raw["format"], raw["version"]) != (FORMAT, VERSION):
         raise ValueError(
-            f"expected {FORMAT} version {VERSION}, got {raw['format']!r} {raw['version']!r}; read "
-            "it with the release that wrote it"
+            f"expected {FORMAT} version {VERSION}, got {raw['format']!r:.80} "
+            f"{raw['version']!r:.80}; read it with the release that wrote it"
         )
     return {key: raw[key] for key in ("layout", "config", "cost_model")}
 

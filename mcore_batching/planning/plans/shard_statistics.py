@@ -1,6 +1,6 @@
 """Statistics of a step where samples stay on their rank, and each rank knows its own alone.
 
-totals, maxima = shard_statistics(problem, micro_batches)      on each rank
+totals, maxima = shard_statistics(problem, micro_batches, stages)      on each rank
 joined_statistics(problem, {summed totals} | {maxima over ranks})   as `step_statistics`
 """
 
@@ -11,26 +11,48 @@ from dataclasses import fields
 from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
-from mcore_batching.planning.packing.bounds import floor_of_totals
-from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.packing.bounds import floor_of_totals, works_of_stages
+from mcore_batching.planning.pipeline import (
+    Clock,
+    SplitStage,
+    clock_of_rank,
+    inflight_tokens,
+    split_inflight_tokens,
+)
 from mcore_batching.planning.plans.statistics import StepStatistics
 from mcore_batching.planning.problem import Problem
 
 
 def shard_statistics(
-    problem: Problem, micro_batches: Sequence[Sequence[int]]
-) -> tuple[dict[str, float], dict[str, Any]]:
+    problem: Problem,
+    micro_batches: Sequence[Sequence[int]],
+    stages: Sequence[SplitStage] = (),
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """One rank's part of `joined_statistics`.
+
+    Args:
+        problem: of the rank's samples.
+        micro_batches: its own, in slot order.
+        stages: its split backward passes, as `split_shard` gives them; empty: there are none.
 
     Returns:
         numbers by name to sum over data-parallel ranks, and numbers by name to take the maximum of;
-        "slot costs" of the latter is a list [num_microbatches], as is "stage costs"
-        [num_microbatches * kinds], which is there where stages differ.
+        "slot costs" of the latter is a list [num_microbatches]. Where stages differ the former have
+        a list "works of stages" [kinds], the latter "stage costs" [num_microbatches * kinds].
     """
     # Placeholders take no padded tokens of a sample, but are held in flight like any row.
     costs, on_stages = list(map(problem.cost, micro_batches)), problem.slot_costs(micro_batches)
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
-    work, last = ordered_sum(costs), problem.dims.pipeline_parallel - 1
+    held = [each or problem.placeholder_tokens for each in tokens]
+    work, last, schedule = ordered_sum(costs), problem.dims.pipeline_parallel - 1, problem.schedule
+    weights = [each for samples in micro_batches for each in problem.slot_weights(samples)]
+    overhead, kept = problem.cost_model.split_backward_overhead, problem.config.split_backward_held
+    in_flight = [
+        split_inflight_tokens(held, schedule, stages[stage], kept, stage=stage)
+        if stages
+        else inflight_tokens(held, schedule, stage=stage)
+        for stage in (0, last)
+    ]
     totals = {
         "num_samples": problem.num_samples,
         "num_placeholders": sum(not samples for samples in micro_batches),
@@ -41,16 +63,19 @@ def shard_statistics(
         "cost of samples": ordered_sum(problem.costs),
         # Oversize samples have micro-batches of their own, and count for no other.
         "fitting tokens": sum(n for i, n in enumerate(problem.tokens) if i not in problem.oversize),
+        **({"works of stages": works_of_stages(problem)} if schedule.which_cost else {}),
     }
     maxima = {
         "heaviest_rank_cost": work,
-        "step_time": Clock(on_stages, problem.schedule).end,
-        "peak_inflight_tokens": problem.inflight_tokens(micro_batches),
-        "last_stage_inflight_tokens": problem.inflight_tokens(micro_batches, stage=last),
-        "largest_row_tokens": max(each or problem.placeholder_tokens for each in tokens),
+        "step_time": clock_of_rank(on_stages, weights, schedule, stages, overhead=overhead).end,
+        "peak_inflight_tokens": in_flight[0],
+        "last_stage_inflight_tokens": in_flight[1],
+        "largest_row_tokens": max(held),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
+        "sample weights": problem.cost_model.weights([max(problem.lengths, default=0)]),
+        "split passes": sum(sum(stage.split) for stage in stages),
         "slot costs": costs,
-        **({"stage costs": on_stages} if problem.schedule.which_cost else {}),
+        **({"stage costs": on_stages} if schedule.which_cost else {}),
     }
     return totals, maxima
 
@@ -74,5 +99,12 @@ def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatis
         offered_tokens=problem.num_ranks * len(slots) * config.cap_tokens(problem.dims),
         mean_rank_cost=joined["cost"] / problem.num_ranks,
         slot_maxima_cost=ordered_sum(slots),
-        floor_time=floor_of_totals(problem, joined["cost of samples"], rows, alone),
+        floor_time=floor_of_totals(
+            problem,
+            joined["cost of samples"],
+            rows,
+            alone,
+            joined["sample weights"] if joined["split passes"] else None,
+            joined.get("works of stages", ()),
+        ),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,7 @@ from itertools import chain
 from typing import TypeVar
 
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
-from mcore_batching.planning.errors import LengthError
+from mcore_batching.planning.errors import Argument, LengthError
 from mcore_batching.planning.integers import entries
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import (
@@ -125,8 +124,6 @@ def step_statistics(
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [ordered_sum(rank) for rank in costs]
     rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
-    # Under dynamic CP `ranks` lists data- and context-parallel ones, each with its part of a cap.
-    per_place = step.config.cap_tokens(step.dims) * step.dims.data_parallel // len(ranks)
     held = held_tokens(step, problem, ranks)
     last = step.dims.pipeline_parallel - 1
     return StepStatistics(
@@ -136,14 +133,15 @@ def step_statistics(
         num_oversize=len(problem.oversize),
         real_tokens=sum(problem.lengths),
         padded_tokens=sum(of_size.row_tokens(samples) for of_size, samples in rows),
-        offered_tokens=len(ranks) * step.num_microbatches * per_place,
+        # Under dynamic CP as well: each rank of a cap's has its part of it.
+        offered_tokens=step.num_microbatches
+        * step.dims.data_parallel
+        * step.config.cap_tokens(step.dims),
         heaviest_rank_cost=max(rank_costs),
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=max(clock.end for clock in step_clocks(step, problem, ranks)),
-        floor_time=step_time_floor(
-            dataclasses.replace(problem, defers_weights=bool(step.split_backward))
-        ),
+        floor_time=step_time_floor(problem, splits=bool(step.split_backward)),
         peak_inflight_tokens=_most_held(step, problem, held, 0),
         last_stage_inflight_tokens=_most_held(step, problem, held, last),
         largest_row_tokens=max(map(max, held)),
@@ -185,8 +183,17 @@ def step_problem(
 
     Returns:
         the problem of the step's samples; samples of each micro-batch [ranks][slots].
+
+    Raises:
+        LengthError: there are fewer lengths than the step's samples need.
     """
     lengths = entries("lengths", lengths, LengthError)
+    last = max(step.sample_indices, default=-1)
+    if last >= len(lengths):
+        raise LengthError(
+            Argument("lengths"),
+            f" has {len(lengths)} entries, but the step runs sample {last}; pass the whole batch's",
+        )
     # Plans name samples by their place in the batch, problems by their place in the step.
     number = {sample: position for position, sample in enumerate(step.sample_indices)}
     problem = Problem.of(

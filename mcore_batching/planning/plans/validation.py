@@ -34,12 +34,17 @@ Broken = Callable[..., InvariantError]
 
 
 def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
-    """Check a plan, or one step of it, given the total length of each sample of the whole batch
-    [samples].
+    """Check a plan, or one step of it, whoever made it.
+
+    Args:
+        plan: of a batch, or of a step; not changed.
+        lengths: total length of each sample of the whole batch [samples], in tokens, as those that
+            the plan was made from.
 
     Raises:
-        InvariantError: names the broken invariant, the place and the samples.
-        LengthError: a length is out of range.
+        InvariantError: the first broken invariant found, with step, rank, slot and samples; also
+            where there are other lengths than the plan has samples.
+        LengthError: a length is no integer from 0 to `MAX_LENGTH_TOKENS`.
     """
     lengths = check_lengths(lengths)
     if isinstance(plan, StepPlan):
@@ -68,6 +73,8 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], broken: Broken) -> No
             "the whole batch",
             indices=tuple(beyond),
         )
+    if list(step.sample_indices) != sorted(set(step.sample_indices)):
+        raise broken("exact cover", "the samples that the step must cover do not ascend")
     _check_blocks(step, broken)
     _check_cover(_placed(step), step.sample_indices, "in the step", broken)
     _check_equal_count(step, broken)

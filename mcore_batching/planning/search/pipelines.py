@@ -264,7 +264,8 @@ class Pipeline:
     def _look(self) -> None:
         self.end, weights = self._clock.end, self._clock.weights()
         self.weights = self._of_places(weights)
-        self.on_chain = [place for place, weight in enumerate(self.weights) if weight > 0.0]
+        # Costs of 0, as of placeholders without a fixed cost, have no weight on uneven stages.
+        self.on_chain = [at for at, weight in enumerate(self.weights) if weight > 0.0] or [0]
         self.chains.add(self.weights, self.end, weights)
         self._count_effort()
 
