@@ -59,6 +59,17 @@ class _Computed(NamedTuple):
     groups: list[Hashable]
     """Uids, for the other ranks."""
 
+    def statement(self, **settings: Any) -> Statement:
+        """What must be equal on all ranks, what they hear of this one and add up."""
+        return Statement(
+            equal={**settings, "number of steps": len(self.steps)},
+            tell=self.groups,
+            figures={
+                "sums": total([float(each.sum()) for each in self.unmasked]),
+                "counts": total([len(each) for each in self.unmasked]),
+            },
+        )
+
 
 def compute_advantages(
     batch: Mapping[str, Any],
@@ -108,19 +119,8 @@ def compute_advantages(
         return _Computed(advantages, masks, members, unmasked, held)
 
     def says(done: _Computed) -> Statement:
-        return Statement(
-            equal={
-                "estimator": estimator,
-                "step_wise": step_wise,
-                "outcome": outcome,
-                "normalize": normalize,
-                "number of steps": len(done.steps),
-            },
-            tell=done.groups,
-            figures={
-                "sums": total([float(each.sum()) for each in done.unmasked]),
-                "counts": total([len(each) for each in done.unmasked]),
-            },
+        return done.statement(
+            estimator=estimator, step_wise=step_wise, outcome=outcome, normalize=normalize
         )
 
     agreed = Consensus(group).agree("computing advantages", work, says)

@@ -112,13 +112,11 @@ def build_dp_schedule(
     takes ``global_batch_size`` rollouts, each of one sample or more.
 
     Returns:
-        samples of each rank [ranks][samples]; of each rank's micro-batches, as positions in these,
-        [ranks][micro-batches of all steps][samples]; micro-batches per rank [steps]; rollouts
-        [steps].
+        samples of each rank [ranks][samples]; its micro-batches, as positions in these, [ranks]
+        [micro-batches of all steps][samples]; micro-batches per rank [steps]; rollouts [steps].
 
     Raises:
-        HookError: the trainer does not know placeholders, a rank would have no sample, or options
-            ask for the engine's own rows or training step.
+        HookError: the trainer knows no placeholders or no such option, or a rank has no sample.
         PlanningError: an option or a length is out of range.
     """
     if getattr(args, "custom_megatron_init_path", _INIT) is None:

@@ -93,9 +93,8 @@ def train_step(
 ) -> TrainStepResult:
     """Forward, backward and one update over the micro-batches of one optimizer step.
 
-    A collective over all ranks; what fails on one is raised on all. A step without samples, or of
-    padding samples alone, updates nothing, or momentum would move weights; one of samples without
-    trainable tokens does, as it would unpacked.
+    A collective over all ranks; what fails on one is raised on all. A step of no samples but
+    padding updates nothing, or momentum would move weights; one without trainable tokens does.
 
     Args:
         loss_function: called on the last stage with the logits

@@ -4,7 +4,7 @@ passes          what each stage runs, in which order, and its share of a micro-b
 program         the passes of all stages, numbered, and which wait for which
 clock           when the passes of one pipeline end, also after changes of costs
 coupled_clock   the same for ranks that share rows; which clocks a step has
-split_backward  when passes end some of which leave weight gradients for later
+split_backward  when passes end some of which leave weight gradients for later (split_kernel)
 inflight        the tokens in flight on a stage
 compiled        loops that numba compiles where it is installed
 """
