@@ -142,7 +142,10 @@ def test_of_what_ranks_tell_the_first_counts_and_its_own_before_all() -> None:
     heard = batch(1).hearing([{"a": first, "b": first}, {"a": second, "b": second}])
     assert heard.told == {"a": first, "b": first}
     assert heard.hearing([{"a": own, "c": own}]).told == {"a": first, "b": first, "c": own}
-    assert batch(2, bonus=[0.5, 1.5]).schema["bonus"].kind is Kind.PER_SAMPLE
+    told = batch(2, bonus=[0.5, 1.5])
+    assert told.schema["bonus"].kind is Kind.PER_SAMPLE
+    # What the schema declares comes with every batch: later ones are not told it.
+    assert told.inferred() == {"bonus": told.schema["bonus"]}
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
