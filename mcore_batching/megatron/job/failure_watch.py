@@ -104,7 +104,8 @@ class FailureWatch:
     @contextlib.contextmanager
     def reporting(self, operation: str) -> Iterator[None]:
         """A part of the program whose exceptions the other ranks are to know; raises
-        `PipelineFailedError` in place of any `Exception`, or for one on another rank."""
+        `PipelineFailedError` in place of any `Exception`, or for one on another rank. Ranks that
+        share rows enter as many of them (`is_joined`), and none inside another or `waiting`."""
         # Names of points (`is_joined`) must not meet those of the pipeline before.
         self._num_pipelines += 1
         self._times.clear()

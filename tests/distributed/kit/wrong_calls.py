@@ -104,12 +104,16 @@ class Calls:
             config.calculate_per_token_loss = True
 
     def train_failing_in_shared_rows(self) -> Any:
+        """Of data that one stage of one replica alone has to be sent."""
+
         def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
             if row.context_parallel_size > 1:
                 raise ZeroDivisionError("in the loss")
             return packed_objective(logits, row, totals)
 
-        return self.train(loss)
+        data = self.data if dist.get_rank() != 2 else None
+        iterators, counts = get_data_iterator(self.args, self.model, data)
+        return self.train(loss, data_iterator=iterators, num_microbatches=counts)
 
     def plan_otherwise(self) -> Any:
         planned = planning_process.plan_step
