@@ -205,6 +205,7 @@ class JobConsensus(Consensus):
 
         def pickled() -> tuple[Result, bytes]:
             result, value = work()
+            # Inside the agreement: what cannot be pickled is an error on all ranks.
             return result, pickle.dumps(value)
 
         def with_size(made: tuple[Result, bytes]) -> Statement:

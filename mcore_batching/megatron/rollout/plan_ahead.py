@@ -120,6 +120,7 @@ class PlansAhead:
             settings = Settings.of(job, chunks, None, given, forward_only=False)
             made = self._made() if is_of_these else None
             if made is not None:
+                # Costs may have been learnt, and arguments changed, since it began.
                 planned = made.schedule
                 if settings != Settings(planned.dims, planned.config, planned.cost_model):
                     made = None
