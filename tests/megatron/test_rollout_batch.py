@@ -117,6 +117,7 @@ def test_equal_shares_are_cut_alike(each: int, ranks: int, steps: int) -> None:
 def test_a_step_counts_as_what_cut_it() -> None:
     assert batch(4, size=2).global_batch_size == 2
     assert batch(4, size=2, dynamic_global_batch_size=3).global_batch_size == 3
+    assert batch(4, size=2, dynamic_global_batch_size=None).global_batch_size == 2
     assert batch(4, STEPS, size=2).global_batch_size is None
     assert batch(4, STEPS, size=2, dynamic_global_batch_size=8).global_batch_size == 8
     assert batch(4).global_batch_size is None
