@@ -103,12 +103,12 @@ def ends(
         )
     found = run_forked(jobs, tmp_path_factory.mktemp("battery"))
     yield found
-    lines = [f"{'fault':16s} {'layout':9s} {'seconds':>7s}  ends"]
+    lines = [f"{'fault':21s} {'layout':10s} {'seconds':>7s}  ends"]
     for fault, layout in sorted(chosen):
         ranks = found[name_of(fault, layout)]
         how = ", ".join(f"{each.error or 'exit'} {each.exit_code}" for each in ranks)
         seconds = max(each.seconds for each in ranks)
-        lines.append(f"{fault:16s} {layout:9s} {seconds:7.1f}  {how}")
+        lines.append(f"{fault:21s} {layout:10s} {seconds:7.1f}  {how}")
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print("\n" + "\n".join(lines))
