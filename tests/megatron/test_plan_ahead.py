@@ -179,6 +179,16 @@ def test_whoever_has_a_plan_may_ask_for_the_next_at_once(ahead: PlansAhead) -> N
     assert plans[1].result(PATIENCE_SECONDS)[1] == request(LENGTHS[:3]).plan()
 
 
+def test_a_full_disk_does_not_keep_a_step_from_being_planned(
+    ahead: PlansAhead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = mock.Mock(write=mock.Mock(side_effect=OSError("no space left on device")))
+    ahead.begin(JOB, mock.Mock(side_effect=OSError("connection closed")))
+    monkeypatch.setattr("sys.stdout", full)
+    assert plans_in_line(ahead, request(LENGTHS)) == 1
+    full.write.assert_called()
+
+
 @pytest.mark.parametrize("is_of_these", [True, False])
 def test_a_step_that_is_late_does_not_hold_up_the_next(
     ahead: PlansAhead, is_of_these: bool

@@ -192,15 +192,18 @@ class FailureWatch:
 
     def _end(self) -> None:
         error = PipelineFailedError(self._failure or {})
-        print(
-            f"{type(error).__name__}: {error}\nrank {self._rank} waited for it and cannot be "
-            f"released: its process ends with exit code {EXIT_CODE}",
-            file=sys.stderr,
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit, which would only end this thread: the main one waits in C++.
-        os._exit(EXIT_CODE)
+        try:
+            print(
+                f"{type(error).__name__}: {error}\nrank {self._rank} waited for it and cannot be "
+                f"released: its process ends with exit code {EXIT_CODE}",
+                file=sys.stderr,
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # Whatever a full disk refuses to print. Not sys.exit, which would only end this thread:
+            # the main one waits in C++.
+            os._exit(EXIT_CODE)
 
     def stop(self) -> None:
         """End the thread, and with it the connection to the store."""

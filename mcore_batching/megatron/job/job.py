@@ -135,7 +135,7 @@ class Job:
             self.memory.said.add(what)
             # The last rank, as Megatron's own log.
             if dist.get_rank() == dist.get_world_size() - 1:
-                print(f"mcore_batching: {text}", flush=True)
+                say(text)
 
     def defer(
         self, failed: list[Exception], exception: Exception, row: PackedMicroBatch | None = None
@@ -180,6 +180,12 @@ class Job:
             failure=ForwardFailedError,
             mismatch=ForwardFailedError,
         )
+
+
+def say(text: str) -> None:
+    """Print a line of the log; a full disk is no reason to leave the other ranks waiting."""
+    with contextlib.suppress(OSError):
+        print(f"mcore_batching: {text}", flush=True)
 
 
 # Of the present job: a global, since Megatron's process groups, with which it ends, are globals.

@@ -29,7 +29,7 @@ from mcore_batching.batch.agreement.figures import least
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import POLL_SECONDS
-from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.job import Job, say
 from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.rollout.maker import Ahead, Make, Maker, RolloutAhead
 from mcore_batching.megatron.rollout.settings import Settings
@@ -178,7 +178,4 @@ class PlansAhead:
         self._times[type(why)] += 1
         # The first plan may be late for the start of the process alone.
         if self._times[type(why)] == 1 + isinstance(why, TimeoutError):
-            print(
-                f"mcore_batching: rank {dist.get_rank()} plans in line, for which {waits}: {why}",
-                flush=True,
-            )
+            say(f"rank {dist.get_rank()} plans in line, for which {waits}: {why}")
