@@ -58,8 +58,8 @@ class CutSteps:
         if request.forward_only:
             return cls(rollout, batch, steps)
         found = look_for_hosts(request.job, model_chunks(request.model), batch, steps)
-        shares_them = found is not None and request.job.options.share_prefixes
-        return cls(rollout, batch, steps, found, found.host if found and shares_them else None)
+        hosts = found.host if found is not None and request.job.options.share_prefixes else None
+        return cls(rollout, batch, steps, found, hosts)
 
     def statement(self, **figures: Figure) -> Statement:
         """The values that all ranks must have alike, and this one's savings by sharing."""
