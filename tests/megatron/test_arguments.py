@@ -186,6 +186,8 @@ def test_planner_config_from_flags() -> None:
     assert Options.of(args).planner_config() == PlannerConfig(max_tokens_per_gpu=9)
     bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
     assert Options.of(bare).planner_config() == PlannerConfig(max_tokens_per_gpu=9)
+    # What these lack is what the flags are by default.
+    assert Options.of(bare) == Options.of(args)
 
 
 @pytest.mark.parametrize(
