@@ -194,8 +194,10 @@ _memory: JobMemory | None = None
 
 def present_memory() -> JobMemory | None:
     """Of the present job; None where no call has been made in it."""
-    group = parallel_state.get_data_parallel_group() if _memory is not None else None
-    return _memory if _memory is not None and _memory.data_parallel_group is group else None
+    if _memory is None:
+        return None
+    group = parallel_state.get_data_parallel_group()
+    return _memory if _memory.data_parallel_group is group else None
 
 
 def job_of(args: Any = None) -> Job:
