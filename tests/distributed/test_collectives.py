@@ -75,12 +75,13 @@ def test_collectives_of_each_phase(job: Job, ranks: list[dict[str, Any]]) -> Non
     "job",
     [
         Job(
-            "planned-together-dp2-pp2",
+            f"planned-together-dp2-pp2-{batch_size}",
             "kit.collectives:planned_together",
             4,
             DP2_PP2,
-            {"dims": DP2_PP2, "reference": "dense"},
+            {"dims": DP2_PP2, "reference": "dense", "batch_size": batch_size},
         )
+        for batch_size in (2, 7)  # in seven steps, and in two
     ],
     ids=str,
 )

@@ -186,6 +186,8 @@ def test_planner_config_from_flags() -> None:
     assert Options.of(args).planner_config() == PlannerConfig(max_tokens_per_gpu=9)
     bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
     assert Options.of(bare).planner_config() == PlannerConfig(max_tokens_per_gpu=9)
+    # What these lack is what the flags are by default.
+    assert Options.of(bare) == Options.of(args)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +211,11 @@ def test_rows_have_a_multiple_on_cuda_that_leaves_the_cap_what_it_is(
         on_cuda = Options.of(args).planner_config(dims)
         assert on_cuda == dataclasses.replace(on_cpu, pad_total_to=multiple)
         assert row_capacity_tokens(dims, on_cuda) == row_capacity_tokens(dims, on_cpu)
+        # A sample of 19,990 tokens was over a forward cap of 20,000, as 128 do not divide it.
+        args.dynamic_batch_forward_only_max_tokens_per_gpu = cap + 32
+        alone, plain = (Options.of(args).forward_only_config(each) for each in (on_cuda, on_cpu))
+        assert alone.pad_total_to is not None
+        assert row_capacity_tokens(dims, alone) == row_capacity_tokens(dims, plain)
         args.dynamic_batch_pad_total_to = 1
         assert Options.of(args).planner_config(dims).pad_total_to == 1
         patch.setattr(cpu_emulation, "is_enabled", lambda: True)

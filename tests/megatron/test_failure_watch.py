@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -256,7 +257,7 @@ with ours.waiting():
 """
 
 
-def test_a_rank_that_does_not_get_free_is_ended_with_the_cause() -> None:
+def stuck(stderr: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-c", STUCK],
         env={
@@ -265,11 +266,25 @@ def test_a_rank_that_does_not_get_free_is_ended_with_the_cause() -> None:
             "PYTHONWARNINGS": "ignore",
             "PYTHONUNBUFFERED": "",  # or what was printed before would come out unflushed
         },
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         timeout=patience(120),
+        check=False,
     )
     assert done.returncode == EXIT_CODE, done.stderr
+    return done
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
+def test_a_rank_whose_log_is_full_ends_all_the_same() -> None:
+    """Its thread ended by the error of printing, and the rank waited on."""
+    with open("/dev/full", "w") as full:
+        stuck(full)
+
+
+def test_a_rank_that_does_not_get_free_is_ended_with_the_cause() -> None:
+    done = stuck()
     assert done.stdout == "before\n"
     assert "PipelineFailedError: " in done.stderr
     assert "rank 1: step: KeyError: 'x'" in done.stderr

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,25 @@ def test_a_process_that_is_lost_is_said_once(
     assert said.count("rank 0 plans in line, for which its device waits: ") == 1
     why = {"SIGKILL": f"planning process {maker._process.pid} failed", "SIGSTOP": "is late"}
     assert why[by] in said
+
+
+def test_whoever_has_a_plan_may_ask_for_the_next_at_once(ahead: PlansAhead) -> None:
+    """The process was still taken for busy, and the thread made the next plan of a rollout."""
+    maker, plans = ahead._maker, [Future[Any](), Future[Any]()]
+    assert maker is not None
+    plans[0].add_done_callback(lambda first: maker.ask(plans[1], request(LENGTHS[:3])))
+    maker.ask(plans[0], request(LENGTHS))
+    assert plans[1].result(PATIENCE_SECONDS)[1] == request(LENGTHS[:3]).plan()
+
+
+def test_a_full_disk_does_not_keep_a_step_from_being_planned(
+    ahead: PlansAhead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = mock.Mock(write=mock.Mock(side_effect=OSError("no space left on device")))
+    ahead.begin(JOB, mock.Mock(side_effect=OSError("connection closed")))
+    monkeypatch.setattr("sys.stdout", full)
+    assert plans_in_line(ahead, request(LENGTHS)) == 1
+    full.write.assert_called()
 
 
 @pytest.mark.parametrize("is_of_these", [True, False])

@@ -117,6 +117,7 @@ def test_equal_shares_are_cut_alike(each: int, ranks: int, steps: int) -> None:
 def test_a_step_counts_as_what_cut_it() -> None:
     assert batch(4, size=2).global_batch_size == 2
     assert batch(4, size=2, dynamic_global_batch_size=3).global_batch_size == 3
+    assert batch(4, size=2, dynamic_global_batch_size=None).global_batch_size == 2
     assert batch(4, STEPS, size=2).global_batch_size is None
     assert batch(4, STEPS, size=2, dynamic_global_batch_size=8).global_batch_size == 8
     assert batch(4).global_batch_size is None
@@ -142,7 +143,10 @@ def test_of_what_ranks_tell_the_first_counts_and_its_own_before_all() -> None:
     heard = batch(1).hearing([{"a": first, "b": first}, {"a": second, "b": second}])
     assert heard.told == {"a": first, "b": first}
     assert heard.hearing([{"a": own, "c": own}]).told == {"a": first, "b": first, "c": own}
-    assert batch(2, bonus=[0.5, 1.5]).schema["bonus"].kind is Kind.PER_SAMPLE
+    told = batch(2, bonus=[0.5, 1.5])
+    assert told.schema["bonus"].kind is Kind.PER_SAMPLE
+    # What the schema declares comes with every batch: later ones are not told it.
+    assert told.inferred() == {"bonus": told.schema["bonus"]}
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:

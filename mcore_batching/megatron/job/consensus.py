@@ -85,9 +85,10 @@ class JobConsensus(Consensus):
 
     def for_thread(self) -> JobConsensus:
         """One for another thread, whose messages never meet those of this one. A collective."""
-        made = JobConsensus(self._timeout.total_seconds(), NO_WATCH)
-        # Now: groups are made by main threads, in the same order on all ranks.
-        _ = made._replica_group, made._counterpart_group
+        with self.watch.reporting("connecting the thread that plans ahead"):
+            made = JobConsensus(self._timeout.total_seconds(), NO_WATCH)
+            # Now: groups are made by main threads, in the same order on all ranks.
+            _ = made._replica_group, made._counterpart_group
         return made
 
     def leave(self) -> None:
@@ -127,14 +128,16 @@ class JobConsensus(Consensus):
             PlanMismatchError: no rank of some replica has the value.
             PipelineFailedError: a value does not fit into memory on some rank.
         """
-        has = RankMessages(self._world, self._replica).gather(bytes([value is not None]))
+        with self.watch.reporting("sharing data"):
+            has = RankMessages(self._world, self._replica).gather(bytes([value is not None]))
+            among = self._replica_group
         having = [rank for rank, each in zip(self._replica, has, strict=True) if any(each)]
         # Nothing travels where all have it, or none: the latter is an error further down, raised
         # once all replicas have met.
         source = having[0] if 0 < len(having) < len(self._replica) else None
         agreed = self.agree(
             "sharing data",
-            self.handed(lambda: value, source, self._replica_group),
+            self.handed(lambda: value, source, among),
             lambda shared: dataclasses.replace(says(shared), tell=bool(having), asks=not having),
             failure=PlanningFailedError,
         )
@@ -159,11 +162,12 @@ class JobConsensus(Consensus):
             gives the value; to be called in an agreement, since on the source it raises what making
             it raised.
         """
-        if source is None:
-            return make
         failed: list[Exception] = []
         box: list[Any] = [None]
         with self.watch.reporting("sharing data"):
+            # Here: replicas in which nothing travels must count as many of these as the others.
+            if source is None:
+                return make
             if self.rank == source:
                 try:
                     box = [flat(make()).numpy().tobytes()]
@@ -201,6 +205,7 @@ class JobConsensus(Consensus):
 
         def pickled() -> tuple[Result, bytes]:
             result, value = work()
+            # Inside the agreement: what cannot be pickled is an error on all ranks.
             return result, pickle.dumps(value)
 
         def with_size(made: tuple[Result, bytes]) -> Statement:
@@ -213,8 +218,9 @@ class JobConsensus(Consensus):
         if among is None:
             place = self._replica.index(self.rank)
             among = [ranks[place] for ranks in self.replicas]
-        # A gather takes as much from every rank: the longest. Pickles end where they say.
-        gathered = RankMessages(self._world, among).gather(own.ljust(agreed.figures["bytes"]))
+        with self.watch.reporting(stage):
+            # A gather takes as much from every rank: the longest. Pickles end where they say.
+            gathered = RankMessages(self._world, among).gather(own.ljust(agreed.figures["bytes"]))
         agreement = Agreement(result, agreed.told, agreed.figures)
         return agreement, [pickle.loads(each) for each in gathered]
 

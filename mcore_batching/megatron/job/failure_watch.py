@@ -104,7 +104,8 @@ class FailureWatch:
     @contextlib.contextmanager
     def reporting(self, operation: str) -> Iterator[None]:
         """A part of the program whose exceptions the other ranks are to know; raises
-        `PipelineFailedError` in place of any `Exception`, or for one on another rank."""
+        `PipelineFailedError` in place of any `Exception`, or for one on another rank. Ranks that
+        share rows enter as many of them (`is_joined`), and none inside another or `waiting`."""
         # Names of points (`is_joined`) must not meet those of the pipeline before.
         self._num_pipelines += 1
         self._times.clear()
@@ -191,15 +192,18 @@ class FailureWatch:
 
     def _end(self) -> None:
         error = PipelineFailedError(self._failure or {})
-        print(
-            f"{type(error).__name__}: {error}\nrank {self._rank} waited for it and cannot be "
-            f"released: its process ends with exit code {EXIT_CODE}",
-            file=sys.stderr,
-        )
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit, which would only end this thread: the main one waits in C++.
-        os._exit(EXIT_CODE)
+        try:
+            print(
+                f"{type(error).__name__}: {error}\nrank {self._rank} waited for it and cannot be "
+                f"released: its process ends with exit code {EXIT_CODE}",
+                file=sys.stderr,
+            )
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # Whatever a full disk refuses to print. Not sys.exit, which would only end this thread:
+            # the main one waits in C++.
+            os._exit(EXIT_CODE)
 
     def stop(self) -> None:
         """End the thread, and with it the connection to the store."""

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_batching.batch.errors import described
+
 _LENGTH_BYTES = 8  # of the pickled part's length: 64 bits
 
 
@@ -30,10 +32,16 @@ def flat(value: Any) -> Tensor:
     """The value as uint8 ``[bytes]`` on the host.
 
     Raises:
-        PicklingError: something in it that is no tensor cannot be pickled (or another error that
-            its class raises).
+        TypeError: something in it that is no tensor cannot be pickled.
     """
-    pickled, parts = taken_apart(value)
+    try:
+        pickled, parts = taken_apart(value)
+    # Any of them: a function in a function is the second to pickle, a generator the third.
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"values cannot be sent to other ranks: {described(error)}; give values that can be "
+            "pickled, or leave their field out"
+        ) from error
     head = bytearray(len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled)
     # One copy from the device in place of one for each tensor.
     if len({part.device for part in parts}) == 1:

@@ -135,7 +135,7 @@ class Job:
             self.memory.said.add(what)
             # The last rank, as Megatron's own log.
             if dist.get_rank() == dist.get_world_size() - 1:
-                print(f"mcore_batching: {text}", flush=True)
+                say(text)
 
     def defer(
         self, failed: list[Exception], exception: Exception, row: PackedMicroBatch | None = None
@@ -182,14 +182,22 @@ class Job:
         )
 
 
+def say(text: str) -> None:
+    """Print a line of the log; a full disk is no reason to leave the other ranks waiting."""
+    with contextlib.suppress(OSError):
+        print(f"mcore_batching: {text}", flush=True)
+
+
 # Of the present job: a global, since Megatron's process groups, with which it ends, are globals.
 _memory: JobMemory | None = None
 
 
 def present_memory() -> JobMemory | None:
     """Of the present job; None where no call has been made in it."""
-    group = parallel_state.get_data_parallel_group() if _memory is not None else None
-    return _memory if _memory is not None and _memory.data_parallel_group is group else None
+    if _memory is None:
+        return None
+    group = parallel_state.get_data_parallel_group()
+    return _memory if _memory.data_parallel_group is group else None
 
 
 def job_of(args: Any = None) -> Job:

@@ -225,8 +225,13 @@ class Options:
             return training
         given = self.forward_only_max_tokens_per_gpu
         cap = at_least("forward_only_max_tokens_per_gpu", given, 1, ConfigError)
+        multiple = training.pad_total_to
+        if self.planner["pad_total_to"] is None and multiple is not None:
+            multiple = math.gcd(multiple, cap)  # CUDA's default: none is oversize for it here, too
         # Without a backward pass no activations wait: the bound on them is training's alone.
-        return dataclasses.replace(training, max_tokens_per_gpu=cap, max_inflight_tokens=None)
+        return dataclasses.replace(
+            training, max_tokens_per_gpu=cap, max_inflight_tokens=None, pad_total_to=multiple
+        )
 
     @contextlib.contextmanager
     def naming_the_cap(self, *, forward_only: bool, samples: Sequence[int]) -> Iterator[None]:

@@ -36,19 +36,21 @@ def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     missing = [size for size in sizes if size not in groups]
     if not missing:
         return
-    # The ranks of each group like `among`, of other stages and tensor-parallel ranks, too.
-    gathered: list[Any] = [None] * dist.get_world_size()
-    own_ranks = dist.get_process_group_ranks(among)
-    dist.all_gather_object(gathered, tuple(own_ranks), group=job.consensus.group)
-    for ranks in sorted(set(gathered)):
-        for size in missing:
-            for first in range(0, len(ranks), size):
-                block = list(ranks[first : first + size])
-                # By all ranks of the job, each block: PyTorch tells groups that only their ranks
-                # make by the number of others that these ranks are in, and that may differ.
-                group = dist.new_group(block, timeout=datetime.timedelta(minutes=minutes))
-                if dist.get_rank() in block:
-                    groups[size] = group
+    # NCCL's memory or a host's sockets may run out on one rank: the others wait for it here.
+    with job.watch.reporting("making groups of ranks that share rows"):
+        # The ranks of each group like `among`, of other stages and tensor-parallel ranks, too.
+        gathered: list[Any] = [None] * dist.get_world_size()
+        own_ranks = dist.get_process_group_ranks(among)
+        dist.all_gather_object(gathered, tuple(own_ranks), group=job.consensus.group)
+        for ranks in sorted(set(gathered)):
+            for size in missing:
+                for first in range(0, len(ranks), size):
+                    block = list(ranks[first : first + size])
+                    # By all ranks of the job, each block: PyTorch tells groups that only their
+                    # ranks make by the number of others that these ranks are in, which may differ.
+                    group = dist.new_group(block, timeout=datetime.timedelta(minutes=minutes))
+                    if dist.get_rank() in block:
+                        groups[size] = group
 
 
 def row_group(context_parallel_size: int) -> dist.ProcessGroup | None:

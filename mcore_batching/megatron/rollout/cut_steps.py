@@ -58,14 +58,15 @@ class CutSteps:
         if request.forward_only:
             return cls(rollout, batch, steps)
         found = look_for_hosts(request.job, model_chunks(request.model), batch, steps)
-        shares_them = found is not None and request.job.options.share_prefixes
-        return cls(rollout, batch, steps, found, found.host if found and shares_them else None)
+        hosts = found.host if found is not None and request.job.options.share_prefixes else None
+        return cls(rollout, batch, steps, found, hosts)
 
     def statement(self, **figures: Figure) -> Statement:
         """The values that all ranks must have alike, and this one's savings by sharing."""
         batch, rollout = self.batch, self.rollout
         # Pipelines run step by step: ranks with fewer steps would leave the others waiting.
-        equal = {"number of steps": len(self.steps), **batch.comparable()}
+        steps = {"number of steps (add [] to have as many)": len(self.steps)}
+        equal = {**steps, **batch.comparable()}
         # A rank without samples may not have been told one, and steps of its own need none.
         if batch.total_lengths and batch.steps is None:
             equal["global_batch_size"] = batch.global_batch_size

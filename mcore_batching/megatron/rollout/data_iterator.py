@@ -135,8 +135,8 @@ def get_data_iterator(
             one short, to which each rank gives consecutive samples in proportion to its number.
             ``rollout_data["dynamic_global_batch_size"]`` overrides the argument; beside `steps` it
             is what `train_step` counts each of them as: prompts times trajectories per prompt.
-        cost_model: what samples and micro-batches cost; None: the one in
-            ``--dynamic-batch-cost-model``, or the default one.
+        cost_model: what samples and micro-batches cost; None: as ``--dynamic-batch-cost-model``
+            says, by default what training's own passes teach.
 
     Returns:
         one iterator per virtual pipeline stage, and the number of micro-batches of each step, the

@@ -240,11 +240,11 @@ def _planned_together(
     why, as all do.
     """
     consensus, count = request.job.consensus, len(of_steps)
-    ranks = consensus.ranks
-    if count == 1 or len(ranks) == 1:
+    if count < 2:
         return None
+    ranks = consensus.ranks
     # Blocks of neighbours, with a rank for every step where there are as many ranks.
-    blocks = max(1, len(ranks) // max(count, 1))
+    blocks = max(1, len(ranks) // count)
     bounds = [len(ranks) * number // blocks for number in range(blocks + 1)]
     of_block = [ranks[start:end] for start, end in itertools.pairwise(bounds)]
     [block] = [each for each in of_block if consensus.rank in each]

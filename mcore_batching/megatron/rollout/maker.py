@@ -183,16 +183,15 @@ class Maker:
     def _ask(self, plan: Planned, request: Request[Any]) -> None:
         assert self._process is not None
         try:
-            made = self._process.plan(request)
-            with contextlib.suppress(InvalidStateError):  # nobody waits any more
-                plan.set_result((request, made))
+            outcome: Any = request, self._process.plan(request)
         except PlanningError as exception:
-            settle(plan, exception)
+            outcome = exception
         except Exception as exception:
             self._failure = f"planning process {self._process.pid} failed: {exception}"
-            settle(plan, RuntimeError(self._failure))
+            outcome = RuntimeError(self._failure)
         finally:
-            self._planning.release()
+            self._planning.release()  # first: who waits may ask for the next plan as soon as it can
+        settle(plan, outcome)
 
     def end(self) -> None:
         """End thread and process."""
@@ -207,7 +206,8 @@ class Maker:
             self._thread.join(JOIN_SECONDS)
 
 
-def settle(future: Future[Any], exception: Exception) -> None:
-    """Let a future fail, unless it is settled or cancelled."""
+def settle(future: Future[Any], outcome: Any) -> None:
+    """Let a future have a result, or an exception, unless it is settled or cancelled."""
+    settles = future.set_exception if isinstance(outcome, Exception) else future.set_result
     with contextlib.suppress(InvalidStateError):
-        future.set_exception(exception)
+        settles(outcome)

@@ -29,7 +29,7 @@ from mcore_batching.batch.agreement.figures import least
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import POLL_SECONDS
-from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.job import Job, say
 from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.rollout.maker import Ahead, Make, Maker, RolloutAhead
 from mcore_batching.megatron.rollout.settings import Settings
@@ -120,6 +120,7 @@ class PlansAhead:
             settings = Settings.of(job, chunks, None, given, forward_only=False)
             made = self._made() if is_of_these else None
             if made is not None:
+                # Costs may have been learnt, and arguments changed, since it began.
                 planned = made.schedule
                 if settings != Settings(planned.dims, planned.config, planned.cost_model):
                     made = None
@@ -177,7 +178,4 @@ class PlansAhead:
         self._times[type(why)] += 1
         # The first plan may be late for the start of the process alone.
         if self._times[type(why)] == 1 + isinstance(why, TimeoutError):
-            print(
-                f"mcore_batching: rank {dist.get_rank()} plans in line, for which {waits}: {why}",
-                flush=True,
-            )
+            say(f"rank {dist.get_rank()} plans in line, for which {waits}: {why}")

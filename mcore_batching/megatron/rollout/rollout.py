@@ -260,6 +260,7 @@ def _counted(request: RolloutRequest, own: _Own) -> dict[str, Figure]:
         figures["ends"] = largest(packed.ends)
         # Largest and least tell whether all ranks have the same fields; where not, packing anew
         # says by name which differ.
+        # 48 bits: a figure has room for 63 and a sign.
         fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
         figures |= {"fields": largest(fields), "fields, least": least(fields)}
     return figures

@@ -187,7 +187,8 @@ def places_in_order(shares: Sequence[int], rank: int) -> list[int]:
 
 def _read_batch_size(rollout_data: Mapping[str, Any], job_size: Any) -> int | None:
     """Samples of a step over all ranks: the rollout's own, else the job's; None for 0, too."""
-    given = rollout_data.get(_BATCH_SIZE, job_size)
+    own = rollout_data.get(_BATCH_SIZE)
+    given = job_size if own is None else own
     return None if given is None else at_least("global_batch_size", given, 0, ConfigError) or None
 
 

@@ -25,7 +25,9 @@ from kit.forked import at_fault
 from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
+from mcore_batching.batch.agreement.rank_messages import RankMessages
 from mcore_batching.megatron import get_data_iterator, train_step
+from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout import maker
 from mcore_batching.megatron.split_backward import linear_layers, weight_gradients
 from mcore_batching.planning import ParallelDims
@@ -132,6 +134,17 @@ def _sharing(job: _Job) -> None:
     dist.broadcast_object_list = job.raises
 
 
+def _gathering(job: _Job) -> None:
+    """This rank is lost between an agreement and the gather after it."""
+    RankMessages.gather = job.raises  # type: ignore[method-assign]
+
+
+def _row_groups(job: _Job) -> None:
+    """Groups of ranks that share rows cannot be made; the others go on by theirs."""
+    job_of(job.args).memory.row_groups.clear()
+    dist.all_gather_object = job.raises
+
+
 def _loss(job: _Job) -> None:
     job.loss = job.raises
 
@@ -185,6 +198,8 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
     "packed later": _packing_later,
     "packed later, SIGKILL": _killed_later,
     "sharing": _sharing,
+    "gathering": _gathering,
+    "row groups": _row_groups,
     "loss": _loss,
     "loss is NaN": _not_finite,
     "other settings": _settings,

@@ -118,7 +118,7 @@ def stock_step(
     )
 
 
-def planned_together(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+def planned_together(dims: dict[str, Any], reference: str, batch_size: int) -> dict[str, Any]:
     """The plans that this rank makes of a rollout of several steps, and how all of them ended.
 
     Returns:
@@ -127,7 +127,7 @@ def planned_together(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     """
     model, samples, made = small_model(dims, reference), my_samples(dims), []
     in_line = {"dynamic_batch_exchange": True, "dynamic_batch_no_plan_ahead": True}
-    step_of_two = arguments(ParallelDims(**dims), global_batch_size=2, **in_line)
+    args = arguments(ParallelDims(**dims), global_batch_size=batch_size, **in_line)
     plan_step = planning_process.plan_step
 
     def counted_plans(lengths: list[int], *rest: Any, **options: Any) -> StepPlan:
@@ -135,13 +135,13 @@ def planned_together(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         return plan_step(lengths, *rest, **options)
 
     with mock.patch.object(planning_process, "plan_step", counted_plans):
-        iterators, _ = get_data_iterator(step_of_two, model, samples)
+        iterators, _ = get_data_iterator(args, model, samples)
     schedule = schedule_of(iterators)
     of_schedule = schedule.dims, schedule.config, schedule.cost_model
-    vars(step_of_two).update(max_tokens_per_gpu=3, dynamic_batch_on_oversize="error")
+    vars(args).update(max_tokens_per_gpu=3, dynamic_batch_on_oversize="error")
     error = "none"
     try:
-        get_data_iterator(step_of_two, model, samples)
+        get_data_iterator(args, model, samples)
     except MCoreBatchingError as exception:
         error = type(exception).__name__
     return {

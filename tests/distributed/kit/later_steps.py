@@ -140,11 +140,11 @@ def _heard(stack: contextlib.ExitStack) -> list[str]:
     """What this rank says of plans that it makes itself."""
     said: list[str] = []
 
-    def hears(*given: Any, **options: Any) -> None:
-        if "rank 0 plans" in " ".join(map(str, given)):
-            said.append(str(given[0]))
+    def hears(line: str) -> None:
+        if "rank 0 plans" in line:
+            said.append(line)
 
-    stack.enter_context(mock.patch.object(plan_ahead, "print", hears, create=True))
+    stack.enter_context(mock.patch.object(plan_ahead, "say", hears))
     return said
 
 

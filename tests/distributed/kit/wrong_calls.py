@@ -57,6 +57,10 @@ class Calls:
     def planned_with(self, **options: Any) -> Any:
         return get_data_iterator(self.args, self.model, self.data, **options)
 
+    def planned_in(self, *empty: list[int]) -> Any:
+        """In one step, and empty ones."""
+        return self.planned_with(steps=[range(len(self.data["tokens"])), *empty])
+
     def planned(self, **flags: Any) -> Any:
         args = arguments(self.dims, **self.planner | flags)
         return get_data_iterator(args, self.model, self.data)
@@ -104,12 +108,16 @@ class Calls:
             config.calculate_per_token_loss = True
 
     def train_failing_in_shared_rows(self) -> Any:
+        """Of data that one stage of one replica alone has to be sent."""
+
         def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
             if row.context_parallel_size > 1:
                 raise ZeroDivisionError("in the loss")
             return packed_objective(logits, row, totals)
 
-        return self.train(loss)
+        data = self.data if dist.get_rank() != 2 else None
+        iterators, counts = get_data_iterator(self.args, self.model, data)
+        return self.train(loss, data_iterator=iterators, num_microbatches=counts)
 
     def plan_otherwise(self) -> Any:
         planned = planning_process.plan_step
@@ -412,6 +420,12 @@ ON_ONE_REPLICA = {
         Calls.plan,
         _PLANNING,
         "steps must be one list of sample indices",
+    ),
+    "data in a step more": Wrong(
+        lambda calls: calls.planned_in([]),
+        Calls.planned_in,
+        _MISMATCH,
+        "rank 2: number of steps (add [] to have as many) is 2, on rank 0 it is 1",
     ),
     "data with a cost model's path": _unplanned(
         "cost_model must be a CostModel or", cost_model="cost.json"
