@@ -132,7 +132,7 @@ class Maker:
         # Here, since it ends with the thread that starts it.
         try:
             self._process = PlanningProcess()
-        except OSError as exception:
+        except Exception as exception:  # whatever it is, plans are made without it
             self._failure = f"no planning process: {exception}"
         self._is_up.set()
         # Threads have a device of their own.

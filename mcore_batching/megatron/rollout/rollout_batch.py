@@ -209,6 +209,7 @@ def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
     if sorted(given) != list(range(num_samples)):
         raise ValueError(
             f"steps must hold each of this rank's {num_samples} samples exactly once, got {given}; "
-            "group_steps leaves padding samples out: give real_samples(batch) with its steps"
+            "group_steps leaves out padding samples (give real_samples(batch) with its steps), "
+            "with last='drop' also those left over (give the batch without them)"
         )
     return [[index for index in step if index is not None] for step in read]
