@@ -260,6 +260,11 @@ def test_values_of_several_types_are_packed_in_one_that_holds_all(
     schema = DEFAULT_SCHEMA.declare("features", Kind.PER_TOKEN)
     (row,) = pack_on_all_ranks(samples, schema=schema)
     assert row.packed("features").tolist() == [[0, *expected]]
+    # 8 bits are promoted to no other type.
+    small, wide = torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2)
+    (row,) = pack_on_all_ranks(samples | {"features": [wide[:0], wide, small]}, schema=schema)
+    with pytest.raises(BatchError, match=r"samples of torch.float32 and torch.float8_e4m3fn, whi"):
+        row.packed("features")
 
 
 def test_position_ids_must_agree() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,8 +214,11 @@ def test_rows_have_a_multiple_on_cuda_that_leaves_the_cap_what_it_is(
         assert row_capacity_tokens(dims, on_cuda) == row_capacity_tokens(dims, on_cpu)
         # A sample of 19,990 tokens was over a forward cap of 20,000, as 128 do not divide it.
         args.dynamic_batch_forward_only_max_tokens_per_gpu = cap + 32
-        alone, plain = (Options.of(args).forward_only_config(each) for each in (on_cuda, on_cpu))
-        assert alone.pad_total_to is not None
+        alone, plain = (
+            Options.of(args).forward_only_config(each, dims) for each in (on_cuda, on_cpu)
+        )
+        kernels = math.gcd(128 * dims.tensor_parallel, cap + 32)
+        assert alone.pad_total_to == dims.context_parallel * kernels
         assert row_capacity_tokens(dims, alone) == row_capacity_tokens(dims, plain)
         args.dynamic_batch_pad_total_to = 1
         assert Options.of(args).planner_config(dims).pad_total_to == 1

@@ -196,6 +196,25 @@ def test_the_store_is_left_alone_outside_the_engines_calls() -> None:
     assert store.calls == before
 
 
+def test_a_call_inside_another_leaves_that_one_watched() -> None:
+    """A recorded step gathers the plans of all ranks inside the pipeline's part."""
+    ours, theirs = two_ranks()
+
+    def run() -> None:
+        with ours.reporting("step"):
+            with ours.reporting("gathering plans"):
+                pass
+            raised_by(theirs, KeyError("x"))
+            deadline = time.monotonic() + patience(10)
+            while ours._failure is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert ours._failure is not None, "the thread asks the store"
+
+    with pytest.raises(PipelineFailedError, match="rank 1: step: KeyError"):
+        run()
+    assert not ours._inside.is_set()
+
+
 def test_it_ends_with_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_exit.append)

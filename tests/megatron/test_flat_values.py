@@ -85,6 +85,6 @@ def test_a_gradient_stays_behind() -> None:
 
 @pytest.mark.parametrize("value", [lambda: None, (each for each in ()), threading.Lock()])
 def test_what_cannot_be_pickled_is_said_with_what_to_do(value: Any) -> None:
-    text = "values cannot be sent to other ranks: .*; give values that can be pickled, or leave"
+    text = "values cannot be pickled: .*; give others, or leave"
     with pytest.raises(TypeError, match=text):
         flat({"tokens": [torch.ones(2)], "judge": [value]})

@@ -22,6 +22,7 @@ from mcore_batching.batch import StepTotals
 from mcore_batching.batch.agreement.consensus import Agreement
 from mcore_batching.batch.agreement.figures import least
 from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.job.failure_watch import FailureWatch
 from mcore_batching.megatron.rollout import plan_ahead
 from mcore_batching.megatron.rollout.plan_ahead import PlansAhead
 from mcore_batching.megatron.rollout.settings import Settings
@@ -49,6 +50,7 @@ JOB: Any = SimpleNamespace(
     consensus=SimpleNamespace(for_thread=lambda: JobConsensus.__new__(JobConsensus)),
     options=None,
     memory=None,
+    watch=FailureWatch(None),
 )
 
 
@@ -297,6 +299,26 @@ def test_thread_and_process_end_with_the_job() -> None:
     assert not maker._thread.is_alive()
     assert maker._process._process.poll() is not None
     dist.destroy_process_group()
+
+
+def test_a_system_without_threads_left_fails_once(
+    ahead: PlansAhead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_thread = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    maker, plan = ahead._maker, Future[Any]()
+    assert maker is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", no_thread)
+        maker.ask(plan, request(LENGTHS))
+        anew = PlansAhead()
+        with pytest.raises(RuntimeError, match="start new thread"):
+            anew.connect(JOB)
+    assert isinstance(plan.exception(timeout=0), RuntimeError)
+    begin(ahead, request(LENGTHS))
+    assert plans_in_line(ahead, request(LENGTHS)) == 0
+    anew.connect(JOB)
+    assert anew._maker is not None
+    anew._maker.end()
 
 
 @pytest.mark.long

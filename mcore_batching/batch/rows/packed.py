@@ -117,7 +117,7 @@ class PackedMicroBatch:
 
     def packed(self, key: str, pad_value: float = 0, *, later: int = 0) -> Tensor:
         """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``,
-        of the type that holds all samples' values.
+        of the type that torch promotes those of all samples to.
 
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
@@ -128,7 +128,7 @@ class PackedMicroBatch:
         Raises:
             KeyError: the samples had no such field.
             BatchError: the field is of another kind, has more rows than tokens, or its trailing
-                shapes differ between samples.
+                shapes differ between samples, or types that have none in common.
         """
         values, field = self[key], self.schema[key]
         if field.kind not in (Kind.TOKENS, Kind.PER_TOKEN, Kind.ROUTED_EXPERTS):
@@ -137,7 +137,7 @@ class PackedMicroBatch:
                 f"read micro_batch[{key!r}], or declare it as Kind.PER_TOKEN"
             )
         laid_out = [i for i, host in enumerate(self.hosts) if host == i]
-        rows = _of_one_type([values[i][later:].to(self.tokens.device) for i in laid_out])
+        rows = _of_one_type(key, [values[i][later:].to(self.tokens.device) for i in laid_out])
         trailing = {tuple(row.shape[1:]) for row in rows if row.shape[0]}
         # More values than tokens, as one for each gap and both ends: there is no row for some.
         if len(trailing) > 1 or field.length_offset > 0:
@@ -168,11 +168,18 @@ class PackedMicroBatch:
         return dataclasses.replace(self, **changed)
 
 
-def _of_one_type(rows: list[Tensor]) -> list[Tensor]:
+def _of_one_type(key: str, rows: list[Tensor]) -> list[Tensor]:
     # A list of integers is int64 beside the next sample's fractions, which it would cut off. What
     # was an empty list says nothing of its type.
-    kinds = [row.dtype for row in rows if row.numel()] or [rows[0].dtype]
-    return [row.to(functools.reduce(torch.promote_types, kinds)) for row in rows]
+    kinds = list(dict.fromkeys(row.dtype for row in rows if row.numel())) or [rows[0].dtype]
+    try:
+        common = functools.reduce(torch.promote_types, kinds)
+    except RuntimeError as error:  # types of 8 bits have none with others
+        raise BatchError(
+            f"field {key!r} has samples of {' and '.join(map(str, kinds))}, which have no common "
+            "type; give all the same"
+        ) from error
+    return [row.to(common) for row in rows]
 
 
 def _spread_experts(rows: list[Tensor], num_tokens: int) -> Tensor:

@@ -161,6 +161,4 @@ class StockSteps:
         if vocabulary is not None:
             # Untrained labels are not checked: they may be -100.
             require_vocabulary("labels", data["labels"], vocabulary, data["loss_mask"])
-        # All samples are one step, even where batch-size ramp-up draws fewer than
-        # --global-batch-size.
-        return data | {"dynamic_global_batch_size": None}
+        return data

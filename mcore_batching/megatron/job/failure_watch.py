@@ -88,6 +88,7 @@ class FailureWatch:
         """A part of the program in which this rank may wait for others; raises
         `PipelineFailedError` if a pipeline has failed on some rank."""
         self._raise_known(None)
+        is_outermost = not self._inside.is_set()
         self._inside.set()
         try:
             yield
@@ -98,14 +99,15 @@ class FailureWatch:
             self._raise_known(exception)
             raise
         finally:
-            self._inside.clear()
+            if is_outermost:
+                self._inside.clear()
         self._raise_known(None)
 
     @contextlib.contextmanager
     def reporting(self, operation: str) -> Iterator[None]:
         """A part of the program whose exceptions the other ranks are to know; raises
         `PipelineFailedError` in place of any `Exception`, or for one on another rank. Ranks that
-        share rows enter as many of them (`is_joined`), and none inside another or `waiting`."""
+        share rows enter as many of them (`is_joined`)."""
         # Names of points (`is_joined`) must not meet those of the pipeline before.
         self._num_pipelines += 1
         self._times.clear()

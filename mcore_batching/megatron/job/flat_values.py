@@ -39,8 +39,7 @@ def flat(value: Any) -> Tensor:
     # Any of them: a function in a function is the second to pickle, a generator the third.
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
-            f"values cannot be sent to other ranks: {described(error)}; give values that can be "
-            "pickled, or leave their field out"
+            f"values cannot be pickled: {described(error)}; give others, or leave their field out"
         ) from error
     head = bytearray(len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled)
     # One copy from the device in place of one for each tensor.

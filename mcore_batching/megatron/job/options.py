@@ -213,21 +213,23 @@ class Options:
             config = PlannerConfig(max_tokens_per_gpu=self.max_tokens_per_gpu, **chosen)
             if dims is not None:
                 config.check_max_context_parallel(dims)
-            self.forward_only_config(config)
+            self.forward_only_config(config, dims)
             return config
         except MCoreBatchingError as error:
             error.args = (error.text(flag_of),)
             raise
 
-    def forward_only_config(self, training: PlannerConfig) -> PlannerConfig:
+    def forward_only_config(
+        self, training: PlannerConfig, dims: ParallelDims | None = None
+    ) -> PlannerConfig:
         """The planner's settings for forward passes alone: training's, under a cap of their own."""
         if not self.has_own_forward_cap:
             return training
         given = self.forward_only_max_tokens_per_gpu
         cap = at_least("forward_only_max_tokens_per_gpu", given, 1, ConfigError)
         multiple = training.pad_total_to
-        if self.planner["pad_total_to"] is None and multiple is not None:
-            multiple = math.gcd(multiple, cap)  # CUDA's default: none is oversize for it here, too
+        if self.planner["pad_total_to"] is None and multiple is not None and dims is not None:
+            multiple = _default_row_multiple(cap, dims)  # CUDA's, as it divides this cap
         # Without a backward pass no activations wait: the bound on them is training's alone.
         return dataclasses.replace(
             training, max_tokens_per_gpu=cap, max_inflight_tokens=None, pad_total_to=multiple

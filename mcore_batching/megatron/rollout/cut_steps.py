@@ -65,7 +65,7 @@ class CutSteps:
         """The values that all ranks must have alike, and this one's savings by sharing."""
         batch, rollout = self.batch, self.rollout
         # Pipelines run step by step: ranks with fewer steps would leave the others waiting.
-        steps = {"number of steps (add [] to have as many)": len(self.steps)}
+        steps = {"number of steps (given too few, add [])": len(self.steps)}
         equal = {**steps, **batch.comparable()}
         # A rank without samples may not have been told one, and steps of its own need none.
         if batch.total_lengths and batch.steps is None:

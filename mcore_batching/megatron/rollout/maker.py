@@ -178,7 +178,11 @@ class Maker:
             plan.cancel()
         else:
             # Not here: a process that is stopped must not keep this thread from its messages.
-            threading.Thread(target=self._ask, args=(plan, request), daemon=True).start()
+            try:
+                threading.Thread(target=self._ask, args=(plan, request), daemon=True).start()
+            except RuntimeError as exception:  # no thread can be started
+                self._planning.release()
+                settle(plan, exception)
 
     def _ask(self, plan: Planned, request: Request[Any]) -> None:
         assert self._process is not None

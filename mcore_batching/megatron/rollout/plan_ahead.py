@@ -56,8 +56,10 @@ class PlansAhead:
         if self._made_for is not job.consensus:
             if self._maker is not None:
                 self._maker.end()
-            self._made_for = job.consensus
-            self._maker = Maker(self._made_for.for_thread())
+            consensus = job.consensus.for_thread()
+            with job.watch.reporting("starting the thread that plans ahead"):
+                self._maker = Maker(consensus)
+            self._made_for = job.consensus  # last: whoever calls again after a failure starts anew
             # With the job, which a new one replaces where Megatron's groups are made anew, or with
             # the interpreter.
             weakref.finalize(self, self._maker.end)

@@ -51,7 +51,7 @@ class Settings:
             config = dataclasses.replace(config, split_backward_held=held)
         if forward_only:
             # Activations of forward passes alone are not kept, so their cap may be larger.
-            config = job.options.forward_only_config(config)
+            config = job.options.forward_only_config(config, dims)
         return cls(dims, config, cost_model or _known_cost_model(job, chunks, forward_only))
 
 

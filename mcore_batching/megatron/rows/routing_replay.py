@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def replayable(
         values = [value.new_zeros(0, config.num_layers, config.moe_router_topk) for value in values]
     else:
         for index, value in zip(row.sample_indices, values, strict=True):
-            _check(name, value, config, names_of([index]))
+            _check(name, value, config, functools.partial(names_of, [index]))
     return dataclasses.replace(row, fields={**row.fields, name: values})
 
 
@@ -86,7 +87,7 @@ def _field_of(row: PackedMicroBatch) -> str | None:
     return names[0] if names else None
 
 
-def _check(name: str, value: Tensor, config: Any, whose: str) -> None:
+def _check(name: str, value: Tensor, config: Any, whose: Callable[[], str]) -> None:
     top_k, experts = config.moe_router_topk, config.num_moe_experts
     depths = sorted({len(each) for each in _columns(config)}, reverse=True)
     shape = tuple(value.shape[1:])
@@ -95,14 +96,14 @@ def _check(name: str, value: Tensor, config: Any, whose: str) -> None:
             name,
             expected=f"experts of {' or '.join(map(str, depths))} layers, {top_k} for each token "
             "(--moe-router-topk)",
-            found=f"shape {list(value.shape)} of {whose}",
+            found=f"shape {list(value.shape)} of {whose()}",
         )
     # On a GPU an expert that is not there is a failed kernel, without the sample's name.
     if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < experts:
         raise SchemaError(
             name,
             expected=f"experts from 0 to {experts - 1} (--num-experts)",
-            found=f"{int(value.min())} to {int(value.max())} of {whose}",
+            found=f"{int(value.min())} to {int(value.max())} of {whose()}",
         )
 
 

@@ -183,10 +183,8 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
         with compat.schedules.replaced(config, "timers", None):
             yield
     finally:
-        # Parents come before what is in them, whose modes they set, too.
         for module, training in modes:
-            if module.training != training:
-                module.train(training)
+            module.training = training
 
 
 def _run(

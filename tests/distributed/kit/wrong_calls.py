@@ -425,7 +425,7 @@ ON_ONE_REPLICA = {
         lambda calls: calls.planned_in([]),
         Calls.planned_in,
         _MISMATCH,
-        "rank 2: number of steps (add [] to have as many) is 2, on rank 0 it is 1",
+        "rank 2: number of steps (given too few, add []) is 2, on rank 0 it is 1",
     ),
     "data with a cost model's path": _unplanned(
         "cost_model must be a CostModel or", cost_model="cost.json"
