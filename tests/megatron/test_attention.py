@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import tensor_parallel
 from megatron.core.fusions.fused_softmax import SoftmaxOne
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.enums import AttnMaskType
@@ -230,8 +231,27 @@ def test_layers_of_several_kinds_are_no_one_spec(every: Any) -> None:
     if every in (1, [1, 1]):
         assert megatron.packed_layer_spec(config).submodules.self_attention
         config.experimental_attention_variant = "dsa"
-    with pytest.raises(megatron.DynamicBatchArgumentError, match=r"layer_specs use_packed_attent"):
+        mend = "or unset --experimental-attention-variant"
+    else:
+        mend = r"get_gpt_decoder_block_spec\(config, .*\), through use_packed_attention without"
+    with pytest.raises(megatron.DynamicBatchArgumentError, match=mend):
         megatron.packed_layer_spec(config)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_of_several_kinds_make_a_block(sequence_parallel: bool) -> None:
+    shape: dict[str, Any] = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 1}
+    config = TransformerConfig(**shape, num_moe_experts=2, moe_layer_freq=[0, 1, 1])
+    config.sequence_parallel = sequence_parallel
+    plain = get_gpt_decoder_block_spec(config, False, pp_rank=0)
+    block = megatron.use_packed_attention(plain, config)
+    for layer, local in zip(block.layer_specs, plain.layer_specs, strict=True):
+        attention = layer.submodules.self_attention.submodules.core_attention
+        assert attention is megatron.PackedAttention
+        assert layer.submodules.mlp is local.submodules.mlp
+        assert local.submodules.self_attention.submodules.core_attention is not attention
+    norm = SequenceParallelNorm if sequence_parallel else plain.layer_norm
+    assert block.layer_norm is norm
 
 
 def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(

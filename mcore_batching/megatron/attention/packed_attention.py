@@ -175,8 +175,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 "PackedAttention takes no attention_bias: use Transformer Engine's attention"
             )
         dropout = self.dropout if self.training else 0.0
-        # As in Megatron, tensor-parallel ranks draw numbers of their own, or the heads of all would
-        # drop the same keys. Under sequence parallelism the whole block does.
+        # As Megatron's own: tensor-parallel ranks draw numbers of their own, or the heads of all
+        # would drop the same keys. Under sequence parallelism its transformer block sees to that.
         draws_own = bool(dropout) and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if draws_own else contextlib.nullcontext():
             if packed_seq_params is None:

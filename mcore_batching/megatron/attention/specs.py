@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.extensions.transformer_engine import (
@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import transformer_block
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -37,6 +38,8 @@ from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import prediction_depths
+
+Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
 
 
 def uses_transformer_engine() -> bool:
@@ -56,13 +59,17 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
     """
     # The model would be built, of other layers than the configuration says.
     every, variant = config.moe_layer_freq, config.experimental_attention_variant
-    mixed = config.num_moe_experts and every not in (1, [1] * config.num_layers)
-    if mixed or variant is not None:
-        asked = f"moe_layer_freq={every}" if mixed else f"experimental_attention_variant={variant}"
+    if variant is not None:
         raise DynamicBatchArgumentError(
-            f"packed_layer_spec makes all layers alike, with {asked} they differ: give GPTModel "
-            "Megatron's block spec, and its layer_specs use_packed_attention where there is no "
-            "Transformer Engine"
+            f"packed_layer_spec has no experimental_attention_variant={variant}: give the model "
+            "Megatron's block spec with Transformer Engine, or unset "
+            "--experimental-attention-variant"
+        )
+    if config.num_moe_experts and every not in (1, [1] * config.num_layers):
+        raise DynamicBatchArgumentError(
+            f"packed_layer_spec makes all layers alike, not by moe_layer_freq={every}: give "
+            "GPTModel and packed_mtp_block_spec get_gpt_decoder_block_spec(config, "
+            "use_transformer_engine), through use_packed_attention without Transformer Engine"
         )
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(
@@ -75,13 +82,16 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
 
 
 def packed_mtp_block_spec(
-    config: TransformerConfig, spec: ModuleSpec | None = None, vp_stage: int | None = None
+    config: TransformerConfig,
+    spec: ModuleSpec | TransformerBlockSubmodules | None = None,
+    vp_stage: int | None = None,
 ) -> Any:
     """The ``mtp_block_spec`` of a `GPTModel` for packed rows.
 
     Args:
         config: the model's.
-        spec: of the layer that it repeats; None: `packed_layer_spec`.
+        spec: of the layer that it repeats, or of the block whose last one it does; None:
+            `packed_layer_spec`.
         vp_stage: number of the model chunk, where there are several.
 
     Returns:
@@ -102,12 +112,16 @@ def packed_mtp_block_spec(
     return block
 
 
-def use_packed_attention(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """A copy of a local layer spec with `PackedAttention` as its core attention.
+def use_packed_attention(spec: Spec, config: TransformerConfig) -> Spec:
+    """A copy of a local spec, of a layer or a block, with `PackedAttention` as core attention.
 
     Under ``config.sequence_parallel``, which Megatron's torch norms refuse, the layer norms are
-    replaced as well, and so is the final norm of transformer blocks built from then on.
+    replaced as well, and so is the final norm of the block, or of blocks built from then on.
     """
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = [use_packed_attention(each, config) for each in spec.layer_specs]
+        norm = SequenceParallelNorm if config.sequence_parallel else spec.layer_norm
+        return dataclasses.replace(spec, layer_specs=layers, layer_norm=norm)
     attention = spec.submodules.self_attention
     inner: dict[str, Any] = {"core_attention": PackedAttention}
     norms: dict[str, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ def patch_for_cpu() -> None:
     # The module's own setter waits for CUDA to be initialised, which never happens here.
     megatron_random._get_cuda_rng_state = torch.cuda.get_rng_state
     megatron_random._set_cuda_rng_state = torch.cuda.set_rng_state
+    # The device's generator is the CPU's, which so changes at every dropout.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine
         moe_utils.te_general_gemm = None
