@@ -36,8 +36,8 @@ def fields_to_unset(config: Any, reasons: Mapping[str, str], either: str = "") -
             yield f"{reason}: unset --{name.replace('_', '-')}{either}"
 
 
-def of_first(found: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Of names of modules with a problem each, one text for each problem, with the first name."""
+def one_of_each_problem(found: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """A text for each problem, with the first module that has it; found are names and problems."""
     # Layers of a model are alike: a hundred of them would bury what else is wrong.
     first: dict[str, str] = {}
     for name, problem in found:

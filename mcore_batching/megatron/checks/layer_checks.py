@@ -9,7 +9,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.errors import of_first
+from mcore_batching.megatron.errors import one_of_each_problem
 from mcore_batching.planning import ParallelDims
 
 _LATER = "install a later one, or a model without (--experimental-attention-variant)"
@@ -25,7 +25,7 @@ def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) ->
         for chunk in chunks
         for name, layer in chunk.named_modules()
     )
-    problems = of_first((name, problem) for name, problem in found if problem)
+    problems = one_of_each_problem((name, problem) for name, problem in found if problem)
     return [*problems, *_gradients_of_experts(chunks)]
 
 

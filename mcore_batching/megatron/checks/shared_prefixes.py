@@ -10,7 +10,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.attention.packed_attention import CAUSAL
-from mcore_batching.megatron.errors import of_first, refuse
+from mcore_batching.megatron.errors import one_of_each_problem, refuse
 
 _FLAG = FLAGS["share_prefixes"]
 _POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
@@ -41,7 +41,7 @@ def sharing_problems(chunks: list[Any]) -> Iterator[str]:
         if rotary is not None and not type(rotary).__module__.startswith("megatron.core."):
             kind = type(rotary).__name__
             yield f"rotary embeddings {kind} may go by a sample's length: unset {_FLAG}"
-        yield from of_first(
+        yield from one_of_each_problem(
             (
                 name,
                 f"lets tokens see later ones (attn_mask_type {module.attn_mask_type.name}): build "

@@ -9,7 +9,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.errors import fields_to_unset, of_first, refuse
+from mcore_batching.megatron.errors import fields_to_unset, one_of_each_problem, refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import ParallelDims
 
@@ -63,7 +63,7 @@ def _problems(options: Options, chunks: list[Any]) -> Iterator[str]:
                 f"megatron-core 0.16 to 0.19, or unset {_FLAG}"
             )
         engine = compat.layers.engine_linears(chunk)
-        yield from of_first(
+        yield from one_of_each_problem(
             (name, f"of Transformer Engine {problem}, or unset {_FLAG}")
             for name, module in engine.items()
             for problem in _problems_of_engine(module)

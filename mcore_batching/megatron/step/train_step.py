@@ -134,7 +134,7 @@ def train_step(
         return found
 
     def alike(found: MicroBatchSchedule) -> dict[str, Any]:
-        return {"increment": update.samples(found)}
+        return {"increment": update.samples_counted(found)}
 
     prepared = prepare(job, model, _OPERATION, step, schedule, forward_only=False, alike=alike)
     # Only now: what is no model has been refused above, on every rank.
@@ -152,7 +152,7 @@ def _trained(
     checked = is_checked(job.options, update.optimizer)
     largest: list[Tensor] = []
     # Hooks first: measuring wraps the one that adds up gradients over ranks.
-    inside = [update.made_ready(model), gradients_measured(model, checked, largest)]
+    inside = [update.hooks_set(model), gradients_measured(model, checked, largest)]
     made = _forward_backward(loss_function, job, model, prepared, inside)
     # Where warnings are errors it raises, and the other ranks wait for this one below.
     with job.watch.reporting(_OPERATION):
@@ -168,9 +168,9 @@ def _trained(
         # Without a sample there is no gradient, but weight decay and momentum would move weights,
         # and a step of padding alone is no step of the scheduler's.
         has_samples = prepared.totals.num_samples > 0
-        counted = update.samples(prepared.schedule) if has_samples else 0
+        counted = update.samples_counted(prepared.schedule) if has_samples else 0
         is_skipped = not (has_samples and are_finite)
-        update_successful, grad_norm = update.done(model, counted, skip=is_skipped)
+        update_successful, grad_norm = update.apply(model, counted, skip=is_skipped)
     return TrainStepResult(
         metrics=metrics,
         grad_norm=grad_norm,

@@ -37,7 +37,7 @@ class WeightUpdate:
                 f"optimizer must be Megatron's, from get_megatron_optimizer, got {kind}"
             )
 
-    def samples(self, schedule: MicroBatchSchedule) -> int | None:
+    def samples_counted(self, schedule: MicroBatchSchedule) -> int | None:
         """Samples that a step counts as; None where nobody says and no scheduler asks."""
         if self.increment is not None:
             return at_least("increment", self.increment, 1, ConfigError)
@@ -53,7 +53,7 @@ class WeightUpdate:
         return schedule.samples_per_step
 
     @contextlib.contextmanager
-    def made_ready(self, model: list[Any]) -> Iterator[None]:
+    def hooks_set(self, model: list[Any]) -> Iterator[None]:
         """Gradients zeroed and, inside the block, the hooks of ``megatron.training`` set where
         nobody has set them."""
         self._zero_gradients(model)
@@ -74,7 +74,7 @@ class WeightUpdate:
                     stack.enter_context(compat.schedules.replaced(config, name, hook))
             yield
 
-    def done(
+    def apply(
         self, model: list[Any], samples: int | None, *, skip: bool
     ) -> tuple[bool, float | None]:
         """Step optimizer and scheduler, or drop the gradients; update successful, and the
