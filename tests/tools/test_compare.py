@@ -248,6 +248,13 @@ def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     ours, *_ = compare.compare(steps, DIMS, replace(CONFIG, plan_effort=20))
     (line,) = [line for line in printed if line.split()[:1] == ["mcore_batching"]]
     assert line.split()[1:4] == ["4/4", f"{ours.time_over_floor:.3f}", "1.000"]
+    # A rule's own best cap is per GPU, and so is the heading's second one.
+    assert (
+        main(["compare", lengths_file, *COMMAND[2:], "--max-tokens-per-gpu", "500", "--cp", "2"])
+        == 0
+    )
+    heading = "4 steps of 16 samples, DP2 x PP2 x CP2, cap 1000 tokens, 500 per GPU"
+    assert capsys.readouterr().out.splitlines()[0] == heading
 
 
 @pytest.mark.parametrize(
