@@ -65,5 +65,5 @@ def parse_json_dict(text: str, what: str, error: type[MCoreBatchingError]) -> di
     except ValueError as fault:
         raise error(f"expected {what}: {fault}") from None
     if not isinstance(raw, dict):
-        raise error(f"expected {what}, which is an object, got {text!r:.80}")
+        raise error(f"expected {what}: a JSON object, got {text!r:.80}")
     return raw

@@ -150,8 +150,10 @@ def compare(
     shared_by = config.max_context_parallel or dims.context_parallel
     while caps[-1] * CAP_STEP > max(1.0, mean / shared_by):
         caps.append(int(caps[-1] * CAP_STEP))
-    # The first plan of a process loads numba, where it is installed: seconds of no planner's own.
-    plan_step([1], dims, replace(config, max_inflight_tokens=None), model)
+    # Our first plan loads the loops that numba compiled, where it is installed: seconds of no
+    # planner's own. One of fewer samples, or with less effort, does not reach them all.
+    for lengths in steps[:1]:
+        _planned(next(planners(dims, config, model)), lengths, config, model, caps[0])
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
     for planner in planners(dims, config, model):

@@ -96,7 +96,8 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: 
     lines += [
         f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
         f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
-        f"({FLOOR}); the first stage holds {statistics.peak_inflight_tokens:.0f} tokens at most",
+        f"({FLOOR}; no plan ends sooner); the first stage holds "
+        f"{statistics.peak_inflight_tokens:.0f} tokens at most",
         f"held back by: {what_holds_back(step, lengths)}",
     ]
     if step.context_parallel is not None:

@@ -18,7 +18,7 @@ from mcore_batching.planning.plans.statistics import total_statistics
 
 SHOWN_STEPS_AT_EACH_END = 8  # of a long table: twice as many fit on a screen
 
-FLOOR = "a mean rank's work or the longest sample's way through all stages; no plan ends sooner"
+FLOOR = "a mean rank's work on the slowest stage or the longest sample's way through all stages"
 
 # Headings of the table of steps, and the figure of `StepStatistics` below each.
 STEP_COLUMNS = {
@@ -35,7 +35,7 @@ STEP_COLUMNS = {
 }
 
 FLOOR_LEGEND = f"""\
-time/floor    predicted end of the step / the floor:
+time/floor    predicted end of the step / the floor, before which no plan ends:
               {FLOOR}"""
 
 STEP_LEGEND = f"""\
@@ -109,7 +109,7 @@ def plan_heading(plan: Plan) -> str:
 
 
 def dims_line(dims: ParallelDims, config: PlannerConfig) -> str:
-    """The parallel dims above 1, and the cap: `DP2 x PP4, cap 1000 tokens`."""
+    """The parallel dims above 1, and the cap: `DP2 x CP4, cap 4000 tokens, 1000 per GPU`."""
     further = {
         "PP": dims.pipeline_parallel,
         "VPP": dims.virtual_pipeline,
@@ -121,7 +121,8 @@ def dims_line(dims: ParallelDims, config: PlannerConfig) -> str:
     sizes += [f"{name}{size}" for name, size in further.items() if size > 1]
     line = " x ".join(sizes) + (" with sequence parallel" if dims.sequence_parallel else "")
     if config.max_context_parallel is None:
-        return f"{line}, cap {config.cap_tokens(dims)} tokens"
+        per_gpu = f", {config.max_tokens_per_gpu} per GPU" if dims.context_parallel > 1 else ""
+        return f"{line}, cap {config.cap_tokens(dims)} tokens{per_gpu}"
     cap = f"cap {config.max_tokens_per_gpu} tokens per rank"
     return f"{line}, dynamic CP to {config.max_context_parallel}, {cap}"
 

@@ -135,7 +135,11 @@ def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys
         ({"split": "all"}, "--split must be"),
         (
             {"split": "1,0,0"},
-            "valid dataset: raise its share of --split, or set --eval-iters 0",
+            "valid dataset: raise its share of --split, or set --eval-iters 0$",
+        ),
+        (
+            {"split": "1,0,0", "full_validation": True},
+            "or set --eval-iters 0 and unset --full-validation$",
         ),
         (
             {"split": "80,19,1"},
@@ -145,8 +149,9 @@ def test_samples_that_are_too_long_end_the_job_or_are_counted(path, rank, capsys
     ],
 )
 def test_settings_that_give_no_dataset_are_refused(path, rank, changed, problem):
+    valid = None if changed.get("full_validation") else 1
     with pytest.raises(SftDataError, match=problem):
-        provider.build_sft_datasets(arguments(path, **changed), (4, 1, 1))
+        provider.build_sft_datasets(arguments(path, **changed), (4, valid, 1))
 
 
 def test_the_split_is_megatrons_own_if_none_is_given(tmp_path, rank):

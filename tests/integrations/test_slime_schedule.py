@@ -193,10 +193,10 @@ def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "mend"),
     [
-        ("share_prefixes", True, "unset --dynamic-batch-share-prefixes"),
-        ("pad_each_to", 8, "unset --dynamic-batch-pad-each-to, and pad rows by --dynamic-batch-pa"),
-        ("context_parallel", 2, "unset --dynamic-batch-context-parallel"),
-        ("split_backward", "auto", "unset --dynamic-batch-split-backward"),  # planned for it
+        ("share_prefixes", True, "unset dynamic_batch_share_prefixes"),
+        ("pad_each_to", 8, "unset dynamic_batch_pad_each_to, and pad rows by dynamic_batch_pad_t"),
+        ("context_parallel", 2, "unset dynamic_batch_context_parallel"),
+        ("split_backward", "auto", "unset dynamic_batch_split_backward"),  # planned for it
         ("cost_model", "auto", r"learns costs.* to a file"),
     ],
 )
@@ -205,6 +205,14 @@ def test_options_of_the_engines_own_rows_and_step_are_refused(
 ) -> None:
     with pytest.raises(HookError, match=mend):
         plan(arguments(5, **{f"dynamic_batch_{option}": value}), parallel(2), [5] * 4, [0] * 4, 1)
+
+
+@pytest.mark.parametrize("value", [False, None, "off"])
+def test_off_is_off_as_yaml_reads_it(value: Any) -> None:
+    args = arguments(5, dynamic_batch_split_backward=value)
+    assert plan(args, parallel(2), [5] * 4, [0] * 4, 1) == (
+        plan(arguments(5), parallel(2), [5] * 4, [0] * 4, 1)
+    )
 
 
 def test_it_is_replaced_everywhere_and_put_back(slime: Path, capfd: Any) -> None:

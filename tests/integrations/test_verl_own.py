@@ -71,7 +71,10 @@ def test_shared_prefixes_alone_turn_nothing_on_and_say_so(
         load_plugin()
     assert "verl keeps its own micro-batches" in capfd.readouterr().err
     monkeypatch.setenv("MCORE_BATCHING_VERL", "0")
-    load_plugin()
+    for value in ("1", "true"):  # 0 turns both off
+        monkeypatch.setenv("MCORE_BATCHING_VERL_SHARE_PREFIXES", value)
+        load_plugin()
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_plugin_shares_prefixes_in_verls_megatron_engine_alone(

@@ -428,16 +428,44 @@ def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
     assert LearntCosts.from_data(json.loads(json.dumps(learnt.to_data()))) == learnt
 
 
-def test_a_cost_too_small_to_be_read_back_is_learnt_as_0() -> None:
-    """As a few wild times leave it: a job could not load its own checkpoint."""
-    normal, right = [[0.0] * 5 for _ in range(5)], [0.0, 1.0, 1e-19, 0.0, 0.0]
-    for unknown in range(3):
+@pytest.mark.parametrize(
+    ("name", "right", "others", "expected"),
+    [
+        ("quadratic", [0.0, 1.0, 1e-19, 0.0, 0.0], {}, 0.0),
+        ("per_micro_batch", [1e19, 1.0, 0.0, 0.0, 0.0], {}, 1e18),
+        (
+            "context_parallel_overhead",
+            [0.0, 1.0, 0.0, math.nextafter(-0.001, 0.0), 0.0],
+            {},
+            0.0,
+        ),
+        ("context_parallel_fixed", [0.0, 1.0, 0.0, 0.0, 1e-19], {}, 0.0),
+        ("weight_share", [0.0, 1.0, 0.0, 0.0, 0.0], {"apart": 1e-19, "token_apart": 1.0}, 0.0),
+        ("backward_ratio", [0.0, 1.0, 0.0, 0.0, 0.0], {"forward": 1e-19}, 1e18),
+        ("seconds_per_unit", [0.0, 1e-19, 0.0, 0.0, 0.0], {}, 1e-18),
+    ],
+)
+def test_what_is_learnt_can_be_read_back(
+    name: str, right: list[float], others: dict[str, float], expected: float
+) -> None:
+    """Whatever a few wild times leave: a job could not load its own checkpoint."""
+    normal = [[0.0] * 5 for _ in range(5)]
+    for unknown in (0, 1, 2, 4):
         normal[unknown][unknown] = 1.0
-    sums = [*itertools.chain(*normal), *right, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0]
-    known = LearntCosts(cost_model=CostModel(quadratic=0.0, per_micro_batch=0.0))
-    learnt = relearnt(known, sums)
+    rest = {"forward": 1.0, "backward": 2.0, "count": 3.0}
+    rest |= {"apart": 0.0, "fixed_apart": 0.0, "token_apart": 0.0} | others
+    model = CostModel(
+        quadratic=0.0,
+        per_micro_batch=0.0,
+        context_parallel_overhead=0.001,
+        context_parallel_fixed=0.0,
+    )
+    learnt = relearnt(
+        LearntCosts(cost_model=model), [*itertools.chain(*normal), *right, *rest.values()]
+    )
     assert LearntCosts.from_data(learnt.to_data()) == learnt
-    assert (learnt.cost_model.linear, learnt.cost_model.quadratic) == (1.0, 0.0)
+    found = learnt.to_data()
+    assert (found["cost_model"] | found)[name] == expected
 
 
 def test_it_travels_as_json() -> None:

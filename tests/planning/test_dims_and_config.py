@@ -241,7 +241,7 @@ def test_cost_model_round_trip_with_and_without_what_a_record_notes() -> None:
             "got '{}'; take the cost_model.json that a job records",
         ),
         ('{"linear": 1.0}', "expected a JSON object with backward_ratio, linear"),
-        ("[1]", "expected a cost model in JSON, which is an object, got '[1]'"),
+        ("[1]", "expected a cost model in JSON: a JSON object, got '[1]'"),
         (
             COSTS.to_json().replace("2.0", "1" + "0" * 400),
             "linear must be a number from 0 to 1e+100, got 1000",

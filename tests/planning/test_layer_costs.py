@@ -297,8 +297,11 @@ def test_a_config_without_a_size_is_refused_by_name(missing: str) -> None:
         ({"head_dim": 0, "sliding_window": 0}, {}),
         (ROUTED | {"moe_intermediate_size": 0}, ROUTED),  # as intermediate_size is 8, too
         ({"num_layers": 3, "num_hidden_layers": 2}, {"num_hidden_layers": 3}),
+        # A job's 0 of what a model may be without is its own.
+        ({"mtp_num_layers": 0, "num_nextn_predict_layers": 1}, {}),
+        (ROUTED | {"num_moe_experts": 0}, {}),
     ],
-    ids=("groups", "heads", "experts", "both names"),
+    ids=("groups", "heads", "experts", "both names", "no depth", "no experts"),
 )
 def test_a_size_of_0_is_none_and_the_first_name_counts(
     config: dict[str, Any], same: dict[str, Any]

@@ -134,32 +134,39 @@ def test_what_a_split_pass_holds_until_its_weight_gradients_are_made(
 
 
 def test_the_shape_in_a_model_s_config_json() -> None:
-    assert ModelShape.from_config_json(json.dumps(CONFIG)) == SHAPE
+    shape = replace(SHAPE, head_dim=16)
+    assert ModelShape.from_config_json(json.dumps(CONFIG)) == shape
     nested = json.dumps({"text_config": CONFIG, "vision_config": {"hidden_size": 1}})
-    assert ModelShape.from_config_json(nested) == SHAPE
+    assert ModelShape.from_config_json(nested) == shape
     further = CONFIG | {"num_nextn_predict_layers": 1}
-    assert ModelShape.from_config_json(json.dumps(further)) == replace(SHAPE, depths=1)
+    assert ModelShape.from_config_json(json.dumps(further)) == replace(shape, depths=1)
     # Of each token's activations in experts, those of the shared ones are a part.
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
     experts |= CONFIG | {"n_shared_experts": 1, "intermediate_size": None}
-    assert ModelShape.from_config_json(json.dumps(experts)) == SHAPE
+    assert ModelShape.from_config_json(json.dumps(experts)) == shape
     named_by_megatron = CONFIG | {"num_moe_experts": None, "moe_router_topk": 2}  # its default
-    assert ModelShape.from_config_json(json.dumps(named_by_megatron)) == SHAPE
+    assert ModelShape.from_config_json(json.dumps(named_by_megatron)) == shape
+    # No model is without groups or heads of a size: 0 stands above no other name's.
+    zeros = CONFIG | {"num_query_groups": 0, "kv_channels": 0, "head_dim": 16}
+    assert ModelShape.from_config_json(json.dumps(zeros)) == shape
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nonsense", "expected a model's config.json: "),
-        ("[7]", r"a model's config.json, which is an object, got '\[7\]'"),
+        ("[7]", r"expected a model's config.json: a JSON object, got '\[7\]'"),
         (
             json.dumps(CONFIG | {"vocab_size": None}),
             "has no padded_vocab_size or vocab_size",
         ),
-        (json.dumps(CONFIG | {"vocab_size": "x"}), "vocab_size must be an integer, got 'x'"),
+        (
+            json.dumps(CONFIG | {"vocab_size": "x"}),
+            "vocab_size must be an integer, got 'x' .* set 1 or more",
+        ),
         (json.dumps(CONFIG | {"num_key_value_heads": [1]}), "num_key_value_heads must be an int"),
         (json.dumps(CONFIG | {"num_hidden_layers": 0}), "has no num_layers or .* of 1 or more"),
-        (json.dumps(CONFIG | {"hidden_size": -4}), "hidden_size must be 0 or more, got -4"),
+        (json.dumps(CONFIG | {"hidden_size": -4}), "hidden_size must be 1 or more, got -4"),
     ],
 )
 def test_what_is_no_model_s_config_is_refused(text: str, message: str) -> None:

@@ -138,7 +138,7 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
         ("nonsense", "expected a plan in JSON"),
         ("[" * 100_000, "expected a plan in JSON"),
         ("1" * 5000, "expected a plan in JSON"),
-        ("[]", "expected a plan in JSON, which is an object, got '[]'"),
+        ("[]", "expected a plan in JSON: a JSON object, got '[]'"),
         ("{}", 'expected "format": "mcore-batching/plan", got None'),
         (edited(format="other/plan"), "got 'other/plan'"),
         (edited(format="x" * 10_000), "got 'xxx"),

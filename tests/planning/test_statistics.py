@@ -19,7 +19,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.packing.bounds import step_time_floor
-from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.pipeline import Clock, split_inflight_tokens
 from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.problem import Problem
@@ -115,13 +115,22 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
     costs = (("a", 1.0, 0.1, 0.1, 1.0), ("b", 3.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
     model = CostModel(per_micro_batch=2.0, layers=layers, layer_costs=costs)
     step = plan_step(lengths, dims, config, model, owners=owners)
-    parts = []
+    parts, in_flight = [], []
     for rank, shard in enumerate(shards):
         problem = Problem.of(shard, dims, config, model)
         first = owners.index(rank) if shard else 0
         rows = [[i - first for i in row] for row in step.micro_batches[rank]]
         stages = step.split_backward[rank] if step.split_backward else ()
         parts.append(shard_statistics(problem, rows, stages))
+        held = [problem.held_tokens(row, 1) for row in rows]
+        in_flight.append(
+            [
+                split_inflight_tokens(held, problem.schedule, stages[stage], 1.5, stage=stage)
+                if stages
+                else problem.inflight_tokens(rows, stage=stage)
+                for stage in (0, pipeline - 1)
+            ]
+        )
     figures: dict[str, Any] = {}
     for of_kind, join in enumerate((sum, max)):
         for name, value in parts[0][of_kind].items():
@@ -130,6 +139,8 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
             figures[name] = [*map(join, zip(*of_ranks, strict=True))] if is_list else join(of_ranks)
     joined, whole = joined_statistics(problem, figures), step_statistics(step, lengths)
     assert vars(joined) == pytest.approx(vars(whole))
+    most = [max(of_stage) for of_stage in zip(*in_flight, strict=True)]
+    assert [whole.peak_inflight_tokens, whole.last_stage_inflight_tokens] == most
 
 
 def test_lengths_may_be_whatever_gives_them_once() -> None:

@@ -71,17 +71,20 @@ def test_numbers_are_those_of_the_plans(outcomes: list[compare.Outcome]) -> None
 def test_what_a_process_loads_for_its_first_plan_is_not_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls: list[None] = []
+    seen: list[Any] = []
 
-    def slow_at_first(*arguments: Any, **options: Any) -> StepPlan:
-        until = time.process_time() + (0.0 if calls else 0.2)
-        calls.append(None)
+    def slow_at_first(
+        lengths: list[int], dims: ParallelDims, config: PlannerConfig, costs: CostModel
+    ) -> StepPlan:
+        """As where a longer step, or more effort, reaches loops that no plan needed before."""
+        until = time.process_time() + (0.0 if (lengths, config) in seen else 0.2)
+        seen.append((lengths, config))
         while time.process_time() < until:
             pass
-        return plan_step(*arguments, **options)
+        return plan_step(lengths, dims, config, costs)
 
     monkeypatch.setattr(compare, "plan_step", slow_at_first)
-    ours, *_ = compare.compare([[5]], DIMS, CONFIG_OF_100)
+    ours, *_ = compare.compare([[5, 6]], DIMS, CONFIG_OF_100)
     assert ours.planning_seconds is not None
     assert ours.planning_seconds < 0.1
 
@@ -245,6 +248,13 @@ def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     ours, *_ = compare.compare(steps, DIMS, replace(CONFIG, plan_effort=20))
     (line,) = [line for line in printed if line.split()[:1] == ["mcore_batching"]]
     assert line.split()[1:4] == ["4/4", f"{ours.time_over_floor:.3f}", "1.000"]
+    # A rule's own best cap is per GPU, and so is the heading's second one.
+    assert (
+        main(["compare", lengths_file, *COMMAND[2:], "--max-tokens-per-gpu", "500", "--cp", "2"])
+        == 0
+    )
+    heading = "4 steps of 16 samples, DP2 x PP2 x CP2, cap 1000 tokens, 500 per GPU"
+    assert capsys.readouterr().out.splitlines()[0] == heading
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,11 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     total = sum(step.predicted for step in replay.spread_out(replay.replay(records), 2))
     as_it_was = next(line for line in printed.splitlines() if "as it was recorded" in line)
     assert f"{1e-3 * total / 2:.3f} s" in as_it_was
+    # No plan is searched so long: of no other plans none is explained.
+    assert main(["replay", str(tmp_path / "records"), "--plan-effort", "1000000000"]) == 0
+    printed = capsys.readouterr().out
+    assert "\nerror " in printed
+    assert "faster by" not in printed
 
 
 @pytest.mark.parametrize(

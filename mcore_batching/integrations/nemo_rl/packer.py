@@ -128,8 +128,8 @@ def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any
             self._validate_sequence_lengths(sequence_lengths)
             if not sequence_lengths:
                 return []
-            # NeMo-RL asks for a multiple of the data-parallel ranks. With experts all of these wait
-            # in each slot for the slowest, over however many the experts are spread.
+            # NeMo-RL asks for a multiple of the data-parallel ranks. With experts they are planned
+            # as if all waited in each slot for the slowest, as those of an expert group do.
             ranks = self.bin_count_multiple or 1
             experts = ranks if dims.in_lockstep else 1
             over_ranks = dataclasses.replace(dims, data_parallel=ranks, expert_parallel=experts)

@@ -83,11 +83,12 @@ def get_data_iterator(
     layout = getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False)
     problems = [*_layout_problems(*layout), *option_problems(args)]
     if getattr(args, "dynamic_batch_exchange", False):
-        problems.append("samples stay on their rank: unset --dynamic-batch-exchange")
+        problems.append("samples stay on their rank: unset dynamic_batch_exchange")
     refuse("the hooked batching", problems)
     # A copy, since the framework goes on with its own.
     planning_args = copy.copy(args)
     planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
+    planning_args.dynamic_batch_split_backward = "off"  # which YAML reads as False
     # Of all steps at once: slime takes their counts as a list.
     planning_args.dynamic_batch_no_plan_ahead = True
     planning_args.dynamic_batch_pad_total_to = math.lcm(

@@ -176,23 +176,24 @@ def _parallel_dims(args: Any, told: dict[str, Any]) -> ParallelDims:
 
 
 def option_problems(args: Any) -> Iterator[str]:
-    """Options of the engine's own rows and training step, of which the framework has its own."""
+    """Options of the engine's own rows and training step, of which the framework has its own.
+
+    They are spelt as ``--custom-config-path`` has them, whose YAML reads `off` as False.
+    """
     if getattr(args, "dynamic_batch_share_prefixes", False):
         yield (
             "the framework finds tokens by lengths, so samples cannot share them: unset "
-            "--dynamic-batch-share-prefixes"
+            "dynamic_batch_share_prefixes"
         )
     if getattr(args, "dynamic_batch_pad_each_to", None):
         yield (
-            "the framework finds tokens by unpadded lengths: unset --dynamic-batch-pad-each-to, "
-            "and pad rows by --dynamic-batch-pad-total-to"
+            "the framework finds tokens by unpadded lengths: unset dynamic_batch_pad_each_to, "
+            "and pad rows by dynamic_batch_pad_total_to"
         )
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
-        yield (
-            "the framework's context-parallel size is fixed: unset --dynamic-batch-context-parallel"
-        )
-    if getattr(args, "dynamic_batch_split_backward", "off") != "off":
-        yield "the framework runs backward passes itself: unset --dynamic-batch-split-backward"
+        yield "the framework's context-parallel size is fixed: unset dynamic_batch_context_parallel"
+    if getattr(args, "dynamic_batch_split_backward", None) not in (None, False, "off"):
+        yield "the framework runs backward passes itself: unset dynamic_batch_split_backward"
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         yield (
             "the engine's own train_step alone learns costs: set dynamic_batch_cost_model to "
@@ -206,6 +207,7 @@ def _planner_config(args: Any) -> PlannerConfig:
         name: getattr(args, f"dynamic_batch_{name}", default)
         for name, default in PLANNER_DEFAULTS.items()
     }
+    options["split_backward"] = "off"  # whatever spells it: others are refused
     # get_batch pads each rank's part to this times the tensor-parallel size.
     local = getattr(args, "data_pad_size_multiplier", 1)
     local *= getattr(args, "tensor_model_parallel_size", 1)

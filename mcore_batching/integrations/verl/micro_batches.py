@@ -153,7 +153,7 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _settings(max_token_len: int, multiple: int, group: Any) -> tuple[ParallelDims, PlannerConfig]:
-    if group is None:  # this rank's own plan: for whose experts others wait it cannot know
+    if group is None:  # this rank's own plan: which ranks share its experts is not told
         dims = job_dims(data_parallel=1, expert_parallel=1)
     else:
         dims = job_dims(data_parallel=dist.get_world_size(group))
@@ -198,7 +198,7 @@ def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> N
         lambda: not all(chosen),
         lambda repeats: Statement(figures={"repeats": largest(int(repeats))}),
     )
-    # verl puts it into the batch under Megatron's calculate_per_token_loss.
+    # Under Megatron's calculate_per_token_loss verl puts routed_num_tokens into the batch.
     if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
             f"a data-parallel rank has fewer samples than its {len(chosen)} micro-batches, and "

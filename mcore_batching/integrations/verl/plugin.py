@@ -20,14 +20,16 @@ def hook_if_asked() -> None:
     """`hook` verl under ``MCORE_BATCHING_VERL=1``; nothing where it is unset, empty or 0.
 
     Raises:
-        HookError: another value, shared prefixes alone, or verl's functions have another signature.
-            Printed as well.
+        HookError: another value, prefixes to be shared where it is unset, or verl's functions have
+            another signature. Printed as well.
     """
+    if os.environ.get(VARIABLE) == "0":  # turns both off, whatever the other says
+        return
     try:
         shares = _is_set(SHARING)
         if _is_set(VARIABLE):
             print(hook(share_prefixes=shares), flush=True)
-        elif shares and not os.environ.get(VARIABLE):  # 0 turns both off
+        elif shares:
             raise HookError(f"{SHARING}=1 shares nothing by itself: set {VARIABLE}=1, too")
     except Exception:
         # verl loads such entry points while it is imported, and only logs their errors.

@@ -25,7 +25,7 @@ from mcore_batching.planning.costs.layer_costs import (
 )
 from mcore_batching.planning.costs.uneven_stages import layers_of_chunks
 from mcore_batching.planning.errors import ConfigError
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import as_integer, at_least
 from mcore_batching.planning.json_text import parse_json_dict
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -70,14 +70,15 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "depths": ("mtp_num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
 }
 """Names of sizes in Megatron's config and in others'. Of several that are there the first counts:
-sizes of the job's own stand above those of the model that it began from."""
+sizes of the job's own stand above those of the model that it began from, but for `key_dim`."""
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _TYPES = {"sliding_attention": "windowed", "linear_attention": "delta"}
 """Attention by Hugging Face's `layer_types`; others attend to all tokens."""
 
 
 class Layers:
-    """Reads the layers of a model from names and values; sizes of None or 0 count as missing.
+    """Reads the layers of a model from names and values. A size of None counts as missing; one of
+    0 too, unless a model may be without: a job's 0 experts stand above its model's 8.
 
     Raises:
         ConfigError: a size is missing or out of range; names it.
@@ -93,12 +94,13 @@ class Layers:
             self._gated = act in ("silu", "swish", "gelu_pytorch_tanh")
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A size by its name in `_NAMES`; without a default it must be there."""
+        """A size by its name in `_NAMES`; without a default it must be there, with one of 0 it may
+        be 0."""
+        least = 0 if default == 0 else 1
         for each in _NAMES[name]:
             given = self._config.get(each)
-            size = 0 if given is None else at_least(each, given, 0, ConfigError)
-            if size:
-                return size
+            if given is not None and (least == 0 or as_integer(given) != 0):
+                return at_least(each, given, least, ConfigError)
         if default is None:
             names = " or ".join(_NAMES[name])
             raise ConfigError(f"the model's config has no {names} of 1 or more; add it")

@@ -19,7 +19,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
-from mcore_batching.planning.learning.learnt_costs import MOST_LEARNT, LearntCosts, Timing
+from mcore_batching.planning.learning.learnt_costs import (
+    LEAST_LEARNT,
+    MOST_LEARNT,
+    LearntCosts,
+    Timing,
+)
 
 WINDOW_STEPS = 8
 """Steps whose passes count. The oldest weighs 3 %, so twice as many would change nothing; of half
@@ -194,24 +199,27 @@ def relearnt(
     # Weight gradients over the same rows' forward pass outside attention, where any ran apart.
     whole = (fixed_apart * fixed + token_apart * token) / (1.0 + ratio)
     weight_share = min(apart / whole, ratio) if apart > 0.0 < whole else model.weight_share
-    # Seconds over a token's seconds: costs in its unit; 0 for less than `from_data` reads back, as
-    # wild times leave of a cost that is held to the one before.
-    in_tokens = (each / token for each in (fixed, pair, doubling))
-    fixed, pair, doubling = (each if each * MOST_LEARNT >= 1.0 else 0.0 for each in in_tokens)
+    overhead = min(model.context_parallel_overhead + change, _MOST_OVERHEAD)
     return LearntCosts(
         cost_model=replace(
             model,
-            linear=1.0,
-            quadratic=pair,
-            per_micro_batch=fixed,
-            backward_ratio=ratio,
-            weight_share=weight_share,
-            context_parallel_overhead=min(model.context_parallel_overhead + change, _MOST_OVERHEAD),
+            linear=1.0,  # costs are in units of a token's
+            quadratic=_bounded(pair / token),
+            per_micro_batch=_bounded(fixed / token),
+            backward_ratio=_bounded(ratio),
+            weight_share=_bounded(weight_share),
+            context_parallel_overhead=_bounded(overhead),
             # Without a shared row the fit tells nothing of it, and a guess in seconds would scale.
-            context_parallel_fixed=doubling if matrix[4][4] else before[4],
+            context_parallel_fixed=_bounded(doubling / token if matrix[4][4] else before[4]),
         ),
-        seconds_per_unit=token / (1.0 + ratio),
+        seconds_per_unit=_bounded(token / (1.0 + ratio)) or LEAST_LEARNT,
     )
+
+
+def _bounded(learnt: float) -> float:
+    """A learnt number as `from_data` reads it back: wild times may leave next to nothing of a cost
+    that is held to the one before."""
+    return min(learnt, MOST_LEARNT) if learnt >= LEAST_LEARNT else 0.0
 
 
 def ridge(

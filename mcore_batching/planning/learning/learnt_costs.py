@@ -18,7 +18,8 @@ LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
 """Limits of a pass's time: below any clock's step, and eleven days. Squares of times between them
 add up without overflow."""
 MOST_LEARNT = 1e18
-"""Limit of a learnt cost or time, and of 1 over one: its square is still a number."""
+LEAST_LEARNT = 1 / MOST_LEARNT
+"""Limits of a learnt cost or time above 0: squares of numbers between them are numbers, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +70,8 @@ class LearntCosts:
             costs = [v for k, v in asdict(made.cost_model).items() if k not in NOT_COSTS]
             speed = made.seconds_per_unit
             numbers = [each for each in (*costs, 1.0 if speed is None else speed) if each != 0]
-            if not all(1 / MOST_LEARNT <= each <= MOST_LEARNT for each in numbers):
-                least = 1 / MOST_LEARNT
-                raise ValueError(f"numbers must be 0 or from {least:g} to {MOST_LEARNT:g}")
+            if not all(LEAST_LEARNT <= each <= MOST_LEARNT for each in numbers):
+                raise ValueError(f"numbers must be 0 or from {LEAST_LEARNT:g} to {MOST_LEARNT:g}")
             if made.cost_model.linear == 0 or speed == 0:
                 raise ValueError("linear and seconds_per_unit must be above 0")
         except (TypeError, KeyError, ValueError, OverflowError) as error:

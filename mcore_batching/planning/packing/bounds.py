@@ -81,12 +81,20 @@ def floor_of_totals(
     weights: float | None = None,
     of_stages: Sequence[float] = (),
 ) -> float:
-    """`step_time_floor` from totals: forward cost of all samples, summed over the ranks that share
-    each; a lower bound on the number of micro-batches; forward cost of the longest sample alone in
-    one, and where passes are split the cost of its weight gradients; `works_of_stages`."""
+    """`step_time_floor`, from totals.
+
+    Args:
+        problem: gives dims, schedule and fixed costs; its samples are not asked for.
+        work: forward cost of all samples, summed over the ranks that share each.
+        fewest_rows: lower bound on the number of micro-batches of all ranks.
+        costliest_sample: forward cost of the longest sample alone in a micro-batch.
+        weights: cost of that one's weight gradients, where passes are split.
+        of_stages: `works_of_stages`.
+    """
     dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
     if weights is not None:
-        # Its own share, not the mean of all samples: a short one's W is mostly fixed costs.
+        # The longest's own share, not that of all samples: its W alone is what its way may leave
+        # out, and that of short ones is mostly fixed costs.
         share = weights / costliest_sample if costliest_sample else 0.0
         schedule = dataclasses.replace(schedule, deferred_share=share)
     fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))

@@ -82,14 +82,15 @@ class ModelShape:
             ffn = sizes.size("experts_per_token") * sizes.size("expert_ffn") + sizes.shared_ffn
         else:
             ffn = sizes.size("ffn")
+        heads = sizes.size("heads")
         return cls(
             layers=sizes.size("layers"),
             hidden=sizes.hidden,
             ffn=ffn,
-            heads=sizes.size("heads"),
+            heads=heads,
             vocab=sizes.size("vocab"),
-            groups=sizes.size("groups", 0) or None,
-            head_dim=sizes.size("dim", 0) or None,
+            groups=sizes.size("groups", heads),
+            head_dim=sizes.size("dim", sizes.hidden // heads),
             depths=sizes.size("depths", 0) or None,
         )
 

@@ -12,14 +12,8 @@ from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.packing.bounds import floor_of_totals, works_of_stages
-from mcore_batching.planning.pipeline import (
-    Clock,
-    SplitStage,
-    clock_of_rank,
-    inflight_tokens,
-    split_inflight_tokens,
-)
-from mcore_batching.planning.plans.statistics import StepStatistics
+from mcore_batching.planning.pipeline import Clock, SplitStage, clock_of_rank
+from mcore_batching.planning.plans.statistics import StepStatistics, tokens_in_flight
 from mcore_batching.planning.problem import Problem
 
 
@@ -46,14 +40,8 @@ def shard_statistics(
     held = [each or problem.placeholder_tokens for each in tokens]
     work, last, schedule = ordered_sum(costs), problem.dims.pipeline_parallel - 1, problem.schedule
     weights = [each for samples in micro_batches for each in problem.slot_weights(samples)]
-    overhead, kept = problem.cost_model.split_backward_overhead, problem.config.split_backward_held
-    in_flight = [
-        split_inflight_tokens(held, schedule, stages[stage], kept, stage=stage)
-        if stages
-        else inflight_tokens(held, schedule, stage=stage)
-        for stage in (0, last)
-    ]
-    totals = {
+    overhead = problem.cost_model.split_backward_overhead
+    totals: dict[str, Any] = {
         "num_samples": problem.num_samples,
         "num_placeholders": sum(not samples for samples in micro_batches),
         "num_oversize": len(problem.oversize),
@@ -63,20 +51,20 @@ def shard_statistics(
         "cost of samples": ordered_sum(problem.costs),
         # Oversize samples have micro-batches of their own, and count for no other.
         "fitting tokens": sum(n for i, n in enumerate(problem.tokens) if i not in problem.oversize),
-        **({"works of stages": works_of_stages(problem)} if schedule.which_cost else {}),
     }
-    maxima = {
+    maxima: dict[str, Any] = {
         "heaviest_rank_cost": work,
         "step_time": clock_of_rank(on_stages, weights, schedule, stages, overhead=overhead).end,
-        "peak_inflight_tokens": in_flight[0],
-        "last_stage_inflight_tokens": in_flight[1],
+        "peak_inflight_tokens": tokens_in_flight(problem, held, stages, 0),
+        "last_stage_inflight_tokens": tokens_in_flight(problem, held, stages, last),
         "largest_row_tokens": max(held),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
         "sample weights": problem.cost_model.weights([max(problem.lengths, default=0)]),
         "split passes": sum(sum(stage.split) for stage in stages),
         "slot costs": costs,
-        **({"stage costs": on_stages} if schedule.which_cost else {}),
     }
+    if works := works_of_stages(problem):
+        totals["works of stages"], maxima["stage costs"] = works, on_stages
     return totals, maxima
 
 

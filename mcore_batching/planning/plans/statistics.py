@@ -17,6 +17,7 @@ from mcore_batching.planning.pipeline import (
     Blocks,
     Clock,
     SplitClock,
+    SplitStage,
     blocks_of,
     clocks_of,
     inflight_tokens,
@@ -243,15 +244,22 @@ def _most_held(
     step: StepPlan, problem: Problem, held: Sequence[Sequence[int]], stage: int
 ) -> float:
     """Most tokens in flight on a stage of any rank, given those of micro-batches [ranks][slots]."""
-    schedule = problem.schedule
     if not step.split_backward or problem.forward_only:
         # A set: most ranks of a large job hold the same, and counting them takes long.
-        return max(inflight_tokens(rank, schedule, stage=stage) for rank in set(map(tuple, held)))
-    kept = step.config.split_backward_held
-    return max(
-        split_inflight_tokens(rank, schedule, stages[stage], kept, stage=stage)
-        for rank, stages in zip(held, step.split_backward, strict=True)
-    )
+        return max(tokens_in_flight(problem, rank, (), stage) for rank in set(map(tuple, held)))
+    of_ranks = zip(held, step.split_backward, strict=True)
+    return max(tokens_in_flight(problem, *of_rank, stage) for of_rank in of_ranks)
+
+
+def tokens_in_flight(
+    problem: Problem, held: Sequence[int], stages: Sequence[SplitStage], stage: int
+) -> float:
+    """Most tokens in flight on a stage of one rank, given those of its micro-batches [slots] and
+    its split backward passes (empty: there are none)."""
+    schedule, kept = problem.schedule, problem.config.split_backward_held
+    if not stages:
+        return inflight_tokens(held, schedule, stage=stage)
+    return split_inflight_tokens(held, schedule, stages[stage], kept, stage=stage)
 
 
 def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock] | list[SplitClock]:

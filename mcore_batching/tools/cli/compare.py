@@ -30,7 +30,7 @@ COLUMNS = (
     "time/ours there",
 )
 LEGEND = f"""\
-time/floor    predicted end of the step / the floor, mean over steps; the floor is
+time/floor    predicted end of the step / the floor, mean over steps; no plan ends before it:
               {report.FLOOR}
 time/ours     predicted end of the step / that under {OURS}'s plan, mean over steps
 planning      processor time for one step at the given cap, mean over steps

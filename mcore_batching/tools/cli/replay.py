@@ -32,8 +32,9 @@ STEP_COLUMNS = (
 
 LEGEND = f"""\
 error         predicted / measured, less 1
-{report.FLOOR_LEGEND}
-faster by     predicted time of the recorded plans / that of these"""
+{report.FLOOR_LEGEND}"""
+OTHERS_LEGEND = """
+faster by     predicted time of the recorded plans / that of the row's plans"""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     add_dims(plans)
     add_search(plans)
     # A job whose options changed half-way has no one factor: each setting gets a table of its own.
-    before = None
+    before, has_others = None, False
     for alike in replay.by_setting(steps):
         if before is not None:
             changes = [
@@ -80,8 +81,9 @@ def run(options: argparse.Namespace) -> int:
         if found:
             print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
             print(_alternative_table(found, len(planned), factor, plans))
+            has_others = True
         before = alike[-1]
-    print(LEGEND)
+    print(LEGEND + OTHERS_LEGEND if has_others else LEGEND)
     return 0
 
 

@@ -80,12 +80,14 @@ def build_sft_datasets(
 def _dataset(
     args: Any, split: Split, samples: list[SampleTokens] | None, number: int | None
 ) -> SftDataset | None:
-    # Megatron evaluates by --eval-iters alone, whether or not there is a validation set: a share of
-    # 0 would end the job at its first evaluation.
+    # Megatron evaluates by --eval-iters, or --full-validation (where `number` is None), whether or
+    # not there is a validation set: a share of 0 would end the job at its first evaluation.
     if number == 0 or (samples is None and split is not Split.valid):
         return None
     if not samples:
         mends = {Split.valid: ", or set --eval-iters 0", Split.test: ", or set it to 0"}
+        if getattr(args, "full_validation", False):
+            mends[Split.valid] += " and unset --full-validation"
         raise SftDataError(
             f"no sample is left for the {split.name} dataset: raise its share of --split"
             f"{mends.get(split, '')}"
