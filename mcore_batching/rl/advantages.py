@@ -60,7 +60,7 @@ class _Computed(NamedTuple):
     """Uids, for the other ranks."""
 
     def statement(self, **settings: Any) -> Statement:
-        """What must be equal on all ranks, what they hear of this one and add up."""
+        """Settings that all ranks must have alike, this one's groups, and its figures to add up."""
         return Statement(
             equal={**settings, "number of steps": len(self.steps)},
             tell=self.groups,

@@ -16,6 +16,7 @@ from mcore_batching.integrations.megatron_lm.script_batches import use_packed_ba
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.validation import check_model_config, has_auxiliary_loss
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
+from mcore_batching.megatron.job.job import say
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import ConfigError, ParallelDimsError
 
@@ -93,7 +94,7 @@ def check_arguments(args: Any) -> None:
     check_model_config(config, dims, planner)
     if args.rank == 0:
         for message in start_messages(args, config):
-            print(f"mcore_batching: {message}", flush=True)
+            say(message)
 
 
 def check_training(

@@ -107,7 +107,7 @@ class PackedForwardBackward:
         started, job = time.monotonic(), job_of(self._args)
         drawn = outcome_of(lambda: draw_batches(data_iterator, num_microbatches))
         prepared = self._steps.made(job, chunks, drawn, forward_only=forward_only)
-        next_step = None
+        next_step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if not forward_only:
             next_step = self._steps.making_next(job, chunks, data_iterator, num_microbatches)
         # All chunks run every row, so the first alone counts FLOPs; and none in evaluation, after

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mcore_batching.batch.fields.value_checks import require_vocabulary
@@ -80,13 +80,13 @@ class StockSteps:
 
     def making_next(
         self, job: Job, chunks: list[Any], data_iterator: Any, num_microbatches: int
-    ) -> AbstractContextManager[None] | None:
-        """To run a training step's pipeline in, where the next step is made; None if it is not."""
+    ) -> AbstractContextManager[None]:
+        """To run a training step's pipeline in, where the next step is made, if it is."""
         ahead, iteration = self._plans_ahead(job), self._iteration
         is_last = iteration is not None and iteration + 1 >= (self._args.train_iters or 0)
         # In a rerun the step after has begun already.
         if ahead is None or self._is_rerun or is_last:
-            return None
+            return nullcontext()
         ahead.connect(job)
 
         def begin_next() -> None:

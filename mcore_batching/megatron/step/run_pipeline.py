@@ -31,7 +31,7 @@ def run_pipeline(
     forward_step: Callable[..., Any],
     *,
     forward_only: bool,
-    inside: Sequence[contextlib.AbstractContextManager[Any] | None] = (),
+    inside: Sequence[contextlib.AbstractContextManager[Any]] = (),
     rows: Sequence[Iterator[Any]] | None = None,
     schedule: Callable[..., Any] | None = None,
     **options: Any,
@@ -40,8 +40,8 @@ def run_pipeline(
 
     Args:
         operation: the call, in words.
-        inside: context managers of the caller's, or None, around the passes and their split
-            weights; the first is the outermost.
+        inside: context managers of the caller's around the passes and their split weights; the
+            first is the outermost.
         rows: one iterator per model chunk; None: over the prepared rows.
         schedule: from ``get_forward_backward_func``; None: that which it gives now.
         options: further arguments of the schedule.
@@ -58,7 +58,7 @@ def run_pipeline(
         planned_transfers(job.options, model, prepared, forward_only=forward_only),
         # Around all passes: the backward ones recompute with what the forward ones told routers.
         replayed_step(model),
-        *(each for each in inside if each is not None),
+        *inside,
         # Innermost: weight gradients have to be there before any hook reads or adds up gradients.
         split_backward(model, deferred),
     ]
