@@ -420,6 +420,22 @@ def test_multimodal_positions_are_not_cut_twice(job: Job, ranks: list[str], refu
 
 @pytest.mark.parametrize(
     "job",
+    [job("data-of-few", "data_that_few_read", {"tensor_parallel": 2}, 2, module="misuse")],
+    ids=str,
+)
+def test_data_that_cannot_be_read_are_an_error_on_ranks_that_read_none(
+    job: Job, ranks: list[list[str]]
+) -> None:
+    """They would wait in Megatron's broadcast of what there is to train on."""
+    for wrong, _ in ranks:
+        assert wrong.startswith("RankFailedError")
+        assert "rank 0: SftDataError: " in wrong
+        assert ".absent: cannot be read: No such file" in wrong
+    assert [right for _, right in ranks] == ["3 samples", "None samples"]
+
+
+@pytest.mark.parametrize(
+    "job",
     [job("framework-model", "framework_shows_model", {"pipeline_parallel": 2}, 2, module="misuse")],
     ids=str,
 )

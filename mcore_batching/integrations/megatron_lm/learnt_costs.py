@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_batching.integrations.megatron_lm.arguments import is_on
-from mcore_batching.megatron.job.job import Job, say
+from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.learning.cost_learning import cost_learner, learners_of
 from mcore_batching.planning import ConfigError
@@ -37,5 +37,5 @@ def take_over_learnt_costs(args: Any, checkpoint_args: Any) -> None:
     try:
         cost_learner().load_state_dict(getattr(checkpoint_args, _NAME, {}))
     except ConfigError as error:
-        say(f"costs are learnt anew: {error}")
+        job_of(args).say_once("learnt anew", f"costs are learnt anew: {error}")
         cost_learner().load_state_dict({})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,8 @@ from kit.samples import VOCABULARY
 from kit.wrong_calls import Calls, loss_with
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
+from mcore_batching.integrations.megatron_lm import datasets_provider_for
+from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments
 from mcore_batching.integrations.skyrl import iterator
 from mcore_batching.integrations.slime.trainer import checking_model
 from mcore_batching.integrations.verl import micro_batches
@@ -193,6 +197,26 @@ def framework_holds_model(dims: dict[str, Any], reference: str) -> dict[str, Any
         owners=[0] * len(_LENGTHS),
     )
     return report | {"plan": [list(samples) for samples in step.micro_batches[0]]}
+
+
+def data_that_few_read(dims: dict[str, Any], reference: str) -> list[str]:
+    """What the datasets provider of a stock job says where tensor-parallel rank 0 finds no file,
+    and where it finds one."""
+    del dims
+    flags = {"seq_length": 64, "split": "1,0,0", "seed": 1}
+    parsed = vars(add_sft_arguments(argparse.ArgumentParser()).parse_args([]))
+    said = []
+    for path in (f"{reference}.absent", f"{reference}.jsonl"):
+        given = parsed | flags | {"dynamic_batch_data": [path], "dynamic_batch_tokenizer": "bytes"}
+        if path.endswith(".jsonl") and dist.get_rank() == 0:
+            Path(path).write_text('{"prompt": "p", "completion": "c"}\n')
+        provider = datasets_provider_for(SimpleNamespace(**given), lambda num_samples: None)
+        try:
+            train, *_ = provider((3, 0, 0))
+            said.append(f"{None if train is None else len(train)} samples")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 def averaged_loss(dims: dict[str, Any], reference: str) -> list[int]:

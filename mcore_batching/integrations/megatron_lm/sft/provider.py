@@ -21,6 +21,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.utils import Split
 
+from mcore_batching.batch.agreement.consensus import Consensus
 from mcore_batching.flags import FINE_TUNING, PREFIX, add_flags
 from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, read_samples
 from mcore_batching.integrations.megatron_lm.sft.records import SftDataError
@@ -29,6 +30,7 @@ from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokens,
     byte_level_tokenizer,
 )
+from mcore_batching.megatron.job.job import say
 
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's own
 
@@ -106,15 +108,23 @@ def _dataset(
 def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[..., Any]:
     """The datasets provider to pass to stock code: `build_sft_datasets` for ``provider``'s chunk.
 
-    Without ``--dynamic-batch-data`` it is ``provider`` itself.
+    Without ``--dynamic-batch-data`` it is ``provider`` itself. With it, all ranks call it together,
+    and each raises a `RankFailedError` where some read data that cannot be used.
     """
     if not getattr(args, "dynamic_batch_data", None):
         return provider
     vp_stage = getattr(provider, "keywords", {}).get("vp_stage")  # of a functools.partial
-    ours = functools.partial(build_sft_datasets, args, vp_stage=vp_stage)
+
+    def build_on_all(num_samples: Sequence[int | None]) -> tuple[SftDataset | None, ...]:
+        # Ranks that read nothing would wait in stock code for one that raised. Over Megatron's own
+        # group, whose time-out is set to how long reading takes.
+        everyone = Consensus(dist.group.WORLD)
+        build = functools.partial(build_sft_datasets, args, num_samples, vp_stage=vp_stage)
+        return everyone.agree(f"reading {PREFIX}data", build).result
+
     # Megatron's mark for providers to be called on every rank, not only on tensor-parallel rank 0.
-    ours.is_distributed = True  # type: ignore[attr-defined]
-    return ours
+    build_on_all.is_distributed = True  # type: ignore[attr-defined]
+    return build_on_all
 
 
 def _fitting_samples(path: str, tokenizer: SampleTokenizer, args: Any) -> list[SampleTokens]:
@@ -131,7 +141,7 @@ def _fitting_samples(path: str, tokenizer: SampleTokenizer, args: Any) -> list[S
             mend = f"raise it, or leave them out with {PREFIX}on-too-long drop"
             raise SftDataError(f"{problem}: {mend}", path, longest)
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"{path}:{longest}: {problem}: left out", flush=True)
+            say(f"{path}:{longest}: {problem}: left out")
     return [each for each in samples.values() if each.length <= args.seq_length]
 
 
