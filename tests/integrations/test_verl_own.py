@@ -89,6 +89,24 @@ def test_the_plugin_shares_prefixes_in_verls_megatron_engine_alone(
         module.rearrange_micro_batches(batch_of([60, 30]), max_token_len=100)
 
 
+def test_sharing_replaces_verls_forward_and_refuses_the_fused_one(small_verl: Path) -> None:
+    pytest.importorskip("megatron.core")
+    hooked = hook(share_prefixes=True)
+    forward = importlib.import_module("verl.models.mcore.model_forward")
+    fused = importlib.import_module("verl.models.mcore.model_forward_fused")
+    shared_prefixes._replace_forward(hooked)
+    with pytest.raises(HookError, match="set it to False"):
+        fused.fused_forward_model_engine()
+    images = {"pixel_values": 1}
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
+    with pytest.raises(HookError, match="images"):
+        forward.gptmodel_forward_model_engine(model, torch.zeros(1), images)
+    hooked.undo()
+    assert forward.gptmodel_forward_model_engine(None, None, images) == "own forward"
+    assert fused.fused_forward_model_engine() == "own fused forward"
+
+
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
