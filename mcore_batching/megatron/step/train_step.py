@@ -59,8 +59,8 @@ class TrainStepResult:
     """The outcome of one optimizer step.
 
     Attributes:
-        metrics: name to the mean over the step, ``loss`` among them; on ranks of the last
-            pipeline stage, empty elsewhere.
+        metrics: name to the mean over the step, ``loss`` (the step's own, whatever the loss
+            function names so) among them; on ranks of the last pipeline stage, empty elsewhere.
         grad_norm: norm of all gradients before clipping; None where the optimizer gives none.
         update_successful: False if the step was skipped, which leaves weights, optimizer and
             scheduler alone: by the optimizer (overflow in mixed precision), on request for what is
@@ -210,7 +210,8 @@ def _forward_backward(
                 with logits_of_shape(logits):
                     made = loss_function(logits, prepared_row.row, totals)
                 share, metrics = checked_shares(made, output.device)
-                reported = {"loss": share, **later.named_shares(), **metrics}
+                # The step's own last: what is not finite is found in it.
+                reported = {**metrics, "loss": share, **later.named_shares()}
                 # Copies: a view would keep the logits in memory until the step ends.
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
