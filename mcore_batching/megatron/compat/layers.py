@@ -117,10 +117,3 @@ def local_gpt_layer_spec(config: Any) -> ModuleSpec:
     }
     known = inspect.signature(get_gpt_layer_local_spec).parameters
     return get_gpt_layer_local_spec(**{k: v for k, v in options.items() if k in known})
-
-
-def local_core_attention_name() -> tuple[Any, str]:
-    """The module and the name in it from which local layer specs take their core attention."""
-    from megatron.core.models import backends
-
-    return backends, "DotProductAttention"
