@@ -124,29 +124,7 @@ class Row:
 
     def positions(self) -> Tensor:
         """Positions of the tokens that this rank holds, int64, on the host, ascending."""
-        held = self.chunks()
-        return torch.cat([torch.arange(first, end, device="cpu") for _, first, end in held])
-
-    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The rank that holds each position, and the place in that rank's slice.
-
-            Row((0, 4, 12), 2).locate([0 1 2 11])    ranks [0 1 1 0], places [0 0 1 5]
-
-        The inverse of `positions`, over all ranks; int64 on the host.
-        """
-        size = self.context_parallel_size
-        if size == 1:
-            return torch.zeros_like(positions), positions
-        offsets = torch.tensor(self.offsets, device="cpu")
-        segment = torch.searchsorted(offsets[1:], positions, right=True)
-        start = offsets[segment]
-        chunk = (offsets[segment + 1] - start) // (2 * size)
-        place = (positions - start) // chunk
-        # Rank r holds chunks r and 2·cp−1−r.
-        rank = torch.minimum(place, 2 * size - 1 - place)
-        in_second = (place >= size).long()
-        local = start // size + in_second * chunk + (positions - start) % chunk
-        return rank, local
+        return self.local(torch.arange(self.num_tokens, device="cpu"))
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """Positions at which the segment starts, and at which the chunk starts and ends, of each
