@@ -52,7 +52,6 @@ class LeftPadded:
     schema: Schema
 
     def __post_init__(self) -> None:
-        """Refuse blocks of another shape."""
         for name, block in self.blocks.items():
             dimension = _row_dimension(self.schema[name], block)
             expected = (len(self.total_lengths), max(self.num_rows(name), default=0))

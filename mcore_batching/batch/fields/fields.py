@@ -87,7 +87,6 @@ class Field:
     fill: Fill = Fill.ZEROS
 
     def __post_init__(self) -> None:
-        """Refuse a declaration that no batch could meet."""
         expected, found, declaration = "", f"Kind.{getattr(self.kind, 'name', self.kind)}", ""
         # Packing reads these three by name, so their kinds are not the user's to choose.
         fixed = _STRUCTURAL.get(self.name)

@@ -11,7 +11,6 @@ batch if it is absent.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,27 +28,23 @@ class Schema(Mapping[str, Field]):
     fields: tuple[Field, ...] = ()
 
     def __post_init__(self) -> None:
-        """Index the fields by name."""
-        # The tuple is what prints and compares; look-ups by name go to a dict beside it.
-        by_name = {field.name: field for field in self.fields}
-        for name, count in Counter(field.name for field in self.fields).items():
-            if count > 1:
-                kinds = (f"Kind.{field.kind.name}" for field in self.fields if field.name == name)
-                raise SchemaError(name, expected="one declaration", found=" and ".join(kinds))
+        by_name: dict[str, Field] = {}
+        for field in self.fields:
+            if field.name in by_name:
+                kinds = f"Kind.{by_name[field.name].kind.name} and Kind.{field.kind.name}"
+                raise SchemaError(field.name, expected="one declaration", found=kinds)
+            by_name[field.name] = field
         object.__setattr__(self, "_by_name", by_name)
 
     _by_name: dict[str, Field] = dataclasses.field(init=False, repr=False)
 
     def __getitem__(self, name: str) -> Field:
-        """The declaration of a field."""
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        """The field names."""
         return iter(self._by_name)
 
     def __len__(self) -> int:
-        """Number of declared fields."""
         return len(self._by_name)
 
     def __repr__(self) -> str:
