@@ -35,11 +35,7 @@ def infer_field(
 ) -> Field:
     """The declaration of an undeclared field, from its values in a batch with its lengths; `told`
     are declarations inferred from other samples (None: there are none), for values that fit several
-    kinds.
-
-    Raises:
-        SchemaError: the values fit no kind, several, or one that must be declared.
-    """
+    kinds. A `SchemaError` if they fit no kind, several, or one that must be declared."""
     lengths = read_lengths(batch)
     values = _values_of(name, batch)
     fitting = _fitting_kinds(values, *lengths)

@@ -60,11 +60,8 @@ class Schema(Mapping[str, Field]):
         required: bool = False,
         fill: Fill = Fill.ZEROS,
     ) -> Schema:
-        """This schema with a field added, or declared anew; arguments are those of `Field`.
-
-        Raises:
-            SchemaError: no batch could meet the declaration.
-        """
+        """This schema with a field added, or declared anew; arguments and errors are those of
+        `Field`."""
         return self.with_field(
             Field(name, kind, length_offset=length_offset, required=required, fill=fill)
         )
