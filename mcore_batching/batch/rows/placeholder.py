@@ -69,7 +69,7 @@ def fabricated(
         lengths = {"response_lengths": response_length, "total_lengths": total_length}
         number = (lengths | {"max_seq_lens": total_length}).get(field.name, 0)
         return filled_with(number, 0 if example is None else example)
-    rows = field.num_rows(total_length, response_length) or 0
+    rows = field.num_rows(total_length, response_length)
     is_routed = field.kind is Kind.ROUTED_EXPERTS
     has_ids = field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS
     if example is None or (is_routed and example.dim() != 3):
