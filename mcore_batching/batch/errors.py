@@ -12,8 +12,8 @@ gather 8 MB; doubled, 16."""
 
 
 def described(error: BaseException, spell: Callable[[Argument], str] | None = None) -> str:
-    """An error's type and message for other ranks, which may raise; with `spell`, this package's
-    errors spell their arguments by it from then on."""
+    """An error's type and message for other ranks, also where its `__str__` raises; with `spell`,
+    this package's errors spell their arguments by it from then on."""
     name = type(error).__name__
     try:
         # Here, not where it arrives: the other ranks know the text alone.
