@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields.fields import Field, Kind
+from mcore_batching.batch.fields.fields import WITHOUT_ROWS, Field, Kind
 from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.fields.value_checks import require_token_id
-
-_WITHOUT_ROWS = (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +111,7 @@ def left_pad(
     blocks = {
         key: _block(schema[key], values, pad_token_id if key == "tokens" else 0)
         for key, values in given.items()
-        if schema[key].kind not in _WITHOUT_ROWS
+        if schema[key].kind not in WITHOUT_ROWS
     }
     return LeftPadded(
         blocks=blocks,

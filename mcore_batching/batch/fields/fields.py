@@ -52,6 +52,7 @@ class Fill(enum.Enum):
 
 
 INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
+WITHOUT_ROWS = (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE)
 _WITH_OFFSET = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
 FILLED_KINDS = {
     Fill.ZEROS: tuple(Kind),
@@ -108,7 +109,9 @@ class Field:
             raise SchemaError(self.name, expected=expected, found=found, declaration=declaration)
 
     def num_rows(self, total_length: int, response_length: int) -> int:
-        """Rows of a value, for a sample of these lengths; of a kind that has rows."""
+        """Rows of a value, for a sample of these lengths; 0 of a kind without rows."""
+        if self.kind in WITHOUT_ROWS:
+            return 0
         # Position ids of several axes have their rows, one per token, last.
         own = response_length if self.kind is Kind.PER_RESPONSE_TOKEN else total_length
         # A sample of 0 tokens has no routed experts rather than -1 rows of them.
