@@ -35,7 +35,6 @@ KEYWORDS = {
         "num_oversize": 2,
     },
     "SchemaError": {"expected": "this", "found": "that", "sample_index": 2, "declaration": "x"},
-    "SplitGroupError": {"ranks_of_group": {"a": (0, 1)}},
 }
 NO_TEXT = {"OversizeSampleError"}
 

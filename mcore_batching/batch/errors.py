@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from mcore_batching.planning.errors import MCoreBatchingError
+from mcore_batching.planning.errors import Argument, MCoreBatchingError
 
 LONGEST_TEXT = 8000
 """Characters of an error's text sent to other ranks: a traceback's worth. 1,000 failing ranks then
 gather 8 MB; doubled, 16."""
 
 
-def described(error: BaseException, text: Callable[[Any], str] = str) -> str:
-    """An error's type and message for other ranks; `text` gives the message and may raise."""
+def described(error: BaseException, spell: Callable[[Argument], str] | None = None) -> str:
+    """An error's type and message for other ranks, also where its `__str__` raises; with `spell`,
+    this package's errors spell their arguments by it from then on."""
     name = type(error).__name__
     try:
-        return readable(f"{name}: {text(error)}")
+        # Here, not where it arrives: the other ranks know the text alone.
+        if spell is not None and isinstance(error, MCoreBatchingError):
+            error.args = (error.text(spell),)
+        return readable(f"{name}: {error}")
     except Exception as another:
         # A __str__ that raises must not keep this rank from telling the others.
         return f"{name} (its message raised {type(another).__name__})"

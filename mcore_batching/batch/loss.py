@@ -17,6 +17,7 @@ predicts; a token that nothing predicts (the first of a sample without a prompt)
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -29,7 +30,7 @@ from mcore_batching.batch.rows.packed import PackedMicroBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Denominators of an optimizer step's means. Totals of ranks can be added.
+    """Denominators of an optimizer step's means.
 
     Attributes:
         num_samples: real samples, with or without trainable tokens.
@@ -43,14 +44,6 @@ class StepTotals:
     num_tokens: int = 0
     token_weight: float = 0.0
 
-    def __add__(self, other: StepTotals) -> StepTotals:
-        return StepTotals(
-            **{
-                field.name: getattr(self, field.name) + getattr(other, field.name)
-                for field in dataclasses.fields(self)
-            }
-        )
-
 
 def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
     """Loss weight of every response token, float32 ``[response_length]`` for each sample: 0 where
@@ -60,19 +53,15 @@ def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
 
 def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
     """Totals of this data-parallel rank's micro-batches; the same on its context-parallel ranks."""
-    totals = StepTotals()
-    for row in rows:
-        if row.is_placeholder:
-            continue
-        masks = response_loss_masks(row)
-        totals += StepTotals(
-            num_samples=len(masks) - sum(row.fields.get("is_padding", ())),
-            num_trained_samples=sum(int(bool(mask.any())) for mask in masks),
-            num_tokens=sum(int(mask.count_nonzero()) for mask in masks),
-            # In double precision: micro-batches, and so packing, should not show in the sum.
-            token_weight=sum(float(mask.double().sum()) for mask in masks),
-        )
-    return totals
+    real = [row for row in rows if not row.is_placeholder]
+    masks = [mask for row in real for mask in response_loss_masks(row)]
+    return StepTotals(
+        num_samples=len(masks) - sum(sum(row.fields.get("is_padding", ())) for row in real),
+        num_trained_samples=sum(int(bool(mask.any())) for mask in masks),
+        num_tokens=sum(int(mask.count_nonzero()) for mask in masks),
+        # In double precision: micro-batches, and so packing, should not show in the sum.
+        token_weight=math.fsum(float(mask.double().sum()) for mask in masks),
+    )
 
 
 def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals) -> Tensor:

@@ -36,16 +36,7 @@ _LEAST_VARIANCE = 1e-8
 
 
 class SplitGroupError(BatchError):
-    """Groups with samples on several ranks, so that none can compute their statistics.
-
-    Attributes: `ranks_of_group`, the global ranks of each such group, by its uid.
-    """
-
-    def __init__(
-        self, *parts: str | Argument, ranks_of_group: dict[Hashable, tuple[int, ...]]
-    ) -> None:
-        super().__init__(*parts)
-        self.ranks_of_group = ranks_of_group
+    """Groups with samples on several ranks, so that none can compute their statistics."""
 
 
 class _Computed(NamedTuple):
@@ -146,7 +137,6 @@ def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:
             "give a uid's samples to one rank, and set ",
             Argument("group"),
             " to data-parallel ranks alone",
-            ranks_of_group=split,
         )
 
 

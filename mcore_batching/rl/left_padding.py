@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields.fields import Field, Kind
+from mcore_batching.batch.fields.fields import WITHOUT_ROWS, Field, Kind
 from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.fields.value_checks import require_token_id
-
-_WITHOUT_ROWS = (Kind.PER_SAMPLE, Kind.MULTIMODAL, Kind.METADATA)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +50,6 @@ class LeftPadded:
     schema: Schema
 
     def __post_init__(self) -> None:
-        """Refuse blocks of another shape."""
         for name, block in self.blocks.items():
             dimension = _row_dimension(self.schema[name], block)
             expected = (len(self.total_lengths), max(self.num_rows(name), default=0))
@@ -90,7 +87,7 @@ class LeftPadded:
     def num_rows(self, name: str) -> list[int]:
         """Rows of each sample's own value of a field, without padding."""
         lengths = zip(self.total_lengths, self.response_lengths, strict=True)
-        return [self.schema[name].num_rows(*each) or 0 for each in lengths]
+        return [self.schema[name].num_rows(*each) for each in lengths]
 
 
 def left_pad(
@@ -114,7 +111,7 @@ def left_pad(
     blocks = {
         key: _block(schema[key], values, pad_token_id if key == "tokens" else 0)
         for key, values in given.items()
-        if schema[key].kind not in _WITHOUT_ROWS
+        if schema[key].kind not in WITHOUT_ROWS
     }
     return LeftPadded(
         blocks=blocks,

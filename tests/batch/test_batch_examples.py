@@ -54,8 +54,6 @@ def test_slices_of_a_packed_row() -> None:
     row, offsets = torch.arange(12), (0, 4, 12)
     parts = [Row(offsets, 2, rank).local(row) for rank in (0, 1)]
     assert [part.tolist() for part in parts] == [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
-    ranks, places = Row(offsets, 2).locate(torch.tensor([0, 1, 2, 11]))
-    assert (ranks.tolist(), places.tolist()) == ([0, 1, 1, 0], [0, 0, 1, 5])
 
 
 def test_positions_and_weights_of_response_tokens() -> None:

@@ -64,17 +64,6 @@ def test_every_token_is_on_exactly_one_rank(row: tuple[int, tuple[int, ...]]) ->
     assert held.sort().values.tolist() == list(range(offsets[-1]))
 
 
-@settings(max_examples=300, deadline=None)
-@given(rows())
-def test_locate_finds_what_a_rank_holds(row: tuple[int, tuple[int, ...]]) -> None:
-    size, offsets = row
-    for rank in range(size):
-        held = Row(offsets, size, rank).positions()
-        ranks, local = Row(offsets, size).locate(held)
-        assert ranks.tolist() == [rank] * len(held)
-        assert local.tolist() == list(range(len(held)))
-
-
 @settings(max_examples=200, deadline=None)
 @given(rows())
 def test_causal_attention_costs_every_rank_the_same(row: tuple[int, tuple[int, ...]]) -> None:

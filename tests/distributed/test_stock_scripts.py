@@ -55,10 +55,11 @@ LAYOUTS = {
 
 WITHOUT_LAUNCHER = """
 import os, runpy, sys
-from mcore_batching.megatron import PackedAttention, compat
+from mcore_batching.megatron import PackedAttention
+from megatron.core.models import backends
 sys.argv = sys.argv[1:]
 if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
-    setattr(*compat.layers.local_core_attention_name(), PackedAttention)
+    backends.DotProductAttention = PackedAttention
 sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -36,12 +36,13 @@ FILES = {
 
 LAUNCH = """
 import os, runpy, sys
-from mcore_batching.megatron import PackedAttention, compat, cpu_emulation
+from mcore_batching.megatron import PackedAttention, cpu_emulation
+from megatron.core.models import backends
 if os.environ.get("MCORE_BATCHING_CPU"):
     cpu_emulation.enable()
 sys.argv = sys.argv[1:]
 if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer Engine needs
-    setattr(*compat.layers.local_core_attention_name(), PackedAttention)
+    backends.DotProductAttention = PackedAttention
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

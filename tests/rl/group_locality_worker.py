@@ -58,11 +58,7 @@ def outcome_of(call: Callable[[], Any]) -> Any:
         return call()
     except ValueError as error:
         again = pickle.loads(pickle.dumps(error))
-        return {
-            "type": type(error).__name__,
-            "message": str(again),
-            "ranks": getattr(again, "ranks_of_group", None),
-        }
+        return {"type": type(error).__name__, "message": str(again)}
 
 
 def check_all(rank: int, size: int) -> dict[Any, Any]:

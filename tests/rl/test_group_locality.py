@@ -21,7 +21,6 @@ def test_a_split_group_is_the_same_error_on_every_rank(reports: list[dict[Any, A
     first, *others = [report["advantages", "split"] for report in reports]
     assert all(other == first for other in others)
     assert first["type"] == "SplitGroupError"
-    assert first["ranks"] == {"b": (0, 2), "c": (1, 2)}
     assert "split: 'b' on ranks 0, 2; 'c' on ranks 1, 2; give a uid's samples" in first["message"]
     assert "set group to data-parallel ranks alone" in first["message"]
 
@@ -41,7 +40,10 @@ def test_whole_groups_have_their_advantages(reports: list[dict[Any, Any]]) -> No
 
 
 def test_uids_are_equal_by_value(reports: list[dict[Any, Any]]) -> None:
-    assert all(report["advantages", "integers"]["ranks"] == {8: (0, 2)} for report in reports)
+    for report in reports:
+        assert (
+            "groups are split: 8 on ranks 0, 2; give" in report["advantages", "integers"]["message"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -62,14 +64,14 @@ def test_what_is_wrong_with_one_ranks_uids_is_an_error_on_all(
     assert text in first["message"]
 
 
-def test_a_message_lists_a_few_groups_and_the_error_all(reports: list[dict[Any, Any]]) -> None:
+def test_a_message_lists_a_few_groups(reports: list[dict[Any, Any]]) -> None:
     outcome = reports[0]["advantages", "many split"]
-    assert outcome["ranks"] == dict.fromkeys(range(9), (0, 1, 2))
     assert "4 on ranks 0, 1, 2 and 4 more; give" in outcome["message"]
 
 
 def test_ranks_are_named_as_the_job_counts_them(reports: list[dict[Any, Any]]) -> None:
-    assert [report["subgroup"]["ranks"] for report in reports[1:]] == [{"c": (1, 2)}] * 2
+    for report in reports[1:]:
+        assert "groups are split: 'c' on ranks 1, 2; give" in report["subgroup"]["message"]
 
 
 def test_a_process_alone_sees_no_other_ranks(reports: list[dict[Any, Any]]) -> None:

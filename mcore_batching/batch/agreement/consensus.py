@@ -36,7 +36,7 @@ from mcore_batching.batch.errors import (
     RankFailedError,
     described,
 )
-from mcore_batching.planning.errors import Argument, MCoreBatchingError
+from mcore_batching.planning.errors import Argument
 
 Result = TypeVar("Result")
 
@@ -155,7 +155,7 @@ class Consensus:
             told = pickle.loads(note.said.tell)  # fails here, and not on the others, if it cannot
         except (Exception, SystemExit) as exception:
             cause = exception
-            note = _Note(stage, error=self._described(exception))
+            note = _Note(stage, error=described(exception, self._spell))
         # The usual way: all succeeded, no values differ, and none asks. This rank's own error is no
         # reason to leave here: the others are in these messages.
         settled = self._settled(note)
@@ -253,17 +253,6 @@ class Consensus:
         notes: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(notes, note, group=self.group)
         return dict(zip(self.ranks, notes, strict=True))
-
-    def _described(self, error: BaseException) -> str:
-        """Type and message. Messages of this package spell their arguments, on this rank too."""
-
-        def message(error: BaseException) -> str:
-            # Here, not where it arrives: the other ranks know the text alone.
-            if isinstance(error, MCoreBatchingError):
-                error.args = (error.text(self._spell),)
-            return str(error)
-
-        return described(error, message)
 
 
 def _noted(stage: str, said: Statement) -> _Note:

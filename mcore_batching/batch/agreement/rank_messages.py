@@ -45,7 +45,7 @@ class RankMessages:
         pairs = size - (1 << (size.bit_length() - 1))
         place, value = self._place, own
         if place < 2 * pairs and place % 2:
-            self._send(place - 1, value)
+            self._start(place - 1, value).wait()
             return self._receive(place - 1, len(own))
         if place < 2 * pairs:
             value = combine(value, self._receive(place + 1, len(own)))
@@ -59,7 +59,7 @@ class RankMessages:
             value = combine(value, theirs) if number < other else combine(theirs, value)
             distance *= 2
         if place < 2 * pairs:
-            self._send(place + 1, value)
+            self._start(place + 1, value).wait()
         return value
 
     def gather(self, own: bytes) -> list[bytes]:
@@ -79,9 +79,6 @@ class RankMessages:
         arrived = self._receive(source, length)
         leaving.wait()
         return arrived
-
-    def _send(self, target: int, message: bytes) -> None:
-        self._start(target, message).wait()
 
     def _start(self, target: int, message: bytes) -> dist.Work:
         self._leaving = bytearray(message)

@@ -93,12 +93,8 @@ def _lengths(name: str, batch: Mapping[str, Any]) -> list[int]:
 def checked_values(
     field: Field, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Any]:
-    """The values of a field, checked against its kind: lists and arrays as tensors, ``is_padding``
-    as booleans, metadata and multimodal inputs as given.
-
-    Raises:
-        SchemaError: there is not one value per sample, or one does not match the kind.
-    """
+    """The values of a field, one per sample, each of its kind or a `SchemaError`: lists and arrays
+    as tensors, ``is_padding`` as booleans, metadata and multimodal inputs as given."""
     require_one_per_sample(field.name, values, len(total_lengths))
     if field.kind in (Kind.METADATA, Kind.MULTIMODAL):
         found = list(values)

@@ -52,7 +52,8 @@ class Fill(enum.Enum):
 
 
 INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
-_WITH_ROWS = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
+WITHOUT_ROWS = (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE)
+_WITH_OFFSET = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
 FILLED_KINDS = {
     Fill.ZEROS: tuple(Kind),
     Fill.ONES: (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE),
@@ -87,7 +88,6 @@ class Field:
     fill: Fill = Fill.ZEROS
 
     def __post_init__(self) -> None:
-        """Refuse a declaration that no batch could meet."""
         expected, found, declaration = "", f"Kind.{getattr(self.kind, 'name', self.kind)}", ""
         # Packing reads these three by name, so their kinds are not the user's to choose.
         fixed = _STRUCTURAL.get(self.name)
@@ -95,7 +95,7 @@ class Field:
             kinds = ", ".join(f"Kind.{kind.name}" for kind in Kind)
             expected, found = f"a kind, one of {kinds}", repr(self.kind)
         # Packing would not look at it: an offset that is ignored hides a mistake.
-        elif self.length_offset and self.kind not in _WITH_ROWS:
+        elif self.length_offset and self.kind not in _WITH_OFFSET:
             expected = "length_offset=0 of a kind without rows"
             found = f"length_offset={self.length_offset} with {found}"
             declaration = declaration_line(self.name, Kind.PER_TOKEN, self.length_offset)
@@ -108,10 +108,10 @@ class Field:
         if expected:
             raise SchemaError(self.name, expected=expected, found=found, declaration=declaration)
 
-    def num_rows(self, total_length: int, response_length: int) -> int | None:
-        """Rows of a value, for a sample of these lengths; None for a kind without rows."""
-        if self.kind in (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE):
-            return None
+    def num_rows(self, total_length: int, response_length: int) -> int:
+        """Rows of a value, for a sample of these lengths; 0 of a kind without rows."""
+        if self.kind in WITHOUT_ROWS:
+            return 0
         # Position ids of several axes have their rows, one per token, last.
         own = response_length if self.kind is Kind.PER_RESPONSE_TOKEN else total_length
         # A sample of 0 tokens has no routed experts rather than -1 rows of them.

@@ -21,10 +21,11 @@ from mcore_batching.batch.fields.field_checks import (
     checked_values,
     read_lengths,
     require_one_per_sample,
+    unmet,
 )
 from mcore_batching.batch.fields.fields import Field, Kind, declaration_line
 from mcore_batching.batch.fields.value_checks import tensor_of
-from mcore_batching.batch.fields.value_shapes import describe, is_integral, shape_of
+from mcore_batching.batch.fields.value_shapes import describe, shape_of
 
 _INFERRED = {Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA}
 
@@ -34,11 +35,7 @@ def infer_field(
 ) -> Field:
     """The declaration of an undeclared field, from its values in a batch with its lengths; `told`
     are declarations inferred from other samples (None: there are none), for values that fit several
-    kinds.
-
-    Raises:
-        SchemaError: the values fit no kind, several, or one that must be declared.
-    """
+    kinds. A `SchemaError` if they fit no kind, several, or one that must be declared."""
     lengths = read_lengths(batch)
     values = _values_of(name, batch)
     fitting = _fitting_kinds(values, *lengths)
@@ -147,25 +144,22 @@ def _fitting_kinds(
     shapes = [shape_of(value) for value in values]
     if all(shape == () for shape in shapes):
         return {Kind.PER_SAMPLE: 0}
-    known = [shape for shape in shapes if shape]
-    if len(known) < len(shapes):  # objects, which are never guessed to be metadata, or numbers
-        return {}
-    rows, totals = [shape[0] for shape in known], list(total_lengths)
-    # All kinds that fit, not the first: which of them it is only a declaration or others can tell.
-    fitting = {}
-    if rows == totals:
-        fitting[Kind.PER_TOKEN] = 0
-    if rows == list(response_lengths):
-        fitting[Kind.PER_RESPONSE_TOKEN] = 0
+    # Objects, and numbers beside rows, fit none of these: they are never guessed to be metadata.
+    candidates = [Field("", Kind.PER_TOKEN), Field("", Kind.PER_RESPONSE_TOKEN)]
     # Integers with a shape of their own; all else is told by the number of rows.
-    dimensions = {len(shape) for shape in known} if all(map(is_integral, values)) else set()
-    if dimensions == {2} and [shape[1] for shape in known] == totals:
-        fitting[Kind.POSITION_IDS] = 0
-    # Rollout engines route no token after the last one, so they give one row less.
-    for offset in (-1, 0):
-        if dimensions == {3} and rows == [max(0, total + offset) for total in totals]:
-            fitting[Kind.ROUTED_EXPERTS] = offset
-    return fitting
+    dimensions = {len(shape or ()) for shape in shapes}
+    if dimensions == {2}:
+        candidates.append(Field("", Kind.POSITION_IDS))
+    if dimensions == {3}:
+        # Rollout engines route no token after the last one, so they give one row less.
+        candidates += [Field("", Kind.ROUTED_EXPERTS, length_offset=n) for n in (-1, 0)]
+    samples = list(zip(values, total_lengths, response_lengths, strict=True))
+    # All kinds that fit, not the first: which of them it is only a declaration or others can tell.
+    return {
+        field.kind: field.length_offset
+        for field in candidates
+        if all(unmet(field, *sample) is None for sample in samples)
+    }
 
 
 def _is_text(value: Any) -> bool:

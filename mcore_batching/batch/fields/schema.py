@@ -11,7 +11,6 @@ batch if it is absent.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,27 +28,23 @@ class Schema(Mapping[str, Field]):
     fields: tuple[Field, ...] = ()
 
     def __post_init__(self) -> None:
-        """Index the fields by name."""
-        # The tuple is what prints and compares; look-ups by name go to a dict beside it.
-        by_name = {field.name: field for field in self.fields}
-        for name, count in Counter(field.name for field in self.fields).items():
-            if count > 1:
-                kinds = (f"Kind.{field.kind.name}" for field in self.fields if field.name == name)
-                raise SchemaError(name, expected="one declaration", found=" and ".join(kinds))
+        by_name: dict[str, Field] = {}
+        for field in self.fields:
+            if field.name in by_name:
+                kinds = f"Kind.{by_name[field.name].kind.name} and Kind.{field.kind.name}"
+                raise SchemaError(field.name, expected="one declaration", found=kinds)
+            by_name[field.name] = field
         object.__setattr__(self, "_by_name", by_name)
 
     _by_name: dict[str, Field] = dataclasses.field(init=False, repr=False)
 
     def __getitem__(self, name: str) -> Field:
-        """The declaration of a field."""
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        """The field names."""
         return iter(self._by_name)
 
     def __len__(self) -> int:
-        """Number of declared fields."""
         return len(self._by_name)
 
     def __repr__(self) -> str:
@@ -65,11 +60,8 @@ class Schema(Mapping[str, Field]):
         required: bool = False,
         fill: Fill = Fill.ZEROS,
     ) -> Schema:
-        """This schema with a field added, or declared anew; arguments are those of `Field`.
-
-        Raises:
-            SchemaError: no batch could meet the declaration.
-        """
+        """This schema with a field added, or declared anew; arguments and errors are those of
+        `Field`."""
         return self.with_field(
             Field(name, kind, length_offset=length_offset, required=required, fill=fill)
         )
@@ -122,56 +114,47 @@ class Schema(Mapping[str, Field]):
         return checked | {"total_lengths": totals, "response_lengths": responses}
 
 
-_PER_RESPONSE_TOKEN = (
-    *("loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
-    *("values", "advantages", "returns", "kl", "entropy", "opd_reverse_kl"),
-    # of verl
-    *("response_mask", "loss_mask", "old_log_probs", "ref_log_prob", "entropys", "rm_scores"),
-    *("token_level_scores", "token_level_rewards", "rollout_is_weights"),
-    # of SkyRL
-    *("action_log_probs", "base_action_log_probs", "rollout_logprobs"),
-)
-_PER_SAMPLE = (
-    *("rewards", "raw_reward", "truncated", "round_number", "rollout_mask_sums", "max_seq_lens"),
-    *("is_padding", "num_turns"),
-)
-_METADATA = ("source_names", "prompt", "metadata", "rollout_top_p_token_ids")
-# Identifiers are metadata: a zero in a placeholder would pass for somebody else's.
-_IDENTIFIERS = (
-    *("uids", "trajectory_ids", "sample_indices", "rollout_ids", "uid", "prompt_uid"),
-    *("session_id", "trajectory_id", "request_id", "index"),
-)
-_PROMPTS = ("prompts", "prompt_ids", "prompt_token_ids")
+_NAMES: dict[tuple[Kind, Fill], tuple[str, ...]] = {
+    (Kind.PER_RESPONSE_TOKEN, Fill.ZEROS): (
+        *("loss_masks", "log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"),
+        *("values", "advantages", "returns", "kl", "entropy", "opd_reverse_kl"),
+        # of verl
+        *("response_mask", "loss_mask", "old_log_probs", "ref_log_prob", "entropys", "rm_scores"),
+        *("token_level_scores", "token_level_rewards", "rollout_is_weights"),
+        # of SkyRL
+        *("action_log_probs", "base_action_log_probs", "rollout_logprobs"),
+    ),
+    (Kind.PER_RESPONSE_TOKEN, Fill.TOKEN_IDS): ("responses", "response_ids"),
+    (Kind.PER_TOKEN, Fill.TOKEN_IDS): ("input_ids", "sequences"),
+    # SkyRL's router_padding_mask is True where no route is to be replayed.
+    (Kind.PER_TOKEN, Fill.ONES): ("attention_mask", "router_padding_mask"),
+    (Kind.PER_SAMPLE, Fill.ZEROS): (
+        *("rewards", "raw_reward", "truncated", "round_number", "rollout_mask_sums"),
+        *("max_seq_lens", "is_padding", "num_turns"),
+    ),
+    # SkyRL counts trajectories by their last turns, and a padding sample is one of its own.
+    (Kind.PER_SAMPLE, Fill.ONES): ("is_last_step",),
+    (Kind.METADATA, Fill.ZEROS): ("source_names", "prompt", "metadata", "rollout_top_p_token_ids"),
+    # Identifiers are metadata: a zero in a placeholder would pass for somebody else's.
+    (Kind.METADATA, Fill.IDENTIFIER): (
+        *("uids", "trajectory_ids", "sample_indices", "rollout_ids", "uid", "prompt_uid"),
+        *("session_id", "trajectory_id", "request_id", "index"),
+    ),
+    (Kind.METADATA, Fill.TOKEN_IDS): ("prompts", "prompt_ids", "prompt_token_ids"),
+    (Kind.POSITION_IDS, Fill.ZEROS): ("position_ids",),
+    (Kind.MULTIMODAL, Fill.ZEROS): ("multimodal_train_inputs", "multi_modal_inputs"),
+}
 
 DEFAULT_SCHEMA = Schema(
     (
         Field("tokens", Kind.TOKENS, required=True),
         Field("total_lengths", Kind.PER_SAMPLE, required=True),
         Field("response_lengths", Kind.PER_SAMPLE, required=True),
-        *(Field(name, Kind.PER_RESPONSE_TOKEN) for name in _PER_RESPONSE_TOKEN),
-        *(Field(name, Kind.PER_SAMPLE) for name in _PER_SAMPLE),
-        *(Field(name, Kind.METADATA) for name in _METADATA),
-        *(Field(name, Kind.METADATA, fill=Fill.IDENTIFIER) for name in _IDENTIFIERS),
-        Field("position_ids", Kind.POSITION_IDS),
-        Field("multimodal_train_inputs", Kind.MULTIMODAL),
-        Field("multi_modal_inputs", Kind.MULTIMODAL),
         # Rollout engines route no token after the last one.
         Field("rollout_routed_experts", Kind.ROUTED_EXPERTS, length_offset=-1),
         # Offsets into rollout_top_p_token_ids begin with a 0.
         Field("rollout_top_p_token_offsets", Kind.PER_RESPONSE_TOKEN, length_offset=1),
-        *(Field(name, Kind.PER_TOKEN, fill=Fill.TOKEN_IDS) for name in ("input_ids", "sequences")),
-        *(
-            Field(name, Kind.PER_RESPONSE_TOKEN, fill=Fill.TOKEN_IDS)
-            for name in ("responses", "response_ids")
-        ),
-        *(Field(name, Kind.METADATA, fill=Fill.TOKEN_IDS) for name in _PROMPTS),
-        # SkyRL's router_padding_mask is True where no route is to be replayed.
-        *(
-            Field(name, Kind.PER_TOKEN, fill=Fill.ONES)
-            for name in ("attention_mask", "router_padding_mask")
-        ),
-        # SkyRL counts trajectories by their last turns, and a padding sample is one of its own.
-        Field("is_last_step", Kind.PER_SAMPLE, fill=Fill.ONES),
+        *(Field(name, kind, fill=fill) for (kind, fill), names in _NAMES.items() for name in names),
     )
 )
 """Fields that slime's Megatron backend reads (``rollout_data``), and those of verl and SkyRL."""

@@ -69,25 +69,22 @@ def fabricated(
         lengths = {"response_lengths": response_length, "total_lengths": total_length}
         number = (lengths | {"max_seq_lens": total_length}).get(field.name, 0)
         return filled_with(number, 0 if example is None else example)
-    rows = field.num_rows(total_length, response_length) or 0
+    rows = field.num_rows(total_length, response_length)
+    is_routed = field.kind is Kind.ROUTED_EXPERTS
+    has_ids = field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS
+    if example is None or (is_routed and example.dim() != 3):
+        # A rank that has never seen a sample cannot know the number of layers.
+        is_integral = has_ids or field.fill is Fill.ONES
+        dtype = torch.int64 if is_integral else field.default_type
+        example = torch.zeros((0, 0, 0) if is_routed else (0,), dtype=dtype)
     if field.kind is Kind.POSITION_IDS:
-        axes = () if example is None else example.shape[:-1]
-        like = torch.zeros(0, dtype=torch.int64) if example is None else example
-        positions = torch.arange(rows, dtype=like.dtype, device=like.device)
-        return positions.expand(*axes, rows).clone()
-    if field.kind is Kind.ROUTED_EXPERTS:
-        if example is None or example.dim() != 3:
-            # A rank that has never seen a sample cannot know the number of layers.
-            return torch.zeros((rows, 0, 0), dtype=torch.int64)
+        positions = torch.arange(rows, dtype=example.dtype, device=example.device)
+        return positions.expand(*example.shape[:-1], rows).clone()
+    if is_routed:
         # Zeros would send every slot of the token to expert 0.
         slots = torch.arange(example.shape[2], dtype=example.dtype, device=example.device)
         return slots.expand(rows, *example.shape[1:]).clone()
-    has_ids = field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS
     number = pad_token_id if has_ids else int(field.fill is Fill.ONES)
-    is_integral = has_ids or field.fill is Fill.ONES
-    dtype = torch.int64 if is_integral else torch.float32
-    if example is None:
-        return torch.full((rows,), number, dtype=dtype)
     return example.new_full((rows, *example.shape[1:]), number)
 
 

@@ -72,10 +72,13 @@ def loss_masks(fields: Mapping[str, list[Any]], is_placeholder: bool) -> Tensor:
 def response_tokens(weights: Tensor, predicted_at: Tensor, row: Row) -> ResponseTokens:
     """The response tokens as the row's context-parallel rank sees them; `weights` are `loss_masks`,
     0 where nothing predicts the token."""
-    # The -1 of tokens that nothing predicts are looked up as 0 and then left out of `owned`.
-    at = predicted_at.clamp(min=0)
-    rank, local = row.locate(at)
-    owned = (predicted_at >= 0) & (rank == row.context_parallel_rank)
+    held = row.positions()
+    # Place of each position in this rank's slice; -1 of others', and of the one behind the row, at
+    # which the -1 of tokens that nothing predicts are looked up.
+    places = torch.full((row.num_tokens + 1,), -1, device="cpu")
+    places[held] = torch.arange(len(held), device="cpu")
+    local = places[predicted_at]
+    owned = local >= 0
     device = weights.device
     return ResponseTokens(
         loss_masks=weights,

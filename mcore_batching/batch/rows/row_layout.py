@@ -116,47 +116,27 @@ class Row:
     def local(self, full: Tensor, dim: int = 0) -> Tensor:
         """The part of a full row, with its tokens on `dim`, that this rank holds; of one rank the
         row itself."""
-        held = self._held_chunks()
+        held = self.chunks()
         if self.context_parallel_size == 1:
             return full
         # Narrow, not index_select: its indices would have to be copied to the row's device.
-        return torch.cat([full.narrow(dim, first, end - first) for first, end in held], dim)
+        return torch.cat([full.narrow(dim, first, end - first) for _, first, end in held], dim)
 
     def positions(self) -> Tensor:
         """Positions of the tokens that this rank holds, int64, on the host, ascending."""
-        held = self._held_chunks()
-        return torch.cat([torch.arange(first, end, device="cpu") for first, end in held])
+        return self.local(torch.arange(self.num_tokens, device="cpu"))
 
-    def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The rank that holds each position, and the place in that rank's slice.
-
-            Row((0, 4, 12), 2).locate([0 1 2 11])    ranks [0 1 1 0], places [0 0 1 5]
-
-        The inverse of `positions`, over all ranks; int64 on the host.
-        """
-        size = self.context_parallel_size
-        if size == 1:
-            return torch.zeros_like(positions), positions
-        offsets = torch.tensor(self.offsets, device="cpu")
-        segment = torch.searchsorted(offsets[1:], positions, right=True)
-        start = offsets[segment]
-        chunk = (offsets[segment + 1] - start) // (2 * size)
-        place = (positions - start) // chunk
-        # Rank r holds chunks r and 2·cp−1−r.
-        rank = torch.minimum(place, 2 * size - 1 - place)
-        in_second = (place >= size).long()
-        local = start // size + in_second * chunk + (positions - start) % chunk
-        return rank, local
-
-    def _held_chunks(self) -> list[tuple[int, int]]:
-        """Start and end, in the full row, of each chunk that this rank holds."""
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """Positions at which the segment starts, and at which the chunk starts and ends, of each
+        chunk that this rank holds; of one rank each segment is one."""
         size, rank = self.context_parallel_size, self.context_parallel_rank
         if not 0 <= rank < size:
             raise BatchError(f"expected a rank below context_parallel_size={size}, got {rank}")
+        segments = itertools.pairwise(self.offsets)
         if size == 1:
-            return [(0, self.num_tokens)]
+            return [(start, start, end) for start, end in segments]
         held = []
-        for start, end in itertools.pairwise(self.offsets):
+        for start, end in segments:
             chunk, rest = divmod(end - start, 2 * size)
             if rest:
                 raise BatchError(
@@ -164,5 +144,5 @@ class Row:
                     f"(2 * context_parallel_size); pad them to {(chunk + 1) * 2 * size}"
                 )
             for place in (rank, 2 * size - 1 - rank):
-                held.append((start + place * chunk, start + (place + 1) * chunk))
+                held.append((start, start + place * chunk, start + (place + 1) * chunk))
         return held

@@ -243,8 +243,8 @@ def row_given(
         if row is not None and params is not None:
             # Mamba layers end their state at them; attention without Transformer Engine would have
             # to wait for the device to read them there.
-            compat.packed_rows.give_offsets(params, row.host_cu_seqlens_padded)
-            compat.packed_rows.set_row_group(params, row_group(row.context_parallel_size))
+            group = row_group(row.context_parallel_size)
+            compat.packed_rows.give_offsets(params, row.host_cu_seqlens_padded, group)
             predict_later_tokens(params, chunk, row, later_of(row))
         if not is_routed:
             return inputs

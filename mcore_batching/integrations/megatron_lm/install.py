@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.core.models import backends
+
 from mcore_batching.flags import PREFIX
 from mcore_batching.integrations.megatron_lm.arguments import (
     FLAG,
@@ -114,7 +116,7 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
         yield training, "training_log", _training_log
         yield _module("checkpointing"), "check_checkpoint_args", _check_checkpoint_args
         # Megatron's attention without Transformer Engine would let tokens see other samples.
-        yield *compat.layers.local_core_attention_name(), PackedAttention
+        yield backends, "DotProductAttention", PackedAttention
 
 
 def _then(after: Callable[[Any], Any]) -> Function:

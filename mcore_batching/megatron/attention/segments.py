@@ -14,12 +14,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -56,19 +54,13 @@ def attention_runs(
     """
     runs: list[Run] = []
     query = 0
-    for start, end in itertools.pairwise(cu_seqlens):
+    row = Row(tuple(cu_seqlens), context_parallel_size, context_parallel_rank)
+    for start, first, end in row.chunks():
         # Kernels break on runs without queries.
-        if end == start:
-            continue
-        if context_parallel_size == 1:
-            runs.append(Run(start, end, start, end))
-            continue
-        # A rank holds one chunk from the front and its mirror image from the back, so that all have
-        # as many keys to look at. A chunk sees all keys up to its own end.
-        chunk = divide(end - start, 2 * context_parallel_size)
-        for place in (context_parallel_rank, 2 * context_parallel_size - 1 - context_parallel_rank):
-            runs.append(Run(query, query + chunk, start, start + (place + 1) * chunk))
-            query += chunk
+        if first < end:
+            # A chunk sees all keys of its sequence up to its own end.
+            runs.append(Run(query, query + end - first, start, end))
+            query += end - first
     return runs
 
 

@@ -20,10 +20,7 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
     TERowParallelLinear,
 )
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_with_transformer_engine_spec,
-    get_gpt_mtp_block_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
@@ -71,14 +68,9 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
             "GPTModel and packed_mtp_block_spec get_gpt_decoder_block_spec(config, "
             "use_transformer_engine), through use_packed_attention without Transformer Engine"
         )
-    if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-            multi_latent_attention=config.multi_latent_attention,
-        )
-    return use_packed_attention(compat.layers.local_gpt_layer_spec(config), config)
+    use_engine = uses_transformer_engine()
+    spec = compat.layers.gpt_layer_spec(config, use_transformer_engine=use_engine)
+    return spec if use_engine else use_packed_attention(spec, config)
 
 
 def packed_mtp_block_spec(

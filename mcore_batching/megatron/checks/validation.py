@@ -136,11 +136,9 @@ def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) ->
         if config.dsa_indexer_loss_coeff:
             yield f"sparse attention's indexer loss would be a mean over micro-batches: {mend}"
     yield from shared_row_problems(config, planner, has_auxiliary_loss=has_loss)
-    if planner.max_context_parallel is None:
-        yield from _low_precision_problems(config, dims, planner)
-        return
+    most = planner.max_context_parallel
     # By each size that a row may have: what a rank holds of it depends on it.
-    for size in dims.row_sizes(planner.max_context_parallel):
+    for size in (dims.context_parallel,) if most is None else dims.row_sizes(most):
         yield from _low_precision_problems(config, dims.for_rows_on(size), planner)
 
 

@@ -104,23 +104,21 @@ def why_no_plain_product(layer: Any) -> str:
     return ""
 
 
-def local_gpt_layer_spec(config: Any) -> ModuleSpec:
-    """Megatron's own layer spec without Transformer Engine, for this model's shape."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+def gpt_layer_spec(config: Any, *, use_transformer_engine: bool) -> ModuleSpec:
+    """Megatron's own layer spec for this model's shape, with or without Transformer Engine."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
 
+    engines, local = (
+        specs.get_gpt_layer_with_transformer_engine_spec,
+        specs.get_gpt_layer_local_spec,
+    )
+    make = engines if use_transformer_engine else local
     options = {
         "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "qk_layernorm": config.qk_layernorm,
         "multi_latent_attention": config.multi_latent_attention,
-        "normalization": config.normalization,
+        "normalization": config.normalization,  # Transformer Engine's layers read it themselves
     }
-    known = inspect.signature(get_gpt_layer_local_spec).parameters
-    return get_gpt_layer_local_spec(**{k: v for k, v in options.items() if k in known})
-
-
-def local_core_attention_name() -> tuple[Any, str]:
-    """The module and the name in it from which local layer specs take their core attention."""
-    from megatron.core.models import backends
-
-    return backends, "DotProductAttention"
+    known = inspect.signature(make).parameters
+    return make(**{k: v for k, v in options.items() if k in known})

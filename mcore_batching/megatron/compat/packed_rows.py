@@ -51,19 +51,23 @@ def packed_seq_params(
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
     )
-    give_offsets(params, host_cu_seqlens)
-    set_row_group(params, group)
+    give_offsets(params, host_cu_seqlens, group)
     return params
 
 
-def give_offsets(params: Any, host_cu_seqlens: Sequence[int]) -> None:
-    """Tell a row's parameters its offsets on the host, and whose each token is."""
+def give_offsets(
+    params: Any, host_cu_seqlens: Sequence[int], group: dist.ProcessGroup | None = None
+) -> None:
+    """Tell a row's parameters its offsets on the host, whose each token is, and the row's own
+    context-parallel group, if it has one."""
     params.host_cu_seqlens = tuple(host_cu_seqlens)
     # From 0.17 on Mamba layers begin anew with every sample by `seq_idx` alone. Megatron makes it
     # where `total_tokens` is given from the start, but then the host waits for the device.
     if hasattr(params, "seq_idx"):
         params.total_tokens = host_cu_seqlens[-1]
         params.seq_idx = _sequence_of_tokens(params, host_cu_seqlens[-1])
+    if group is not None:
+        params.cp_group, params.local_cp_size = group, group.size()
 
 
 def forget_padded_length(params: Any) -> None:
@@ -103,12 +107,6 @@ def end_states_with_samples() -> None:
 
     mixer.MambaMixer._ssm_training = with_sequences
     mixer.MambaMixer.states_end_with_samples = True
-
-
-def set_row_group(params: Any, group: dist.ProcessGroup | None) -> None:
-    """Let a row's packed-sequence parameters name its own context-parallel group, if it has one."""
-    if group is not None:
-        params.cp_group, params.local_cp_size = group, group.size()
 
 
 def let_rows_have_groups(attention: Any) -> None:

@@ -162,9 +162,7 @@ def _bare_chunks(config: TransformerConfig, model: Any, options: dict[str, Any])
             **options | further,
         )
         chunk.model_type = ModelType.encoder_or_decoder
-        chunks.append(
-            chunk if cpu_emulation.is_enabled() else chunk.cuda(torch.cuda.current_device())
-        )
+        chunks.append(chunk.cuda(torch.cuda.current_device()))
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     # As megatron.training does: the optimizer tells parameters that all tensor-parallel ranks hold

@@ -106,7 +106,7 @@ def compare_rows_of_frameworks(**parameters: Any) -> dict[str, Any]:
     give, base = packed_rows.give_offsets, Mixer.__base__
     before = dict(vars(base))
 
-    def without_total(params: Any, offsets: Any) -> None:
+    def without_total(params: Any, offsets: Any, group: Any) -> None:
         params.host_cu_seqlens = tuple(offsets)
 
     packed_rows.give_offsets = without_total

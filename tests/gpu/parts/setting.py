@@ -30,7 +30,7 @@ from mcore_batching.megatron import (
     use_packed_attention,
 )
 from mcore_batching.megatron.attention.specs import uses_transformer_engine
-from mcore_batching.megatron.compat.layers import local_gpt_layer_spec
+from mcore_batching.megatron.compat.layers import gpt_layer_spec
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
@@ -149,7 +149,7 @@ def bare_model(
 
 
 def _local_spec(config: TransformerConfig) -> Any:
-    return use_packed_attention(local_gpt_layer_spec(config), config)
+    return use_packed_attention(gpt_layer_spec(config, use_transformer_engine=False), config)
 
 
 def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
