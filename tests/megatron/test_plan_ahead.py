@@ -240,7 +240,7 @@ def test_a_step_is_taken_if_all_ranks_made_it_of_the_same(
     ahead.begin(JOB, lambda of, operation, plan: made)
     says: list[Any] = []
 
-    def agree(stage: str, work: Any, say: Any, failure: Any) -> Agreement[Any]:
+    def agree(stage: str, work: Any, say: Any) -> Agreement[Any]:
         result = work()
         says.append(say(result).figures["made ahead"])
         return Agreement(result, {}, {"made ahead": of_all})
@@ -265,7 +265,7 @@ def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
     learner = mock.Mock(learnt="before", evidence=mock.Mock(return_value=figures))
     learner.learn.side_effect = lambda agreed: setattr(learner, "learnt", "after")
 
-    def agree(stage: str, work: Any, say: Any, failure: Any) -> Agreement[Any]:
+    def agree(stage: str, work: Any, say: Any) -> Agreement[Any]:
         result = work()
         assert figures.items() <= say(result).figures.items()
         return Agreement(result, {}, {"made ahead": 0, "passes": 3})

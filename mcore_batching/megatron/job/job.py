@@ -24,11 +24,7 @@ from megatron.core import parallel_state
 from mcore_batching.batch import Field, PackedMicroBatch
 from mcore_batching.batch.agreement.consensus import Agreement, Statement, no_statement
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
-from mcore_batching.megatron.errors import (
-    DynamicBatchArgumentError,
-    ForwardFailedError,
-    PlanningFailedError,
-)
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, ForwardFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import (
     NO_WATCH,
@@ -100,8 +96,7 @@ class Job:
         watch = NO_WATCH if options.no_failure_watch else watch_of_world()
         try:
             made = JobConsensus(seconds, watch)
-            stage = "reading the arguments"
-            made.agree(stage, options.checked_timeout_seconds, failure=PlanningFailedError)
+            made.agree("reading the arguments", options.checked_timeout_seconds)
         except BaseException:
             watch.stop()  # the next call makes another
             raise

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
-from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.flat_values import digest_of, flat, unflat
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
@@ -120,9 +119,7 @@ def _gathered(rollout: Rollout) -> tuple[CutSteps, _AllSamples]:
         return cut, Shard(cut.batch.total_lengths, rows, cut.hosts)
 
     job = rollout.request.job
-    agreed, shards = job.consensus.gather(
-        "gathering lengths", work, lambda cut: cut.statement(), failure=PlanningFailedError
-    )
+    agreed, shards = job.consensus.gather("gathering lengths", work, lambda cut: cut.statement())
     say_saving(job, agreed)
     return agreed.result, _AllSamples.of(shards)
 
@@ -259,11 +256,7 @@ def _planned_together(
 
     equal = {"lengths of all samples (sha256)": digest_of(of_steps)}
     _, by_rank = consensus.gather(
-        "planning steps",
-        work,
-        lambda _: Statement(equal=equal),
-        among=block,
-        failure=PlanningFailedError,
+        "planning steps", work, lambda _: Statement(equal=equal), among=block
     )
     if None in by_rank:
         return None

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import least
-from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import POLL_SECONDS
 from mcore_batching.megatron.job.job import Job, say
@@ -137,7 +136,7 @@ class PlansAhead:
             equal = {"what was learnt of costs": learner.state_dict()}
             return Statement(equal=equal, figures=figures | evidence)
 
-        agreed = job.consensus.agree("next step", work, says, failure=PlanningFailedError)
+        agreed = job.consensus.agree("next step", work, says)
         made, learnt = agreed.result[1], None
         if learner is not None:
             learnt = learner.learnt

@@ -139,12 +139,7 @@ def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
         later = [] if now is None else shards[now:]
         return cut, [shard.packed(request.plan) for shard in shards[:now]], later
 
-    agreed = consensus.agree(
-        "packing",
-        work,
-        lambda made: made[0].statement(ends=_latest(made[1])),
-        failure=PlanningFailedError,
-    )
+    agreed = consensus.agree("packing", work, lambda made: made[0].statement(ends=_latest(made[1])))
     cut, packed, later = agreed.result
     say_saving(request.job, agreed)
     unplanned = cut.unplanned()
@@ -163,7 +158,6 @@ def _packed_later(
         "packing",
         lambda: [shard.packed(request.plan) for shard in later],
         lambda packed: Statement(figures={"ends": _latest(packed)}),
-        failure=PlanningFailedError,
     )
     return _filled(request.job.consensus, unplanned, agreed.result, agreed.figures["ends"])
 
@@ -228,7 +222,7 @@ def _filled(
             },
         )
 
-    agreed = consensus.agree("filling", work, says, failure=PlanningFailedError)
+    agreed = consensus.agree("filling", work, says)
     figures = agreed.figures
 
     def choose() -> MicroBatchSchedule:

@@ -17,7 +17,6 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.checks.validation import prepare_model
-from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
@@ -127,10 +126,7 @@ def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
         return settings, _Own(batch, _packed_at_once(request, settings, batch))
 
     agreed = request.job.consensus.agree(
-        "taking stock",
-        work,
-        lambda read: _statement(request, *read),
-        failure=PlanningFailedError,
+        "taking stock", work, lambda read: _statement(request, *read)
     )
     settings, own = agreed.result
     learnt = request.learnt
@@ -177,7 +173,7 @@ def _shared(
     if somebody_is_empty and populated < len(consensus.ranks):
         populated_batch = batch
         handed = consensus.handed(lambda: populated_batch.resolved().without_samples(), populated)
-        fields = consensus.agree("sharing data", handed, failure=PlanningFailedError).result
+        fields = consensus.agree("sharing data", handed).result
         if not batch.total_lengths:
             batch = dataclasses.replace(batch, **fields)
     return batch, packed, figures
