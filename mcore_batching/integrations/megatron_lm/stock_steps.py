@@ -93,7 +93,7 @@ class StockSteps:
             # What reading raises is raised when they are drawn.
             drawn = self._ahead = outcome_of(lambda: batches_ahead(data_iterator, num_microbatches))
             # What is known of costs now; more is learnt before the step.
-            settings = Settings.of(job, chunks, None, None, forward_only=False)
+            settings = Settings.of(job, chunks)
             make = functools.partial(self._planned, chunks=chunks, drawn=drawn, checked=settings)
             ahead.begin(job, make)
 

@@ -230,10 +230,6 @@ class CostLearners:
             self._is_taken = True
         return self._of_models[chunk]
 
-    def has(self, model: Any) -> bool:
-        """True if its training was planned; a model that only runs forward learns nothing."""
-        return unwrap_model(model_chunks(model)[0]) in self._of_models
-
 
 def learners_of(job: Job) -> CostLearners:
     """Of a job; they learn where `Options.learns_cost_model` is true."""

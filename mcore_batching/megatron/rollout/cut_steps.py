@@ -53,10 +53,6 @@ class CutSteps:
         # Ranks of a replica that read other samples are told so once all have packed.
         shares[place] = len(batch.total_lengths)
         steps = batch.steps_of(shares, place)
-        if request.training is not None:  # forward passes take what was found then
-            return cls(rollout, batch, steps, hosts=request.training.hosts)
-        if request.forward_only:
-            return cls(rollout, batch, steps)
         found = look_for_hosts(request.job, model_chunks(request.model), batch, steps)
         hosts = found.host if found is not None and request.job.options.share_prefixes else None
         return cls(rollout, batch, steps, found, hosts)

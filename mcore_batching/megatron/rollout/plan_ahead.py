@@ -118,7 +118,7 @@ class PlansAhead:
         learner = learners_of(job).of(chunks) if learns else None
 
         def work() -> tuple[Settings, PreparedStep | None]:
-            settings = Settings.of(job, chunks, None, given, forward_only=False)
+            settings = Settings.of(job, chunks, given)
             made = self._made() if is_of_these else None
             if made is not None:
                 # Costs may have been learnt, and arguments changed, since it began.

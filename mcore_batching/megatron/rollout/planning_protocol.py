@@ -35,21 +35,24 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.batch import Schema
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import Figure, largest, total
+from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
 from mcore_batching.megatron.rollout.exchange import plan_all_samples
+from mcore_batching.megatron.rollout.maker import IN_LINE
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout, with_later_steps
 from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest, read_rollout
-from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.rollout.settings import Settings, check_forward_plan
 from mcore_batching.megatron.rollout.step_shard import Filling, PackedShard, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, computed_alone, with_hosted
+from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import ShardOutlook, soonest_filling
 from mcore_batching.planning.shard import shapes_slots
 
@@ -90,30 +93,38 @@ def plan_forward_passes(rollout: PlannedRollout, job: Job, model: Any) -> Planne
     if not job.options.has_own_forward_plan:
         return rollout
     if rollout.for_forward_passes is None:
-        shared = rollout.schedule
-        # Fields that were added need not be on all stages, and no plan needs them.
-        request = RolloutRequest(
-            job,
-            model,
-            Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
-            # In the order of the rollout data: packing again must not depend on training's plan.
-            steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
-            cost_model=shared.cost_model,
-            forward_only=True,
-            training=shared,
-        )
-        given = {name: shared.rollout_data[name] for name in REQUIRED_FIELDS}
-        own = dataclasses.replace(
-            plan_rollout(request, given).schedule,
-            rollout_data=shared.rollout_data,
-            schema=shared.schema,
-            template=shared.template,
-            # A framework's layout pads samples less than these dims ask for.
-            dims=shared.dims,
-            moves=shared.moves,
-        )
-        rollout.for_forward_passes = PlannedRollout(own)
+        made = _planned_again(rollout.schedule, job, model_chunks(model))
+        rollout.for_forward_passes = PlannedRollout(made)
     return rollout.for_forward_passes
+
+
+def _planned_again(shared: MicroBatchSchedule, job: Job, chunks: list[Any]) -> MicroBatchSchedule:
+    """Training's steps, packed and filled for forward passes of a model, where its samples are."""
+
+    def work() -> tuple[Settings, list[PackedShard]]:
+        check_forward_plan(job.options, shared.config)
+        settings = Settings.of(
+            job, chunks, shared.cost_model, training=shared.config, forward_only=True
+        )
+        # Perhaps another model than was trained, such as a reference model.
+        prepare_model(chunks, settings.dims, settings.config)
+        # In the order of the rollout data: packing again must not depend on training's plan.
+        steps = [sorted(i for indices in step for i in indices) for step in shared.steps]
+        lengths, hosts = shared.own_lengths, shared.hosts
+        shards = _shards(job.options, settings, lengths, steps, hosts, forward_only=True)
+        return settings, [shard.packed(IN_LINE) for shard in shards]
+
+    def says(made: tuple[Settings, list[PackedShard]]) -> Statement:
+        settings, packed = made
+        return Statement(equal=settings.comparable(), figures={"ends": _latest(packed)})
+
+    agreed = job.consensus.agree("packing", work, says)
+    settings, packed = agreed.result
+    # A framework's layout pads samples less than the settings' dims ask for: dims stay.
+    unplanned = dataclasses.replace(
+        shared, config=settings.config, consensus=job.consensus, learnt=None, splits=(), plans=()
+    )
+    return _filled(job.consensus, unplanned, packed, agreed.figures["ends"])
 
 
 def _planned(rollout: Rollout) -> PlannedRollout:
@@ -134,8 +145,16 @@ def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
 
     def work() -> tuple[CutSteps, list[PackedShard], list[StepShard]]:
         cut = CutSteps.of(rollout)
+        lengths, hosts = cut.batch.total_lengths, cut.hosts
         # All of them, while all ranks can be told what is wrong with later steps.
-        shards = _shards(cut)
+        shards = _shards(
+            request.job.options,
+            rollout.settings,
+            lengths,
+            cut.steps,
+            hosts,
+            forward_only=request.forward_only,
+        )
         later = [] if now is None else shards[now:]
         return cut, [shard.packed(request.plan) for shard in shards[:now]], later
 
@@ -175,15 +194,19 @@ def _filled_alone(rollout: Rollout, packed: PackedShard) -> MicroBatchSchedule:
     )
 
 
-def _shards(cut: CutSteps) -> list[StepShard]:
-    rollout, lengths = cut.rollout, cut.batch.total_lengths
-    options, forward_only = rollout.request.job.options, rollout.request.forward_only
+def _shards(
+    options: Options,
+    settings: Settings,
+    lengths: Sequence[int],
+    steps: Sequence[Sequence[int]],
+    hosts: Sequence[int] | None,
+    *,
+    forward_only: bool,
+) -> list[StepShard]:
     return [
-        StepShard.of(
-            options, rollout.settings, indices, [lengths[i] for i in indices], forward_only
-        )
+        StepShard.of(options, settings, indices, [lengths[i] for i in indices], forward_only)
         # Who lies in a host's segment takes no room in a row, and comes back in `_with_steps`.
-        for indices in computed_alone(tuple(map(tuple, cut.steps)), cut.hosts)
+        for indices in computed_alone(tuple(map(tuple, steps)), hosts)
     ]
 
 

@@ -22,9 +22,8 @@ from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
 from mcore_batching.megatron.rollout.maker import IN_LINE, Plan
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
-from mcore_batching.megatron.rollout.settings import Settings, say_oversize
+from mcore_batching.megatron.rollout.settings import Settings, check_forward_plan, say_oversize
 from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
@@ -42,7 +41,6 @@ class RolloutRequest:
     steps: Iterable[Iterable[int]] | None = None  # sample indices; None: by `global_batch_size`
     cost_model: CostModel | None = None  # None: by the arguments
     forward_only: bool = False  # under a cap of their own if they have one
-    training: MicroBatchSchedule | None = None  # whose samples run forward, planned anew
     # All samples are one, on every rank: packing need not wait for the number of all samples.
     one_step: bool = False
     learnt: LearntCosts | None = None  # to plan by, in place of what this step would learn
@@ -52,8 +50,7 @@ class RolloutRequest:
     @property
     def exchanges(self) -> bool:
         """True if all ranks' samples are planned as one."""
-        # Samples that were exchanged stay where training runs them.
-        return self.training is None and self.job.options.exchanges_samples
+        return self.job.options.exchanges_samples
 
     @property
     def packs_at_once(self) -> bool:
@@ -63,7 +60,7 @@ class RolloutRequest:
     @property
     def may_plan_ahead(self) -> bool:
         """True if later steps than the first may be planned while that one runs."""
-        return not (self.one_step or self.forward_only or self.job.options.no_plan_ahead)
+        return not (self.one_step or self.job.options.no_plan_ahead)
 
     @property
     def learns(self) -> bool:
@@ -180,14 +177,12 @@ def _shared(
 
 
 def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
-    options, forward_only, training = request.job.options, request.forward_only, request.training
-    config = None if training is None else training.config
-    settings = Settings.of(
-        request.job, chunks, config, request.known_costs, forward_only=forward_only
-    )
-    # Of every model anew: `forward_only` may plan for another one, such as a reference model.
+    options, forward_only = request.job.options, request.forward_only
+    settings = Settings.of(request.job, chunks, request.known_costs, forward_only=forward_only)
+    if not request.one_step:  # a stock script's evaluation is planned anew in any case
+        check_forward_plan(options, settings.config)
     prepare_model(chunks, settings.dims, settings.config)
-    if not forward_only:  # these take what training's plan found, and are never split
+    if not forward_only:  # of forward passes no samples share segments, and none are split
         if options.share_prefixes:
             check_shared_prefixes(chunks)
         check_split_backward(options, chunks, settings.dims)
@@ -208,12 +203,7 @@ def _packed_at_once(
 def _statement(request: RolloutRequest, settings: Settings, own: _Own) -> Statement:
     """Settings to compare with other ranks; numbers and open fields of samples to tell them."""
     options, batch = request.job.options, own.batch
-    # Each setting by its own name, so that the error says which one differs.
-    equal = {
-        name: value
-        for part in dataclasses.asdict(settings).values()
-        for name, value in part.items()
-    }
+    equal = settings.comparable()
     # What decides which collectives come next: a rank that differed would wait alone.
     # Whoever records gathers the plans of all ranks; the others take other agreements.
     equal["steps are recorded"] = request.job.recorder is not None

@@ -22,11 +22,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
-from mcore_batching.megatron.rollout.data_iterator import (
-    DataIterator,
-    check_forward_plan,
-    rollout_of,
-)
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes
 from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
@@ -160,7 +156,6 @@ def _opened(
         rollout = rollout_of(data_iterator)
         # A plan of their own is of all steps.
         schedule = rollout.schedule if own else rollout.of_step(0)
-        check_forward_plan(job.options, shares_rows=schedule.has_sizes_of_rows)
         fused = job.options.fuse_output_layer
         return rollout, logits_function(f, args, schedule, fused=fused)
 
