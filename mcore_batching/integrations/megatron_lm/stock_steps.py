@@ -118,7 +118,7 @@ class StockSteps:
             job,
             chunks,
             STOCK_SCHEMA,
-            lambda drawn: self._read(drawn(), vocabulary_size(chunks)),
+            lambda: self._read(drawn(), vocabulary_size(chunks)),
             cost_model=cost_model,
             forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
@@ -126,7 +126,7 @@ class StockSteps:
             checked=checked,
             plan=plan,
         )
-        schedule = begin_step(request, drawn)
+        schedule = begin_step(request)
         return prepare(
             job, chunks, operation, 0, schedule, forward_only=forward_only, change=stock_row
         )

@@ -95,8 +95,9 @@ def get_data_iterator(
         _row_multiple(getattr(args, "data_pad_size_multiplier", None) or 1),
         getattr(args, "dynamic_batch_pad_total_to", None) or 1,
     )
-    request = RolloutRequest(job_of(planning_args), model, DEFAULT_SCHEMA, _planned)
-    iterators, counts = planned_iterators(request, rollout_data)
+    job = job_of(planning_args)
+    request = RolloutRequest(job, model, DEFAULT_SCHEMA, lambda: _planned(rollout_data))
+    iterators, counts = planned_iterators(request)
     planned = schedule_of(iterators)
     # Rows are padded to a multiple of the tensor-parallel size, which is enough for sequence
     # parallelism. Samples must not be: slime finds tokens by unpadded lengths.

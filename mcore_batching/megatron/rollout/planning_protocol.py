@@ -57,17 +57,17 @@ from mcore_batching.planning import ShardOutlook, soonest_filling
 from mcore_batching.planning.shard import shapes_slots
 
 
-def plan_rollout(request: RolloutRequest, given: Any) -> PlannedRollout:
-    """All steps of the protocol, of rollout data as `read_rollout` takes them. A collective.
+def plan_rollout(request: RolloutRequest) -> PlannedRollout:
+    """All steps of the protocol. A collective.
 
     Raises:
         PlanningFailedError: on every rank, if a step failed on any.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-    return _planned(read_rollout(request, given))
+    return _planned(read_rollout(request))
 
 
-def begin_step(request: RolloutRequest, given: Any) -> Callable[[], MicroBatchSchedule]:
+def begin_step(request: RolloutRequest) -> Callable[[], MicroBatchSchedule]:
     """The same under `one_step`, but for an agreement that can be left to the one before the
     pipeline.
 
@@ -75,7 +75,7 @@ def begin_step(request: RolloutRequest, given: Any) -> Callable[[], MicroBatchSc
         gives the schedule, once. It may fail on one rank alone: call it in the work of the
         agreement before the pipeline, and compare the schedule's `own_digest` there.
     """
-    rollout = read_rollout(request, given)
+    rollout = read_rollout(request)
     # Tokens in flight are known when micro-batches are filled, and choose among two fillings.
     if rollout.packed is not None and rollout.settings.config.max_inflight_tokens is None:
         return functools.partial(_filled_alone, rollout, rollout.packed)

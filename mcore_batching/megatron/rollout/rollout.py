@@ -36,8 +36,8 @@ class RolloutRequest:
     job: Job
     model: Any
     schema: Schema
-    # Makes rollout data of what the call is given; what it raises is raised on every rank.
-    read: Callable[[Any], dict[str, list[Any]] | None] = lambda given: given
+    # Gives rollout data, or None; what it raises is raised on every rank.
+    read: Callable[[], dict[str, list[Any]] | None]
     steps: Iterable[Iterable[int]] | None = None  # sample indices; None: by `global_batch_size`
     cost_model: CostModel | None = None  # None: by the arguments
     forward_only: bool = False  # under a cap of their own if they have one
@@ -100,8 +100,8 @@ class _Own(NamedTuple):
     packed: PackedShard | None
 
 
-def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
-    """Read settings and samples, as the request's `read` takes them, and share them. A collective.
+def read_rollout(request: RolloutRequest) -> Rollout:
+    """Read settings and samples, and share them. A collective.
 
     Raises:
         PlanningFailedError: on every rank, if reading failed on any.
@@ -113,7 +113,7 @@ def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
         # Without a look at a model that may be running in another thread, with hooks.
         settings = request.checked or _checked_settings(request, chunks)
         batch = RolloutBatch.read(
-            request.read(given),
+            request.read(),
             request.job.options.global_batch_size,
             request.schema,
             request.steps,
