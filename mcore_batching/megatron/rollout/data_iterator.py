@@ -146,14 +146,9 @@ def get_data_iterator(
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
     job = job_of(args)
-    return planned_iterators(
+    rollout = plan_rollout(
         RolloutRequest(job, model, schema, lambda: rollout_data, steps, cost_model)
     )
-
-
-def planned_iterators(request: RolloutRequest) -> tuple[list[DataIterator], Sequence[int]]:
-    """As `get_data_iterator`, of any request. A collective over all ranks."""
-    rollout = plan_rollout(request)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
     # All share the rollout, so that `add_fields` on one list reaches every stage's iterator.
     iterators = range(rollout.of_step(0).dims.virtual_pipeline)
