@@ -76,10 +76,13 @@ class Job:
 
     options: Options  # Megatron's arguments of the call
     memory: JobMemory
+    of_thread: JobConsensus | None = None  # agreements of a thread's own, if it is one's
 
     @property
     def consensus(self) -> JobConsensus:
         """Agreement between all ranks. A collective over them where it has to be made."""
+        if self.of_thread is not None:
+            return self.of_thread
         world, connection = dist.group.WORLD, self.memory.connection
         # After an abort there is no group, and the next call is to raise the same error.
         if connection is None or (world is not None and connection[0]() is not world):
