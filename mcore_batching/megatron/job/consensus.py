@@ -223,8 +223,7 @@ class JobConsensus(Consensus):
         with self.watch.reporting(stage):
             # A gather takes as much from every rank: the longest. Pickles end where they say.
             gathered = RankMessages(self._world, among).gather(own.ljust(agreed.figures["bytes"]))
-        agreement = Agreement(result, agreed.told, agreed.figures)
-        return agreement, [pickle.loads(each) for each in gathered]
+        return Agreement(result, agreed.told, agreed.figures), [*map(pickle.loads, gathered)]
 
     def exchange(
         self,

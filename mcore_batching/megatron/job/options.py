@@ -134,11 +134,6 @@ class Options:
         # Rows that are never packed have no use for them.
         return chosen == LEARNT and bool(self.use_dynamic_batch_size)
 
-    @property
-    def skips_nonfinite(self) -> bool:
-        """True if a step that is not finite is skipped: ``--dynamic-batch-on-nonfinite skip``."""
-        return self.on_nonfinite == "skip"
-
     def checked_chunk_tokens(self) -> int:
         """Tokens of which log-probs and entropies hold float32 logits at a time."""
         tokens = self.log_prob_chunk_tokens

@@ -136,7 +136,7 @@ class TimedStep:
     """A step's passes as they were marked."""
 
     rows: list[tuple[int, ...]]  # lengths of the samples of each micro-batch
-    sizes: list[int]  # of each, the ranks that share it, under dynamic CP; else 1
+    sizes: Sequence[int]  # of each, the ranks that share it, under dynamic CP; else 1
     order: list[Pass]
     marks: list[Any]  # before and after each pass
     weights: list[TimedWeights]  # what split backward passes left for later
@@ -164,16 +164,16 @@ class TimedStep:
                 seconds[apart] = seconds.get(apart, 0.0) + took
         return seconds
 
-    def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
-        """The times on this stage of each row, by its slot, its model chunks' together."""
+    def timings(self, passes: Mapping[Pass, float]) -> list[Timing]:
+        """The times on this stage of each slot's row, its model chunks' together."""
         # Chunks added up: costs are a stage's, whatever chunks it has.
         of_chunks = defaultdict[tuple[Kind, int], list[float]](list)
         for (kind, _, slot), took in passes.items():
             of_chunks[kind, slot].append(took)
-        timings = {}
+        timings = []
         for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True)):
             backward, weights = of_chunks["B", slot], of_chunks["W", slot]
-            timings[slot] = Timing(
+            timing = Timing(
                 lengths=lengths,
                 forward_seconds=ordered_sum(of_chunks["F", slot]),
                 backward_seconds=ordered_sum(backward),
@@ -181,6 +181,7 @@ class TimedStep:
                 weight_seconds=ordered_sum(weights) if len(weights) == len(backward) else 0.0,
                 context_parallel=size,
             )
+            timings.append(timing)
         return timings
 
 

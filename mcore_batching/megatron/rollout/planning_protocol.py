@@ -128,7 +128,7 @@ def _planned_again(shared: MicroBatchSchedule, job: Job, chunks: list[Any]) -> M
 
 
 def _planned(rollout: Rollout) -> PlannedRollout:
-    if rollout.request.exchanges:
+    if rollout.request.job.options.exchanges_samples:
         return plan_all_samples(rollout)
     return _plan_own_samples(rollout)
 

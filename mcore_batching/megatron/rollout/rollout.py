@@ -48,14 +48,9 @@ class RolloutRequest:
     plan: Plan = IN_LINE  # makes the plans, or gets them made
 
     @property
-    def exchanges(self) -> bool:
-        """True if all ranks' samples are planned as one."""
-        return self.job.options.exchanges_samples
-
-    @property
     def packs_at_once(self) -> bool:
         """True if packing follows from this rank's settings and samples alone."""
-        return self.one_step and not self.exchanges
+        return self.one_step and not self.job.options.exchanges_samples
 
     @property
     def may_plan_ahead(self) -> bool:
@@ -208,7 +203,7 @@ def _statement(request: RolloutRequest, settings: Settings, own: _Own) -> Statem
     # Whoever records gathers the plans of all ranks; the others take other agreements.
     equal["steps are recorded"] = request.job.recorder is not None
     equal["costs are learnt"] = request.learns
-    equal["samples stay on their rank"] = not request.exchanges
+    equal["samples stay on their rank"] = not options.exchanges_samples
     equal[FLAGS["no_plan_ahead"]] = options.no_plan_ahead
     equal[FLAGS["share_prefixes"]] = bool(options.share_prefixes)
     figures = _counted(request, own) | {"ranks without data": largest(int(batch is None))}

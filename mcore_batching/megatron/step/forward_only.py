@@ -28,14 +28,12 @@ from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.sample_moves import check_output
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.chunk_forward import run_for_losses
-from mcore_batching.megatron.step.logits_function import OutputsOf, logits_function
+from mcore_batching.megatron.step.logits_function import Outputs, OutputsOf, logits_function
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 
 _OPERATION = "forward_only"
-Outputs = dict[str, list[Tensor]]
-"""Of ``f`` for one micro-batch: name to one value per real sample."""
 
 
 @torch.no_grad()

@@ -171,7 +171,7 @@ def agreed_shares(
             # Not in `equal`: what differs there costs a gather.
             figures={
                 "faults": largest(int(any(found))),
-                "refusals": largest(int(not job.options.skips_nonfinite)),
+                "refusals": largest(int(job.options.on_nonfinite != "skip")),
             },
         )
 
