@@ -24,11 +24,10 @@ from mcore_batching.megatron.rollout.rollout import Rollout
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.planning import CostModel
 
 WORTH_SAYING = 0.2
-"""Share of a step's work that the flag would save: at half of it a log line would name a gain that
-runs of the same job differ by."""
+"""Share of a step's tokens that the flag would save: at half of it a log line would name a gain
+that runs of the same job differ by."""
 _SAVED, _ADVICE = "prefixes are shared", "prefixes could be"
 """In `JobMemory.said`, as are reasons why samples are alone."""
 
@@ -66,13 +65,12 @@ class CutSteps:
         # A rank without samples may not have been told one, and steps of its own need none.
         if batch.total_lengths and batch.steps is None:
             equal["global_batch_size"] = batch.global_batch_size
-        saved = _saved(self.found, batch.total_lengths, rollout.settings.cost_model)
         job, reasons = rollout.request.job, None
         if self.found is not None and job.options.share_prefixes:
             alone, said = self.found.alone, job.memory.said
             # None asks for nothing: else all ranks gather what each tells.
             reasons = {reason: alone[reason] for reason in alone if reason not in said} or None
-        return Statement(equal=equal, figures={**figures, **saved}, tell=reasons)
+        return Statement(equal=equal, figures={**figures, **_saved(self.found)}, tell=reasons)
 
     def unplanned(self) -> MicroBatchSchedule:
         """The schedule before any step of it is planned; later batches know its fields."""
@@ -134,19 +132,15 @@ def look_for_hosts(
     )
 
 
-def _saved(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) -> dict[str, Figure]:
+def _saved(hosts: Hosts | None) -> dict[str, Figure]:
     """The savings by sharing, made or possible."""
     # The same figures on every rank, whether it looked or not: they are joined over all.
     host = hosts.host if hosts is not None else ()
-    work = [costs.sample(length) for length in lengths[: len(host)]]
-    own = [work[i] for i, each in enumerate(host) if each == i]
     return {
         "prefixes: samples": total(len(host)),
-        "prefixes: hosts": total(len(own)),
+        "prefixes: hosts": total(sum(each == i for i, each in enumerate(host))),
         "prefixes: tokens": total(hosts.tokens if hosts is not None else 0),
         "prefixes: hosts' tokens": total(hosts.computed if hosts is not None else 0),
-        "prefixes: work": total(float(sum(work))),
-        "prefixes: hosts' work": total(float(sum(own))),
     }
 
 
@@ -156,12 +150,11 @@ def say_saving(job: Job, agreed: Agreement[Any]) -> None:
     figures = agreed.figures
     samples, own = figures["prefixes: samples"], figures["prefixes: hosts"]
     tokens, computed = figures["prefixes: tokens"], figures["prefixes: hosts' tokens"]
-    kept = (1 - WORTH_SAYING) * figures["prefixes: work"]
     fewer = f"{tokens / max(computed, 1):.1f}x fewer"
     if own < samples and job.options.share_prefixes:
         text = f"{samples:,} samples in {own:,} rows' worth of tokens: {computed:,}, {fewer}"
         job.say_once(_SAVED, text)
-    elif own < samples and figures["prefixes: hosts' work"] <= kept:
+    elif own < samples and computed <= (1 - WORTH_SAYING) * tokens:
         text = (
             f"{tokens:,} tokens, {computed:,} of them distinct, {fewer}: samples begin others, as "
             f"turns of a trajectory do; set {FLAGS['share_prefixes']} to compute those tokens once"
