@@ -13,6 +13,7 @@ costs known then, the largest cost of each slot tells, which travels likewise.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -88,38 +89,29 @@ class SharedTimes:
         `factor`; inf where it has no part in a row, 0, which is no time, where it could not be
         told.
         """
-        numbers = [0.0] * MAX_SHARED_PASSES
-        for place, row in enumerate(self.rows):
+        numbers = []
+        for row in self.rows:
             has_part = row.rank <= self.own < row.rank + row.size
-            for chunk in range(self.chunks):
-                for kind in _KINDS:
-                    took = math.inf
-                    if has_part:
-                        took = passes[Pass(kind, chunk, row.slot)] / factor
-                    is_time = took > 0  # nor NaN
-                    numbers[self._index(place, chunk, kind)] = took if is_time else 0.0
-        return numbers
+            for chunk, kind in itertools.product(range(self.chunks), _KINDS):
+                took = passes[Pass(kind, chunk, row.slot)] / factor if has_part else math.inf
+                numbers.append(took if took > 0 else 0.0)  # 0 for NaN, too
+        return numbers + [0.0] * (MAX_SHARED_PASSES - len(numbers))
 
     def timings(self, least: Sequence[float]) -> list[tuple[int, Timing]]:
         """Slot and times of each row that could be told, given the least of all ranks' numbers."""
-        timings = []
-        for place, (row, lengths) in enumerate(zip(self.rows, self.lengths, strict=True)):
-            forward, backward = (
-                [least[self._index(place, chunk, kind)] for chunk in range(self.chunks)]
-                for kind in _KINDS
-            )
+        timings, numbers = [], iter(least)
+        for row, lengths in zip(self.rows, self.lengths, strict=True):
+            of_row = list(itertools.islice(numbers, self.chunks * len(_KINDS)))
+            # Forward and backward passes take turns, as in `seconds`.
             timing = Timing(
                 lengths=lengths,
-                forward_seconds=ordered_sum(forward),
-                backward_seconds=ordered_sum(backward),
+                forward_seconds=ordered_sum(of_row[::2]),
+                backward_seconds=ordered_sum(of_row[1::2]),
                 context_parallel=row.size,
             )
-            if min(forward + backward) > 0 and timing.is_usable:
+            if min(of_row) > 0 and timing.is_usable:
                 timings.append((row.slot, timing))
         return timings
-
-    def _index(self, place: int, chunk: int, kind: Kind) -> int:
-        return (place * self.chunks + chunk) * len(_KINDS) + _KINDS.index(kind)
 
 
 class TimedWeights(NamedTuple):
