@@ -84,7 +84,7 @@ def begin_step(request: RolloutRequest) -> Callable[[], MicroBatchSchedule]:
 
 
 def plan_forward_passes(rollout: PlannedRollout, job: Job, model: Any) -> PlannedRollout:
-    """The rollout, or the same batch as planned for forward passes alone.
+    """The rollout, or the same batch as planned for forward passes alone, by 3 to 5 of the above.
 
     A collective over all ranks where it has to be made, at the first call under
     ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.
