@@ -46,6 +46,7 @@ class JobMemory:
         # batch that leave them open on all ranks.
         self.told_fields: dict[str, Field] = {}
         self.said: set[str] = set()  # what is said once a job and has been
+        self.batches_apart = 0  # planned without shared prefixes
         # First chunks of models that packed rows were found to run on.
         self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
         # Ranks that share a row with this one, by their number; none before any are made.

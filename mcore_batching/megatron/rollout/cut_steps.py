@@ -96,28 +96,20 @@ class CutSteps:
         )
 
 
-@dataclasses.dataclass
-class _Seen:
-    """Batches of a job without the flag."""
-
-    batches: int = 0
-
-
 def look_for_hosts(
     job: Job, chunks: list[Any], batch: RolloutBatch, steps: Sequence[Sequence[int]]
 ) -> Hosts | None:
     """Who of a resolved batch is computed in whose segment; None where nobody needs to know."""
-    flag, columns = job.options.share_prefixes, batch.data
+    flag, columns, memory = job.options.share_prefixes, batch.data, job.memory
     if flag is None:
         return None  # it cannot be set here
     if not flag:
-        seen = job.memory.only(_Seen)
-        seen.batches += 1
+        memory.batches_apart += 1
         # The 1st, 2nd, 4th, 8th, ... batch, as turns may come late: comparing a million tokens
         # takes 0.01 s, and a copy where a device has them, too much for every batch.
-        is_power_of_two = seen.batches & (seen.batches - 1) == 0
+        is_power_of_two = memory.batches_apart.bit_count() == 1
         # For nothing, too, once the advice was given or where this model could not follow it.
-        is_said = _ADVICE in job.memory.said
+        is_said = _ADVICE in memory.said
         if not is_power_of_two or is_said or any(sharing_problems(chunks)):
             return None
         # Recorded experts are the largest field by far: whoever sets the flag is told of them.
