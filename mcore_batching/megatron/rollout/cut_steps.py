@@ -92,7 +92,7 @@ class CutSteps:
             samples_per_step=batch.global_batch_size,
             consensus=job.consensus,
             cost_model=settings.cost_model,
-            learnt=rollout.learnt,
+            learnt=settings.learnt,
         )
 
 

@@ -35,7 +35,6 @@ from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import CostModel, PlanningError
-from mcore_batching.planning.learning.learnt_costs import LearntCosts
 from mcore_batching.planning.planning_process import Request
 
 
@@ -100,7 +99,7 @@ class PlansAhead:
 
     def take(
         self, job: Job, chunks: list[Any], given: CostModel | None, *, is_of_these: bool
-    ) -> tuple[PreparedStep | None, LearntCosts | None]:
+    ) -> tuple[PreparedStep | None, Settings | None]:
         """The step that was begun last, if all ranks have made it. A collective if any was begun.
 
         Args:
@@ -110,7 +109,7 @@ class PlansAhead:
             is_of_these: it is of the samples that are due.
 
         Returns:
-            the step; where costs are learnt, those known when it began, to plan it by otherwise.
+            the step, and the settings to plan it by otherwise, with costs as known when it began.
         """
         if self._ahead is None:  # as on every rank
             return None, None
@@ -137,14 +136,13 @@ class PlansAhead:
             return Statement(equal=equal, figures=figures | evidence)
 
         agreed = job.consensus.agree("next step", work, says)
-        made, learnt = agreed.result[1], None
+        settings, made = agreed.result
         if learner is not None:
-            learnt = learner.learnt
             learner.learn(agreed.figures)
         if made is None or not agreed.figures["made ahead"]:
-            return None, learnt
-        schedule = dataclasses.replace(made.schedule, learnt=learnt)
-        return dataclasses.replace(made, schedule=schedule), learnt
+            return None, settings
+        schedule = dataclasses.replace(made.schedule, learnt=settings.learnt)
+        return dataclasses.replace(made, schedule=schedule), settings
 
     def _made(self) -> PreparedStep | None:
         assert self._ahead is not None

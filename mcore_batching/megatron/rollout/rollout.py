@@ -26,7 +26,6 @@ from mcore_batching.megatron.rollout.settings import Settings, check_forward_pla
 from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel
-from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +42,7 @@ class RolloutRequest:
     forward_only: bool = False  # under a cap of their own if they have one
     # All samples are one, on every rank: packing need not wait for the number of all samples.
     one_step: bool = False
-    learnt: LearntCosts | None = None  # to plan by, in place of what this step would learn
-    checked: Settings | None = None  # that the model was checked with, in place of all these
+    settings: Settings | None = None  # in place of all these, and of what this step would learn
     plan: Plan = IN_LINE  # makes the plans, or gets them made
 
     @property
@@ -61,13 +59,8 @@ class RolloutRequest:
     def learns(self) -> bool:
         """True if costs are learnt from the training steps before this one."""
         # A model of the caller's own is not corrected, and forward passes alone are not timed.
-        is_given = self.known_costs is not None or self.checked is not None
+        is_given = self.cost_model is not None or self.settings is not None
         return not is_given and not self.forward_only and self.job.options.learns_cost_model
-
-    @property
-    def known_costs(self) -> CostModel | None:
-        """Costs to plan by; None: by the arguments."""
-        return self.cost_model if self.learnt is None else self.learnt.cost_model
 
     @property
     def learner(self) -> CostLearner:
@@ -81,7 +74,6 @@ class Rollout:
 
     request: RolloutRequest
     settings: Settings  # the same on every rank
-    learnt: LearntCosts | None  # when the plan is made; None where costs are not learnt
     batch: RolloutBatch  # of this replica
     shares: list[int]  # samples of every data-parallel rank; under `one_step` of all together
     packed: PackedShard | None  # the only step, where packing at once was right on all ranks
@@ -105,8 +97,7 @@ def read_rollout(request: RolloutRequest) -> Rollout:
 
     def work() -> tuple[Settings, _Own]:
         chunks = model_chunks(request.model)
-        # Without a look at a model that may be running in another thread, with hooks.
-        settings = request.checked or _checked_settings(request, chunks)
+        settings = _checked_settings(request, chunks)
         batch = RolloutBatch.read(
             request.read(),
             request.job.options.global_batch_size,
@@ -121,20 +112,17 @@ def read_rollout(request: RolloutRequest) -> Rollout:
         "taking stock", work, lambda read: _statement(request, *read)
     )
     settings, own = agreed.result
-    learnt = request.learnt
     if request.learns:
-        packed_by = request.learner.learnt
-        request.learner.learn(agreed.figures)
+        learnt = request.learner.learn(agreed.figures)
         # What packs at once has packed before these figures were heard: the plan is of the costs
         # before, and the next batch's of these.
-        learnt = packed_by if request.packs_at_once else request.learner.learnt
-        assert learnt is not None
-        settings = dataclasses.replace(settings, cost_model=learnt.cost_model)
+        if not request.packs_at_once:
+            settings = settings.with_learnt(learnt)
     if not request.forward_only:  # of forward passes alone training has said it already
         say_oversize(request.job, settings, agreed.figures["longest sample"])
     batch, packed, figures = _shared(request, own, agreed)
     latest = figures.get("ends", [])
-    return Rollout(request, settings, learnt, batch, figures["samples"], packed, latest)
+    return Rollout(request, settings, batch, figures["samples"], packed, latest)
 
 
 def _shared(
@@ -173,7 +161,12 @@ def _shared(
 
 def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
     options, forward_only = request.job.options, request.forward_only
-    settings = Settings.of(request.job, chunks, request.known_costs, forward_only=forward_only)
+    settings = request.settings or Settings.of(
+        request.job, chunks, request.cost_model, forward_only=forward_only
+    )
+    # A model that may be running in another thread, with hooks, is not looked at.
+    if request.job.of_thread is not None:
+        return settings
     if not request.one_step:  # a stock script's evaluation is planned anew in any case
         check_forward_plan(options, settings.config)
     prepare_model(chunks, settings.dims, settings.config)

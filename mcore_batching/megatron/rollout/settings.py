@@ -15,6 +15,7 @@ from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.topology import current_dims, first_guess, model_shape
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Settings:
     dims: ParallelDims
     config: PlannerConfig
     cost_model: CostModel
+    # Of which the costs are a part, where they are learnt.
+    learnt: LearntCosts | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def of(
@@ -55,22 +58,24 @@ class Settings:
         if forward_only:
             # Activations of forward passes alone are not kept, so their cap may be larger.
             config = job.options.forward_only_config(config, dims)
-        return cls(dims, config, cost_model or _known_cost_model(job, chunks))
+        # A file that the user named is never corrected by what is learnt.
+        given = cost_model or job.options.given_cost_model()
+        if given is not None:
+            return cls(dims, config, given)
+        model = unwrap_model(chunks[0])
+        guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
+        if not job.options.learns_cost_model:
+            return cls(dims, config, guess)
+        return cls(dims, config, guess).with_learnt(learners_of(job).of(chunks).begin(guess))
+
+    def with_learnt(self, learnt: LearntCosts) -> Settings:
+        """These, by learnt costs."""
+        return dataclasses.replace(self, cost_model=learnt.cost_model, learnt=learnt)
 
     def comparable(self) -> dict[str, Any]:
         """Each setting by its own name, so that an error says which one differs."""
-        parts = dataclasses.asdict(self).values()
-        return {name: value for part in parts for name, value in part.items()}
-
-
-def _known_cost_model(job: Job, chunks: list[Any]) -> CostModel:
-    # A file that the user named is never corrected by what is learnt.
-    given = job.options.given_cost_model()
-    if given is not None:
-        return given
-    model = unwrap_model(chunks[0])
-    guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
-    return learners_of(job).of(chunks).begin(guess) if job.options.learns_cost_model else guess
+        parts: tuple[Any, ...] = self.dims, self.config, self.cost_model
+        return {n: value for part in parts for n, value in dataclasses.asdict(part).items()}
 
 
 def check_forward_plan(options: Options, config: PlannerConfig) -> None:
