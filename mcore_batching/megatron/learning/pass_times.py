@@ -179,9 +179,8 @@ class TimedStep:
 
 def rows_of(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:
     """Lengths of the samples of each of this rank's micro-batches, which have segments."""
-    lengths = schedule.rollout_data["total_lengths"]
     rows = computed_alone(schedule.steps[step], schedule.hosts)
-    return [tuple(int(lengths[i]) for i in indices) for indices in rows]
+    return [tuple(schedule.own_lengths[i] for i in indices) for indices in rows]
 
 
 def mark() -> Any:

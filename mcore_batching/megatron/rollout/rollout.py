@@ -160,9 +160,9 @@ def _shared(
 
 
 def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
-    options, forward_only = request.job.options, request.forward_only
+    options = request.job.options
     settings = request.settings or Settings.of(
-        request.job, chunks, request.cost_model, forward_only=forward_only
+        request.job, chunks, request.cost_model, forward_only=request.forward_only
     )
     # A model that may be running in another thread, with hooks, is not looked at.
     if request.job.of_thread is not None:
@@ -170,10 +170,9 @@ def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
     if not request.one_step:  # a stock script's evaluation is planned anew in any case
         check_forward_plan(options, settings.config)
     prepare_model(chunks, settings.dims, settings.config)
-    if not forward_only:  # of forward passes no samples share segments, and none are split
-        if options.share_prefixes:
-            check_shared_prefixes(chunks)
-        check_split_backward(options, chunks, settings.dims)
+    if options.share_prefixes:
+        check_shared_prefixes(chunks)
+    check_split_backward(options, chunks, settings.dims)
     return settings
 
 
