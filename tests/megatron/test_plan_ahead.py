@@ -264,7 +264,7 @@ def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
     dims = ParallelDims(data_parallel=2, expert_parallel=experts)
     figures = {"passes": least(1)}
     learner = mock.Mock(evidence=mock.Mock(return_value=figures))
-    before = Settings(dims, config, CostModel()).with_learnt(LearntCosts(cost_model=CostModel()))
+    before = Settings(dims, config, CostModel(), LearntCosts(cost_model=CostModel()))
 
     def agree(stage: str, work: Any, say: Any) -> Agreement[Any]:
         result = work()

@@ -93,11 +93,11 @@ class CostLearner:
             **(shared if self._shares_rows else {}),
         }
 
-    def begin(self, first_guess: CostModel) -> LearntCosts:
-        """The costs to plan with: what is known by now, or the first guess."""
+    def begin(self, first_guess: CostModel) -> CostModel:
+        """The model to plan with: what is known by now, or the first guess."""
         if self.learnt is None:
             self.learnt = LearntCosts(cost_model=first_guess)
-        return self.learnt
+        return self.learnt.cost_model
 
     @contextlib.contextmanager
     def timing(self, prepared: PreparedStep, weights: list[TimedWeights]) -> Iterator[None]:
@@ -163,11 +163,11 @@ class CostLearner:
         assert self.learnt is not None
         return self.learnt.units(timing.lengths, timing.context_parallel)
 
-    def learn(self, figures: Mapping[str, Any]) -> LearntCosts:
-        """Know what all ranks have measured, `evidence` joined over them; what is known then."""
+    def learn(self, figures: Mapping[str, Any]) -> None:
+        """Know what all ranks have measured, `evidence` joined over them."""
         assert self.learnt is not None
         if not figures["steps timed"]:
-            return self.learnt  # nothing changes: samples that are planned twice have one plan
+            return  # nothing changes: samples that are planned twice have one plan
         # Of ranks in lockstep only the costliest row of a slot was waited for by nobody.
         costs = figures.get("costs of slots")
         if costs is not None:
@@ -180,7 +180,6 @@ class CostLearner:
             )
         self._shared = None
         self.learnt = relearnt(self.learnt, figures["evidence"], self._shared_steps)
-        return self.learnt
 
     def _costliest(
         self, rows: Iterable[tuple[int, Timing]], costs: Sequence[float]

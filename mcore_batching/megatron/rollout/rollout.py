@@ -113,11 +113,12 @@ def read_rollout(request: RolloutRequest) -> Rollout:
     )
     settings, own = agreed.result
     if request.learns:
-        learnt = request.learner.learn(agreed.figures)
+        request.learner.learn(agreed.figures)
+        learnt = request.learner.learnt
         # What packs at once has packed before these figures were heard: the plan is of the costs
         # before, and the next batch's of these.
-        if not request.packs_at_once:
-            settings = settings.with_learnt(learnt)
+        if learnt is not None and not request.packs_at_once:
+            settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
     if not request.forward_only:  # of forward passes alone training has said it already
         say_oversize(request.job, settings, agreed.figures["longest sample"])
     batch, packed, figures = _shared(request, own, agreed)

@@ -66,11 +66,8 @@ class Settings:
         guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
         if not job.options.learns_cost_model:
             return cls(dims, config, guess)
-        return cls(dims, config, guess).with_learnt(learners_of(job).of(chunks).begin(guess))
-
-    def with_learnt(self, learnt: LearntCosts) -> Settings:
-        """These, by learnt costs."""
-        return dataclasses.replace(self, cost_model=learnt.cost_model, learnt=learnt)
+        learner = learners_of(job).of(chunks)
+        return cls(dims, config, learner.begin(guess), learner.learnt)
 
     def comparable(self) -> dict[str, Any]:
         """Each setting by its own name, so that an error says which one differs."""
