@@ -135,26 +135,19 @@ def _planned(rollout: Rollout) -> PlannedRollout:
 
 def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
     """Pack, fill and choose; of several steps perhaps the first alone. A collective."""
-    request, consensus = rollout.request, rollout.request.job.consensus
+    request, settings, consensus = rollout.request, rollout.settings, rollout.request.job.consensus
     if rollout.packed is not None:
         unplanned = CutSteps.of(rollout).unplanned()
         return PlannedRollout(_filled(consensus, unplanned, [rollout.packed], rollout.latest))
     # Where nothing is searched for, packing takes less time than to start a process for it.
-    searches = shapes_slots(rollout.settings.dims, rollout.settings.config)
+    searches = shapes_slots(settings.dims, settings.config)
     now = 1 if searches and request.may_plan_ahead else None
 
     def work() -> tuple[CutSteps, list[PackedShard], list[StepShard]]:
         cut = CutSteps.of(rollout)
-        lengths, hosts = cut.batch.total_lengths, cut.hosts
+        samples = cut.batch.total_lengths, cut.steps, cut.hosts
         # All of them, while all ranks can be told what is wrong with later steps.
-        shards = _shards(
-            request.job.options,
-            rollout.settings,
-            lengths,
-            cut.steps,
-            hosts,
-            forward_only=request.forward_only,
-        )
+        shards = _shards(request.job.options, settings, *samples, forward_only=request.forward_only)
         later = [] if now is None else shards[now:]
         return cut, [shard.packed(request.plan) for shard in shards[:now]], later
 
