@@ -145,10 +145,8 @@ def get_data_iterator(
         PlanningFailedError: on every rank, if any could not plan.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-    job = job_of(args)
-    rollout = plan_rollout(
-        RolloutRequest(job, model, schema, lambda: rollout_data, steps, cost_model)
-    )
+    request = RolloutRequest(job_of(args), model, schema, lambda: rollout_data, steps, cost_model)
+    rollout = plan_rollout(request)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
     # All share the rollout, so that `add_fields` on one list reaches every stage's iterator.
     iterators = range(rollout.of_step(0).dims.virtual_pipeline)
