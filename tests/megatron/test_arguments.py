@@ -142,7 +142,7 @@ def test_a_value_out_of_range_is_named_as_the_flag(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(options, "PlannerConfig", refuse)
     with pytest.raises(ConfigError, match="too small; set --dynamic-batch-pad-each-to 8"):
-        Options.of(SimpleNamespace(max_tokens_per_gpu=9)).planner_config()
+        Options.of(SimpleNamespace(max_tokens_per_gpu=9)).planner_config(ParallelDims())
 
 
 def test_cost_model_from_a_file(tmp_path: Path) -> None:
@@ -180,13 +180,13 @@ def test_planner_config_from_flags() -> None:
         *("--dynamic-batch-fill", "placeholder"),
         *("--dynamic-batch-on-oversize", "error", "--dynamic-batch-pad-total-to", "20"),
     )
-    assert Options.of(args).planner_config() == PlannerConfig(
+    assert Options.of(args).planner_config(ParallelDims()) == PlannerConfig(
         max_tokens_per_gpu=100, fill="placeholder", on_oversize="error", pad_total_to=20
     )
     args = parse("--use-dynamic-batch-size", "--max-tokens-per-gpu", "9")
-    assert Options.of(args).planner_config() == PlannerConfig(max_tokens_per_gpu=9)
+    assert Options.of(args).planner_config(ParallelDims()) == PlannerConfig(max_tokens_per_gpu=9)
     bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
-    assert Options.of(bare).planner_config() == PlannerConfig(max_tokens_per_gpu=9)
+    assert Options.of(bare).planner_config(ParallelDims()) == PlannerConfig(max_tokens_per_gpu=9)
     # What these lack is what the flags are by default.
     assert Options.of(bare) == Options.of(args)
 
@@ -247,10 +247,10 @@ def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> 
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
     words += ("--dynamic-batch-max-inflight-tokens", "150", "--dynamic-batch-pad-total-to", "20")
     shared, own = parse(*words), parse(*words, FORWARD_CAP, "400")
-    training = Options.of(own).planner_config()
-    assert training == Options.of(shared).planner_config()
-    assert training == Options.of(shared).forward_only_config(training)
-    assert Options.of(own).forward_only_config(training) == dataclasses.replace(
+    training = Options.of(own).planner_config(ParallelDims())
+    assert training == Options.of(shared).planner_config(ParallelDims())
+    assert training == Options.of(shared).forward_only_config(training, ParallelDims())
+    assert Options.of(own).forward_only_config(training, ParallelDims()) == dataclasses.replace(
         training, max_tokens_per_gpu=400, max_inflight_tokens=None
     )
     assert not Options.of(shared).has_own_forward_plan
@@ -258,21 +258,21 @@ def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> 
     assert not Options.of(SimpleNamespace(max_tokens_per_gpu=9)).has_own_forward_plan
     unpacked = parse("--max-tokens-per-gpu", "9", FORWARD_CAP, "400")
     assert not Options.of(unpacked).has_own_forward_plan
-    assert Options.of(unpacked).forward_only_config(training) == training
+    assert Options.of(unpacked).forward_only_config(training, ParallelDims()) == training
 
 
 def test_a_cap_of_forward_passes_out_of_range_is_refused_before_training() -> None:
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", FORWARD_CAP, "0")
     with pytest.raises(ConfigError, match=f"^{FORWARD_CAP} must be 1 or more, got 0; increase"):
-        Options.of(parse(*words)).planner_config()
+        Options.of(parse(*words)).planner_config(ParallelDims())
 
 
 def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
     args = parse(*words, FORWARD_CAP, "20", "--dynamic-batch-on-oversize", "error")
-    training = Options.of(args).planner_config()
-    for forward_only in (False, True):
-        config = Options.of(args).forward_only_config(training) if forward_only else training
+    training = Options.of(args).planner_config(ParallelDims())
+    forward = Options.of(args).forward_only_config(training, ParallelDims())
+    for forward_only, config in ((False, training), (True, forward)):
         settings = Settings(ParallelDims(), config, CostModel())
         if forward_only:
             with pytest.raises(OversizeSampleError) as caught:
@@ -287,7 +287,7 @@ def test_without_the_flag_there_is_no_cap() -> None:
     args = parse("--max-tokens-per-gpu", "9")
     args.micro_batch_size = 2
     options = Options.of(args)
-    config = options.planner_config()
+    config = options.planner_config(ParallelDims())
     settings = Settings(ParallelDims(), config, CostModel())
     packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed(IN_LINE)
     [filling] = packed.filled([4.0, 5.0])
@@ -296,12 +296,12 @@ def test_without_the_flag_there_is_no_cap() -> None:
 
 def test_a_loop_of_its_own_without_the_flag_is_told_of_it() -> None:
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and --max"):
-        Options.of(parse("--max-tokens-per-gpu", "9")).planner_config()
+        Options.of(parse("--max-tokens-per-gpu", "9")).planner_config(ParallelDims())
 
 
 def test_missing_cap_says_what_to_set() -> None:
     with pytest.raises(DynamicBatchArgumentError, match="set --max-tokens-per-gpu"):
-        Options.of(parse("--use-dynamic-batch-size")).planner_config()
+        Options.of(parse("--use-dynamic-batch-size")).planner_config(ParallelDims())
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -543,7 +543,7 @@ def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
         Options.of(args).planner_config(SEVERAL)
     args = parse("--dynamic-batch-context-parallel", "2")
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and"):
-        Options.of(args).planner_config()
+        Options.of(args).planner_config(ParallelDims())
 
 
 def test_all_problems_are_listed_at_once() -> None:

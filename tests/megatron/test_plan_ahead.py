@@ -35,6 +35,7 @@ from mcore_batching.planning import (
     PlannerConfig,
     PlanningError,
 )
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
 from mcore_batching.planning.planning_process import PlanRequest
 
 SETTINGS = Settings(ParallelDims(), PlannerConfig(max_tokens_per_gpu=64), CostModel())
@@ -240,7 +241,7 @@ def test_a_step_is_taken_if_all_ranks_made_it_of_the_same(
     ahead.begin(JOB, lambda of, operation, plan: made)
     says: list[Any] = []
 
-    def agree(stage: str, work: Any, say: Any, failure: Any) -> Agreement[Any]:
+    def agree(stage: str, work: Any, say: Any) -> Agreement[Any]:
         result = work()
         says.append(say(result).figures["made ahead"])
         return Agreement(result, {}, {"made ahead": of_all})
@@ -249,8 +250,8 @@ def test_a_step_is_taken_if_all_ranks_made_it_of_the_same(
         options=SimpleNamespace(learns_cost_model=False), consensus=SimpleNamespace(agree=agree)
     )
     with mock.patch.object(Settings, "of", return_value=settings):
-        taken, learnt = ahead.take(job, [], None, is_of_these=is_of_these)
-    assert (taken, learnt) == (made if is_taken else None, None)
+        taken, found = ahead.take(job, [], None, is_of_these=is_of_these)
+    assert (taken, found) == (made if is_taken else None, settings)
     assert says == [least(int(is_of_these and settings is SETTINGS))]
 
 
@@ -262,10 +263,10 @@ def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
     config = PlannerConfig(max_tokens_per_gpu=64, max_context_parallel=2 if shares_rows else None)
     dims = ParallelDims(data_parallel=2, expert_parallel=experts)
     figures = {"passes": least(1)}
-    learner = mock.Mock(learnt="before", evidence=mock.Mock(return_value=figures))
-    learner.learn.side_effect = lambda agreed: setattr(learner, "learnt", "after")
+    learner = mock.Mock(evidence=mock.Mock(return_value=figures))
+    before = Settings(dims, config, CostModel(), LearntCosts(cost_model=CostModel()))
 
-    def agree(stage: str, work: Any, say: Any, failure: Any) -> Agreement[Any]:
+    def agree(stage: str, work: Any, say: Any) -> Agreement[Any]:
         result = work()
         assert figures.items() <= say(result).figures.items()
         return Agreement(result, {}, {"made ahead": 0, "passes": 3})
@@ -274,11 +275,13 @@ def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
         options=SimpleNamespace(learns_cost_model=True), consensus=SimpleNamespace(agree=agree)
     )
     with (
-        mock.patch.object(Settings, "of", return_value=Settings(dims, config, CostModel())),
+        mock.patch.object(Settings, "of", return_value=before),
         mock.patch.object(plan_ahead, "learners_of") as learners,
     ):
         learners.return_value.of.return_value = learner
-        assert ahead.take(job, [], None, is_of_these=False) == (None, "before")
+        taken, settings = ahead.take(job, [], None, is_of_these=False)
+    assert taken is None
+    assert settings is before
     learner.evidence.assert_called_once_with(dims, config)
     learner.learn.assert_called_once_with({"made ahead": 0, "passes": 3})
 

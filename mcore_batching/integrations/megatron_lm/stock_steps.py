@@ -32,7 +32,6 @@ from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.topology import vocabulary_size
 from mcore_batching.planning import CostModel
-from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
 
 class StockSteps:
@@ -59,12 +58,12 @@ class StockSteps:
             )
         ahead, cost_model = self._plans_ahead(job), self._cost_model_of_rerun()
         self._is_rerun = cost_model is not None
-        prepared = learnt = None
+        prepared = settings = None
         # Not in the first step, which is planned in line: there ranks compare that all plan ahead.
         if ahead is not None:
             # Of other batches than are now drawn, say as the batch size has grown, it is not taken.
             is_of_these = are_same(drawn, self._ahead)
-            prepared, learnt = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
+            prepared, settings = ahead.take(job, chunks, cost_model, is_of_these=is_of_these)
         if prepared is None:
             prepared = self._planned(
                 job,
@@ -73,7 +72,7 @@ class StockSteps:
                 chunks=chunks,
                 drawn=drawn,
                 cost_model=cost_model,
-                learnt=learnt,
+                settings=settings,
             )
         self._last_planned = self._iteration, prepared.schedule.cost_model
         return prepared
@@ -93,8 +92,8 @@ class StockSteps:
             # What reading raises is raised when they are drawn.
             drawn = self._ahead = outcome_of(lambda: batches_ahead(data_iterator, num_microbatches))
             # What is known of costs now; more is learnt before the step.
-            settings = Settings.of(job, chunks, None, None, forward_only=False)
-            make = functools.partial(self._planned, chunks=chunks, drawn=drawn, checked=settings)
+            settings = Settings.of(job, chunks)
+            make = functools.partial(self._planned, chunks=chunks, drawn=drawn, settings=settings)
             ahead.begin(job, make)
 
         return after_first_pass(begin_next)
@@ -108,8 +107,7 @@ class StockSteps:
         chunks: list[Any],
         drawn: Callable[[], Batches | None],
         cost_model: CostModel | None = None,
-        learnt: LearntCosts | None = None,
-        checked: Settings | None = None,
+        settings: Settings | None = None,
         forward_only: bool = False,
     ) -> PreparedStep:
         """Plan and collate a step; a collective over all ranks."""
@@ -118,15 +116,14 @@ class StockSteps:
             job,
             chunks,
             STOCK_SCHEMA,
-            lambda drawn: self._read(drawn(), vocabulary_size(chunks)),
+            lambda: self._read(drawn(), vocabulary_size(chunks)),
             cost_model=cost_model,
             forward_only=forward_only and job.options.has_own_forward_plan,
             one_step=True,
-            learnt=learnt,
-            checked=checked,
+            settings=settings,
             plan=plan,
         )
-        schedule = begin_step(request, drawn)
+        schedule = begin_step(request)
         return prepare(
             job, chunks, operation, 0, schedule, forward_only=forward_only, change=stock_row
         )

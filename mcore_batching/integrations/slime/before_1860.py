@@ -27,12 +27,9 @@ from mcore_batching.integrations.slime.rollout_manager import option_problems
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.data_iterator import (
-    DataIterator,
-    planned_iterators,
-    schedule_of,
-)
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, schedule_of
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
+from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
 from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.rows.prepared_step import MODEL_INPUTS, PortableRow
@@ -95,9 +92,9 @@ def get_data_iterator(
         _row_multiple(getattr(args, "data_pad_size_multiplier", None) or 1),
         getattr(args, "dynamic_batch_pad_total_to", None) or 1,
     )
-    request = RolloutRequest(job_of(planning_args), model, DEFAULT_SCHEMA, _planned)
-    iterators, counts = planned_iterators(request, rollout_data)
-    planned = schedule_of(iterators)
+    job = job_of(planning_args)
+    request = RolloutRequest(job, model, DEFAULT_SCHEMA, lambda: _planned(rollout_data))
+    planned = plan_rollout(request).schedule
     # Rows are padded to a multiple of the tensor-parallel size, which is enough for sequence
     # parallelism. Samples must not be: slime finds tokens by unpadded lengths.
     schedule = dataclasses.replace(
@@ -108,8 +105,8 @@ def get_data_iterator(
     live = schedule.rollout_data if rollout_data is None else rollout_data
     return [
         PlaceholderIterator(_LiveDataIterator(rollout, live), schema, schedule.template)
-        for _ in iterators
-    ], list(counts)
+        for _ in range(planned.dims.virtual_pipeline)
+    ], planned.num_microbatches
 
 
 def forward_only(

@@ -32,6 +32,7 @@ from mcore_batching.batch.agreement.consensus import (
 )
 from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import flag_of
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
 from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch
@@ -104,11 +105,14 @@ class JobConsensus(Consensus):
         stage: str,
         work: Callable[[], Result],
         says: Callable[[Result], Statement] = no_statement,
-        **errors: Any,
+        *,
+        failure: type[CollectiveError] = PlanningFailedError,
+        mismatch: type[CollectiveError] | None = None,
     ) -> Agreement[Result]:
-        """`Consensus.agree`; raises `PipelineFailedError`, too, if a pipeline has failed."""
+        """`Consensus.agree`, by default for planning; raises `PipelineFailedError`, too, if a
+        pipeline has failed."""
         with self.watch.waiting():
-            return super().agree(stage, work, says, **errors)
+            return super().agree(stage, work, says, failure=failure, mismatch=mismatch)
 
     @property
     def _replica(self) -> Sequence[int]:
@@ -139,7 +143,6 @@ class JobConsensus(Consensus):
             "sharing data",
             self.handed(lambda: value, source, among),
             lambda shared: dataclasses.replace(says(shared), tell=bool(having), asks=not having),
-            failure=PlanningFailedError,
         )
         lacking = {
             ranks[0]: f"no rank of data-parallel rank {replica} (global ranks {list(ranks)}) was "
@@ -191,7 +194,6 @@ class JobConsensus(Consensus):
         says: Callable[[Result], Statement] = no_statement,
         *,
         among: Sequence[int] | None = None,
-        **errors: Any,
     ) -> tuple[Agreement[Result], list[Any]]:
         """`agree`, and hear a value of each of some ranks, in their order. A collective over all.
 
@@ -213,7 +215,7 @@ class JobConsensus(Consensus):
             figures = {**said.figures, "bytes": largest(len(made[1]))}
             return dataclasses.replace(said, figures=figures)
 
-        agreed = self.agree(stage, pickled, with_size, **errors)
+        agreed = self.agree(stage, pickled, with_size)
         result, own = agreed.result
         if among is None:
             place = self._replica.index(self.rank)
@@ -221,8 +223,7 @@ class JobConsensus(Consensus):
         with self.watch.reporting(stage):
             # A gather takes as much from every rank: the longest. Pickles end where they say.
             gathered = RankMessages(self._world, among).gather(own.ljust(agreed.figures["bytes"]))
-        agreement = Agreement(result, agreed.told, agreed.figures)
-        return agreement, [pickle.loads(each) for each in gathered]
+        return Agreement(result, agreed.told, agreed.figures), [*map(pickle.loads, gathered)]
 
     def exchange(
         self,
@@ -253,15 +254,11 @@ class JobConsensus(Consensus):
             result, values = work()
             return result, [flat(value) for value in values]
 
-        result, leaving = self.agree(
-            stage, serialised, lambda made: says(made[0]), failure=PlanningFailedError
-        ).result
+        result, leaving = self.agree(stage, serialised, lambda made: says(made[0])).result
         with self.watch.reporting(stage):
             arrived = exchanged(leaving, self._counterpart_group)
         return self.agree(
-            f"{stage}, received",
-            lambda: received(result, list(map(unflat, arrived))),
-            failure=PlanningFailedError,
+            f"{stage}, received", lambda: received(result, list(map(unflat, arrived)))
         ).result
 
     def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

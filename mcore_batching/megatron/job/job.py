@@ -24,11 +24,7 @@ from megatron.core import parallel_state
 from mcore_batching.batch import Field, PackedMicroBatch
 from mcore_batching.batch.agreement.consensus import Agreement, Statement, no_statement
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
-from mcore_batching.megatron.errors import (
-    DynamicBatchArgumentError,
-    ForwardFailedError,
-    PlanningFailedError,
-)
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, ForwardFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import (
     NO_WATCH,
@@ -50,6 +46,7 @@ class JobMemory:
         # batch that leave them open on all ranks.
         self.told_fields: dict[str, Field] = {}
         self.said: set[str] = set()  # what is said once a job and has been
+        self.batches_apart = 0  # planned without shared prefixes
         # First chunks of models that packed rows were found to run on.
         self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
         # Ranks that share a row with this one, by their number; none before any are made.
@@ -80,10 +77,13 @@ class Job:
 
     options: Options  # Megatron's arguments of the call
     memory: JobMemory
+    of_thread: JobConsensus | None = None  # agreements of a thread's own, if it is one's
 
     @property
     def consensus(self) -> JobConsensus:
         """Agreement between all ranks. A collective over them where it has to be made."""
+        if self.of_thread is not None:
+            return self.of_thread
         world, connection = dist.group.WORLD, self.memory.connection
         # After an abort there is no group, and the next call is to raise the same error.
         if connection is None or (world is not None and connection[0]() is not world):
@@ -100,8 +100,7 @@ class Job:
         watch = NO_WATCH if options.no_failure_watch else watch_of_world()
         try:
             made = JobConsensus(seconds, watch)
-            stage = "reading the arguments"
-            made.agree(stage, options.checked_timeout_seconds, failure=PlanningFailedError)
+            made.agree("reading the arguments", options.checked_timeout_seconds)
         except BaseException:
             watch.stop()  # the next call makes another
             raise

@@ -134,11 +134,6 @@ class Options:
         # Rows that are never packed have no use for them.
         return chosen == LEARNT and bool(self.use_dynamic_batch_size)
 
-    @property
-    def skips_nonfinite(self) -> bool:
-        """True if a step that is not finite is skipped: ``--dynamic-batch-on-nonfinite skip``."""
-        return self.on_nonfinite == "skip"
-
     def checked_chunk_tokens(self) -> int:
         """Tokens of which log-probs and entropies hold float32 logits at a time."""
         tokens = self.log_prob_chunk_tokens
@@ -164,8 +159,8 @@ class Options:
         given = self.pad_token_id
         return 0 if given is None or (as_integer(given) or 0) < 0 else given
 
-    def planner_config(self, dims: ParallelDims | None = None) -> PlannerConfig:
-        """The planner's settings; without dims CUDA has no default multiple of rows.
+    def planner_config(self, dims: ParallelDims) -> PlannerConfig:
+        """The planner's settings.
 
         Without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size`` samples each,
         however long, and ranks with fewer of them are filled up with placeholders.
@@ -206,29 +201,26 @@ class Options:
             )
         # Kernels on a GPU are chosen by the row's length: multiples let it find them again.
         chosen = dict(self.planner)
-        if chosen["pad_total_to"] is None and dims is not None and _runs_on_cuda():
+        if chosen["pad_total_to"] is None and _runs_on_cuda():
             smallest = dims if self.max_context_parallel is None else dims.for_rows_on(1)
             chosen["pad_total_to"] = _default_row_multiple(self.max_tokens_per_gpu, smallest)
         try:
             config = PlannerConfig(max_tokens_per_gpu=self.max_tokens_per_gpu, **chosen)
-            if dims is not None:
-                config.check_max_context_parallel(dims)
+            config.check_max_context_parallel(dims)
             self.forward_only_config(config, dims)
             return config
         except MCoreBatchingError as error:
             error.args = (error.text(flag_of),)
             raise
 
-    def forward_only_config(
-        self, training: PlannerConfig, dims: ParallelDims | None = None
-    ) -> PlannerConfig:
+    def forward_only_config(self, training: PlannerConfig, dims: ParallelDims) -> PlannerConfig:
         """The planner's settings for forward passes alone: training's, under a cap of their own."""
         if not self.has_own_forward_cap:
             return training
         given = self.forward_only_max_tokens_per_gpu
         cap = at_least("forward_only_max_tokens_per_gpu", given, 1, ConfigError)
         multiple = training.pad_total_to
-        if self.planner["pad_total_to"] is None and multiple is not None and dims is not None:
+        if self.planner["pad_total_to"] is None and multiple is not None:
             multiple = _default_row_multiple(cap, dims)  # CUDA's, as it divides this cap
         # Without a backward pass no activations wait: the bound on them is training's alone.
         return dataclasses.replace(

@@ -21,9 +21,6 @@ from megatron.core import parallel_state
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron.job.job import Job, present_memory
 
-DEFAULT_TIMEOUT_MINUTES = 10
-"""Megatron's own default of --distributed-timeout-minutes, for arguments without it."""
-
 
 def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     """Make the groups of these sizes that are not there yet. A collective over all ranks."""
@@ -32,7 +29,7 @@ def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
     # Megatron has two of them already: a NCCL communicator takes memory on the GPU.
     groups = job.memory.row_groups
     groups |= {among.size(): among, own.size(): own}
-    minutes = job.options.distributed_timeout_minutes or DEFAULT_TIMEOUT_MINUTES
+    minutes = job.options.distributed_timeout_minutes or 10  # Megatron's own default
     missing = [size for size in sizes if size not in groups]
     if not missing:
         return

@@ -113,13 +113,12 @@ class CostLearner:
             self._is_warm = True
             return
         schedule, step = prepared.schedule, prepared.step
-        rows, sizes = rows_of(schedule, step), list(schedule.row_sizes(step))
-        stage = parallel_state.get_pipeline_model_parallel_rank()
+        rows, stage = rows_of(schedule, step), parallel_state.get_pipeline_model_parallel_rank()
         order = Schedule(dims=schedule.dims).order(stage, len(rows))
         if len(marks) == 2 * len(order):  # else the schedule is none that is known here
-            self._shared = SharedTimes.of(schedule, step) if schedule.has_sizes_of_rows else None
-            if self._shared is None:
-                sizes = [1] * len(rows)
+            shares = schedule.has_sizes_of_rows
+            self._shared = SharedTimes.of(schedule, step) if shares else None
+            sizes = schedule.row_sizes(step) if shares else [1] * len(rows)
             self._unread.append(TimedStep(rows, sizes, order, marks, weights, self._shared))
 
     def evidence(self, dims: ParallelDims, config: PlannerConfig) -> dict[str, Figure]:
@@ -139,7 +138,7 @@ class CostLearner:
             has_news, step = 1, self._unread.popleft()
             seconds = step.seconds()
             timings = step.timings(seconds)
-            self._alone = {s: row for s, row in timings.items() if row.context_parallel == 1}
+            self._alone = {s: row for s, row in enumerate(timings) if row.context_parallel == 1}
             self._num_slots = len(timings)
             # In lockstep only rows that nobody waited in count, and `learn` knows which.
             if not dims.in_lockstep:
@@ -147,7 +146,7 @@ class CostLearner:
             if step.shared is not None and step.shared is self._shared:
                 shared = step.shared.seconds(seconds, slowness(self._alone_steps, self.learnt))
             if not self._unread:  # else ranks may have read different steps
-                costs = costs_of_slots([self._units(timings[slot]) for slot in sorted(timings)])
+                costs = costs_of_slots([self._units(timing) for timing in timings])
         model = self.learnt.cost_model
         stage = costs_of_stage(model, dims, parallel_state.get_pipeline_model_parallel_rank())
         figures = {
@@ -229,10 +228,6 @@ class CostLearners:
             self._of_models[chunk] = CostLearner() if self._is_taken else self._first
             self._is_taken = True
         return self._of_models[chunk]
-
-    def has(self, model: Any) -> bool:
-        """True if its training was planned; a model that only runs forward learns nothing."""
-        return unwrap_model(model_chunks(model)[0]) in self._of_models
 
 
 def learners_of(job: Job) -> CostLearners:

@@ -13,6 +13,7 @@ costs known then, the largest cost of each slot tells, which travels likewise.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import defaultdict
@@ -88,38 +89,29 @@ class SharedTimes:
         `factor`; inf where it has no part in a row, 0, which is no time, where it could not be
         told.
         """
-        numbers = [0.0] * MAX_SHARED_PASSES
-        for place, row in enumerate(self.rows):
+        numbers = []
+        for row in self.rows:
             has_part = row.rank <= self.own < row.rank + row.size
-            for chunk in range(self.chunks):
-                for kind in _KINDS:
-                    took = math.inf
-                    if has_part:
-                        took = passes[Pass(kind, chunk, row.slot)] / factor
-                    is_time = took > 0  # nor NaN
-                    numbers[self._index(place, chunk, kind)] = took if is_time else 0.0
-        return numbers
+            for chunk, kind in itertools.product(range(self.chunks), _KINDS):
+                took = passes[Pass(kind, chunk, row.slot)] / factor if has_part else math.inf
+                numbers.append(took if took > 0 else 0.0)  # 0 for NaN, too
+        return numbers + [0.0] * (MAX_SHARED_PASSES - len(numbers))
 
     def timings(self, least: Sequence[float]) -> list[tuple[int, Timing]]:
         """Slot and times of each row that could be told, given the least of all ranks' numbers."""
-        timings = []
-        for place, (row, lengths) in enumerate(zip(self.rows, self.lengths, strict=True)):
-            forward, backward = (
-                [least[self._index(place, chunk, kind)] for chunk in range(self.chunks)]
-                for kind in _KINDS
-            )
+        timings, numbers = [], iter(least)
+        for row, lengths in zip(self.rows, self.lengths, strict=True):
+            of_row = list(itertools.islice(numbers, self.chunks * len(_KINDS)))
+            # Forward and backward passes take turns, as in `seconds`.
             timing = Timing(
                 lengths=lengths,
-                forward_seconds=ordered_sum(forward),
-                backward_seconds=ordered_sum(backward),
+                forward_seconds=ordered_sum(of_row[::2]),
+                backward_seconds=ordered_sum(of_row[1::2]),
                 context_parallel=row.size,
             )
-            if min(forward + backward) > 0 and timing.is_usable:
+            if min(of_row) > 0 and timing.is_usable:
                 timings.append((row.slot, timing))
         return timings
-
-    def _index(self, place: int, chunk: int, kind: Kind) -> int:
-        return (place * self.chunks + chunk) * len(_KINDS) + _KINDS.index(kind)
 
 
 class TimedWeights(NamedTuple):
@@ -136,7 +128,7 @@ class TimedStep:
     """A step's passes as they were marked."""
 
     rows: list[tuple[int, ...]]  # lengths of the samples of each micro-batch
-    sizes: list[int]  # of each, the ranks that share it, under dynamic CP; else 1
+    sizes: Sequence[int]  # of each, the ranks that share it, under dynamic CP; else 1
     order: list[Pass]
     marks: list[Any]  # before and after each pass
     weights: list[TimedWeights]  # what split backward passes left for later
@@ -164,16 +156,16 @@ class TimedStep:
                 seconds[apart] = seconds.get(apart, 0.0) + took
         return seconds
 
-    def timings(self, passes: Mapping[Pass, float]) -> dict[int, Timing]:
-        """The times on this stage of each row, by its slot, its model chunks' together."""
+    def timings(self, passes: Mapping[Pass, float]) -> list[Timing]:
+        """The times on this stage of each slot's row, its model chunks' together."""
         # Chunks added up: costs are a stage's, whatever chunks it has.
         of_chunks = defaultdict[tuple[Kind, int], list[float]](list)
         for (kind, _, slot), took in passes.items():
             of_chunks[kind, slot].append(took)
-        timings = {}
+        timings = []
         for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True)):
             backward, weights = of_chunks["B", slot], of_chunks["W", slot]
-            timings[slot] = Timing(
+            timing = Timing(
                 lengths=lengths,
                 forward_seconds=ordered_sum(of_chunks["F", slot]),
                 backward_seconds=ordered_sum(backward),
@@ -181,14 +173,14 @@ class TimedStep:
                 weight_seconds=ordered_sum(weights) if len(weights) == len(backward) else 0.0,
                 context_parallel=size,
             )
+            timings.append(timing)
         return timings
 
 
 def rows_of(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:
     """Lengths of the samples of each of this rank's micro-batches, which have segments."""
-    lengths = schedule.rollout_data["total_lengths"]
     rows = computed_alone(schedule.steps[step], schedule.hosts)
-    return [tuple(int(lengths[i]) for i in indices) for indices in rows]
+    return [tuple(schedule.own_lengths[i] for i in indices) for indices in rows]
 
 
 def mark() -> Any:

@@ -11,7 +11,6 @@ from mcore_batching.batch import Field
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.fields.field_checks import require_one_per_sample
 from mcore_batching.batch.fields.infer import infer_fields
-from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of, schedule_of
 from mcore_batching.megatron.rollout.rollout_batch import checked_fields
@@ -60,7 +59,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         is_open = not own.keys() >= fields.keys() - schedule.schema.keys()
         return Statement(equal=_digest_of(schedule), tell=own, asks=is_open)
 
-    agreed = job.consensus.agree(_ADDING, kinds, tells, failure=PlanningFailedError)
+    agreed = job.consensus.agree(_ADDING, kinds, tells)
     schedule, own = agreed.result
     # Its own word first; if another rank's differs, the values' agreement is an error.
     told = {name: field for each in agreed.told.values() for name, field in each.items()} | own
@@ -77,7 +76,6 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         "adding fields, their values",
         lambda: _with_fields(schedule, fields, told),
         says,
-        failure=PlanningFailedError,
     ).result
     # Only now that no rank refused: later batches are read by it.
     job.memory.told_fields.update({name: extended.schema[name] for name in new})

@@ -24,11 +24,10 @@ from mcore_batching.megatron.rollout.rollout import Rollout
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.planning import CostModel
 
 WORTH_SAYING = 0.2
-"""Share of a step's work that the flag would save: at half of it a log line would name a gain that
-runs of the same job differ by."""
+"""Share of a step's tokens that the flag would save: at half of it a log line would name a gain
+that runs of the same job differ by."""
 _SAVED, _ADVICE = "prefixes are shared", "prefixes could be"
 """In `JobMemory.said`, as are reasons why samples are alone."""
 
@@ -53,10 +52,6 @@ class CutSteps:
         # Ranks of a replica that read other samples are told so once all have packed.
         shares[place] = len(batch.total_lengths)
         steps = batch.steps_of(shares, place)
-        if request.training is not None:  # forward passes take what was found then
-            return cls(rollout, batch, steps, hosts=request.training.hosts)
-        if request.forward_only:
-            return cls(rollout, batch, steps)
         found = look_for_hosts(request.job, model_chunks(request.model), batch, steps)
         hosts = found.host if found is not None and request.job.options.share_prefixes else None
         return cls(rollout, batch, steps, found, hosts)
@@ -70,13 +65,12 @@ class CutSteps:
         # A rank without samples may not have been told one, and steps of its own need none.
         if batch.total_lengths and batch.steps is None:
             equal["global_batch_size"] = batch.global_batch_size
-        saved = _saved(self.found, batch.total_lengths, rollout.settings.cost_model)
         job, reasons = rollout.request.job, None
         if self.found is not None and job.options.share_prefixes:
             alone, said = self.found.alone, job.memory.said
             # None asks for nothing: else all ranks gather what each tells.
             reasons = {reason: alone[reason] for reason in alone if reason not in said} or None
-        return Statement(equal=equal, figures={**figures, **saved}, tell=reasons)
+        return Statement(equal=equal, figures={**figures, **_saved(self.found)}, tell=reasons)
 
     def unplanned(self) -> MicroBatchSchedule:
         """The schedule before any step of it is planned; later batches know its fields."""
@@ -98,32 +92,24 @@ class CutSteps:
             samples_per_step=batch.global_batch_size,
             consensus=job.consensus,
             cost_model=settings.cost_model,
-            learnt=rollout.learnt,
+            learnt=settings.learnt,
         )
-
-
-@dataclasses.dataclass
-class _Seen:
-    """Batches of a job without the flag."""
-
-    batches: int = 0
 
 
 def look_for_hosts(
     job: Job, chunks: list[Any], batch: RolloutBatch, steps: Sequence[Sequence[int]]
 ) -> Hosts | None:
     """Who of a resolved batch is computed in whose segment; None where nobody needs to know."""
-    flag, columns = job.options.share_prefixes, batch.data
+    flag, columns, memory = job.options.share_prefixes, batch.data, job.memory
     if flag is None:
         return None  # it cannot be set here
     if not flag:
-        seen = job.memory.only(_Seen)
-        seen.batches += 1
+        memory.batches_apart += 1
         # The 1st, 2nd, 4th, 8th, ... batch, as turns may come late: comparing a million tokens
         # takes 0.01 s, and a copy where a device has them, too much for every batch.
-        is_power_of_two = seen.batches & (seen.batches - 1) == 0
+        is_power_of_two = memory.batches_apart.bit_count() == 1
         # For nothing, too, once the advice was given or where this model could not follow it.
-        is_said = _ADVICE in job.memory.said
+        is_said = _ADVICE in memory.said
         if not is_power_of_two or is_said or any(sharing_problems(chunks)):
             return None
         # Recorded experts are the largest field by far: whoever sets the flag is told of them.
@@ -138,19 +124,15 @@ def look_for_hosts(
     )
 
 
-def _saved(hosts: Hosts | None, lengths: Sequence[int], costs: CostModel) -> dict[str, Figure]:
+def _saved(hosts: Hosts | None) -> dict[str, Figure]:
     """The savings by sharing, made or possible."""
     # The same figures on every rank, whether it looked or not: they are joined over all.
     host = hosts.host if hosts is not None else ()
-    work = [costs.sample(length) for length in lengths[: len(host)]]
-    own = [work[i] for i, each in enumerate(host) if each == i]
     return {
         "prefixes: samples": total(len(host)),
-        "prefixes: hosts": total(len(own)),
+        "prefixes: hosts": total(sum(each == i for i, each in enumerate(host))),
         "prefixes: tokens": total(hosts.tokens if hosts is not None else 0),
         "prefixes: hosts' tokens": total(hosts.computed if hosts is not None else 0),
-        "prefixes: work": total(float(sum(work))),
-        "prefixes: hosts' work": total(float(sum(own))),
     }
 
 
@@ -160,12 +142,11 @@ def say_saving(job: Job, agreed: Agreement[Any]) -> None:
     figures = agreed.figures
     samples, own = figures["prefixes: samples"], figures["prefixes: hosts"]
     tokens, computed = figures["prefixes: tokens"], figures["prefixes: hosts' tokens"]
-    kept = (1 - WORTH_SAYING) * figures["prefixes: work"]
     fewer = f"{tokens / max(computed, 1):.1f}x fewer"
     if own < samples and job.options.share_prefixes:
         text = f"{samples:,} samples in {own:,} rows' worth of tokens: {computed:,}, {fewer}"
         job.say_once(_SAVED, text)
-    elif own < samples and figures["prefixes: hosts' work"] <= kept:
+    elif own < samples and computed <= (1 - WORTH_SAYING) * tokens:
         text = (
             f"{tokens:,} tokens, {computed:,} of them distinct, {fewer}: samples begin others, as "
             f"turns of a trajectory do; set {FLAGS['share_prefixes']} to compute those tokens once"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -10,7 +9,6 @@ from mcore_batching.batch import DEFAULT_SCHEMA, Schema
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
 from mcore_batching.megatron.rollout.rollout import RolloutRequest
@@ -147,33 +145,8 @@ def get_data_iterator(
         PlanningFailedError: on every rank, if any could not plan.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-    job = job_of(args)
-    # Inside the first agreement: raised before it, the other ranks would wait.
-    read = functools.partial(_checked, job.options)
-    request = RolloutRequest(job, model, schema, read, steps, cost_model)
-    return planned_iterators(request, rollout_data)
-
-
-def _checked(options: Options, given: dict[str, list[Any]] | None) -> dict[str, list[Any]] | None:
-    check_forward_plan(options, shares_rows=options.max_context_parallel is not None)
-    return given
-
-
-def check_forward_plan(options: Options, *, shares_rows: bool) -> None:
-    """Refuse a plan of forward passes alone where ranks share rows, in a plan made or to come."""
-    if shares_rows and options.has_own_forward_plan:
-        raise DynamicBatchArgumentError(
-            "forward_only has no plan of its own where ranks share rows; unset "
-            f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
-            f"{FLAGS['max_context_parallel']}"
-        )
-
-
-def planned_iterators(
-    request: RolloutRequest, given: Any
-) -> tuple[list[DataIterator], Sequence[int]]:
-    """As `get_data_iterator`, of any request. A collective over all ranks."""
-    rollout = plan_rollout(request, given)
+    request = RolloutRequest(job_of(args), model, schema, lambda: rollout_data, steps, cost_model)
+    rollout = plan_rollout(request)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
     # All share the rollout, so that `add_fields` on one list reaches every stage's iterator.
     iterators = range(rollout.of_step(0).dims.virtual_pipeline)

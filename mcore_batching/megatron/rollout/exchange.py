@@ -27,13 +27,12 @@ from torch import Tensor
 
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
-from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.flat_values import digest_of, flat, unflat
 from mcore_batching.megatron.job.row_groups import make_row_groups
 from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout, with_later_steps
 from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest
-from mcore_batching.megatron.rows.sample_moves import Columns, SampleMoves
+from mcore_batching.megatron.rows.sample_moves import SampleMoves
 from mcore_batching.megatron.rows.schedule import GlobalPlan, MicroBatchSchedule, digest_of_plans
 from mcore_batching.megatron.rows.shards import Shard, with_hosted
 from mcore_batching.planning import Problem, StepPlan
@@ -120,9 +119,7 @@ def _gathered(rollout: Rollout) -> tuple[CutSteps, _AllSamples]:
         return cut, Shard(cut.batch.total_lengths, rows, cut.hosts)
 
     job = rollout.request.job
-    agreed, shards = job.consensus.gather(
-        "gathering lengths", work, lambda cut: cut.statement(), failure=PlanningFailedError
-    )
+    agreed, shards = job.consensus.gather("gathering lengths", work, lambda cut: cut.statement())
     say_saving(job, agreed)
     return agreed.result, _AllSamples.of(shards)
 
@@ -142,31 +139,33 @@ def _moved(
     sharing = num_ranks // unplanned.dims.data_parallel
     own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
 
-    def work() -> tuple[tuple[tuple[GlobalPlan, ...], SampleMoves], list[Any]]:
+    def work() -> tuple[MicroBatchSchedule, list[Any]]:
         plans = _global_plans(request, unplanned, samples, together)
         also()
         members = samples_of_hosts(samples.hosts)
         runs_on = [_run_on(rank, plans, members) for rank in range(num_ranks)]
         moves = SampleMoves(own, samples.first, runs_on, sharing)
-        return (plans, moves), moves.outgoing(unplanned.rollout_data)
+        planned = _scheduled(unplanned, samples.hosts, plans, moves)
+        return planned, moves.outgoing(unplanned.rollout_data)
 
-    def says(made: tuple[tuple[GlobalPlan, ...], SampleMoves]) -> Statement:
+    def says(planned: MicroBatchSchedule) -> Statement:
         return Statement(
             equal={
-                "plan (sha256)": digest_of_plans(made[0]),
+                "plan (sha256)": planned.plan_digest,
                 # The ranks of a replica each heard of their own counterparts' lengths.
                 "lengths of all samples (sha256)": digest_of(samples.lengths),
                 "hosts of all samples (sha256)": digest_of(samples.hosts),
             }
         )
 
-    (plans, moves), arranged = request.job.consensus.exchange(
-        "planning all samples",
-        work,
-        says,
-        lambda made, incoming: (made, made[1].arranged(incoming)),
-    )
-    return _scheduled(unplanned, samples.hosts, plans, moves, arranged)
+    def received(planned: MicroBatchSchedule, incoming: list[Any]) -> MicroBatchSchedule:
+        assert planned.moves is not None
+        arranged = planned.moves.arranged(incoming)
+        # A rank that runs no samples got none, and still needs the fields for placeholders.
+        data = {name: arranged.get(name, []) for name in unplanned.template}
+        return dataclasses.replace(planned, rollout_data=data)
+
+    return request.job.consensus.exchange("planning all samples", work, says, received)
 
 
 def _scheduled(
@@ -174,9 +173,8 @@ def _scheduled(
     hosts: Sequence[int],
     plans: tuple[GlobalPlan, ...],
     moves: SampleMoves,
-    arranged: Columns,
 ) -> MicroBatchSchedule:
-    """Of the samples that are here now, by their places among these."""
+    """Of the samples that will be here, by their places among these, but for their values."""
     place, own_hosts = moves.places, None
     if unplanned.hosts is not None:
         # A host is always here as well: `_run_on` moves the samples of a segment together.
@@ -187,8 +185,6 @@ def _scheduled(
     )
     return dataclasses.replace(
         unplanned,
-        # A rank that runs no samples got none, and still needs the fields for placeholders.
-        rollout_data={name: arranged.get(name, []) for name in unplanned.template},
         steps=with_hosted(steps, own_hosts),
         hosts=own_hosts,
         plan_digest=digest_of_plans(plans),
@@ -259,11 +255,7 @@ def _planned_together(
 
     equal = {"lengths of all samples (sha256)": digest_of(of_steps)}
     _, by_rank = consensus.gather(
-        "planning steps",
-        work,
-        lambda _: Statement(equal=equal),
-        among=block,
-        failure=PlanningFailedError,
+        "planning steps", work, lambda _: Statement(equal=equal), among=block
     )
     if None in by_rank:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import traceback
@@ -95,17 +94,6 @@ class RolloutAhead(Ahead):
         self.watch.report("planning the later steps of a rollout", exception)
 
 
-@dataclasses.dataclass(frozen=True)
-class _JobOfThread(Job):
-    """A job whose agreements are the thread's own."""
-
-    own: JobConsensus
-
-    @property
-    def consensus(self) -> JobConsensus:
-        return self.own
-
-
 class Maker:
     """The thread that makes steps, and the process that plans.
 
@@ -145,7 +133,7 @@ class Maker:
         ahead = self.requests.get()
         if ahead is None:
             return False
-        job = _JobOfThread(ahead.job.options, ahead.job.memory, self._consensus)
+        job = Job(ahead.job.options, ahead.job.memory, of_thread=self._consensus)
         try:
             self.raise_lost()
             plan = functools.partial(ahead.planned, self)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import least
-from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import POLL_SECONDS
 from mcore_batching.megatron.job.job import Job, say
@@ -36,7 +35,6 @@ from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import CostModel, PlanningError
-from mcore_batching.planning.learning.learnt_costs import LearntCosts
 from mcore_batching.planning.planning_process import Request
 
 
@@ -101,7 +99,7 @@ class PlansAhead:
 
     def take(
         self, job: Job, chunks: list[Any], given: CostModel | None, *, is_of_these: bool
-    ) -> tuple[PreparedStep | None, LearntCosts | None]:
+    ) -> tuple[PreparedStep | None, Settings | None]:
         """The step that was begun last, if all ranks have made it. A collective if any was begun.
 
         Args:
@@ -111,7 +109,7 @@ class PlansAhead:
             is_of_these: it is of the samples that are due.
 
         Returns:
-            the step; where costs are learnt, those known when it began, to plan it by otherwise.
+            the step, and the settings to plan it by otherwise, with costs as known when it began.
         """
         if self._ahead is None:  # as on every rank
             return None, None
@@ -119,7 +117,7 @@ class PlansAhead:
         learner = learners_of(job).of(chunks) if learns else None
 
         def work() -> tuple[Settings, PreparedStep | None]:
-            settings = Settings.of(job, chunks, None, given, forward_only=False)
+            settings = Settings.of(job, chunks, given)
             made = self._made() if is_of_these else None
             if made is not None:
                 # Costs may have been learnt, and arguments changed, since it began.
@@ -137,15 +135,14 @@ class PlansAhead:
             equal = {"what was learnt of costs": learner.state_dict()}
             return Statement(equal=equal, figures=figures | evidence)
 
-        agreed = job.consensus.agree("next step", work, says, failure=PlanningFailedError)
-        made, learnt = agreed.result[1], None
+        agreed = job.consensus.agree("next step", work, says)
+        settings, made = agreed.result
         if learner is not None:
-            learnt = learner.learnt
             learner.learn(agreed.figures)
         if made is None or not agreed.figures["made ahead"]:
-            return None, learnt
-        schedule = dataclasses.replace(made.schedule, learnt=learnt)
-        return dataclasses.replace(made, schedule=schedule), learnt
+            return None, settings
+        schedule = dataclasses.replace(made.schedule, learnt=settings.learnt)
+        return dataclasses.replace(made, schedule=schedule), settings
 
     def _made(self) -> PreparedStep | None:
         assert self._ahead is not None

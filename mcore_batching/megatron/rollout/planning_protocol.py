@@ -35,36 +35,39 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.batch import Schema
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import Figure, largest, total
+from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.cut_steps import CutSteps, say_saving
 from mcore_batching.megatron.rollout.exchange import plan_all_samples
+from mcore_batching.megatron.rollout.maker import IN_LINE
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout, with_later_steps
 from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest, read_rollout
-from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.rollout.settings import Settings, check_forward_plan
 from mcore_batching.megatron.rollout.step_shard import Filling, PackedShard, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.rows.shards import MicroBatches, computed_alone, with_hosted
+from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import ShardOutlook, soonest_filling
 from mcore_batching.planning.shard import shapes_slots
 
 
-def plan_rollout(request: RolloutRequest, given: Any) -> PlannedRollout:
-    """All steps of the protocol, of rollout data as `read_rollout` takes them. A collective.
+def plan_rollout(request: RolloutRequest) -> PlannedRollout:
+    """All steps of the protocol. A collective.
 
     Raises:
         PlanningFailedError: on every rank, if a step failed on any.
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
-    return _planned(read_rollout(request, given))
+    return _planned(read_rollout(request))
 
 
-def begin_step(request: RolloutRequest, given: Any) -> Callable[[], MicroBatchSchedule]:
+def begin_step(request: RolloutRequest) -> Callable[[], MicroBatchSchedule]:
     """The same under `one_step`, but for an agreement that can be left to the one before the
     pipeline.
 
@@ -72,7 +75,7 @@ def begin_step(request: RolloutRequest, given: Any) -> Callable[[], MicroBatchSc
         gives the schedule, once. It may fail on one rank alone: call it in the work of the
         agreement before the pipeline, and compare the schedule's `own_digest` there.
     """
-    rollout = read_rollout(request, given)
+    rollout = read_rollout(request)
     # Tokens in flight are known when micro-batches are filled, and choose among two fillings.
     if rollout.packed is not None and rollout.settings.config.max_inflight_tokens is None:
         return functools.partial(_filled_alone, rollout, rollout.packed)
@@ -81,7 +84,7 @@ def begin_step(request: RolloutRequest, given: Any) -> Callable[[], MicroBatchSc
 
 
 def plan_forward_passes(rollout: PlannedRollout, job: Job, model: Any) -> PlannedRollout:
-    """The rollout, or the same batch as planned for forward passes alone.
+    """The rollout, or the same batch as planned for forward passes alone, by 3 to 5 of the above.
 
     A collective over all ranks where it has to be made, at the first call under
     ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.
@@ -90,61 +93,65 @@ def plan_forward_passes(rollout: PlannedRollout, job: Job, model: Any) -> Planne
     if not job.options.has_own_forward_plan:
         return rollout
     if rollout.for_forward_passes is None:
-        shared = rollout.schedule
-        # Fields that were added need not be on all stages, and no plan needs them.
-        request = RolloutRequest(
-            job,
-            model,
-            Schema(tuple(shared.schema[name] for name in REQUIRED_FIELDS)),
-            # In the order of the rollout data: packing again must not depend on training's plan.
-            steps=[sorted(i for indices in step for i in indices) for step in shared.steps],
-            cost_model=shared.cost_model,
-            forward_only=True,
-            training=shared,
-        )
-        given = {name: shared.rollout_data[name] for name in REQUIRED_FIELDS}
-        own = dataclasses.replace(
-            plan_rollout(request, given).schedule,
-            rollout_data=shared.rollout_data,
-            schema=shared.schema,
-            template=shared.template,
-            # A framework's layout pads samples less than these dims ask for.
-            dims=shared.dims,
-            moves=shared.moves,
-        )
-        rollout.for_forward_passes = PlannedRollout(own)
+        made = _planned_again(rollout.schedule, job, model_chunks(model))
+        rollout.for_forward_passes = PlannedRollout(made)
     return rollout.for_forward_passes
 
 
+def _planned_again(shared: MicroBatchSchedule, job: Job, chunks: list[Any]) -> MicroBatchSchedule:
+    """Training's steps, packed and filled for forward passes of a model, where its samples are."""
+
+    def work() -> tuple[Settings, list[PackedShard]]:
+        check_forward_plan(job.options, shared.config)
+        settings = Settings.of(
+            job, chunks, shared.cost_model, training=shared.config, forward_only=True
+        )
+        # Perhaps another model than was trained, such as a reference model.
+        prepare_model(chunks, settings.dims, settings.config)
+        # In the order of the rollout data: packing again must not depend on training's plan.
+        steps = [sorted(i for indices in step for i in indices) for step in shared.steps]
+        lengths, hosts = shared.own_lengths, shared.hosts
+        shards = _shards(job.options, settings, lengths, steps, hosts, forward_only=True)
+        return settings, [shard.packed(IN_LINE) for shard in shards]
+
+    def says(made: tuple[Settings, list[PackedShard]]) -> Statement:
+        settings, packed = made
+        return Statement(equal=settings.comparable(), figures={"ends": _latest(packed)})
+
+    agreed = job.consensus.agree("packing", work, says)
+    settings, packed = agreed.result
+    # A framework's layout pads samples less than the settings' dims ask for: dims stay.
+    unplanned = dataclasses.replace(
+        shared, config=settings.config, consensus=job.consensus, learnt=None, splits=(), plans=()
+    )
+    return _filled(job.consensus, unplanned, packed, agreed.figures["ends"])
+
+
 def _planned(rollout: Rollout) -> PlannedRollout:
-    if rollout.request.exchanges:
+    if rollout.request.job.options.exchanges_samples:
         return plan_all_samples(rollout)
     return _plan_own_samples(rollout)
 
 
 def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
     """Pack, fill and choose; of several steps perhaps the first alone. A collective."""
-    request, consensus = rollout.request, rollout.request.job.consensus
+    request, settings, consensus = rollout.request, rollout.settings, rollout.request.job.consensus
     if rollout.packed is not None:
         unplanned = CutSteps.of(rollout).unplanned()
         return PlannedRollout(_filled(consensus, unplanned, [rollout.packed], rollout.latest))
     # Where nothing is searched for, packing takes less time than to start a process for it.
-    searches = shapes_slots(rollout.settings.dims, rollout.settings.config)
+    searches = shapes_slots(settings.dims, settings.config)
     now = 1 if searches and request.may_plan_ahead else None
 
     def work() -> tuple[CutSteps, list[PackedShard], list[StepShard]]:
         cut = CutSteps.of(rollout)
+        samples = cut.batch.total_lengths, cut.steps, cut.hosts
         # All of them, while all ranks can be told what is wrong with later steps.
-        shards = _shards(cut)
+        shards = _shards(request.job.options, settings, *samples, forward_only=request.forward_only)
         later = [] if now is None else shards[now:]
         return cut, [shard.packed(request.plan) for shard in shards[:now]], later
 
-    agreed = consensus.agree(
-        "packing",
-        work,
-        lambda made: made[0].statement(ends=_latest(made[1])),
-        failure=PlanningFailedError,
-    )
+    agreed = consensus.agree("packing", work, lambda made: made[0].statement(ends=_latest(made[1])))
     cut, packed, later = agreed.result
     say_saving(request.job, agreed)
     unplanned = cut.unplanned()
@@ -163,7 +170,6 @@ def _packed_later(
         "packing",
         lambda: [shard.packed(request.plan) for shard in later],
         lambda packed: Statement(figures={"ends": _latest(packed)}),
-        failure=PlanningFailedError,
     )
     return _filled(request.job.consensus, unplanned, agreed.result, agreed.figures["ends"])
 
@@ -181,15 +187,19 @@ def _filled_alone(rollout: Rollout, packed: PackedShard) -> MicroBatchSchedule:
     )
 
 
-def _shards(cut: CutSteps) -> list[StepShard]:
-    rollout, lengths = cut.rollout, cut.batch.total_lengths
-    options, forward_only = rollout.request.job.options, rollout.request.forward_only
+def _shards(
+    options: Options,
+    settings: Settings,
+    lengths: Sequence[int],
+    steps: Sequence[Sequence[int]],
+    hosts: Sequence[int] | None,
+    *,
+    forward_only: bool,
+) -> list[StepShard]:
     return [
-        StepShard.of(
-            options, rollout.settings, indices, [lengths[i] for i in indices], forward_only
-        )
+        StepShard.of(options, settings, indices, [lengths[i] for i in indices], forward_only)
         # Who lies in a host's segment takes no room in a row, and comes back in `_with_steps`.
-        for indices in computed_alone(tuple(map(tuple, cut.steps)), cut.hosts)
+        for indices in computed_alone(tuple(map(tuple, steps)), hosts)
     ]
 
 
@@ -228,7 +238,7 @@ def _filled(
             },
         )
 
-    agreed = consensus.agree("filling", work, says, failure=PlanningFailedError)
+    agreed = consensus.agree("filling", work, says)
     figures = agreed.figures
 
     def choose() -> MicroBatchSchedule:

@@ -17,18 +17,15 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.checks.validation import prepare_model
-from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
 from mcore_batching.megatron.rollout.maker import IN_LINE, Plan
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
-from mcore_batching.megatron.rollout.settings import Settings, say_oversize
+from mcore_batching.megatron.rollout.settings import Settings, check_forward_plan, say_oversize
 from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel
-from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,45 +35,32 @@ class RolloutRequest:
     job: Job
     model: Any
     schema: Schema
-    # Makes rollout data of what the call is given; what it raises is raised on every rank.
-    read: Callable[[Any], dict[str, list[Any]] | None] = lambda given: given
+    # Gives rollout data, or None; what it raises is raised on every rank.
+    read: Callable[[], dict[str, list[Any]] | None]
     steps: Iterable[Iterable[int]] | None = None  # sample indices; None: by `global_batch_size`
     cost_model: CostModel | None = None  # None: by the arguments
     forward_only: bool = False  # under a cap of their own if they have one
-    training: MicroBatchSchedule | None = None  # whose samples run forward, planned anew
     # All samples are one, on every rank: packing need not wait for the number of all samples.
     one_step: bool = False
-    learnt: LearntCosts | None = None  # to plan by, in place of what this step would learn
-    checked: Settings | None = None  # that the model was checked with, in place of all these
+    settings: Settings | None = None  # in place of all these, and of what this step would learn
     plan: Plan = IN_LINE  # makes the plans, or gets them made
-
-    @property
-    def exchanges(self) -> bool:
-        """True if all ranks' samples are planned as one."""
-        # Samples that were exchanged stay where training runs them.
-        return self.training is None and self.job.options.exchanges_samples
 
     @property
     def packs_at_once(self) -> bool:
         """True if packing follows from this rank's settings and samples alone."""
-        return self.one_step and not self.exchanges
+        return self.one_step and not self.job.options.exchanges_samples
 
     @property
     def may_plan_ahead(self) -> bool:
         """True if later steps than the first may be planned while that one runs."""
-        return not (self.one_step or self.forward_only or self.job.options.no_plan_ahead)
+        return not (self.one_step or self.job.options.no_plan_ahead)
 
     @property
     def learns(self) -> bool:
         """True if costs are learnt from the training steps before this one."""
         # A model of the caller's own is not corrected, and forward passes alone are not timed.
-        is_given = self.known_costs is not None or self.checked is not None
+        is_given = self.cost_model is not None or self.settings is not None
         return not is_given and not self.forward_only and self.job.options.learns_cost_model
-
-    @property
-    def known_costs(self) -> CostModel | None:
-        """Costs to plan by; None: by the arguments."""
-        return self.cost_model if self.learnt is None else self.learnt.cost_model
 
     @property
     def learner(self) -> CostLearner:
@@ -90,7 +74,6 @@ class Rollout:
 
     request: RolloutRequest
     settings: Settings  # the same on every rank
-    learnt: LearntCosts | None  # when the plan is made; None where costs are not learnt
     batch: RolloutBatch  # of this replica
     shares: list[int]  # samples of every data-parallel rank; under `one_step` of all together
     packed: PackedShard | None  # the only step, where packing at once was right on all ranks
@@ -104,8 +87,8 @@ class _Own(NamedTuple):
     packed: PackedShard | None
 
 
-def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
-    """Read settings and samples, as the request's `read` takes them, and share them. A collective.
+def read_rollout(request: RolloutRequest) -> Rollout:
+    """Read settings and samples, and share them. A collective.
 
     Raises:
         PlanningFailedError: on every rank, if reading failed on any.
@@ -114,10 +97,9 @@ def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
 
     def work() -> tuple[Settings, _Own]:
         chunks = model_chunks(request.model)
-        # Without a look at a model that may be running in another thread, with hooks.
-        settings = request.checked or _checked_settings(request, chunks)
+        settings = _checked_settings(request, chunks)
         batch = RolloutBatch.read(
-            request.read(given),
+            request.read(),
             request.job.options.global_batch_size,
             request.schema,
             request.steps,
@@ -127,26 +109,21 @@ def read_rollout(request: RolloutRequest, given: Any) -> Rollout:
         return settings, _Own(batch, _packed_at_once(request, settings, batch))
 
     agreed = request.job.consensus.agree(
-        "taking stock",
-        work,
-        lambda read: _statement(request, *read),
-        failure=PlanningFailedError,
+        "taking stock", work, lambda read: _statement(request, *read)
     )
     settings, own = agreed.result
-    learnt = request.learnt
     if request.learns:
-        packed_by = request.learner.learnt
         request.learner.learn(agreed.figures)
+        learnt = request.learner.learnt
         # What packs at once has packed before these figures were heard: the plan is of the costs
         # before, and the next batch's of these.
-        learnt = packed_by if request.packs_at_once else request.learner.learnt
-        assert learnt is not None
-        settings = dataclasses.replace(settings, cost_model=learnt.cost_model)
+        if learnt is not None and not request.packs_at_once:
+            settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
     if not request.forward_only:  # of forward passes alone training has said it already
         say_oversize(request.job, settings, agreed.figures["longest sample"])
     batch, packed, figures = _shared(request, own, agreed)
     latest = figures.get("ends", [])
-    return Rollout(request, settings, learnt, batch, figures["samples"], packed, latest)
+    return Rollout(request, settings, batch, figures["samples"], packed, latest)
 
 
 def _shared(
@@ -177,24 +154,26 @@ def _shared(
     if somebody_is_empty and populated < len(consensus.ranks):
         populated_batch = batch
         handed = consensus.handed(lambda: populated_batch.resolved().without_samples(), populated)
-        fields = consensus.agree("sharing data", handed, failure=PlanningFailedError).result
+        fields = consensus.agree("sharing data", handed).result
         if not batch.total_lengths:
             batch = dataclasses.replace(batch, **fields)
     return batch, packed, figures
 
 
 def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
-    options, forward_only, training = request.job.options, request.forward_only, request.training
-    config = None if training is None else training.config
-    settings = Settings.of(
-        request.job, chunks, config, request.known_costs, forward_only=forward_only
+    options = request.job.options
+    settings = request.settings or Settings.of(
+        request.job, chunks, request.cost_model, forward_only=request.forward_only
     )
-    # Of every model anew: `forward_only` may plan for another one, such as a reference model.
+    # A model that may be running in another thread, with hooks, is not looked at.
+    if request.job.of_thread is not None:
+        return settings
+    if not request.one_step:  # a stock script's evaluation is planned anew in any case
+        check_forward_plan(options, settings.config)
     prepare_model(chunks, settings.dims, settings.config)
-    if not forward_only:  # these take what training's plan found, and are never split
-        if options.share_prefixes:
-            check_shared_prefixes(chunks)
-        check_split_backward(options, chunks, settings.dims)
+    if options.share_prefixes:
+        check_shared_prefixes(chunks)
+    check_split_backward(options, chunks, settings.dims)
     return settings
 
 
@@ -212,17 +191,12 @@ def _packed_at_once(
 def _statement(request: RolloutRequest, settings: Settings, own: _Own) -> Statement:
     """Settings to compare with other ranks; numbers and open fields of samples to tell them."""
     options, batch = request.job.options, own.batch
-    # Each setting by its own name, so that the error says which one differs.
-    equal = {
-        name: value
-        for part in dataclasses.asdict(settings).values()
-        for name, value in part.items()
-    }
+    equal = settings.comparable()
     # What decides which collectives come next: a rank that differed would wait alone.
     # Whoever records gathers the plans of all ranks; the others take other agreements.
     equal["steps are recorded"] = request.job.recorder is not None
     equal["costs are learnt"] = request.learns
-    equal["samples stay on their rank"] = not request.exchanges
+    equal["samples stay on their rank"] = not options.exchanges_samples
     equal[FLAGS["no_plan_ahead"]] = options.no_plan_ahead
     equal[FLAGS["share_prefixes"]] = bool(options.share_prefixes)
     figures = _counted(request, own) | {"ranks without data": largest(int(batch is None))}

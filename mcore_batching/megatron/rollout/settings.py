@@ -7,11 +7,15 @@ from typing import Any
 
 from megatron.core.utils import get_model_config, unwrap_model
 
+from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.topology import current_dims, first_guess, model_shape
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,21 +25,23 @@ class Settings:
     dims: ParallelDims
     config: PlannerConfig
     cost_model: CostModel
+    # Of which the costs are a part, where they are learnt.
+    learnt: LearntCosts | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def of(
         cls,
         job: Job,
         chunks: list[Any],
-        config: PlannerConfig | None,
-        cost_model: CostModel | None,
+        cost_model: CostModel | None = None,
         *,
-        forward_only: bool,
+        training: PlannerConfig | None = None,
+        forward_only: bool = False,
     ) -> Settings:
         """Of a job and one of its models, given as this rank's chunks.
 
-        Without a config, which is training's, it is read from the arguments, and so are costs: if
-        these name none, they are what was learnt by now, or of the model's shape.
+        Without training's config it is read from the arguments, and so are costs: if these name
+        none, they are what was learnt by now, or of the model's shape.
         """
         if cost_model is not None and not isinstance(cost_model, CostModel):
             raise TypeError(
@@ -43,7 +49,7 @@ class Settings:
                 "CostModel.from_json(text), or name its file in --dynamic-batch-cost-model"
             )
         dims = current_dims(chunks)
-        config = config or job.options.planner_config(dims)
+        config = training or job.options.planner_config(dims)
         if config.split_backward != "off" and not forward_only:
             shape = model_shape(1, get_model_config(chunks[0]))
             gathers = any(map(compat.layers.engine_linears, chunks))
@@ -52,23 +58,31 @@ class Settings:
         if forward_only:
             # Activations of forward passes alone are not kept, so their cap may be larger.
             config = job.options.forward_only_config(config, dims)
-        return cls(dims, config, cost_model or _known_cost_model(job, chunks, forward_only))
+        # A file that the user named is never corrected by what is learnt.
+        given = cost_model or job.options.given_cost_model()
+        if given is not None:
+            return cls(dims, config, given)
+        model = unwrap_model(chunks[0])
+        guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
+        if not job.options.learns_cost_model:
+            return cls(dims, config, guess)
+        learner = learners_of(job).of(chunks)
+        return cls(dims, config, learner.begin(guess), learner.learnt)
+
+    def comparable(self) -> dict[str, Any]:
+        """Each setting by its own name, so that an error says which one differs."""
+        parts: tuple[Any, ...] = self.dims, self.config, self.cost_model
+        return {n: value for part in parts for n, value in dataclasses.asdict(part).items()}
 
 
-def _known_cost_model(job: Job, chunks: list[Any], forward_only: bool) -> CostModel:
-    # A file that the user named is never corrected by what is learnt.
-    given = job.options.given_cost_model()
-    if given is not None:
-        return given
-    model = unwrap_model(chunks[0])
-    guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
-    learners = learners_of(job)
-    # Not asked of a model that only runs forward, a reference: the first one asked of takes what a
-    # checkpoint had learnt, which is of the model that is trained.
-    is_learnt = learners.has(chunks) if forward_only else True
-    if is_learnt and job.options.learns_cost_model:
-        return learners.of(chunks).begin(guess)
-    return guess
+def check_forward_plan(options: Options, config: PlannerConfig) -> None:
+    """Refuse a plan of forward passes alone beside a rollout whose rows are shared by ranks."""
+    if config.max_context_parallel is not None and options.has_own_forward_plan:
+        raise DynamicBatchArgumentError(
+            "forward_only has no plan of its own where ranks share rows; unset "
+            f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
+            f"{FLAGS['max_context_parallel']}"
+        )
 
 
 def say_oversize(job: Job, settings: Settings, longest: int) -> None:

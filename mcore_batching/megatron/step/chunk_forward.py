@@ -22,18 +22,8 @@ from mcore_batching.megatron.step.multi_token import LaterLosses, predict_later_
 def run_for_losses(
     options: Options, chunk: Any, row: PackedMicroBatch, later: LaterLosses | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Logits]]:
-    """The chunk's output, and what makes of it, on the last stage, what losses are given."""
-    with output_layer(chunk, options.fuse_output_layer) as logits_of:
-        return run_chunk(chunk, row, later, options.keeps_logits_in_model_dtype), logits_of
-
-
-def run_chunk(
-    chunk: Any,
-    row: PackedMicroBatch,
-    later: LaterLosses | None = None,
-    in_model_dtype: bool = False,
-) -> Tensor:
-    """The chunk's output: logits ``[1, local tokens, local vocabulary]``, or hidden states.
+    """The chunk's output, logits ``[1, local tokens, local vocabulary]`` or hidden states, and what
+    makes of it, on the last stage, what losses are given.
 
     ``row`` is this context-parallel rank's slice, on the device; without ``later`` the layers of
     multi-token prediction are left out.
@@ -58,12 +48,11 @@ def run_chunk(
         arguments["padding_mask"] = padding_mask(chunk, row)
     predict_later_tokens(arguments["packed_seq_params"], chunk, row, later)
     # Else the wrapper copies logits to float32. The model inside would refuse the argument.
-    if in_model_dtype and has_half_precision_wrapper(chunk):
+    if options.keeps_logits_in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
-    with replayed(chunk, row):
-        output: Tensor = chunk(**arguments, **multimodal)
-    return output
+    with output_layer(chunk, options.fuse_output_layer) as logits_of, replayed(chunk, row):
+        return chunk(**arguments, **multimodal), logits_of
 
 
 def has_half_precision_wrapper(chunk: Any) -> bool:

@@ -7,7 +7,6 @@ error, never a `None`. A placeholder's is dropped. A rank without samples return
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -22,18 +21,14 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job.job import Job, job_of
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
-from mcore_batching.megatron.rollout.data_iterator import (
-    DataIterator,
-    check_forward_plan,
-    rollout_of,
-)
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
 from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes
 from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.sample_moves import check_output
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.chunk_forward import run_for_losses
-from mcore_batching.megatron.step.logits_function import OutputsOf, logits_function
+from mcore_batching.megatron.step.logits_function import Outputs, OutputsOf, logits_function
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -90,20 +85,14 @@ def forward_only(
     if not is_last_stage():
         return {}
     schedule = planned.schedule
-    found = _in_origin_order(outputs, names, schedule)
+    by_name = {name: [value for each in outputs for value in each[name]] for name in names}
+    ran, count = [i for row in schedule.micro_batches for i in row], schedule.num_samples
+    found = {name: restore_order(values, ran, count) for name, values in by_name.items()}
     if schedule.moves is not None:
         # A collective, which may run out of memory on one rank.
         with job.watch.reporting(f"{_OPERATION}, returning outputs"):
             found = schedule.moves.returned(found)
     return {f"{store_prefix}{name}": values for name, values in found.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowOutputs:
-    """The outputs of ``f`` for one micro-batch: name to one value per real sample."""
-
-    is_placeholder: bool
-    values: dict[str, list[Tensor]]
 
 
 def _outputs_of_steps(
@@ -112,8 +101,8 @@ def _outputs_of_steps(
     chunks: list[Any],
     planned: PlannedRollout,
     counts: Sequence[int] | None,
-) -> tuple[list[_RowOutputs], list[str]]:
-    """Outputs of ``f`` on the last stage, step after step, and their names.
+) -> tuple[list[Outputs], list[str]]:
+    """Outputs of ``f`` for each micro-batch of real samples, on the last stage, and their names.
 
     ``counts`` are the caller's micro-batches of each step, to be compared; None: of another plan.
     """
@@ -124,28 +113,22 @@ def _outputs_of_steps(
             found.check_step(step, counts)
         return found
 
-    outputs: list[_RowOutputs] = []
+    real: list[Outputs] = []
+    fabricated: dict[str, None] = {}  # names of placeholders' outputs
     names: list[str] = []
     for step in range(planned.num_steps):
         of_step = functools.partial(schedule_of, step)
         prepared = prepare(job, chunks, _OPERATION, step, of_step)
         made, failed, temperatures = _run(function, job, chunks, prepared)
-        outputs += made
+        for outputs, each in zip(made, prepared.rows, strict=False):  # none on other stages
+            if each.row.is_placeholder:
+                fabricated |= dict.fromkeys(outputs)
+            else:
+                real.append(outputs)
         travel = prepared.schedule.moves is not None
         # After each step, of all outputs so far: a name that comes late is an error, too.
-        names = _agreed_names(job, outputs, failed, temperatures, travel=travel)
-    return outputs, names
-
-
-def _in_origin_order(
-    outputs: Sequence[_RowOutputs], names: Sequence[str], schedule: MicroBatchSchedule
-) -> dict[str, list[Tensor]]:
-    """For each name one value per sample that this rank ran, in the order of its rollout data."""
-    indices = [i for micro_batch in schedule.micro_batches for i in micro_batch]
-    real = [each.values for each in outputs if not each.is_placeholder]
-    by_name = {name: [value for values in real for value in values[name]] for name in names}
-    count = schedule.num_samples
-    return {name: restore_order(values, indices, count) for name, values in by_name.items()}
+        names = _agreed_names(job, real, fabricated, failed, temperatures, travel=travel)
+    return real, names
 
 
 def _opened(
@@ -160,7 +143,6 @@ def _opened(
         rollout = rollout_of(data_iterator)
         # A plan of their own is of all steps.
         schedule = rollout.schedule if own else rollout.of_step(0)
-        check_forward_plan(job.options, shares_rows=schedule.has_sizes_of_rows)
         fused = job.options.fuse_output_layer
         return rollout, logits_function(f, args, schedule, fused=fused)
 
@@ -189,7 +171,7 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
 
 def _run(
     function: OutputsOf, job: Job, chunks: list[Any], prepared: PreparedStep
-) -> tuple[list[_RowOutputs], list[Exception], Collection[float]]:
+) -> tuple[list[Outputs], list[Exception], Collection[float]]:
     """Outputs of ``f`` on the last stage, in slot order; what it raised; temperatures it used."""
     failed: list[Exception] = []
 
@@ -200,16 +182,15 @@ def _run(
         of_chunk, logits_of = run_for_losses(job.options, chunk, row)
 
         # Megatron names the second argument where it collects something else than losses.
-        def collect(output: Tensor, non_loss_data: bool = True) -> _RowOutputs:
+        def collect(output: Tensor, non_loss_data: bool = True) -> Outputs:
             try:
                 logits = logits_of(output)
                 with logits_of_shape(logits):
-                    values = function(logits, row)
+                    return function(logits, row)
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can be told.
                 job.defer(failed, exception, row)
-                values = {}
-            return _RowOutputs(row.is_placeholder, values)
+                return {}
 
         return of_chunk, collect
 
@@ -227,51 +208,42 @@ def _run(
 
 def _agreed_names(
     job: Job,
-    outputs: Sequence[_RowOutputs],
+    real: Sequence[Outputs],
+    fabricated: Collection[str],
     failed: Sequence[Exception],
     temperatures: Collection[float],
     *,
     travel: bool,
 ) -> list[str]:
-    """The names that ``f`` returns for real samples, of whichever rank has any.
+    """The names that ``f`` returns for real samples, of whichever rank has any; else those that it
+    returns for placeholders, which are ``fabricated``.
 
     A collective over all ranks, which raises where ``f`` did, where names or temperatures differ,
     and for outputs that are to ``travel`` to other ranks and cannot.
     """
 
-    def says(names: tuple[list[str] | None, list[str]]) -> Statement:
-        real = names[0]
-        equal = {} if real is None else {"names that f returned": sorted(real)}
-        # Stages without logits need no names, and ranks with real samples know them.
-        asks = is_last_stage() and real is None
-        same = {"temperature": sorted(temperatures)}
-        return Statement(equal=equal, equal_in_stage=same, tell=names, asks=asks)
+    def own_names() -> list[str] | None:
+        for outputs in real:
+            if set(outputs) != set(real[0]):
+                raise OrderError(
+                    f"f returned {sorted(outputs)} for one micro-batch, {sorted(real[0])} for "
+                    "another; return the same names for all"
+                )
+            # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
+            for name in outputs if travel else ():
+                for value in outputs[name]:
+                    check_output(name, value)
+        return list(real[0]) if real else None
 
-    told = job.agree_after_pipeline(
-        _OPERATION, failed, lambda: _own_names(outputs, travel=travel), says
-    ).told
+    def says(names: list[str] | None) -> Statement:
+        equal = {} if names is None else {"names that f returned": sorted(names)}
+        # Stages without logits need no names, and ranks with real samples know them.
+        asks = is_last_stage() and names is None
+        same, tell = {"temperature": sorted(temperatures)}, (names, list(fabricated))
+        return Statement(equal=equal, equal_in_stage=same, tell=tell, asks=asks)
+
+    told = job.agree_after_pipeline(_OPERATION, failed, own_names, says).told
     known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)
     if known is None:  # placeholders everywhere
         return list(dict.fromkeys(name for _, names in told.values() for name in names))
     return known
-
-
-def _own_names(
-    outputs: Sequence[_RowOutputs], *, travel: bool
-) -> tuple[list[str] | None, list[str]]:
-    """Names that ``f`` returned on this rank: for real samples, if it has any; for placeholders."""
-    real_values = [each.values for each in outputs if not each.is_placeholder]
-    real = [list(values) for values in real_values]
-    for names in real:
-        if set(names) != set(real[0]):
-            raise OrderError(
-                f"f returned {sorted(names)} for one micro-batch, {sorted(real[0])} for another; "
-                "return the same names for all"
-            )
-    if travel:
-        # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
-        for name, of_samples in (item for values in real_values for item in values.items()):
-            for value in of_samples:
-                check_output(name, value)
-    extra = {name: None for each in outputs if each.is_placeholder for name in each.values}
-    return (real[0] if real else None), list(extra)

@@ -15,8 +15,9 @@ from mcore_batching.megatron.logits.fused_output import Logits
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import sample_multiple_tokens
 
-OutputsOf = Callable[[Logits, PackedMicroBatch], dict[str, list[Tensor]]]
-"""From a row's logits to the outputs for its real samples, by name."""
+Outputs = dict[str, list[Tensor]]
+"""By name one value for each of a row's real samples."""
+OutputsOf = Callable[[Logits, PackedMicroBatch], Outputs]
 
 
 def logits_function(
@@ -48,7 +49,7 @@ def logits_function(
                 f"micro_batch (gather_response and response_log_probs do), or {mend}"
             )
 
-    def outputs_of(logits: Logits, row: PackedMicroBatch) -> dict[str, list[Tensor]]:
+    def outputs_of(logits: Logits, row: PackedMicroBatch) -> Outputs:
         # By slime's names, whose functions run here unchanged.
         offered = {
             "args": args,

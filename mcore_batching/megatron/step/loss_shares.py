@@ -101,11 +101,9 @@ def _depends(value: Tensor, on: Tensor) -> bool:
 class CollectedShares:
     """Results and doings of a loss function in a step on this rank, empty on other stages."""
 
-    shares: Sequence[Mapping[str, Tensor]]
-    """Of each micro-batch by name, ``loss`` among them."""
+    shares: Sequence[Mapping[str, Tensor]]  # of each micro-batch by name, ``loss`` among them
     failed: Sequence[Exception]
-    temperatures: Collection[float]
-    """At which it asked for log-probs."""
+    temperatures: Collection[float]  # at which it asked for log-probs
     read_totals: bool
 
 
@@ -171,7 +169,7 @@ def agreed_shares(
             # Not in `equal`: what differs there costs a gather.
             figures={
                 "faults": largest(int(any(found))),
-                "refusals": largest(int(not job.options.skips_nonfinite)),
+                "refusals": largest(int(job.options.on_nonfinite != "skip")),
             },
         )
 

@@ -38,18 +38,14 @@ class LaterLosses:
     """The losses of one row at all depths, made where Megatron would make its own."""
 
     row: PackedMicroBatch
-    token_weights: Sequence[float]
-    """Of the step, by depth from 0 on."""
-    undo: float
-    """The number that Megatron will divide these losses by."""
-    is_fused: bool = False
-    """The output layer hands its input on, as in `fused_output`."""
-    counts_hits: bool = False
-    """Count the tokens that were guessed, as Megatron's log does from 0.19 on."""
+    token_weights: Sequence[float]  # of the step, by depth from 0 on
+    undo: float  # the number that Megatron will divide these losses by
+    is_fused: bool = False  # the output layer hands its input on, as in `fused_output`
+    counts_hits: bool = False  # of tokens that were guessed, for Megatron's log from 0.19 on
+    # Of the step's mean at each depth, without a gradient; none on chunks without these layers.
     shares: list[Tensor] = dataclasses.field(default_factory=list)
-    """Of the step's mean at each depth, without a gradient; none on chunks without these layers."""
+    # At each depth how many trained tokens were guessed, and how many there are.
     hits: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
-    """At each depth how many trained tokens were guessed, and how many there are."""
 
     def named_shares(self) -> dict[str, Tensor]:
         """`shares` by Megatron's names for them."""

@@ -37,11 +37,8 @@ def is_checked(options: Options, optimizer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def gradients_measured(model: list[Any], checked: bool, largest: list[Tensor]) -> Iterator[None]:
-    """Append the largest magnitude of each parameter's gradient, if checked: ``[parameters]``."""
-    if not checked:
-        yield
-        return
+def gradients_measured(model: list[Any], largest: list[Tensor]) -> Iterator[None]:
+    """Append the largest magnitude of each parameter's gradient: ``[parameters]``."""
     config = get_model_config(model[0])
     finalize: Callable[..., None] = config.finalize_model_grads_func
     wrappers = [chunk.ddp_config for chunk in model if hasattr(chunk, "ddp_config")]

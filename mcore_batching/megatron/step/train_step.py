@@ -152,7 +152,9 @@ def _trained(
     checked = is_checked(job.options, update.optimizer)
     largest: list[Tensor] = []
     # Hooks first: measuring wraps the one that adds up gradients over ranks.
-    inside = [update.hooks_set(model), gradients_measured(model, checked, largest)]
+    inside = [update.hooks_set(model)]
+    if checked:
+        inside.append(gradients_measured(model, largest))
     made = _forward_backward(loss_function, job, model, prepared, inside)
     # Where warnings are errors it raises, and the other ranks wait for this one below.
     with job.watch.reporting(_OPERATION):

@@ -25,7 +25,6 @@ from kit.model import adam, quick_model, transformer_config
 from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import VOCABULARY
-from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learnt_costs
 from mcore_batching.megatron import (
     CollectiveError,
@@ -34,13 +33,10 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.learning import pass_times
 from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 from mcore_batching.megatron.learning.pass_times import rows_of
-from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
-from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import CostModel, ParallelDims
 
@@ -350,11 +346,7 @@ def resume(**parameters: Any) -> dict[str, Any]:
         if name == "unreadable":
             saved = SimpleNamespace(dynamic_batch_learnt_costs={"of": "another version"})
             take_over_learnt_costs(args, saved)
-        reference = quick_model(shape, CAP)
         try:
-            # A model that only runs forward takes nothing of what was saved.
-            request = RolloutRequest(job_of(args), reference, DEFAULT_SCHEMA, forward_only=True)
-            plan_rollout(request, data)
             iterators, _ = get_data_iterator(args, quick_model(shape, CAP), data)
             found[name] = json.loads(schedule_of(iterators).cost_model.to_json())
         except CollectiveError as error:

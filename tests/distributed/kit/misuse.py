@@ -113,7 +113,8 @@ def fields_differ_in_one_step(dims: dict[str, Any], reference: str) -> str:
         samples["mine"] = [0.5 for _ in samples["tokens"]]
     args = arguments(ParallelDims(**dims))
     try:
-        plan_rollout(RolloutRequest(job_of(args), model, DEFAULT_SCHEMA, one_step=True), samples)
+        job = job_of(args)
+        plan_rollout(RolloutRequest(job, model, DEFAULT_SCHEMA, lambda: samples, one_step=True))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

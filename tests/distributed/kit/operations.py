@@ -18,7 +18,7 @@ from kit.model import quick_model
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.step.chunk_forward import run_chunk
+from mcore_batching.megatron.step.chunk_forward import run_for_losses
 from mcore_batching.megatron.step.prepare import prepare
 from mcore_batching.megatron.step.transfer_shapes import planned_transfers
 from mcore_batching.planning import ParallelDims
@@ -92,6 +92,8 @@ def _one_step(
     iterators, (count,) = get_data_iterator(one_each, model, data)
     prepared = prepare(job_of(one_each), model, "timing", 0, lambda: schedule_of(iterators))
 
+    options = job_of().options
+
     def sleep(slot: int, factor: float) -> None:
         if seconds_per_cost:
             time.sleep(factor * seconds_per_cost * forward_costs[slot])
@@ -101,7 +103,7 @@ def _one_step(
         row = next(rows).row
         slot = row.sample_indices[0]
         sleep(slot, 1.0)
-        output = run_chunk(chunk, row)
+        output, _ = run_for_losses(options, chunk, row)
         if output.requires_grad:
             output.register_hook(lambda gradient: sleep(slot, backward_ratio))
 
@@ -112,7 +114,7 @@ def _one_step(
         return output, loss
 
     rows = prepared.iterators(len(model))
-    planned = planned_transfers(job_of().options, model, prepared, forward_only=forward_only)
+    planned = planned_transfers(options, model, prepared, forward_only=forward_only)
     with passes_of(model) as passes, planned:
         # The last rank to get here: no pass begins before, on any.
         entered = torch.tensor([time.monotonic()], dtype=torch.float64)

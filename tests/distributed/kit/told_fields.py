@@ -48,8 +48,9 @@ def told_fields(
 
     def planned_at_once(given: dict[str, Any] | None) -> MicroBatchSchedule:
         """As in a stock script."""
-        request = RolloutRequest(job_of(args), model, DEFAULT_SCHEMA, one_step=True)
-        return begin_step(request, given)()
+        job = job_of(args)
+        request = RolloutRequest(job, model, DEFAULT_SCHEMA, lambda: given, one_step=True)
+        return begin_step(request)()
 
     own = shapes[replica]
     mine, kind = rows(own, 1), 0 if replica else 1
