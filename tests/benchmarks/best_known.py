@@ -43,7 +43,8 @@ from mcore_batching.planning.costs.layer_costs import OUTPUT, LayerCost, cost_mo
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.steps import FIRSTS, Kind, Steps
+from mcore_batching.planning.search.steps import FIRSTS, Steps
+from mcore_batching.planning.search.targets import Kind
 from mcore_batching.tools.report import Table
 
 HERE = Path(__file__).resolve().parent

@@ -23,7 +23,7 @@ from mcore_batching.planning.search.deal import (
 )
 from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Slots
-from mcore_batching.planning.search.targets import Targets, all_targets
+from mcore_batching.planning.search.targets import Kind, Targets, all_targets
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,8 @@ def test_the_last_slot_is_real() -> None:
 
 def targets_of(dims: ParallelDims, count: int, first: float = 0.25, **options: Any) -> Targets:
     config = PlannerConfig(max_tokens_per_gpu=100_000)
-    return Targets(Objective(Problem.of([100], dims, config)), count, first, 300.0, **options)
+    kind = Kind(count, first, **options)
+    return Targets(Objective(Problem.of([100], dims, config)), kind, 300.0)
 
 
 PIPELINES = [
@@ -290,7 +291,7 @@ def test_slots_in_lockstep_are_as_large_as_their_costliest_sample() -> None:
     """Of 12 samples every rank has one of the four costliest, of the next four, of the last."""
     objective = lockstep_objective()
     samples = lockstep_samples([9000.0] * 4 + [6000.0] * 4 + [2000.0] * 4, 9500.0, 4)
-    targets = Targets(objective, 8, 0.25, 300.0)
+    targets = Targets(objective, Kind(8, 0.25), 300.0)
     sizes = lockstep_targets(targets, 24_000.0, samples, objective)
     assert sum(sizes) == pytest.approx(24_000.0, rel=0.01)
     first, second, third, *_ = sorted(sizes, reverse=True)
@@ -313,7 +314,7 @@ def test_sizes_are_reversed_where_backward_passes_are_the_cheaper_ones() -> None
         model = CostModel(per_micro_batch=0.0, backward_ratio=ratio)
         dims, config = ParallelDims(pipeline_parallel=4), PlannerConfig(max_tokens_per_gpu=100)
         objective = Objective(Problem.of([100], dims, config, model))
-        return Targets(objective, 12, 0.25, 1.0).of_rank(40_000.0, 0.0)[0]
+        return Targets(objective, Kind(12, 0.25), 1.0).of_rank(40_000.0, 0.0)[0]
 
     assert sizes(0.5) == sizes(2.0)[::-1] != sizes(2.0)
 
@@ -326,7 +327,7 @@ def test_fitted_slots_in_lockstep_end_sooner(
     objective = lockstep_objective(virtual_pipeline)
     schedule = objective.problem.schedule
     samples = lockstep_samples([9000.0, *[2000.0] * 30, *[500.0] * 60], 6000.0, 4)
-    targets = Targets(objective, 12, 0.25, 300.0)
+    targets = Targets(objective, Kind(12, 0.25), 300.0)
     effort = objective.effort
     fitted = lockstep_targets(targets, 40_000.0, samples, objective)
     assert objective.effort < effort

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
-from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Kind, Steps, thinned
+from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Steps, thinned
+from mcore_batching.planning.search.targets import Kind
 
 FEW_RANKS, ENOUGH_SAMPLES = 8, 4096
 """Numbers of slots are compared on a thinned problem of 8 ranks from 16 ranks and 512 samples on:

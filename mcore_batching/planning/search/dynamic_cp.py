@@ -26,12 +26,8 @@ from mcore_batching.planning.search.moves import drawing, improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.pipelines import micro_batches_of, most_in_flight
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
-from mcore_batching.planning.search.steps import (
-    FIRSTS,
-    MOST_SLOTS_PER_STAGE,
-    Kind,
-    steps_of_counts,
-)
+from mcore_batching.planning.search.steps import FIRSTS, MOST_SLOTS_PER_STAGE, steps_of_counts
+from mcore_batching.planning.search.targets import Kind
 
 LIMITS, LIMIT_STEP = 32, math.sqrt(math.sqrt(0.5))
 """Limits from the costliest sample down, four for each halving. With two for each halving steps end

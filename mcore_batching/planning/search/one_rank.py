@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Objective, Slots
-from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Kind, Steps
+from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Steps
+from mcore_batching.planning.search.targets import Kind
 
 
 def best_slots(problem: Problem, count: int) -> Slots | None:

@@ -27,8 +27,8 @@ from mcore_batching.planning.search.pipelines import (
     micro_batches_of,
     most_in_flight,
 )
-from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, Kind, by_cost
-from mcore_batching.planning.search.targets import Targets
+from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, by_cost
+from mcore_batching.planning.search.targets import Kind, Targets
 
 FEW_COUNTED = 1024
 """Steps of few samples take as much effort as those of so many at most."""
@@ -215,7 +215,7 @@ class Forms:
 
     def _make_profile(self, kind: Kind) -> list[float]:
         """Sizes of slots relative to each other [slots]."""
-        return Targets(self._objective, kind.num_slots, kind.first, 0.0, kind.gentle).relative
+        return Targets(self._objective, kind, 0.0).relative
 
     def _targets(self, form: Form) -> tuple[list[Slots], Sizes, list[list[float]]]:
         """The shared samples, their sizes, and what each slot is to cost [ranks][slots]; of no

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -21,7 +20,7 @@ from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.deal import deal, lowered, settle, spread
 from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
-from mcore_batching.planning.search.targets import Targets, all_targets
+from mcore_batching.planning.search.targets import Kind, Targets, all_targets
 
 FIRSTS = (0.06, 0.1, 0.16, 0.25, 0.4, 0.6)
 """Sizes of the first slot over the plateau that are tried. With one of them alone steps end 0.5 %
@@ -45,19 +44,6 @@ MOST_SLOTS_PER_STAGE = 16
 STEPS_OF_COUNTS = 7
 """Numbers of slots tried grow by a seventh each. By a fourth, steps end 0.08 % later in the mean;
 by a fourteenth, no sooner."""
-
-
-class Kind(NamedTuple):
-    """The shape of a step, decided before samples are dealt."""
-
-    num_slots: int
-    """Number of slots."""
-    first: float
-    """Size of the first slot over the plateau."""
-    gentle: bool = False
-    """True for a rise along a line, and a fall over twice as many slots."""
-    fades: bool = False
-    """True for a fall to next to nothing; tried where stages differ."""
 
 
 @dataclass
@@ -202,9 +188,7 @@ class Steps:
     def _targets(self, kind: Kind, made: Made) -> list[float]:
         problem = self._problem
         work = self._work + kind.num_slots * problem.cost_model.per_micro_batch
-        targets = Targets(
-            self.objective, kind.num_slots, kind.first, self._least, kind.gentle, kind.fades
-        )
+        targets = Targets(self.objective, kind, self._least)
         if self.objective.lockstep:
             return lockstep_targets(targets, work, self._samples, self.objective) * self.ranks
         of_ranks = all_targets(targets, [work + more for more in made.offsets], self.alone)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.pipeline import inflight_tokens
@@ -38,31 +39,34 @@ HALVINGS = 20
 """Steps of a bisection."""
 
 
+class Kind(NamedTuple):
+    """The shape of a step, decided before samples are dealt."""
+
+    num_slots: int
+    """Number of slots."""
+    first: float
+    """Size of the first slot (group of slots) over the plateau."""
+    gentle: bool = False
+    """True for a rise along a line, and a fall over twice as many slots."""
+    fades: bool = False
+    """True for a fall to next to nothing and smaller first slots, for stages that wait for a slower
+    one; tried where stages differ."""
+
+
 class Targets:
-    """Targets of a number of slots.
+    """Targets of a kind of step.
 
     Args:
         objective: gives the schedule, the cap and the bound on tokens in flight.
-        count: number of slots.
-        first: size of the first slot (group of slots) over the plateau.
+        kind: of the step.
         least: cost of a micro-batch of one small sample.
-        gentle: True for a rise along a line, and a fall over twice as many slots.
-        fades: True for a fall to next to nothing and smaller first slots, for stages that wait for
-            a slower one.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        count: int,
-        first: float,
-        least: float,
-        gentle: bool = False,
-        fades: bool = False,
-    ) -> None:
+    def __init__(self, objective: Objective, kind: Kind, least: float) -> None:
         problem = objective.problem
         schedule, ratio = problem.schedule, problem.cost_model.backward_ratio
-        self.count, self.gentle = count, gentle
+        count, first, gentle, fades = kind
+        self.count = count
         self._least, self._fixed = least, problem.cost_model.per_micro_batch
         self._group = problem.dims.slots_per_group
         self._units = -(-count // self._group)
