@@ -50,16 +50,9 @@ class Filling:
         work = sum(problem.costs) + problem.cost_model.per_micro_batch * len(self.sizes)
         return [work * size / sum(self.sizes) for size in self.sizes]
 
-    def dealt(
-        self, *, passes: int = 0, per_rank: int | None = None, **options: Any
-    ) -> Slots | None:
-        return deal(
-            self.costliest_first(),
-            self.targets(),
-            self.objective(**options),
-            passes=passes,
-            per_rank=per_rank or len(self.sizes),
-        )
+    def dealt(self, *, passes: int = 0) -> Slots | None:
+        dealt = deal(self.costliest_first(), [self.targets()], self.objective(), passes=passes)
+        return dealt and dealt[0]
 
     def costliest_first(self) -> list[int]:
         costs = self.problem().costs
@@ -103,7 +96,9 @@ def scan(filling: Filling) -> list[list[int]] | None:
 @given(fillings())
 def test_samples_go_where_most_is_lacking(filling: Filling) -> None:
     """Each slot is a rank of its own, so that what it gets beyond its target changes no other's."""
-    assert filling.dealt(per_rank=1) == scan(filling)
+    targets = [[size] for size in filling.targets()]
+    dealt = deal(filling.costliest_first(), targets, filling.objective(), passes=0)
+    assert (dealt and [samples for (samples,) in dealt]) == scan(filling)
 
 
 @examples(500)
@@ -111,18 +106,13 @@ def test_samples_go_where_most_is_lacking(filling: Filling) -> None:
 def test_filled_slots_are_legal(filling: Filling, swaps: int, most: int | None) -> None:
     work = filling.objective(max_samples_per_row=most)
     before = work.effort
-    slots = deal(
-        filling.costliest_first(),
-        filling.targets(),
-        work,
-        passes=swaps,
-        per_rank=len(filling.sizes),
-    )
+    dealt = deal(filling.costliest_first(), [filling.targets()], work, passes=swaps)
     used = EFFORT_OF_DEAL * (len(filling.lengths) + swaps * len(filling.sizes))
     assert work.effort == before - used
-    if slots is None:
+    if dealt is None:
         assert filling.lengths
         return
+    (slots,) = dealt
     assert len(slots) == len(filling.sizes)
     assert sorted(s for samples in slots for s in samples) == list(range(len(filling.lengths)))
     for samples in slots:

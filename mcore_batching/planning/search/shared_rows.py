@@ -175,25 +175,24 @@ class Forms:
 
     def make(self, form: Form) -> Candidate | None:
         """The step of a form, simulated; None if its samples do not fit."""
-        count, own = form.kind.num_slots, self._laid_out(form.sizes).own
+        own = self._laid_out(form.sizes).own
         rows, sizes, targets = self._targets(form)
         if not rows:
             return None
         if own:
             # A deal puts nothing where a target is negative.
-            flat = [
-                -1.0 if samples else cost
+            wanted = [
+                [-1.0 if samples else cost for samples, cost in zip(*of_rank, strict=True)]
                 for of_rank in zip(rows, targets, strict=True)
-                for samples, cost in zip(*of_rank, strict=True)
             ]
-            if max(flat) < 0.0:
+            if max(map(max, wanted)) < 0.0:
                 return None
-            dealt = deal(own, flat, self._objective, passes=2, per_rank=count)
+            dealt = deal(own, wanted, self._objective)
             if dealt is None:
                 return None
-            for rank, slots in enumerate(rows):
-                free = [slot for slot in range(count) if not slots[slot]]
-                settled = settle([dealt[rank * count + slot] for slot in free], self._costs)
+            for slots, of_rank in zip(rows, dealt, strict=True):
+                free = [slot for slot, samples in enumerate(slots) if not samples]
+                settled = settle([of_rank[slot] for slot in free], self._costs)
                 for slot, samples in zip(free, settled, strict=True):
                     slots[slot] = samples
         make_last_real(rows, sizes)

@@ -34,8 +34,6 @@ DAMPING = 0.7
 moves by 0.01 %, single steps by 0.3 %."""
 CLEARLY_SOONER = 0.995
 """Rounds go on while each gains 0.5 %. With 1 % or 0.25 % the mean moves by 0.01 %."""
-SWAPS = 2
-"""Passes of swaps after each deal. With 6 the mean moves by less than 0.01 %."""
 SMALL = 8
 """The cheapest eighth of the samples are small; each slot is to hold at least their mean. With a
 fourth or a sixteenth the mean moves by 0.01 %."""
@@ -152,20 +150,15 @@ class Steps:
         into the slots."""
         problem = self._problem
         per_rank = max(1, -(-problem.num_samples // self.ranks))
-        ranks = []
+        ranks: list[Slots] = []
         for samples in by_folds(problem.costs, self.ranks, per_rank):
             work = num_slots * problem.cost_model.per_micro_batch
             work += ordered_sum(problem.costs[sample] for sample in samples)
-            slots = deal(
-                by_cost(samples, problem.costs),
-                [work / num_slots] * num_slots,
-                self.objective,
-                passes=SWAPS,
-                per_rank=num_slots,
-            )
-            if slots is None:
+            even = [[work / num_slots] * num_slots]
+            dealt = deal(by_cost(samples, problem.costs), even, self.objective)
+            if dealt is None:
                 return None
-            ranks.append(slots)
+            ranks += dealt
         step = self.objective.candidate([settle(slots, problem.costs) for slots in ranks])
         return step if all(map(self.objective.fits_in_memory, step.ranks)) else None
 
@@ -173,11 +166,9 @@ class Steps:
         """The end of the step of one more deal, infinite if it does not fit into memory; None if
         samples do not fit into slots."""
         objective = self.objective
-        targets = self._targets(kind, made)
-        slots = deal(self.order, targets, objective, passes=SWAPS, per_rank=kind.num_slots)
-        if slots is None:
+        ranks = deal(self.order, self._targets(kind, made), objective)
+        if ranks is None:
             return None
-        ranks = [slots[at : at + kind.num_slots] for at in range(0, len(slots), kind.num_slots)]
         step = objective.candidate(self._arranged(ranks))
         end = step.end if all(map(objective.fits_in_memory, step.ranks)) else math.inf
         if end < made.end or made.step is None:
@@ -185,14 +176,13 @@ class Steps:
         made.offsets = self._evened(made.offsets, step.ends)
         return end
 
-    def _targets(self, kind: Kind, made: Made) -> list[float]:
+    def _targets(self, kind: Kind, made: Made) -> list[list[float]]:
         problem = self._problem
         work = self._work + kind.num_slots * problem.cost_model.per_micro_batch
         targets = Targets(self.objective, kind, self._least)
         if self.objective.lockstep:
-            return lockstep_targets(targets, work, self._samples, self.objective) * self.ranks
-        of_ranks = all_targets(targets, [work + more for more in made.offsets], self.alone)
-        return list(itertools.chain.from_iterable(of_ranks))
+            return [lockstep_targets(targets, work, self._samples, self.objective)] * self.ranks
+        return all_targets(targets, [work + more for more in made.offsets], self.alone)
 
     def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
         passes = self._problem.schedule.cost_of_passes
