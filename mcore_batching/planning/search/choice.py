@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.search.moves import improve
-from mcore_batching.planning.search.objective import Candidate, Objective, Slots
+from mcore_batching.planning.search.objective import Candidate, Objective, Ranks, Slots
 from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Steps, thinned
 from mcore_batching.planning.search.targets import Kind
 
@@ -33,9 +33,7 @@ With 4 steps end 0.05 % later in the mean; under a bound on tokens in flight, wh
 0.1 % sooner."""
 
 
-def search(
-    objective: Objective, starts: Iterable[Sequence[Sequence[Sequence[int]]]]
-) -> list[Slots]:
+def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
     """Look for the step that ends first.
 
     Args:
@@ -52,9 +50,9 @@ def search(
     # Kept in the running to the end: the result is then no later than any rule's plan.
     for start in starts:
         step = objective.candidate(start)
-        if all(map(objective.fits_in_memory, step.ranks)):
+        if objective.fits_in_memory(start):
             found.append(step)
-        least = min(least, max(map(objective.problem.inflight_tokens, step.ranks)))
+        least = min(least, objective.most_in_flight(start))
     # A start may be as good as the bound; then nothing is left to look for.
     if not any(objective.cannot_be_beaten(step.end) for step in found):
         found += _made(objective)
@@ -109,7 +107,7 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
         # Under a bound on tokens in flight: even micro-batches, whatever effort is left.
         if steps.make(Kind(count, EVEN)):
             return True
-    rises = objective.problem.schedule.alternates and not objective.lockstep
+    rises = objective.problem.schedule.alternates and not objective.problem.dims.in_lockstep
     for kind in steps.soonest[:2] if rises else ():
         if objective.spent:
             break
@@ -144,7 +142,7 @@ def _compare_firsts(steps: Steps, keep: float) -> bool:
     beaten."""
     objective = steps.objective
     # Where ranks run together sizes are fitted, whatever the first was.
-    if objective.lockstep or not objective.problem.schedule.alternates:
+    if objective.problem.dims.in_lockstep or not objective.problem.schedule.alternates:
         return False
     for number, kind in enumerate(steps.soonest):
         for first in FIRSTS:

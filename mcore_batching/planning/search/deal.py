@@ -92,7 +92,7 @@ class _Lacking:
         # Slots without room for the last sample, the most room first.
         self._waiting: list[tuple[int, float, int]] = []
         self._per_rank = per_rank
-        self._spills = per_rank > 1 and not objective.lockstep
+        self._spills = per_rank > 1 and not objective.problem.dims.in_lockstep
         self._spilt = [0.0] * (len(targets) // per_rank)
         self._counted = [0.0] * len(targets)
 

@@ -91,7 +91,7 @@ class _Moves:
     def _waiting_for_each_other(self) -> list[Pipeline]:
         """Ranks in lockstep or that share micro-batches together, others alone."""
         made, columns, after = [], [], 0
-        for ranks in self._objective.lockstep_groups:
+        for ranks in self._objective.problem.dims.lockstep_groups:
             columns.append(self._ranks[ranks.start : ranks.stop])
             # A micro-batch that reaches beyond these ranks ties the next ones to the same pipeline.
             after = max(

@@ -21,12 +21,8 @@ from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.deal import deal, settle
-from mcore_batching.planning.search.objective import Candidate, Objective, Sizes, Slots
-from mcore_batching.planning.search.pipelines import (
-    EFFORT_OF_A_SHARED_PASS,
-    micro_batches_of,
-    most_in_flight,
-)
+from mcore_batching.planning.search.objective import Candidate, Objective, Ranks, Sizes, Slots
+from mcore_batching.planning.search.pipelines import EFFORT_OF_A_SHARED_PASS
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, by_cost
 from mcore_batching.planning.search.targets import Kind, Targets
 
@@ -53,11 +49,7 @@ class SharedObjective(Objective):
         self.max_inflight_tokens = problem.config.max_inflight_tokens
         self._floor = step_time_floor(problem) * (1.0 + 1e-9)
 
-    def candidate(
-        self,
-        ranks: Sequence[Sequence[Sequence[int]]],
-        sizes: Sequence[Sequence[int]] | None = None,
-    ) -> Candidate:
+    def candidate(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> Candidate:
         """A step of these micro-batches and sizes, simulated."""
         assert sizes is not None
         held = [[list(samples) for samples in slots] for slots in ranks]
@@ -78,13 +70,9 @@ class SharedObjective(Objective):
         """Ends of ranks with micro-batches of these costs and sizes, as in `clocks_of`; costs
         effort."""
         (clock,) = clocks_of(costs, self.problem.schedule, sizes)
-        self.effort -= clock.passes_run * (1.0 if self.lockstep else EFFORT_OF_A_SHARED_PASS)
+        is_one = self.problem.dims.in_lockstep
+        self.effort -= clock.passes_run * (1.0 if is_one else EFFORT_OF_A_SHARED_PASS)
         return clock.ends
-
-    def fits(self, step: Candidate) -> bool:
-        """True if a step keeps to the bound on tokens in flight."""
-        bound = self.max_inflight_tokens
-        return bound is None or most_in_flight(micro_batches_of(step, self), self) <= bound
 
 
 def layers_of(

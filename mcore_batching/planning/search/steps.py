@@ -130,7 +130,7 @@ class Steps:
         """
         made = self.made.setdefault(kind, Made())
         if not made.offsets:
-            groups = len(self.objective.lockstep_groups)
+            groups = len(self._problem.dims.lockstep_groups)
             made.offsets = (like and self.made[like].offsets) or [0.0] * groups
         left, before = in_vain, math.inf
         while left:
@@ -160,7 +160,7 @@ class Steps:
                 return None
             ranks += dealt
         step = self.objective.candidate([settle(slots, problem.costs) for slots in ranks])
-        return step if all(map(self.objective.fits_in_memory, step.ranks)) else None
+        return step if self.objective.fits_in_memory(step.ranks) else None
 
     def _round(self, kind: Kind, made: Made) -> float | None:
         """The end of the step of one more deal, infinite if it does not fit into memory; None if
@@ -170,7 +170,7 @@ class Steps:
         if ranks is None:
             return None
         step = objective.candidate(self._arranged(ranks))
-        end = step.end if all(map(objective.fits_in_memory, step.ranks)) else math.inf
+        end = step.end if objective.fits_in_memory(step.ranks) else math.inf
         if end < made.end or made.step is None:
             made.end, made.step = end, step
         made.offsets = self._evened(made.offsets, step.ends)
@@ -180,7 +180,7 @@ class Steps:
         problem = self._problem
         work = self._work + kind.num_slots * problem.cost_model.per_micro_batch
         targets = Targets(self.objective, kind, self._least)
-        if self.objective.lockstep:
+        if self._problem.dims.in_lockstep:
             return [lockstep_targets(targets, work, self._samples, self.objective)] * self.ranks
         return all_targets(targets, [work + more for more in made.offsets], self.alone)
 
@@ -197,7 +197,7 @@ class Steps:
         holds few tokens."""
         settled = [settle(rank, self._problem.costs) for rank in slots]
         arranged: list[Slots] = []
-        for group in self.objective.lockstep_groups:
+        for group in self._problem.dims.lockstep_groups:
             arranged += self._fitting(self._soonest_order(settled[group.start : group.stop]))
         return arranged
 
@@ -208,7 +208,7 @@ class Steps:
             orders = [ranks, *(self._sorted(ranks, times) for times in (0.0, 1.0, -1.0))]
             return min(orders, key=self.objective.end_together)
         group = self._problem.dims.slots_per_group
-        flat = [max(slot) for slot in zip(*map(self._problem.slot_costs, ranks), strict=True)]
+        flat = self.objective.costs_together(ranks)
         each = self._problem.schedule.num_costs
         costs = [flat[at : at + each] for at in range(0, len(flat), each)]
         order = sorted(range(len(costs)), key=lambda slot: (slot // group, costs[slot], slot))
@@ -218,7 +218,7 @@ class Steps:
         """The slots of ranks that run together, changed so that none holds more tokens than may be,
         if one of these does."""
         objective = self.objective
-        if all(map(objective.fits_in_memory, ranks)):
+        if objective.fits_in_memory(ranks):
             return ranks
         changed = [[spread(slots, objective) for slots in ranks], self._sorted(ranks, 1.0)]
         if self._lowers:
@@ -227,10 +227,7 @@ class Steps:
             changed.append([slots[::-1] for slots in changed[1]])
         return min(
             changed,
-            key=lambda ranks: (
-                not all(map(objective.fits_in_memory, ranks)),
-                objective.end_together(ranks),
-            ),
+            key=lambda ranks: (not objective.fits_in_memory(ranks), objective.end_together(ranks)),
         )
 
     def _sorted(self, ranks: list[Slots], times: float) -> list[Slots]:
@@ -264,7 +261,7 @@ def thinned(steps: Steps, ranks: int) -> Steps:
     one_in = steps.ranks // ranks
     few = steps.ranks // one_in
     dims = dataclasses.replace(
-        problem.dims, data_parallel=few, expert_parallel=few if steps.objective.lockstep else 1
+        problem.dims, data_parallel=few, expert_parallel=few if problem.dims.in_lockstep else 1
     )
     # From the middle of every `one_in`: with the first of each the few ranks would have more work
     # each than a rank has.
