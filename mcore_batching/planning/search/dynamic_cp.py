@@ -25,7 +25,7 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.moves import drawing, improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
-from mcore_batching.planning.search.steps import FIRSTS, MOST_SLOTS_PER_STAGE, steps_of_counts
+from mcore_batching.planning.search.steps import FIRSTS, MOST_SLOTS_PER_STAGE, useful_counts
 from mcore_batching.planning.search.targets import Kind
 
 LIMITS, LIMIT_STEP = 32, math.sqrt(math.sqrt(0.5))
@@ -220,13 +220,9 @@ class FormSearch:
 
     def _counts(self, sizes: Sequence[int]) -> list[int]:
         """Numbers of slots to try."""
-        dims, ranks = self._problem.dims, self._problem.num_ranks
+        problem = self._problem
         own = [i for i, size in enumerate(sizes) if size == 1]
+        # A shared one takes a place on each of its ranks.
         shared = sum(size for size in sizes if size > 1)
-        rows = self._problem.on_ranks[1].subset(own).fewest_rows
-        fewest = dims.round_up_num_microbatches(-(-(rows + shared) // ranks))
-        if dims.pipeline_parallel == 1:
-            return [dims.round_up_num_microbatches(fewest + extra) for extra in range(3)]
-        useful = -(-(len(own) + shared) // ranks)
-        most = min(useful, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
-        return steps_of_counts(fewest, max(most, fewest), dims)
+        rows = problem.on_ranks[1].subset(own).fewest_rows
+        return useful_counts(rows + shared, len(own) + shared, problem.num_ranks, problem.dims)

@@ -55,7 +55,6 @@ def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
     most_unlike, period = _most_unlike(problem)
     ends: list[float] = []
     last, before = (math.inf, 0), 0
-    too_many: set[int] = set()
     for count in counts:
         beyond, before = before >= useful[-1], count
         if (beyond or steps.objective.spent) and last[0] < math.inf:
@@ -63,12 +62,11 @@ def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
             continue
         like = min(count, most_unlike + (count - most_unlike) % period)
         end = math.inf
-        if like >= useful[0] and like not in too_many:
+        # A number comes back only where it did not hold the samples.
+        if like >= useful[0] and Kind(like, USUAL) not in steps.made:
             end = _end_with(steps, like)
         if end < math.inf:
             last = end, like
-        else:
-            too_many.add(like)
         ends.append(end + (count - like) * overhead)
     return ends
 

@@ -94,16 +94,11 @@ class Steps:
     def counts(self) -> list[int]:
         """Numbers of slots to try, from the fewest that may hold the samples."""
         problem = self._problem
-        dims = problem.dims
-        fewest = dims.round_up_num_microbatches(-(-problem.fewest_rows // self.ranks))
-        bound = self.objective.max_inflight_tokens
-        if dims.pipeline_parallel == 1 and bound is None:
-            # No bubble to shrink: further micro-batches only cost more.
-            return list(dict.fromkeys(dims.round_up_num_microbatches(fewest + e) for e in range(3)))
-        most = -(-problem.num_samples // self.ranks)
-        if bound is None:
-            most = min(most, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
-        return steps_of_counts(fewest, max(fewest, most), dims)
+        rows, samples = problem.fewest_rows, problem.num_samples
+        if self.objective.max_inflight_tokens is None:
+            return useful_counts(rows, samples, self.ranks, problem.dims)
+        # The more micro-batches there are, the fewer tokens each holds.
+        return steps_of_counts(-(-rows // self.ranks), -(-samples // self.ranks), problem.dims)
 
     @property
     def soonest(self) -> list[Kind]:
@@ -244,8 +239,18 @@ def by_cost(samples: Sequence[int], costs: Sequence[float]) -> list[int]:
     return sorted(samples, key=lambda sample: (-costs[sample], sample))
 
 
+def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> list[int]:
+    """Numbers of slots to try for so many samples on all ranks, which need so many rows."""
+    fewest = -(-rows // ranks)
+    if dims.pipeline_parallel == 1:
+        # No bubble to shrink: further micro-batches only cost more.
+        return [max(1, fewest) + extra for extra in range(3)]
+    most = min(-(-samples // ranks), MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
+    return steps_of_counts(fewest, most, dims)
+
+
 def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
-    """Numbers of slots that the schedule can run, from the fewest to the most."""
+    """Numbers of slots that the schedule can run, from the fewest to the most; one at least."""
     most = dims.round_up_num_microbatches(most)
     counts = [dims.round_up_num_microbatches(fewest)]
     while counts[-1] < most:
