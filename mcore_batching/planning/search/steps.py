@@ -77,6 +77,8 @@ class Steps:
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
         self.made: dict[Kind, Made] = {}
+        self.perfect = False
+        """True once a step was made that no plan's ends before."""
 
     @cached_property
     def _samples(self) -> Samples:
@@ -112,17 +114,9 @@ class Steps:
         assert step is not None
         return step
 
-    def make(self, kind: Kind, *, in_vain: int = 1, like: Kind | None = None) -> bool:
-        """Rounds until `in_vain` in a row made a step end hardly sooner.
-
-        Args:
-            kind: of the steps.
-            in_vain: rounds in a row that hardly help, after which no further one begins.
-            like: a kind whose ranks are already even, to begin with.
-
-        Returns:
-            True if no plan's step ends sooner.
-        """
+    def make(self, kind: Kind, *, in_vain: int = 1, like: Kind | None = None) -> None:
+        """Make steps of a kind, in rounds until `in_vain` in a row made one end hardly sooner;
+        `like` is a kind whose ranks are already even, to begin with."""
         made = self.made.setdefault(kind, Made())
         if not made.offsets:
             groups = len(self._problem.dims.lockstep_groups)
@@ -133,12 +127,12 @@ class Steps:
             if end is None:
                 break
             if self.objective.cannot_be_beaten(made.end):
-                return True
+                self.perfect = True
+                break
             left = in_vain if end < CLEARLY_SOONER * before else left - 1
             before = min(before, end)
             if len(made.offsets) == 1 or self.objective.spent:
                 break
-        return False
 
     def folded(self, num_slots: int) -> Candidate | None:
         """The step of as many samples on each rank, as even as that goes; None if they do not fit
@@ -166,7 +160,7 @@ class Steps:
             return None
         step = objective.candidate(self._arranged(ranks))
         end = step.end if objective.fits_in_memory(step.ranks) else math.inf
-        if end < made.end or made.step is None:
+        if end < made.end:
             made.end, made.step = end, step
         made.offsets = self._evened(made.offsets, step.ends)
         return end
