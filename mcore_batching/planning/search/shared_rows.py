@@ -21,6 +21,7 @@ from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.deal import deal, settle
+from mcore_batching.planning.search.lockstep_targets import over_mean_stage
 from mcore_batching.planning.search.objective import Candidate, Objective, Ranks, Sizes, Slots
 from mcore_batching.planning.search.pipelines import EFFORT_OF_A_SHARED_PASS
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, by_cost
@@ -124,13 +125,10 @@ class Forms:
         self._costs = problem.on_ranks[1].costs
         # Forms that are tried have much in common.
         self._laid_out = functools.cache(self._lay_out)
-        self._profile = functools.cache(self._make_profile)
+        self._profile = functools.cache(lambda kind: Targets(objective, kind, 0.0).relative)
         self.order = by_cost(range(problem.num_samples), self._costs)
         """Samples, costliest first."""
-        # Of all samples in one micro-batch: their cost on each kind of stage over the mean one's.
-        every = problem.on_ranks[1].slot_costs([self.order])
-        mean = problem.on_ranks[1].cost(self.order)
-        self._ratios = [cost / mean if mean else 1.0 for cost in every]
+        self._ratios = over_mean_stage(problem.on_ranks[1], self.order)
 
     def sizes_under(self, limit: float) -> tuple[int, ...]:
         """The least size of each sample that its length needs and that brings its cost to a limit
@@ -199,10 +197,6 @@ class Forms:
         own = [sample for sample in self.order if sizes[sample] == 1]
         work = ordered_sum(every) + ordered_sum(self._costs[sample] for sample in own)
         return Layout(layers, own, work / ranks)
-
-    def _make_profile(self, kind: Kind) -> list[float]:
-        """Sizes of slots relative to each other [slots]."""
-        return Targets(self._objective, kind, 0.0).relative
 
     def _targets(self, form: Form) -> tuple[list[Slots], Sizes, list[list[float]]]:
         """The shared samples, their sizes, and what each slot is to cost [ranks][slots]; of no
