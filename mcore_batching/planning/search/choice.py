@@ -83,7 +83,7 @@ def _made(objective: Objective) -> list[Candidate]:
             if whole.perfect or (whole.soonest and objective.effort < keep):
                 break
             whole.make(kind, in_vain=3)
-    found = [whole.step(kind) for kind in whole.soonest]
+    found = [whole.best[kind] for kind in whole.soonest]
     if not (whole.perfect or objective.problem.schedule.alternates or objective.spent):
         found += filter(None, map(whole.folded, whole.counts()[:3]))
     return found

@@ -28,12 +28,12 @@ def best_slots(problem: Problem, count: int) -> Slots | None:
     """
     steps = _of_one(problem)
     for kind in (Kind(count, first, gentle) for gentle in (False, True) for first in FIRSTS):
-        if steps.soonest and steps.objective.spent:
+        if steps.best and steps.objective.spent:
             break
         steps.make(kind)
-    if not steps.soonest:
+    if not steps.best:
         steps.make(Kind(count, EVEN))
-    return steps.step(steps.soonest[0]).ranks[0] if steps.soonest else None
+    return steps.best[steps.soonest[0]].ranks[0] if steps.best else None
 
 
 def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
@@ -75,9 +75,9 @@ def _end_with(steps: Steps, count: int) -> float:
     """End of a rank's step of `count` slots; infinite where they do not hold the samples."""
     kinds = [Kind(count, USUAL), Kind(count, USUAL, gentle=True), Kind(count, EVEN)]
     for kind in kinds:
-        if kind.first < EVEN or not any(each in steps.soonest for each in kinds):
+        if kind.first < EVEN or not any(each in steps.best for each in kinds):
             steps.make(kind)
-    return min((steps.made[kind].end for kind in kinds if kind in steps.made), default=math.inf)
+    return min((steps.best[kind].end for kind in kinds if kind in steps.best), default=math.inf)
 
 
 def _most_unlike(problem: Problem) -> tuple[int, int]:

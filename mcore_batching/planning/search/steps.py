@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -44,18 +43,6 @@ STEPS_OF_COUNTS = 7
 by a fourteenth, no sooner."""
 
 
-@dataclass
-class Made:
-    """The best step of a kind so far."""
-
-    end: float = math.inf
-    """Of the step, infinite if there is none that fits into memory."""
-    step: Candidate | None = None
-    offsets: Sequence[float] = ()
-    """Work that each rank, or all of a lockstep group, is to have beyond the mean in the next round
-    [lockstep groups]."""
-
-
 class Steps:
     """Makes steps of a problem.
 
@@ -76,7 +63,11 @@ class Steps:
         small = self.alone[-max(1, len(self.order) // SMALL) :]
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
-        self.made: dict[Kind, Made] = {}
+        self.made: dict[Kind, Sequence[float]] = {}
+        """Kinds that steps were made of, and the work that each rank, or all of a lockstep group,
+        is to have beyond the mean in the next round [lockstep groups]."""
+        self.best: dict[Kind, Candidate] = {}
+        """The step of each that ends first, where one fits into memory."""
         self.perfect = False
         """True once a step was made that no plan's ends before."""
 
@@ -104,34 +95,26 @@ class Steps:
 
     @property
     def soonest(self) -> list[Kind]:
-        """The kinds that steps were made of, the one whose step ends first before the others."""
-        found = (kind for kind, made in self.made.items() if made.end < math.inf)
-        return sorted(found, key=lambda kind: (self.made[kind].end, kind))
-
-    def step(self, kind: Kind) -> Candidate:
-        """The best step of a kind, one of `soonest`."""
-        step = self.made[kind].step
-        assert step is not None
-        return step
+        """The kinds of the best steps, the one whose step ends first before the others."""
+        return sorted(self.best, key=lambda kind: (self.best[kind].end, kind))
 
     def make(self, kind: Kind, *, in_vain: int = 1, like: Kind | None = None) -> None:
         """Make steps of a kind, in rounds until `in_vain` in a row made one end hardly sooner;
         `like` is a kind whose ranks are already even, to begin with."""
-        made = self.made.setdefault(kind, Made())
-        if not made.offsets:
-            groups = len(self._problem.dims.lockstep_groups)
-            made.offsets = (like and self.made[like].offsets) or [0.0] * groups
+        if kind not in self.made:
+            groups = self._problem.dims.lockstep_groups
+            self.made[kind] = self.made[like] if like else [0.0] * len(groups)
         left, before = in_vain, math.inf
         while left:
-            end = self._round(kind, made)
+            end = self._round(kind)
             if end is None:
                 break
-            if self.objective.cannot_be_beaten(made.end):
+            if self.objective.cannot_be_beaten(end):
                 self.perfect = True
                 break
             left = in_vain if end < CLEARLY_SOONER * before else left - 1
             before = min(before, end)
-            if len(made.offsets) == 1 or self.objective.spent:
+            if len(self.made[kind]) == 1 or self.objective.spent:
                 break
 
     def folded(self, num_slots: int) -> Candidate | None:
@@ -151,35 +134,33 @@ class Steps:
         step = self.objective.candidate([settle(slots, problem.costs) for slots in ranks])
         return step if self.objective.fits_in_memory(step.ranks) else None
 
-    def _round(self, kind: Kind, made: Made) -> float | None:
+    def _round(self, kind: Kind) -> float | None:
         """The end of the step of one more deal, infinite if it does not fit into memory; None if
         samples do not fit into slots."""
         objective = self.objective
-        ranks = deal(self.order, self._targets(kind, made), objective)
+        ranks = deal(self.order, self._targets(kind), objective)
         if ranks is None:
             return None
         step = objective.candidate(self._arranged(ranks))
-        end = step.end if objective.fits_in_memory(step.ranks) else math.inf
-        if end < made.end:
-            made.end, made.step = end, step
-        made.offsets = self._evened(made.offsets, step.ends)
-        return end
+        mean = ordered_sum(step.ends) / len(step.ends)
+        passes = self._problem.schedule.cost_of_passes
+        self.made[kind] = [
+            more - DAMPING * (end - mean) / passes
+            for more, end in zip(self.made[kind], step.ends, strict=True)
+        ]
+        if not objective.fits_in_memory(step.ranks):
+            return math.inf
+        if kind not in self.best or step.end < self.best[kind].end:
+            self.best[kind] = step
+        return step.end
 
-    def _targets(self, kind: Kind, made: Made) -> list[list[float]]:
+    def _targets(self, kind: Kind) -> list[list[float]]:
         problem = self._problem
         work = self._work + kind.num_slots * problem.cost_model.per_micro_batch
         targets = Targets(self.objective, kind, self._least)
-        if self._problem.dims.in_lockstep:
+        if problem.dims.in_lockstep:
             return [lockstep_targets(targets, work, self._samples, self.objective)] * self.ranks
-        return all_targets(targets, [work + more for more in made.offsets], self.alone)
-
-    def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
-        passes = self._problem.schedule.cost_of_passes
-        mean = ordered_sum(ends) / len(ends)
-        return [
-            offset - DAMPING * (end - mean) / passes
-            for offset, end in zip(offsets, ends, strict=True)
-        ]
+        return all_targets(targets, [work + more for more in self.made[kind]], self.alone)
 
     def _arranged(self, slots: list[Slots]) -> list[Slots]:
         """The slots of all ranks without needless placeholders, in an order that ends soon and
