@@ -37,8 +37,6 @@ Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][slots]."""
 Slots = list[list[int]]
 """One rank's micro-batches in slot order: samples each, an empty list for a placeholder."""
-Sizes = list[list[int]]
-"""Context-parallel size of each micro-batch [ranks][slots]."""
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Candidate:
     """Micro-batches [ranks][slots]."""
     ends: list[float]
     """End of each rank's step; with ranks in lockstep a single one."""
-    sizes: Sizes | None = None
+    sizes: list[list[int]] | None = None
     """Under dynamic CP the context-parallel size of each micro-batch [ranks][slots]; one that ranks
     share is listed on each of them."""
 
@@ -114,10 +112,14 @@ class Objective:
 
     def candidate(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> Candidate:
         """A step of these micro-batches [ranks][slots], simulated; `sizes` under dynamic CP."""
-        del sizes  # nothing is shared without dynamic CP: `SharedObjective` takes them
         held = [[list(samples) for samples in slots] for slots in ranks]
-        groups = [held[ranks.start : ranks.stop] for ranks in self.problem.dims.lockstep_groups]
-        return Candidate(held, list(map(self.end_together, groups)))
+        own = None if sizes is None else [list(of_rank) for of_rank in sizes]
+        return Candidate(held, self._ends(held, sizes), own)
+
+    def _ends(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None) -> list[float]:
+        del sizes  # nothing is shared without dynamic CP: `SharedObjective` takes them
+        groups = self.problem.dims.lockstep_groups
+        return [self.end_together(ranks[group.start : group.stop]) for group in groups]
 
     def most_in_flight(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> float:
         """Most padded tokens that the first stage of one of these ranks holds at a time, over the

@@ -22,7 +22,7 @@ from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.deal import deal, settle
 from mcore_batching.planning.search.lockstep_targets import over_mean_stage
-from mcore_batching.planning.search.objective import Candidate, Objective, Ranks, Sizes, Slots
+from mcore_batching.planning.search.objective import Candidate, Objective, Ranks, Slots
 from mcore_batching.planning.search.pipelines import EFFORT_OF_A_SHARED_PASS
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, by_cost
 from mcore_batching.planning.search.targets import Kind, Targets
@@ -50,20 +50,18 @@ class SharedObjective(Objective):
         self.max_inflight_tokens = problem.config.max_inflight_tokens
         self._floor = step_time_floor(problem) * (1.0 + 1e-9)
 
-    def candidate(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> Candidate:
-        """A step of these micro-batches and sizes, simulated."""
+    def _ends(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None) -> list[float]:
         assert sizes is not None
-        held = [[list(samples) for samples in slots] for slots in ranks]
         problems = self.whole.on_ranks
         costs = [
             [
                 cost
-                for samples, size in zip(slots, own, strict=True)
-                for cost in problems[size].slot_costs([samples])
+                for own, size in zip(*of, strict=True)
+                for cost in problems[size].slot_costs([own])
             ]
-            for slots, own in zip(held, sizes, strict=True)
+            for of in zip(ranks, sizes, strict=True)
         ]
-        return Candidate(held, self.ends_of(costs, sizes), list(map(list, sizes)))
+        return self.ends_of(costs, sizes)
 
     def ends_of(
         self, costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]
@@ -198,7 +196,7 @@ class Forms:
         work = ordered_sum(every) + ordered_sum(self._costs[sample] for sample in own)
         return Layout(layers, own, work / ranks)
 
-    def _targets(self, form: Form) -> tuple[list[Slots], Sizes, list[list[float]]]:
+    def _targets(self, form: Form) -> tuple[list[Slots], list[list[int]], list[list[float]]]:
         """The shared samples, their sizes, and what each slot is to cost [ranks][slots]; of no
         ranks if there are too few slots."""
         layout, profile = self._laid_out(form.sizes), self._profile(form.kind)
@@ -225,7 +223,7 @@ class Forms:
         return rows, sizes, targets
 
 
-def make_last_real(rows: list[Slots], sizes: Sizes) -> None:
+def make_last_real(rows: list[Slots], sizes: list[list[int]]) -> None:
     """Put the slot that most ranks share last where a rank has a placeholder there that it need
     not have; one that then has a placeholder there, a micro-batch of its own."""
     count = len(rows[0])
