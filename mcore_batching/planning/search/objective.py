@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
 from mcore_batching.planning.pipeline import Clock, inflight_tokens
@@ -124,11 +123,10 @@ class Objective:
     def most_in_flight(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> float:
         """Most padded tokens that the first stage of one of these ranks holds at a time, over the
         context-parallel ranks of the dims; `sizes` under dynamic CP."""
-        usual = repeat([self.whole.dims.context_parallel] * len(ranks[0]))
-        return max(
-            inflight_tokens(list(map(self.whole.held_tokens, *slots)), self.problem.schedule)
-            for slots in zip(ranks, sizes or usual, strict=False)
-        )
+        if sizes is None:
+            return max(map(self.problem.inflight_tokens, ranks))
+        held = (list(map(self.whole.held_tokens, *of)) for of in zip(ranks, sizes, strict=True))
+        return max(inflight_tokens(of_rank, self.problem.schedule) for of_rank in held)
 
     def fits_in_memory(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> bool:
         """True if none of their first stages holds more than it may."""
