@@ -85,13 +85,10 @@ def steps_of_batch(
     """Samples of each step of a batch, one step at least; a `LengthError` where the arguments lack
     each other, exclude each other or do not fit the samples."""
     if groups is None and groups_per_step is None:
-        per_step = max(1, num_samples)
+        per_step = samples = max(1, num_samples)
         if samples_per_step is not None:
             per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
-        return [
-            range(first, min(first + per_step, num_samples))
-            for first in range(0, max(1, num_samples), per_step)
-        ]
+        return [range(num_samples)[at : at + per_step] for at in range(0, samples, per_step)]
     if samples_per_step is not None:
         raise LengthError(
             "steps are cut by groups already; leave out ", Argument("samples_per_step")

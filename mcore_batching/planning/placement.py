@@ -146,18 +146,14 @@ def split_until(bins: Sequence[Sequence[int]], count: int, weight: Weight) -> li
     return [*whole.values(), *by_weight]
 
 
-def _halve(samples: Sequence[int], weight: Weight) -> tuple[list[int], list[int]]:
+def _halve(samples: Sequence[int], weight: Weight) -> list[list[int]]:
     """Deal samples, heaviest first, to the lighter half; on a tie to the one with fewer samples."""
     empty = weight(())
     alone = {sample: weight((sample,)) - empty for sample in samples}
-    left: list[int] = []
-    right: list[int] = []
-    left_weight = right_weight = 0.0
+    halves: list[list[int]] = [[], []]
+    weights = [0.0, 0.0]
     for sample in sorted(samples, key=lambda sample: (-alone[sample], sample)):
-        if (left_weight, len(left)) <= (right_weight, len(right)):
-            left.append(sample)
-            left_weight += alone[sample]
-        else:
-            right.append(sample)
-            right_weight += alone[sample]
-    return sorted(left), sorted(right)
+        lighter = min((0, 1), key=lambda half: (weights[half], len(halves[half])))
+        halves[lighter].append(sample)
+        weights[lighter] += alone[sample]
+    return list(map(sorted, halves))

@@ -43,7 +43,8 @@ from mcore_batching.planning.costs.layer_costs import OUTPUT, LayerCost, cost_mo
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.steps import FIRSTS, Kind, Steps
+from mcore_batching.planning.search.steps import FIRSTS, Steps
+from mcore_batching.planning.search.targets import Kind
 from mcore_batching.tools.report import Table
 
 HERE = Path(__file__).resolve().parent
@@ -202,7 +203,7 @@ def search_long(problem: Problem, anneal: Annealer, moves: int) -> Candidate:
                 steps.make(kind, in_vain=3)
             made = [kind for kind in steps.soonest if kind in kinds]
             if made and count <= per_rank:
-                yield anneal(problem, steps.step(made[0]), moves // 10, 3e-3, 3e-5, 1)
+                yield anneal(problem, steps.best[made[0]], moves // 10, 3e-3, 3e-5, 1)
 
     counts = set(steps.counts())
     found = sorted(quick(counts), key=lambda step: step.end)

@@ -27,7 +27,7 @@ from step_bound import step_time_bound
 
 from mcore_batching.planning import Problem, StepPlan, plan_step
 from mcore_batching.planning.plans.statistics import predicted_step_time
-from mcore_batching.planning.search.objective import Candidate, Sizes
+from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.shared_rows import SharedObjective
 from mcore_batching.tools.report import Table
 
@@ -104,7 +104,7 @@ class Annealer:
             ctypes.c_uint64(seed),
         )
         ranks: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(RANKS)]
-        own_sizes: Sizes = [list(sizes[rank * count : (rank + 1) * count]) for rank in range(RANKS)]
+        own_sizes = [list(sizes[rank * count : (rank + 1) * count]) for rank in range(RANKS)]
         for sample, place in enumerate(places):
             first, slot = divmod(place, count)
             for rank in range(first, first + own_sizes[first][slot]):

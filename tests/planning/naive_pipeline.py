@@ -25,36 +25,14 @@ def played(
     blocks: Sequence[Blocks] | None = None,
 ) -> dict[tuple[int, Node], tuple[float, float]]:
     """Start and end of each pass of each rank, given costs [slots][ranks] and who shares what."""
-    dims, ranks = schedule.dims, range(len(costs[0]))
-    stages = range(dims.pipeline_parallel)
-    kinds = 1 + max((max(stage) for stage in schedule.which_cost), default=0)
-    orders = [
-        [(stage, *what) for what in schedule.order(stage, len(costs) // kinds)] for stage in stages
+    of_ranks = [list(rank) for rank in zip(*costs, strict=True)]
+    passes = [
+        len(schedule.order(stage, len(costs) // schedule.num_costs))
+        for stage in range(schedule.dims.pipeline_parallel)
     ]
-    waits = waited_for(orders, dims) if dims.virtual_pipeline > 1 else {}
-    left = {(rank, stage): list(orders[stage]) for rank in ranks for stage in stages}
-    times: dict[tuple[int, Node], tuple[float, float]] = {}
-    free = dict.fromkeys(left, 0.0)
-    while any(left.values()):
-        for (rank, stage), passes in left.items():
-            node = passes[0] if passes else (-1, "", 0, 0)
-            shared = [range(*each) for each in (blocks[node[3]] if blocks else ())]
-            (members,) = [each for each in shared if rank in each] or [range(rank, rank + 1)]
-            if not passes or any(left[each, stage][:1] != [node] for each in members):
-                continue
-            of_rank = [*needs(node, dims), *waits.get(node, ())]
-            needed = [(each, other) for other in of_rank for each in members]
-            if all(each in times for each in needed):
-                before = [free[each, stage] for each in members]
-                start = max(before + [times[each][1] for each in needed])
-                for each in members:
-                    of_slot = costs[node[3] * kinds :][:kinds]
-                    which = schedule.which_cost[stage][node[2]] if kinds > 1 else 0
-                    took = of_slot[which][each] * schedule.share(node[1])
-                    times[each, node] = start, start + took
-                    free[each, stage] = start + took
-                    del left[each, stage][0]
-    return times
+    whole = [[SplitStage((False,) * count, (0,) * count) for count in passes] for _ in of_ranks]
+    nothing = [[0.0] * len(costs) for _ in of_ranks]
+    return played_split(of_ranks, nothing, schedule, whole, 0.0, blocks)[0]
 
 
 def played_split(

@@ -23,7 +23,7 @@ from mcore_batching.planning.search.deal import (
 )
 from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Slots
-from mcore_batching.planning.search.targets import Targets, all_targets
+from mcore_batching.planning.search.targets import Kind, Targets, all_targets
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,9 @@ class Filling:
         work = sum(problem.costs) + problem.cost_model.per_micro_batch * len(self.sizes)
         return [work * size / sum(self.sizes) for size in self.sizes]
 
-    def dealt(
-        self, *, passes: int = 0, per_rank: int | None = None, **options: Any
-    ) -> Slots | None:
-        return deal(
-            self.costliest_first(),
-            self.targets(),
-            self.objective(**options),
-            passes=passes,
-            per_rank=per_rank or len(self.sizes),
-        )
+    def dealt(self, *, passes: int = 0) -> Slots | None:
+        dealt = deal(self.costliest_first(), [self.targets()], self.objective(), passes=passes)
+        return dealt and dealt[0]
 
     def costliest_first(self) -> list[int]:
         costs = self.problem().costs
@@ -103,7 +96,9 @@ def scan(filling: Filling) -> list[list[int]] | None:
 @given(fillings())
 def test_samples_go_where_most_is_lacking(filling: Filling) -> None:
     """Each slot is a rank of its own, so that what it gets beyond its target changes no other's."""
-    assert filling.dealt(per_rank=1) == scan(filling)
+    targets = [[size] for size in filling.targets()]
+    dealt = deal(filling.costliest_first(), targets, filling.objective(), passes=0)
+    assert (dealt and [samples for (samples,) in dealt]) == scan(filling)
 
 
 @examples(500)
@@ -111,18 +106,13 @@ def test_samples_go_where_most_is_lacking(filling: Filling) -> None:
 def test_filled_slots_are_legal(filling: Filling, swaps: int, most: int | None) -> None:
     work = filling.objective(max_samples_per_row=most)
     before = work.effort
-    slots = deal(
-        filling.costliest_first(),
-        filling.targets(),
-        work,
-        passes=swaps,
-        per_rank=len(filling.sizes),
-    )
+    dealt = deal(filling.costliest_first(), [filling.targets()], work, passes=swaps)
     used = EFFORT_OF_DEAL * (len(filling.lengths) + swaps * len(filling.sizes))
     assert work.effort == before - used
-    if slots is None:
+    if dealt is None:
         assert filling.lengths
         return
+    (slots,) = dealt
     assert len(slots) == len(filling.sizes)
     assert sorted(s for samples in slots for s in samples) == list(range(len(filling.lengths)))
     for samples in slots:
@@ -216,7 +206,8 @@ def test_the_last_slot_is_real() -> None:
 
 def targets_of(dims: ParallelDims, count: int, first: float = 0.25, **options: Any) -> Targets:
     config = PlannerConfig(max_tokens_per_gpu=100_000)
-    return Targets(Objective(Problem.of([100], dims, config)), count, first, 300.0, **options)
+    kind = Kind(count, first, **options)
+    return Targets(Objective(Problem.of([100], dims, config)), kind, 300.0)
 
 
 PIPELINES = [
@@ -290,7 +281,7 @@ def test_slots_in_lockstep_are_as_large_as_their_costliest_sample() -> None:
     """Of 12 samples every rank has one of the four costliest, of the next four, of the last."""
     objective = lockstep_objective()
     samples = lockstep_samples([9000.0] * 4 + [6000.0] * 4 + [2000.0] * 4, 9500.0, 4)
-    targets = Targets(objective, 8, 0.25, 300.0)
+    targets = Targets(objective, Kind(8, 0.25), 300.0)
     sizes = lockstep_targets(targets, 24_000.0, samples, objective)
     assert sum(sizes) == pytest.approx(24_000.0, rel=0.01)
     first, second, third, *_ = sorted(sizes, reverse=True)
@@ -313,7 +304,7 @@ def test_sizes_are_reversed_where_backward_passes_are_the_cheaper_ones() -> None
         model = CostModel(per_micro_batch=0.0, backward_ratio=ratio)
         dims, config = ParallelDims(pipeline_parallel=4), PlannerConfig(max_tokens_per_gpu=100)
         objective = Objective(Problem.of([100], dims, config, model))
-        return Targets(objective, 12, 0.25, 1.0).of_rank(40_000.0, 0.0)[0]
+        return Targets(objective, Kind(12, 0.25), 1.0).of_rank(40_000.0, 0.0)[0]
 
     assert sizes(0.5) == sizes(2.0)[::-1] != sizes(2.0)
 
@@ -326,7 +317,7 @@ def test_fitted_slots_in_lockstep_end_sooner(
     objective = lockstep_objective(virtual_pipeline)
     schedule = objective.problem.schedule
     samples = lockstep_samples([9000.0, *[2000.0] * 30, *[500.0] * 60], 6000.0, 4)
-    targets = Targets(objective, 12, 0.25, 300.0)
+    targets = Targets(objective, Kind(12, 0.25), 300.0)
     effort = objective.effort
     fitted = lockstep_targets(targets, 40_000.0, samples, objective)
     assert objective.effort < effort

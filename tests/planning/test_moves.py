@@ -32,9 +32,6 @@ from mcore_batching.planning.search.pipelines import (
     MOST_CHAINS,
     NOWHERE,
     Chains,
-    fits_in_memory,
-    micro_batches_of,
-    most_in_flight,
 )
 from mcore_batching.planning.search.shared_rows import SharedObjective
 
@@ -177,7 +174,7 @@ def test_improving_never_ends_a_step_later(problem: Step, times: float | None) -
     assert after.end <= before.end
     assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
     assert before.ends == objective.candidate(plain.micro_batches).ends
-    assert fits_in_memory(micro_batches_of(after, objective), objective)
+    assert objective.fits_in_memory(after.ranks, after.sizes)
     for old, new in zip(before.ranks, after.ranks, strict=True):
         assert new[-1] or not any(new)
         assert sum(map(bool, new)) >= sum(map(bool, old))
@@ -244,7 +241,7 @@ def test_moves_keep_to_a_bound_on_tokens_in_flight() -> None:
         step = objective.candidate([[[each] for each in range(16)]])
         after = improve(step, objective)
         assert (after.end < step.end) == (bound is None)
-        held.append(most_in_flight(micro_batches_of(after, objective), objective))
+        held.append(objective.most_in_flight(after.ranks, after.sizes))
     assert held[0] <= 4200 < held[1]
 
 

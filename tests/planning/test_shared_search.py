@@ -27,7 +27,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.search.dynamic_cp import LITTLE_EFFORT, STEPS_KEPT, FormSearch
 from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective, make_last_real
-from mcore_batching.planning.search.steps import Kind
+from mcore_batching.planning.search.targets import Kind
 
 PP2 = ParallelDims(data_parallel=4, pipeline_parallel=2)
 LAYOUTS = [

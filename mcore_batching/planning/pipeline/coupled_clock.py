@@ -29,13 +29,12 @@ def members_of(blocks: Sequence[Blocks], ranks: int, kinds: int) -> tuple[Intege
     ranks]; nobody shares the slot after the last, which joints have."""
     firsts: list[int] = []
     afters: list[int] = []
-    for shared in (*blocks, None):  # None: the slot of joints, which has one place per rank
+    for shared in (*(each for each in blocks for _ in range(kinds)), ()):
         first, after = list(range(ranks)), list(range(1, ranks + 1))
-        for begin, end in shared or ():
+        for begin, end in shared:
             first[begin:end], after[begin:end] = [begin] * (end - begin), [end] * (end - begin)
-        times = 1 if shared is None else kinds
-        firsts += first * times
-        afters += after * times
+        firsts += first
+        afters += after
     return integers(firsts), integers(afters)
 
 

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.search.moves import improve
-from mcore_batching.planning.search.objective import Candidate, Objective, Slots
-from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Kind, Steps, thinned
+from mcore_batching.planning.search.objective import Candidate, Objective, Ranks, Slots
+from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Steps, thinned
+from mcore_batching.planning.search.targets import Kind
 
 FEW_RANKS, ENOUGH_SAMPLES = 8, 4096
 """Numbers of slots are compared on a thinned problem of 8 ranks from 16 ranks and 512 samples on:
@@ -32,9 +33,7 @@ With 4 steps end 0.05 % later in the mean; under a bound on tokens in flight, wh
 0.1 % sooner."""
 
 
-def search(
-    objective: Objective, starts: Iterable[Sequence[Sequence[Sequence[int]]]]
-) -> list[Slots]:
+def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
     """Look for the step that ends first.
 
     Args:
@@ -51,9 +50,9 @@ def search(
     # Kept in the running to the end: the result is then no later than any rule's plan.
     for start in starts:
         step = objective.candidate(start)
-        if all(map(objective.fits_in_memory, step.ranks)):
+        if objective.fits_in_memory(start):
             found.append(step)
-        least = min(least, max(map(objective.problem.inflight_tokens, step.ranks)))
+        least = min(least, objective.most_in_flight(start))
     # A start may be as good as the bound; then nothing is left to look for.
     if not any(objective.cannot_be_beaten(step.end) for step in found):
         found += _made(objective)
@@ -70,50 +69,46 @@ def _made(objective: Objective) -> list[Candidate]:
     few = max(2, min(FEW_RANKS, ENOUGH_SAMPLES // per_rank))
     if whole.ranks >= 2 * few and objective.problem.num_samples > ENOUGH_SAMPLES // 8:
         steps = thinned(whole, few)
-    perfect = _compare_counts(steps, keep) or _compare_firsts(steps, keep)
+    _compare_counts(steps, keep)
+    _compare_firsts(steps, keep)
     order = steps.soonest
     if steps is not whole:
         # The thinned problem was searched on the same budget.
         objective.effort = steps.objective.effort
         # Of each number its best kind alone: on all ranks it is the numbers that may change places.
         best = {kind.num_slots: kind for kind in reversed(order)}
-        order, perfect = sorted(best.values(), key=order.index)[:2], False
+        order = sorted(best.values(), key=order.index)[:2]
     if steps is not whole or not objective.problem.schedule.alternates:
         for kind in order:
-            if perfect or (whole.soonest and objective.effort < keep):
+            if whole.perfect or (whole.soonest and objective.effort < keep):
                 break
-            perfect = whole.make(kind, in_vain=3)
-    found = [whole.step(kind) for kind in whole.soonest]
-    if not (perfect or objective.problem.schedule.alternates or objective.spent):
+            whole.make(kind, in_vain=3)
+    found = [whole.best[kind] for kind in whole.soonest]
+    if not (whole.perfect or objective.problem.schedule.alternates or objective.spent):
         found += filter(None, map(whole.folded, whole.counts()[:3]))
     return found
 
 
-def _compare_counts(steps: Steps, keep: float) -> bool:
-    """Make steps of every other number of slots, then of those beside the best two; True if none
-    can be beaten."""
+def _compare_counts(steps: Steps, keep: float) -> None:
+    """Make steps of every other number of slots, then of those beside the best two."""
     counts, objective = steps.counts(), steps.objective
     # Far apart first: should the effort end early, it has been spent on the whole range.
     for at in sorted({*range(0, len(counts), 2), len(counts) - 1}, key=_far_apart):
-        if objective.spent and steps.made:
+        if steps.perfect or (objective.spent and steps.made):
             break
-        kinds = [Kind(counts[at], USUAL)]
-        if objective.problem.schedule.which_cost:
-            kinds.append(Kind(counts[at], USUAL, fades=True))
-        if any(map(steps.make, kinds)):
-            return True
+        steps.make(Kind(counts[at], USUAL))
+        if objective.problem.schedule.which_cost and not steps.perfect:
+            steps.make(Kind(counts[at], USUAL, fades=True))
     for count in reversed(counts):
         if steps.soonest:
             break
         # Under a bound on tokens in flight: even micro-batches, whatever effort is left.
-        if steps.make(Kind(count, EVEN)):
-            return True
-    rises = objective.problem.schedule.alternates and not objective.lockstep
+        steps.make(Kind(count, EVEN))
+    rises = objective.problem.schedule.alternates and not objective.problem.dims.in_lockstep
     for kind in steps.soonest[:2] if rises else ():
-        if objective.spent:
+        if steps.perfect or objective.spent:
             break
-        if steps.make(kind._replace(gentle=True), like=kind):
-            return True
+        steps.make(kind._replace(gentle=True), like=kind)
     while True:
         new = {
             kind._replace(num_slots=count)
@@ -123,14 +118,13 @@ def _compare_counts(steps: Steps, keep: float) -> bool:
         } - steps.made.keys()
         # Sorted: a set promises no order, and ranks must make the same plan.
         for kind in sorted(new):
-            if objective.spent:
+            if steps.perfect or objective.spent:
                 break
             # The nearest number's ranks are even already, which saves rounds.
             like = min(sorted(steps.made), key=lambda made: abs(made.num_slots - kind.num_slots))
-            if steps.make(kind, like=like):
-                return True
-        if not new or objective.effort < keep:
-            return False
+            steps.make(kind, like=like)
+        if not new or steps.perfect or objective.effort < keep:
+            return
 
 
 def _far_apart(index: int) -> int:
@@ -138,22 +132,20 @@ def _far_apart(index: int) -> int:
     return int(f"{index:016b}"[::-1], 2)
 
 
-def _compare_firsts(steps: Steps, keep: float) -> bool:
-    """Make steps of all sizes of the first slot, of the best numbers of slots; True if none can be
-    beaten."""
+def _compare_firsts(steps: Steps, keep: float) -> None:
+    """Make steps of all sizes of the first slot, of the best numbers of slots."""
     objective = steps.objective
     # Where ranks run together sizes are fitted, whatever the first was.
-    if objective.lockstep or not objective.problem.schedule.alternates:
-        return False
+    if objective.problem.dims.in_lockstep or not objective.problem.schedule.alternates:
+        return
     for number, kind in enumerate(steps.soonest):
         for first in FIRSTS:
             # Of the best number all are tried, whatever effort that leaves for moves.
-            if number and objective.effort < keep:
-                return False
+            if steps.perfect or (number and objective.effort < keep):
+                return
             other = kind._replace(first=first)
-            if other not in steps.made and steps.make(other, like=kind):
-                return True
-    return False
+            if other not in steps.made:
+                steps.make(other, like=kind)
 
 
 def _moved(found: Sequence[Candidate], objective: Objective) -> Candidate:

@@ -24,14 +24,9 @@ from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.moves import drawing, improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
-from mcore_batching.planning.search.pipelines import micro_batches_of, most_in_flight
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
-from mcore_batching.planning.search.steps import (
-    FIRSTS,
-    MOST_SLOTS_PER_STAGE,
-    Kind,
-    steps_of_counts,
-)
+from mcore_batching.planning.search.steps import FIRSTS, MOST_SLOTS_PER_STAGE, useful_counts
+from mcore_batching.planning.search.targets import Kind
 
 LIMITS, LIMIT_STEP = 32, math.sqrt(math.sqrt(0.5))
 """Limits from the costliest sample down, four for each halving. With two for each halving steps end
@@ -76,7 +71,8 @@ def search_dynamic(
     """
     objective = SharedObjective(problem)
     effort = objective.effort
-    found = [step for step in [objective.candidate(*start)] if objective.fits(step)]
+    step = objective.candidate(*start)
+    found = [step] if objective.fits_in_memory(*start) else []
     for step in FormSearch(objective).search((1 - SHARE_OF_FORMS) * effort)[: STEPS_KEPT // 2]:
         found.append(improve(step, objective, keep=objective.effort - SHARE_OF_EACH * effort))
     for size in problem.on_ranks:
@@ -116,9 +112,10 @@ def _add_step_of_one_size(
     except InflightBoundError:
         return
     # Placeholders are those of one rank.
-    slots = [[list(samples) for samples in slots] for slots in ranks for _ in range(size)]
-    step = objective.candidate(slots, [[size if own else 1 for own in of] for of in slots])
-    if objective.fits(step):
+    slots = [of_rank for of_rank in ranks for _ in range(size)]
+    sizes = [[size if own else 1 for own in of_rank] for of_rank in slots]
+    step = objective.candidate(slots, sizes)
+    if objective.fits_in_memory(slots, sizes):
         found.append(step)
 
 
@@ -129,11 +126,9 @@ def check_inflight_tokens(problem: Problem, step: Step) -> None:
         InflightBoundError: the first stage of a rank holds more.
     """
     objective = SharedObjective(problem)
-    made = objective.candidate(*step)
-    if not objective.fits(made):
-        bound = problem.config.max_inflight_tokens
-        held = most_in_flight(micro_batches_of(made, objective), objective)
-        raise InflightBoundError(bound, held)
+    if not objective.fits_in_memory(*step):
+        held = objective.most_in_flight(*step)
+        raise InflightBoundError(objective.max_inflight_tokens, held)
 
 
 class FormSearch:
@@ -182,7 +177,7 @@ class FormSearch:
         self._tried.add(form)
         judged = self._forms.judge(form)
         step = self._forms.make(form) if judged < limit else None
-        if step is None or not self._objective.fits(step):
+        if step is None or not self._objective.fits_in_memory(step.ranks, step.sizes):
             return
         count = form.kind.num_slots
         if count not in self._best or step.end < self._best[count][0].end:
@@ -225,13 +220,9 @@ class FormSearch:
 
     def _counts(self, sizes: Sequence[int]) -> list[int]:
         """Numbers of slots to try."""
-        dims, ranks = self._problem.dims, self._problem.num_ranks
+        problem = self._problem
         own = [i for i, size in enumerate(sizes) if size == 1]
+        # A shared one takes a place on each of its ranks.
         shared = sum(size for size in sizes if size > 1)
-        rows = self._problem.on_ranks[1].subset(own).fewest_rows
-        fewest = dims.round_up_num_microbatches(-(-(rows + shared) // ranks))
-        if dims.pipeline_parallel == 1:
-            return [dims.round_up_num_microbatches(fewest + extra) for extra in range(3)]
-        useful = -(-(len(own) + shared) // ranks)
-        most = min(useful, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
-        return steps_of_counts(fewest, max(most, fewest), dims)
+        rows = problem.on_ranks[1].subset(own).fewest_rows
+        return useful_counts(rows + shared, len(own) + shared, problem.num_ranks, problem.dims)

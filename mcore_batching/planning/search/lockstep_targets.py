@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Objective
 from mcore_batching.planning.search.targets import Targets, bisected
 
@@ -85,10 +86,7 @@ def lockstep_targets(
 def _fitted(sizes: list[float], bounds: Bounds, objective: Objective) -> list[float]:
     """Sizes within bounds, of the same sum, with which the pipeline ends sooner."""
     problem, work = objective.problem, ordered_sum(sizes)
-    order = range(problem.num_samples)
-    # Of all samples in one micro-batch: their cost on each kind of stage over the mean one's.
-    mean = problem.cost(order)
-    ratios = [cost / mean if mean else 1.0 for cost in problem.slot_costs([order])]
+    ratios = over_mean_stage(problem, range(problem.num_samples))
     best, soonest = sizes, math.inf
     for number in range(FIT_STEPS):
         clock = Clock([size * ratio for size in sizes for ratio in ratios], problem.schedule)
@@ -105,6 +103,12 @@ def _fitted(sizes: list[float], bounds: Bounds, objective: Objective) -> list[fl
         moved = [size - step * (weight - mean) for size, weight in zip(sizes, weights, strict=True)]
         sizes = _adding_up(moved, bounds, work)
     return best
+
+
+def over_mean_stage(problem: Problem, samples: Sequence[int]) -> list[float]:
+    """Cost of a micro-batch of all samples on each kind of stage over that on the mean one."""
+    mean = problem.cost(samples)
+    return [cost / mean if mean else 1.0 for cost in problem.slot_costs([samples])]
 
 
 def _adding_up(sizes: Sequence[float], bounds: Bounds, work: float) -> list[float]:

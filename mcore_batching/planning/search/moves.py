@@ -1,18 +1,11 @@
-"""Single samples moved and swapped between the micro-batches of a step.
+"""Single samples moved and swapped between the micro-batches of a step (`pipelines`).
 
-    pipeline    a rank by itself; ranks that share micro-batches; all ranks in lockstep
-    place       a number of the pipeline's clock: a slot of its rank, a slot of one of its ranks,
-                or in lockstep a slot, which costs as much as the costliest micro-batch there
-    moves       a sample of one micro-batch to another, perhaps for a cheaper one that comes back;
-                all that a rank has in one slot for all in another, in lockstep that all ranks have
-
-A pipeline ends no sooner than any of its chains of passes takes, each a sum of weights times costs
-of places. Those that were found last are remembered: they tell, without simulating, which moves
-cannot help, and how much is best moved. A move is kept if it does not raise the sum of the 64th
-powers of the pipelines' ends, which the latest decide. Throughout, the cap and the bounds on
-samples and on tokens in flight hold, no micro-batch is emptied, none changes its context-parallel
-size, and a rank with a placeholder takes a further sample there. A counter draws the moves, so they
-are the same everywhere.
+A move takes a sample of one micro-batch to another, perhaps for a cheaper one that comes back; or
+it exchanges all that a rank has in two slots, in lockstep that all ranks have. It is kept if it
+does not raise the sum of the 64th powers of the pipelines' ends, which the latest decide.
+Throughout, the cap and the bounds on samples and on tokens in flight hold, no micro-batch is
+emptied, none changes its context-parallel size, and a rank with a placeholder takes a further
+sample there. A generator with one seed draws the moves, so they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -91,7 +84,7 @@ class _Moves:
     def _waiting_for_each_other(self) -> list[Pipeline]:
         """Ranks in lockstep or that share micro-batches together, others alone."""
         made, columns, after = [], [], 0
-        for ranks in self._objective.lockstep_groups:
+        for ranks in self._objective.problem.dims.lockstep_groups:
             columns.append(self._ranks[ranks.start : ranks.stop])
             # A micro-batch that reaches beyond these ranks ties the next ones to the same pipeline.
             after = max(

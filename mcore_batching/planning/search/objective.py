@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
-from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.pipeline import Clock, inflight_tokens
 from mcore_batching.planning.problem import Problem
 
 EFFORT = 70
@@ -32,10 +32,10 @@ GOOD_ENOUGH_TO_SPLIT = 1.001
 """Within 0.1 % where backward passes are to be split, which is as much as is given up for fewer of
 them. At 0.01 % a step that ends by its longest sample takes 40 times as long to plan as without."""
 
+Ranks = Sequence[Sequence[Sequence[int]]]
+"""Samples of each micro-batch [ranks][slots]."""
 Slots = list[list[int]]
 """One rank's micro-batches in slot order: samples each, an empty list for a placeholder."""
-Sizes = list[list[int]]
-"""Context-parallel size of each micro-batch [ranks][slots]."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Candidate:
     """Micro-batches [ranks][slots]."""
     ends: list[float]
     """End of each rank's step; with ranks in lockstep a single one."""
-    sizes: Sizes | None = None
+    sizes: list[list[int]] | None = None
     """Under dynamic CP the context-parallel size of each micro-batch [ranks][slots]; one that ranks
     share is listed on each of them."""
 
@@ -67,9 +67,6 @@ class Objective:
         self.whole = problem
         """The problem with all context-parallel sizes."""
         dims = problem.dims
-        self.lockstep_groups = dims.lockstep_groups
-        """Ranks whose slots run together; each group ends as one pipeline."""
-        self.lockstep = dims.in_lockstep
         depth = dims.pipeline_parallel * dims.virtual_pipeline
         size = problem.num_samples + dims.data_parallel * depth
         self.effort = problem.config.plan_effort * math.sqrt(EFFORT * size * (4 + depth))
@@ -99,30 +96,39 @@ class Objective:
         """True of an end before which no plan's step ends, or hardly."""
         return end <= self._floor
 
-    def end_together(self, ranks: Sequence[Sequence[Sequence[int]]]) -> float:
-        """End of ranks whose slots run together: each slot is as slow as its slowest rank."""
+    def costs_together(self, ranks: Ranks) -> list[float]:
+        """Costs of slots that ranks run together, each as slow as its slowest rank
+        [slots * kinds of stages]."""
         costs = map(self.problem.slot_costs, ranks)
-        return self.end_of([max(slot) for slot in zip(*costs, strict=True)])
+        return [max(slot) for slot in zip(*costs, strict=True)]
 
-    def end_of(self, slot_costs: Sequence[float]) -> float:
-        """End of a pipeline with micro-batches of these costs, of `Problem.slot_costs`; costs
-        effort."""
+    def end_together(self, ranks: Ranks) -> float:
+        """End of ranks whose slots run together; costs effort."""
         schedule = self.problem.schedule
-        self.effort -= self._effort_per_slot * (
-            len(slot_costs) // schedule.num_costs + schedule.dims.pipeline_parallel
-        )
-        return Clock(slot_costs, schedule).end
+        num_slots = len(ranks[0]) + schedule.dims.pipeline_parallel
+        self.effort -= self._effort_per_slot * num_slots
+        return Clock(self.costs_together(ranks), schedule).end
 
-    def candidate(
-        self, ranks: Sequence[Sequence[Sequence[int]]], sizes: Sizes | None = None
-    ) -> Candidate:
+    def candidate(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> Candidate:
         """A step of these micro-batches [ranks][slots], simulated; `sizes` under dynamic CP."""
-        del sizes  # nothing is shared without dynamic CP: `SharedObjective` takes them
         held = [[list(samples) for samples in slots] for slots in ranks]
-        groups = [held[ranks.start : ranks.stop] for ranks in self.lockstep_groups]
-        return Candidate(held, list(map(self.end_together, groups)))
+        own = None if sizes is None else [list(of_rank) for of_rank in sizes]
+        return Candidate(held, self._ends(held, sizes), own)
 
-    def fits_in_memory(self, slots: Sequence[Sequence[int]]) -> bool:
-        """True if the first stage of a rank with these slots holds no more than it may."""
+    def _ends(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None) -> list[float]:
+        del sizes  # nothing is shared without dynamic CP: `SharedObjective` takes them
+        groups = self.problem.dims.lockstep_groups
+        return [self.end_together(ranks[group.start : group.stop]) for group in groups]
+
+    def most_in_flight(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> float:
+        """Most padded tokens that the first stage of one of these ranks holds at a time, over the
+        context-parallel ranks of the dims; `sizes` under dynamic CP."""
+        if sizes is None:
+            return max(map(self.problem.inflight_tokens, ranks))
+        held = (list(map(self.whole.held_tokens, *of)) for of in zip(ranks, sizes, strict=True))
+        return max(inflight_tokens(of_rank, self.problem.schedule) for of_rank in held)
+
+    def fits_in_memory(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> bool:
+        """True if none of their first stages holds more than it may."""
         bound = self.max_inflight_tokens
-        return bound is None or self.problem.inflight_tokens(slots) <= bound
+        return bound is None or self.most_in_flight(ranks, sizes) <= bound

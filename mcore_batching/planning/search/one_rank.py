@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Objective, Slots
-from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Kind, Steps
+from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Steps
+from mcore_batching.planning.search.targets import Kind
 
 
 def best_slots(problem: Problem, count: int) -> Slots | None:
@@ -27,12 +28,12 @@ def best_slots(problem: Problem, count: int) -> Slots | None:
     """
     steps = _of_one(problem)
     for kind in (Kind(count, first, gentle) for gentle in (False, True) for first in FIRSTS):
-        if steps.soonest and steps.objective.spent:
+        if steps.best and steps.objective.spent:
             break
         steps.make(kind)
-    if not steps.soonest:
+    if not steps.best:
         steps.make(Kind(count, EVEN))
-    return steps.step(steps.soonest[0]).ranks[0] if steps.soonest else None
+    return steps.best[steps.soonest[0]].ranks[0] if steps.best else None
 
 
 def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
@@ -54,7 +55,6 @@ def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
     most_unlike, period = _most_unlike(problem)
     ends: list[float] = []
     last, before = (math.inf, 0), 0
-    too_many: set[int] = set()
     for count in counts:
         beyond, before = before >= useful[-1], count
         if (beyond or steps.objective.spent) and last[0] < math.inf:
@@ -62,12 +62,11 @@ def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
             continue
         like = min(count, most_unlike + (count - most_unlike) % period)
         end = math.inf
-        if like >= useful[0] and like not in too_many:
+        # A number comes back only where it did not hold the samples.
+        if like >= useful[0] and Kind(like, USUAL) not in steps.made:
             end = _end_with(steps, like)
         if end < math.inf:
             last = end, like
-        else:
-            too_many.add(like)
         ends.append(end + (count - like) * overhead)
     return ends
 
@@ -76,9 +75,9 @@ def _end_with(steps: Steps, count: int) -> float:
     """End of a rank's step of `count` slots; infinite where they do not hold the samples."""
     kinds = [Kind(count, USUAL), Kind(count, USUAL, gentle=True), Kind(count, EVEN)]
     for kind in kinds:
-        if kind.first < EVEN or not any(each in steps.soonest for each in kinds):
+        if kind.first < EVEN or not any(each in steps.best for each in kinds):
             steps.make(kind)
-    return min((steps.made[kind].end for kind in kinds if kind in steps.made), default=math.inf)
+    return min((steps.best[kind].end for kind in kinds if kind in steps.best), default=math.inf)
 
 
 def _most_unlike(problem: Problem) -> tuple[int, int]:

@@ -86,23 +86,17 @@ def micro_batches_of(step: Candidate, objective: Objective) -> list[list[MicroBa
     return ranks
 
 
-def most_in_flight(ranks: Iterable[Sequence[MicroBatch]], objective: Objective) -> float:
-    """Most padded tokens whose activations the first stage of a rank holds at a time, over the
-    context-parallel ranks of the dims."""
-    schedule, size = objective.problem.schedule, objective.whole.dims.context_parallel
-    return max(
-        inflight_tokens(
-            [each.held_tokens * size // each.problem.dims.context_parallel for each in rank],
-            schedule,
-        )
+def fits_in_memory(ranks: Iterable[Sequence[MicroBatch]], objective: Objective) -> bool:
+    """As `Objective.fits_in_memory`, by the tokens that micro-batches know."""
+    bound, usual = objective.max_inflight_tokens, objective.whole.dims.context_parallel
+    if bound is None:
+        return True
+    held = (
+        [each.held_tokens * usual // each.problem.dims.context_parallel for each in rank]
         for rank in ranks
     )
-
-
-def fits_in_memory(ranks: Iterable[Sequence[MicroBatch]], objective: Objective) -> bool:
-    """True if the first stage of none of these ranks holds more than it may."""
-    bound = objective.max_inflight_tokens
-    return bound is None or most_in_flight(ranks, objective) <= bound
+    schedule = objective.problem.schedule
+    return all(inflight_tokens(of_rank, schedule) <= bound for of_rank in held)
 
 
 class Chains:

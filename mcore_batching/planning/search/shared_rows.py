@@ -21,14 +21,11 @@ from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import clocks_of
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.deal import deal, settle
-from mcore_batching.planning.search.objective import Candidate, Objective, Sizes, Slots
-from mcore_batching.planning.search.pipelines import (
-    EFFORT_OF_A_SHARED_PASS,
-    micro_batches_of,
-    most_in_flight,
-)
-from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, Kind, by_cost
-from mcore_batching.planning.search.targets import Targets
+from mcore_batching.planning.search.lockstep_targets import over_mean_stage
+from mcore_batching.planning.search.objective import Candidate, Objective, Ranks, Slots
+from mcore_batching.planning.search.pipelines import EFFORT_OF_A_SHARED_PASS
+from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, by_cost
+from mcore_batching.planning.search.targets import Kind, Targets
 
 FEW_COUNTED = 1024
 """Steps of few samples take as much effort as those of so many at most."""
@@ -53,24 +50,18 @@ class SharedObjective(Objective):
         self.max_inflight_tokens = problem.config.max_inflight_tokens
         self._floor = step_time_floor(problem) * (1.0 + 1e-9)
 
-    def candidate(
-        self,
-        ranks: Sequence[Sequence[Sequence[int]]],
-        sizes: Sequence[Sequence[int]] | None = None,
-    ) -> Candidate:
-        """A step of these micro-batches and sizes, simulated."""
+    def _ends(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None) -> list[float]:
         assert sizes is not None
-        held = [[list(samples) for samples in slots] for slots in ranks]
         problems = self.whole.on_ranks
         costs = [
             [
                 cost
-                for samples, size in zip(slots, own, strict=True)
-                for cost in problems[size].slot_costs([samples])
+                for own, size in zip(*of, strict=True)
+                for cost in problems[size].slot_costs([own])
             ]
-            for slots, own in zip(held, sizes, strict=True)
+            for of in zip(ranks, sizes, strict=True)
         ]
-        return Candidate(held, self.ends_of(costs, sizes), list(map(list, sizes)))
+        return self.ends_of(costs, sizes)
 
     def ends_of(
         self, costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]
@@ -78,13 +69,9 @@ class SharedObjective(Objective):
         """Ends of ranks with micro-batches of these costs and sizes, as in `clocks_of`; costs
         effort."""
         (clock,) = clocks_of(costs, self.problem.schedule, sizes)
-        self.effort -= clock.passes_run * (1.0 if self.lockstep else EFFORT_OF_A_SHARED_PASS)
+        is_one = self.problem.dims.in_lockstep
+        self.effort -= clock.passes_run * (1.0 if is_one else EFFORT_OF_A_SHARED_PASS)
         return clock.ends
-
-    def fits(self, step: Candidate) -> bool:
-        """True if a step keeps to the bound on tokens in flight."""
-        bound = self.max_inflight_tokens
-        return bound is None or most_in_flight(micro_batches_of(step, self), self) <= bound
 
 
 def layers_of(
@@ -136,13 +123,10 @@ class Forms:
         self._costs = problem.on_ranks[1].costs
         # Forms that are tried have much in common.
         self._laid_out = functools.cache(self._lay_out)
-        self._profile = functools.cache(self._make_profile)
+        self._profile = functools.cache(lambda kind: Targets(objective, kind, 0.0).relative)
         self.order = by_cost(range(problem.num_samples), self._costs)
         """Samples, costliest first."""
-        # Of all samples in one micro-batch: their cost on each kind of stage over the mean one's.
-        every = problem.on_ranks[1].slot_costs([self.order])
-        mean = problem.on_ranks[1].cost(self.order)
-        self._ratios = [cost / mean if mean else 1.0 for cost in every]
+        self._ratios = over_mean_stage(problem.on_ranks[1], self.order)
 
     def sizes_under(self, limit: float) -> tuple[int, ...]:
         """The least size of each sample that its length needs and that brings its cost to a limit
@@ -175,25 +159,24 @@ class Forms:
 
     def make(self, form: Form) -> Candidate | None:
         """The step of a form, simulated; None if its samples do not fit."""
-        count, own = form.kind.num_slots, self._laid_out(form.sizes).own
+        own = self._laid_out(form.sizes).own
         rows, sizes, targets = self._targets(form)
         if not rows:
             return None
         if own:
             # A deal puts nothing where a target is negative.
-            flat = [
-                -1.0 if samples else cost
+            wanted = [
+                [-1.0 if samples else cost for samples, cost in zip(*of_rank, strict=True)]
                 for of_rank in zip(rows, targets, strict=True)
-                for samples, cost in zip(*of_rank, strict=True)
             ]
-            if max(flat) < 0.0:
+            if max(map(max, wanted)) < 0.0:
                 return None
-            dealt = deal(own, flat, self._objective, passes=2, per_rank=count)
+            dealt = deal(own, wanted, self._objective)
             if dealt is None:
                 return None
-            for rank, slots in enumerate(rows):
-                free = [slot for slot in range(count) if not slots[slot]]
-                settled = settle([dealt[rank * count + slot] for slot in free], self._costs)
+            for slots, of_rank in zip(rows, dealt, strict=True):
+                free = [slot for slot, samples in enumerate(slots) if not samples]
+                settled = settle([of_rank[slot] for slot in free], self._costs)
                 for slot, samples in zip(free, settled, strict=True):
                     slots[slot] = samples
         make_last_real(rows, sizes)
@@ -213,11 +196,7 @@ class Forms:
         work = ordered_sum(every) + ordered_sum(self._costs[sample] for sample in own)
         return Layout(layers, own, work / ranks)
 
-    def _make_profile(self, kind: Kind) -> list[float]:
-        """Sizes of slots relative to each other [slots]."""
-        return Targets(self._objective, kind.num_slots, kind.first, 0.0, kind.gentle).relative
-
-    def _targets(self, form: Form) -> tuple[list[Slots], Sizes, list[list[float]]]:
+    def _targets(self, form: Form) -> tuple[list[Slots], list[list[int]], list[list[float]]]:
         """The shared samples, their sizes, and what each slot is to cost [ranks][slots]; of no
         ranks if there are too few slots."""
         layout, profile = self._laid_out(form.sizes), self._profile(form.kind)
@@ -244,7 +223,7 @@ class Forms:
         return rows, sizes, targets
 
 
-def make_last_real(rows: list[Slots], sizes: Sizes) -> None:
+def make_last_real(rows: list[Slots], sizes: list[list[int]]) -> None:
     """Put the slot that most ranks share last where a rank has a placeholder there that it need
     not have; one that then has a placeholder there, a micro-batch of its own."""
     count = len(rows[0])

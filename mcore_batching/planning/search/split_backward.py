@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mcore_batching.planning.pipeline import (
     Blocks,
@@ -25,7 +25,7 @@ from mcore_batching.planning.pipeline import (
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.moves import drawing
-from mcore_batching.planning.search.objective import Objective
+from mcore_batching.planning.search.objective import Objective, Ranks
 
 WORTH_IT = 0.98
 """No pass is split where the step is predicted to end less than 2 % sooner: about what predictions
@@ -38,8 +38,6 @@ EFFORT_OF_A_PASS = 3
 """A simulated pass of a split step costs as much effort as 3 others. With 8 steps end up to 1 %
 later; with 1, planning takes twice as long."""
 
-Ranks = Sequence[Sequence[Sequence[int]]]
-"""Samples of each micro-batch [ranks][slots]."""
 Sizes = tuple[tuple[int, ...], ...]
 """As `StepPlan.context_parallel`."""
 Splits = tuple[tuple[SplitStage, ...], ...]
@@ -61,16 +59,16 @@ def split_backward(
     # One half for all starts together, one for the best of them.
     effort = Objective(problem).effort / EFFORT_OF_A_PASS / 2 if problem.config.searches else 0.0
     steps = [_Step(problem, ranks, sizes) for ranks in starts]
-    plain_end = steps[0].end_unsplit
+    plain_end = max(pipeline.end_unsplit for pipeline in steps[0].pipelines)
     for step in steps:
         step.reorder(effort / len(steps))
     best = min(steps, key=lambda step: step.end)
     best.reorder(effort)
-    if not all_split and best.end > WORTH_IT * plain_end:
-        return _frozen(starts[0]), sizes, ()
-    splits = best.splits()
-    if any(any(stage.split) for stages in splits for stage in stages):
-        return _frozen(best.ranks), best.sizes if sizes else None, splits
+    if all_split or best.end <= WORTH_IT * plain_end:
+        splits = best.splits()
+        if any(any(stage.split) for stages in splits for stage in stages):
+            in_order = tuple(best.in_order("sizes")) if sizes else None
+            return _frozen(best.in_order("samples")), in_order, splits
     return _frozen(starts[0]), sizes, ()
 
 
@@ -96,22 +94,10 @@ class _Step:
         """End of the step."""
         return max(pipeline.end for pipeline in self.pipelines)
 
-    @property
-    def end_unsplit(self) -> float:
-        """End of the step as given, without split passes."""
-        return max(pipeline.end_unsplit for pipeline in self.pipelines)
-
-    @property
-    def ranks(self) -> Ranks:
-        """As given, in the order so far."""
-        slots = ((slot.samples for slot in each.slots) for each in self.pipelines)
-        return [rank for own in slots for rank in zip(*own, strict=True)]
-
-    @property
-    def sizes(self) -> Sizes:
-        """Context-parallel sizes of the same."""
-        slots = ((slot.sizes for slot in each.slots) for each in self.pipelines)
-        return tuple(rank for own in slots for rank in zip(*own, strict=True))
+    def in_order(self, name: str) -> list[tuple[Any, ...]]:
+        """The `samples` or the `sizes` of micro-batches [ranks][slots], in the order so far."""
+        of_slots = ([getattr(slot, name) for slot in each.slots] for each in self.pipelines)
+        return [rank for slots in of_slots for rank in zip(*slots, strict=True)]
 
     def reorder(self, effort: float) -> None:
         """Change the order of the straggler's micro-batches until so many passes were simulated."""

@@ -11,9 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -21,7 +19,7 @@ from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.deal import deal, lowered, settle, spread
 from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
-from mcore_batching.planning.search.targets import Targets, all_targets
+from mcore_batching.planning.search.targets import Kind, Targets, all_targets
 
 FIRSTS = (0.06, 0.1, 0.16, 0.25, 0.4, 0.6)
 """Sizes of the first slot over the plateau that are tried. With one of them alone steps end 0.5 %
@@ -35,8 +33,6 @@ DAMPING = 0.7
 moves by 0.01 %, single steps by 0.3 %."""
 CLEARLY_SOONER = 0.995
 """Rounds go on while each gains 0.5 %. With 1 % or 0.25 % the mean moves by 0.01 %."""
-SWAPS = 2
-"""Passes of swaps after each deal. With 6 the mean moves by less than 0.01 %."""
 SMALL = 8
 """The cheapest eighth of the samples are small; each slot is to hold at least their mean. With a
 fourth or a sixteenth the mean moves by 0.01 %."""
@@ -45,31 +41,6 @@ MOST_SLOTS_PER_STAGE = 16
 STEPS_OF_COUNTS = 7
 """Numbers of slots tried grow by a seventh each. By a fourth, steps end 0.08 % later in the mean;
 by a fourteenth, no sooner."""
-
-
-class Kind(NamedTuple):
-    """The shape of a step, decided before samples are dealt."""
-
-    num_slots: int
-    """Number of slots."""
-    first: float
-    """Size of the first slot over the plateau."""
-    gentle: bool = False
-    """True for a rise along a line, and a fall over twice as many slots."""
-    fades: bool = False
-    """True for a fall to next to nothing; tried where stages differ."""
-
-
-@dataclass
-class Made:
-    """The best step of a kind so far."""
-
-    end: float = math.inf
-    """Of the step, infinite if there is none that fits into memory."""
-    step: Candidate | None = None
-    offsets: Sequence[float] = ()
-    """Work that each rank, or all of a lockstep group, is to have beyond the mean in the next round
-    [lockstep groups]."""
 
 
 class Steps:
@@ -92,7 +63,13 @@ class Steps:
         small = self.alone[-max(1, len(self.order) // SMALL) :]
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
-        self.made: dict[Kind, Made] = {}
+        self.made: dict[Kind, Sequence[float]] = {}
+        """Kinds that steps were made of, and the work that each rank, or all of a lockstep group,
+        is to have beyond the mean in the next round [lockstep groups]."""
+        self.best: dict[Kind, Candidate] = {}
+        """The step of each that ends first, where one fits into memory."""
+        self.perfect = False
+        """True once a step was made that no plan's ends before."""
 
     @cached_property
     def _samples(self) -> Samples:
@@ -110,120 +87,87 @@ class Steps:
     def counts(self) -> list[int]:
         """Numbers of slots to try, from the fewest that may hold the samples."""
         problem = self._problem
-        dims = problem.dims
-        fewest = dims.round_up_num_microbatches(-(-problem.fewest_rows // self.ranks))
-        bound = self.objective.max_inflight_tokens
-        if dims.pipeline_parallel == 1 and bound is None:
-            # No bubble to shrink: further micro-batches only cost more.
-            return list(dict.fromkeys(dims.round_up_num_microbatches(fewest + e) for e in range(3)))
-        most = -(-problem.num_samples // self.ranks)
-        if bound is None:
-            most = min(most, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
-        return steps_of_counts(fewest, max(fewest, most), dims)
+        rows, samples = problem.fewest_rows, problem.num_samples
+        if self.objective.max_inflight_tokens is None:
+            return useful_counts(rows, samples, self.ranks, problem.dims)
+        # The more micro-batches there are, the fewer tokens each holds.
+        return steps_of_counts(-(-rows // self.ranks), -(-samples // self.ranks), problem.dims)
 
     @property
     def soonest(self) -> list[Kind]:
-        """The kinds that steps were made of, the one whose step ends first before the others."""
-        found = (kind for kind, made in self.made.items() if made.end < math.inf)
-        return sorted(found, key=lambda kind: (self.made[kind].end, kind))
+        """The kinds of the best steps, the one whose step ends first before the others."""
+        return sorted(self.best, key=lambda kind: (self.best[kind].end, kind))
 
-    def step(self, kind: Kind) -> Candidate:
-        """The best step of a kind, one of `soonest`."""
-        step = self.made[kind].step
-        assert step is not None
-        return step
-
-    def make(self, kind: Kind, *, in_vain: int = 1, like: Kind | None = None) -> bool:
-        """Rounds until `in_vain` in a row made a step end hardly sooner.
-
-        Args:
-            kind: of the steps.
-            in_vain: rounds in a row that hardly help, after which no further one begins.
-            like: a kind whose ranks are already even, to begin with.
-
-        Returns:
-            True if no plan's step ends sooner.
-        """
-        made = self.made.setdefault(kind, Made())
-        if not made.offsets:
-            groups = len(self.objective.lockstep_groups)
-            made.offsets = (like and self.made[like].offsets) or [0.0] * groups
+    def make(self, kind: Kind, *, in_vain: int = 1, like: Kind | None = None) -> None:
+        """Make steps of a kind, in rounds until `in_vain` in a row made one end hardly sooner;
+        `like` is a kind whose ranks are already even, to begin with."""
+        if kind not in self.made:
+            groups = self._problem.dims.lockstep_groups
+            self.made[kind] = self.made[like] if like else [0.0] * len(groups)
         left, before = in_vain, math.inf
         while left:
-            end = self._round(kind, made)
+            end = self._round(kind)
             if end is None:
                 break
-            if self.objective.cannot_be_beaten(made.end):
-                return True
+            if self.objective.cannot_be_beaten(end):
+                self.perfect = True
+                break
             left = in_vain if end < CLEARLY_SOONER * before else left - 1
             before = min(before, end)
-            if len(made.offsets) == 1 or self.objective.spent:
+            if len(self.made[kind]) == 1 or self.objective.spent:
                 break
-        return False
 
     def folded(self, num_slots: int) -> Candidate | None:
         """The step of as many samples on each rank, as even as that goes; None if they do not fit
         into the slots."""
         problem = self._problem
         per_rank = max(1, -(-problem.num_samples // self.ranks))
-        ranks = []
+        ranks: list[Slots] = []
         for samples in by_folds(problem.costs, self.ranks, per_rank):
             work = num_slots * problem.cost_model.per_micro_batch
             work += ordered_sum(problem.costs[sample] for sample in samples)
-            slots = deal(
-                by_cost(samples, problem.costs),
-                [work / num_slots] * num_slots,
-                self.objective,
-                passes=SWAPS,
-                per_rank=num_slots,
-            )
-            if slots is None:
+            even = [[work / num_slots] * num_slots]
+            dealt = deal(by_cost(samples, problem.costs), even, self.objective)
+            if dealt is None:
                 return None
-            ranks.append(slots)
+            ranks += dealt
         step = self.objective.candidate([settle(slots, problem.costs) for slots in ranks])
-        return step if all(map(self.objective.fits_in_memory, step.ranks)) else None
+        return step if self.objective.fits_in_memory(step.ranks) else None
 
-    def _round(self, kind: Kind, made: Made) -> float | None:
+    def _round(self, kind: Kind) -> float | None:
         """The end of the step of one more deal, infinite if it does not fit into memory; None if
         samples do not fit into slots."""
         objective = self.objective
-        targets = self._targets(kind, made)
-        slots = deal(self.order, targets, objective, passes=SWAPS, per_rank=kind.num_slots)
-        if slots is None:
+        ranks = deal(self.order, self._targets(kind), objective)
+        if ranks is None:
             return None
-        ranks = [slots[at : at + kind.num_slots] for at in range(0, len(slots), kind.num_slots)]
         step = objective.candidate(self._arranged(ranks))
-        end = step.end if all(map(objective.fits_in_memory, step.ranks)) else math.inf
-        if end < made.end or made.step is None:
-            made.end, made.step = end, step
-        made.offsets = self._evened(made.offsets, step.ends)
-        return end
+        mean = ordered_sum(step.ends) / len(step.ends)
+        passes = self._problem.schedule.cost_of_passes
+        self.made[kind] = [
+            more - DAMPING * (end - mean) / passes
+            for more, end in zip(self.made[kind], step.ends, strict=True)
+        ]
+        if not objective.fits_in_memory(step.ranks):
+            return math.inf
+        if kind not in self.best or step.end < self.best[kind].end:
+            self.best[kind] = step
+        return step.end
 
-    def _targets(self, kind: Kind, made: Made) -> list[float]:
+    def _targets(self, kind: Kind) -> list[list[float]]:
         problem = self._problem
         work = self._work + kind.num_slots * problem.cost_model.per_micro_batch
-        targets = Targets(
-            self.objective, kind.num_slots, kind.first, self._least, kind.gentle, kind.fades
-        )
-        if self.objective.lockstep:
-            return lockstep_targets(targets, work, self._samples, self.objective) * self.ranks
-        of_ranks = all_targets(targets, [work + more for more in made.offsets], self.alone)
-        return list(itertools.chain.from_iterable(of_ranks))
-
-    def _evened(self, offsets: Sequence[float], ends: Sequence[float]) -> list[float]:
-        passes = self._problem.schedule.cost_of_passes
-        mean = ordered_sum(ends) / len(ends)
-        return [
-            offset - DAMPING * (end - mean) / passes
-            for offset, end in zip(offsets, ends, strict=True)
-        ]
+        targets = Targets(self.objective, kind, self._least)
+        if problem.dims.in_lockstep:
+            return [lockstep_targets(targets, work, self._samples, self.objective)] * self.ranks
+        return all_targets(targets, [work + more for more in self.made[kind]], self.alone)
 
     def _arranged(self, slots: list[Slots]) -> list[Slots]:
         """The slots of all ranks without needless placeholders, in an order that ends soon and
         holds few tokens."""
         settled = [settle(rank, self._problem.costs) for rank in slots]
         arranged: list[Slots] = []
-        for group in self.objective.lockstep_groups:
+        for group in self._problem.dims.lockstep_groups:
             arranged += self._fitting(self._soonest_order(settled[group.start : group.stop]))
         return arranged
 
@@ -234,7 +178,7 @@ class Steps:
             orders = [ranks, *(self._sorted(ranks, times) for times in (0.0, 1.0, -1.0))]
             return min(orders, key=self.objective.end_together)
         group = self._problem.dims.slots_per_group
-        flat = [max(slot) for slot in zip(*map(self._problem.slot_costs, ranks), strict=True)]
+        flat = self.objective.costs_together(ranks)
         each = self._problem.schedule.num_costs
         costs = [flat[at : at + each] for at in range(0, len(flat), each)]
         order = sorted(range(len(costs)), key=lambda slot: (slot // group, costs[slot], slot))
@@ -244,7 +188,7 @@ class Steps:
         """The slots of ranks that run together, changed so that none holds more tokens than may be,
         if one of these does."""
         objective = self.objective
-        if all(map(objective.fits_in_memory, ranks)):
+        if objective.fits_in_memory(ranks):
             return ranks
         changed = [[spread(slots, objective) for slots in ranks], self._sorted(ranks, 1.0)]
         if self._lowers:
@@ -253,10 +197,7 @@ class Steps:
             changed.append([slots[::-1] for slots in changed[1]])
         return min(
             changed,
-            key=lambda ranks: (
-                not all(map(objective.fits_in_memory, ranks)),
-                objective.end_together(ranks),
-            ),
+            key=lambda ranks: (not objective.fits_in_memory(ranks), objective.end_together(ranks)),
         )
 
     def _sorted(self, ranks: list[Slots], times: float) -> list[Slots]:
@@ -273,8 +214,18 @@ def by_cost(samples: Sequence[int], costs: Sequence[float]) -> list[int]:
     return sorted(samples, key=lambda sample: (-costs[sample], sample))
 
 
+def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> list[int]:
+    """Numbers of slots to try for so many samples on all ranks, which need so many rows."""
+    fewest = -(-rows // ranks)
+    if dims.pipeline_parallel == 1:
+        # No bubble to shrink: further micro-batches only cost more.
+        return [max(1, fewest) + extra for extra in range(3)]
+    most = min(-(-samples // ranks), MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
+    return steps_of_counts(fewest, most, dims)
+
+
 def steps_of_counts(fewest: int, most: int, dims: ParallelDims) -> list[int]:
-    """Numbers of slots that the schedule can run, from the fewest to the most."""
+    """Numbers of slots that the schedule can run, from the fewest to the most; one at least."""
     most = dims.round_up_num_microbatches(most)
     counts = [dims.round_up_num_microbatches(fewest)]
     while counts[-1] < most:
@@ -290,7 +241,7 @@ def thinned(steps: Steps, ranks: int) -> Steps:
     one_in = steps.ranks // ranks
     few = steps.ranks // one_in
     dims = dataclasses.replace(
-        problem.dims, data_parallel=few, expert_parallel=few if steps.objective.lockstep else 1
+        problem.dims, data_parallel=few, expert_parallel=few if problem.dims.in_lockstep else 1
     )
     # From the middle of every `one_in`: with the first of each the few ranks would have more work
     # each than a rank has.

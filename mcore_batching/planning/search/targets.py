@@ -15,8 +15,11 @@ pipeline of two stages. On one stage, and forward alone, order matters little: t
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate, repeat
+from operator import mul
+from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.pipeline import inflight_tokens
@@ -38,31 +41,34 @@ HALVINGS = 20
 """Steps of a bisection."""
 
 
+class Kind(NamedTuple):
+    """The shape of a step, decided before samples are dealt."""
+
+    num_slots: int
+    """Number of slots."""
+    first: float
+    """Size of the first slot (group of slots) over the plateau."""
+    gentle: bool = False
+    """True for a rise along a line, and a fall over twice as many slots."""
+    fades: bool = False
+    """True for a fall to next to nothing and smaller first slots, for stages that wait for a slower
+    one; tried where stages differ."""
+
+
 class Targets:
-    """Targets of a number of slots.
+    """Targets of a kind of step.
 
     Args:
         objective: gives the schedule, the cap and the bound on tokens in flight.
-        count: number of slots.
-        first: size of the first slot (group of slots) over the plateau.
+        kind: of the step.
         least: cost of a micro-batch of one small sample.
-        gentle: True for a rise along a line, and a fall over twice as many slots.
-        fades: True for a fall to next to nothing and smaller first slots, for stages that wait for
-            a slower one.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        count: int,
-        first: float,
-        least: float,
-        gentle: bool = False,
-        fades: bool = False,
-    ) -> None:
+    def __init__(self, objective: Objective, kind: Kind, least: float) -> None:
         problem = objective.problem
         schedule, ratio = problem.schedule, problem.cost_model.backward_ratio
-        self.count, self.gentle = count, gentle
+        count, first, gentle, fades = kind
+        self.count = count
         self._least, self._fixed = least, problem.cost_model.per_micro_batch
         self._group = problem.dims.slots_per_group
         self._units = -(-count // self._group)
@@ -78,15 +84,13 @@ class Targets:
         span = (4 if gentle else 2) * stages
         self._decay = (span - 1.4) / (span + 1.4)
         most, times = LOWEST
-        self._lowest = lowest = min(most, times * stages / self._units)
-        self._powers = [1.0]
-        for _ in range(self._units):
-            self._powers.append(self._powers[-1] * self._decay)
+        self._lowest = min(most, times * stages / self._units)
+        self._powers = list(accumulate(repeat(self._decay, self._units), mul, initial=1.0))
         if fades:
-            first, self._lowest, lowest = SMALLER * first, 0.0, 0.0
+            first, self._lowest = SMALLER * first, 0.0
             self._powers = [max(0.0, 1.0 - FADED / max(power, TINY)) for power in self._powers]
-        self._first, self._rise = first, self._rising(first)
-        self._usual = self._sizes(self._rise, self._units - 1, 1.0 - lowest)
+        self._first = first
+        self._usual = self._sizes(self._rising(first), self._units - 1, 1.0 - self._lowest)
         self._usual_sum = self._sum(self._usual)
 
     def _rising(self, first: float) -> list[float]:
@@ -190,11 +194,9 @@ class Targets:
             return self._sum(reaching(rise, last, lacking)) < work
 
         steep = self._rising(STEEPER * self._first)
-        low = first = min(self._stages, self._units)
-        last = max(first, self._units - 1)
-        while low < last:
-            middle = (low + last) // 2
-            low, last = (middle + 1, last) if is_short(steep, middle, 1.0) else (low, middle)
+        first = min(self._stages, self._units)
+        falls = range(first, max(first, self._units - 1))
+        last = first + bisect_left(falls, True, key=lambda unit: not is_short(steep, unit, 1.0))
         # If the last unit lacks 1 / decay, the one before it lacks all, as when that was the last.
         least, most = 1.0 / self._decay if last > first else 1.0, 1.0
         if is_short(steep, last, most):
