@@ -7,7 +7,7 @@ group_steps      [0, 1, 2], [3, 4, 5, 6]
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from mcore_batching.planning.errors import Argument, LengthError
 from mcore_batching.planning.integers import (
@@ -18,7 +18,7 @@ from mcore_batching.planning.integers import (
     require_choice,
 )
 
-LastStep = Literal["keep", "drop", "error"]
+LastStep = Literal["keep", "drop"]
 
 
 def group_steps(
@@ -26,7 +26,6 @@ def group_steps(
     groups_per_step: int,
     *,
     last: LastStep = "keep",
-    is_padding: Sequence[Any] | None = None,
 ) -> list[list[int]]:
     """The samples of each optimizer step: `groups_per_step` whole groups each, in the order in
     which they first appear. Where every group has n samples in a row, steps are slices of n ·
@@ -37,43 +36,26 @@ def group_steps(
             NumPy and PyTorch count by their value.
         groups_per_step: over all ranks, or of this rank where `groups` are its own samples'.
         last: what becomes of groups left over: "keep" runs them as a shorter last step, "drop"
-            leaves them out, "error" refuses.
-        is_padding: True for each padding sample [samples], which is in no step; None: none.
+            leaves them out.
 
     Returns:
         sample indices, ascending [steps][samples of the step]; no step for no samples.
 
     Raises:
-        LengthError: an argument is out of range, or "error" with groups left over.
+        LengthError: an argument is out of range.
     """
     groups_per_step = at_least("groups_per_step", groups_per_step, 1, LengthError)
     require_choice("last", last, get_args(LastStep), LengthError)
     place: dict[Hashable, int] = {}
     steps: list[list[int]] = []
-    groups = entries("groups", groups, LengthError)
-    padding = _padding_tags(is_padding, len(groups))
-    for index, group in enumerate(groups):
-        if padding[index]:
-            continue
+    for index, group in enumerate(entries("groups", groups, LengthError)):
         # A group's number is its place among those seen so far, so steps fill up in that order.
         step = place.setdefault(group_key(group, index), len(place)) // groups_per_step
         if step == len(steps):
             steps.append([])
         steps[step].append(index)
     # By the number of groups alone, so that every rank with as many groups has as many steps.
-    left_over = len(place) % groups_per_step
-    if not left_over or last == "keep":
-        return steps
-    if last == "error":
-        raise LengthError(
-            f"{len(place)} groups leave {left_over} over in steps of {groups_per_step}; set ",
-            Argument("groups_per_step"),
-            " to a divisor, ",
-            Argument("last", "keep"),
-            " or ",
-            Argument("last", "drop"),
-        )
-    return steps[:-1]
+    return steps[:-1] if last == "drop" and len(place) % groups_per_step else steps
 
 
 def steps_of_batch(
@@ -101,26 +83,6 @@ def steps_of_batch(
         raise LengthError("steps of whole groups need ", absent, "; set it")
     groups = one_per_sample("groups", groups, num_samples)
     return [*group_steps(groups, groups_per_step)] or [range(0)]
-
-
-def _padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bool]:
-    """True for each padding sample; None is none, a tag of None is False."""
-    if is_padding is None:
-        return [False] * num_samples
-    tags = entries("is_padding", is_padding, LengthError)
-    # Tags are NumPy's, Torch's or a loader's: any number counts, a text does not ("0" is true).
-    try:
-        if any(isinstance(tag, str) for tag in tags):
-            raise TypeError
-        read = [bool(float(0 if tag is None else tag)) for tag in tags]
-    except (TypeError, ValueError):
-        read = []
-    if len(read) != num_samples:
-        raise LengthError(
-            Argument("is_padding"),
-            f" needs True or False for each of {num_samples} samples, got {is_padding!r:.60}",
-        )
-    return read
 
 
 def group_key(group: Hashable, index: int) -> Hashable:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,11 +54,8 @@ def test_policies_for_groups_left_over(groups: list[object], per_step: int) -> N
     kept = group_steps(groups, per_step)
     if len(first_appearances(groups)) % per_step:
         assert group_steps(groups, per_step, last="drop") == kept[:-1]
-        with pytest.raises(LengthError, match="groups_per_step to a divisor, last='keep'"):
-            group_steps(groups, per_step, last="error")
     else:
         assert group_steps(groups, per_step, last="drop") == kept
-        assert group_steps(groups, per_step, last="error") == kept
 
 
 @examples(100)
@@ -101,28 +97,10 @@ def test_a_uid_that_cannot_be_told_apart_is_refused(group: object) -> None:
     assert e.value.index == 1
 
 
-def test_padding_samples_are_nobodys_group() -> None:
-    """Each was a group of its own: 41 samples, padded to 48, took more optimizer steps."""
-    groups = [f"prompt {i // 5}" for i in range(41)] + [f"padding-{i}" for i in range(7)]
-    is_padding = [False] * 41 + [True] * 7
-    assert len(group_steps(groups, 3)) == 6
-    steps = group_steps(groups, 3, is_padding=is_padding)
-    assert steps == group_steps(groups[:41], 3)
-    assert len(steps) == 3
-    # Nor need they have a uid, nor the tags be booleans.
-    assert group_steps([None, 5], 1, is_padding=[1, None]) == [[1]]
-
-
-@pytest.mark.parametrize("is_padding", [[True], "no", [0, "no"], [0, [1]]])
-def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
-    with pytest.raises(LengthError, match=r"is_padding (needs|must)"):
-        group_steps(["a", "b"], 1, is_padding=is_padding)
-
-
 def test_arguments_out_of_range() -> None:
     with pytest.raises(LengthError, match="groups_per_step must be 1 or more, got 0"):
         group_steps(["a"], 0)
-    with pytest.raises(LengthError, match="last must be one of 'keep', 'drop', 'error'"):
+    with pytest.raises(LengthError, match="last must be one of 'keep', 'drop'"):
         group_steps(["a"], 1, last="short")  # type: ignore[arg-type]
 
 
