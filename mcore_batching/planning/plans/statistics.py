@@ -157,30 +157,23 @@ def total_statistics(statistics: Iterable[StepStatistics]) -> StepStatistics:
 
 
 def predicted_step_time(
-    step: StepPlan,
-    lengths: Sequence[int],
-    cost_model: CostModel | None = None,
-    *,
-    forward_only: bool | None = None,
+    step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> float:
     """Predicted makespan of a step in units of cost: the end of the straggler's pipeline. Arguments
     are those of `step_problem`."""
-    problem, ranks = step_problem(step, lengths, cost_model, forward_only)
+    problem, ranks = step_problem(step, lengths, cost_model)
     return max(clock.end for clock in step_clocks(step, problem, ranks))
 
 
 def step_problem(
-    step: StepPlan,
-    lengths: Sequence[int],
-    cost_model: CostModel | None = None,
-    forward_only: bool | None = None,
+    step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> tuple[Problem, list[list[list[int]]]]:
     """The problem that a plan solves, and its micro-batches in the problem's own numbering.
 
     Args:
         step: the plan, valid or not.
         lengths: total length of each sample of the whole batch [samples], in tokens.
-        cost_model, forward_only: the plan's own if None.
+        cost_model: the plan's own if None.
 
     Returns:
         the problem of the step's samples; samples of each micro-batch [ranks][slots].
@@ -202,7 +195,7 @@ def step_problem(
         step.dims,
         step.config,
         cost_model or step.cost_model,
-        forward_only=step.forward_only if forward_only is None else forward_only,
+        forward_only=step.forward_only,
     )
     ranks = [[[number[i] for i in samples] for samples in rank] for rank in step.micro_batches]
     return problem, ranks
