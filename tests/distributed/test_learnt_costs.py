@@ -117,7 +117,10 @@ def test_the_model_of_each_step_is_recorded(job: Job, ranks: Ranks, tmp_path: Pa
     assert factor is not None
     recorded = records[-len(learnt) :]
     assert len({record.seconds_per_unit for record in recorded}) == len(learnt) > 2
-    expected = [(record.seconds_per_unit or 0.0) * record.predicted for record in recorded]
+    expected = [
+        (record.seconds_per_unit or 0.0) * predicted_step_time(record.plan, record.lengths)
+        for record in recorded
+    ]
     assert [factor * step.predicted for step in learnt] == pytest.approx(expected)
 
 
