@@ -6,6 +6,7 @@ group_steps      [0, 1, 2], [3, 4, 5, 6]
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
@@ -22,10 +23,7 @@ LastStep = Literal["keep", "drop"]
 
 
 def group_steps(
-    groups: Sequence[Hashable],
-    groups_per_step: int,
-    *,
-    last: LastStep = "keep",
+    groups: Sequence[Hashable], groups_per_step: int, *, last: LastStep = "keep"
 ) -> list[list[int]]:
     """The samples of each optimizer step: `groups_per_step` whole groups each, in the order in
     which they first appear. Where every group has n samples in a row, steps are slices of n ·
@@ -70,10 +68,8 @@ def steps_of_batch(
         per_step = max(1, num_samples)
         if samples_per_step is not None:
             per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
-        return [
-            range(first, min(first + per_step, num_samples))
-            for first in range(0, max(1, num_samples), per_step)
-        ]
+        firsts = range(0, max(1, num_samples), per_step)
+        return [range(num_samples)[first : first + per_step] for first in firsts]
     if samples_per_step is not None:
         raise LengthError(
             "steps are cut by groups already; leave out ", Argument("samples_per_step")
@@ -93,15 +89,11 @@ def group_key(group: Hashable, index: int) -> Hashable:
     number = as_integer(group)
     if number is not None:
         return number
-    try:
+    with contextlib.suppress(TypeError):
         hash(group)  # isinstance(group, Hashable) is True of a tuple that holds a list
-        is_hashable = group is not None
-    except TypeError:
-        is_hashable = False
-    if not is_hashable:
-        raise LengthError(
-            f"the group of sample {index} must be hashable, got {group!r:.60}; set its prompt's "
-            "uid, or is_padding",
-            index=index,
-        )
-    return group
+        if group is not None:
+            return group
+    raise LengthError(
+        f"the group of sample {index} must be hashable, got {group!r:.60}; set its prompt's uid",
+        index=index,
+    )
