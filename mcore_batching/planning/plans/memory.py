@@ -9,7 +9,9 @@ fragments, communication buffers and what a kernel needs meanwhile are left out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mcore_batching.planning.costs.layers_of import Layers, config_of_json
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -60,7 +62,12 @@ class ModelShape:
     @classmethod
     def from_config_json(cls, text: str) -> ModelShape:
         """The shape in a model's ``config.json``; a `ConfigError` if a size is missing or none."""
-        sizes = Layers(config_of_json(text))
+        return cls.of(config_of_json(text))
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The shape in a config as `Layers` reads it."""
+        sizes = Layers(config)
         if sizes.size("experts", 0):  # a token keeps activations in each that it is sent to
             ffn = sizes.size("experts_per_token") * sizes.size("expert_ffn") + sizes.shared_ffn
         else:
@@ -74,6 +81,8 @@ class ModelShape:
             vocab=sizes.size("vocab"),
             groups=sizes.size("groups", heads),
             head_dim=sizes.size("dim", sizes.hidden // heads),
+            gated=sizes.gated,
+            recompute=config.get("recompute_granularity") == "full",
             depths=sizes.size("depths", 0),
         )
 
