@@ -131,7 +131,6 @@ class PlanningProcess:
 
 def serve(parent: int) -> None:
     """Answer requests from standard input until it ends, or the process `parent` does."""
-
     os.nice(NICENESS)
     # Forks of the parent may hold the input open. The signal also ends a process that is stopped.
     with contextlib.suppress(AttributeError):  # not on Linux

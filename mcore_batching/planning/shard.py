@@ -196,14 +196,11 @@ def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> 
         InflightBoundError: every filling breaks the bound on some rank.
     """
     bound = _inflight_bound(config)
-    least = min(outlook.inflight_tokens for outlook in outlooks)
-    if least > bound:
+    within = [i for i, outlook in enumerate(outlooks) if outlook.inflight_tokens <= bound]
+    if not within:
+        least = min(outlook.inflight_tokens for outlook in outlooks)
         raise InflightBoundError(config.max_inflight_tokens, least)
-
-    def rank(index: int) -> tuple[bool, float, int]:
-        return outlooks[index].inflight_tokens > bound, outlooks[index].end, index
-
-    return min(range(len(outlooks)), key=rank)
+    return min(within, key=lambda index: outlooks[index].end)
 
 
 def split_shard(
