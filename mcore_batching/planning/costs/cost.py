@@ -147,9 +147,8 @@ class CostModel:
 
     def sample(self, length: int) -> float:
         """Forward cost of one sample of `length` tokens."""
-        pairs: float = (
-            length * length
-        )  # masked ones too; `quadratic` says what a pair costs on average
+        # Masked ones too; `quadratic` says what a pair costs on average.
+        pairs: float = length * length
         if self.window is not None and length > self.window:
             # Of n(n+1)/2 pairs, those more than a window apart are never computed.
             far = (length - self.window) * (length - self.window)

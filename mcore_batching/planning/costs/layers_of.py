@@ -113,15 +113,13 @@ class Layers:
         if pattern:
             return self._of_pattern(str(pattern))
         count = self.size("layers")
-        layers = [
-            "/".join(pair) for pair in zip(self._attentions(count), self._ffns(count), strict=True)
-        ]
+        layers = list(zip(self._attentions(count), self._ffns(count), strict=True))
         # One letter for each pair of attention and feed-forward part that occurs.
         letters = dict(zip(dict.fromkeys(layers), ascii_lowercase, strict=False))
-        costs = {}
-        for layer, letter in letters.items():
-            kind, ffn = layer.split("/")
-            costs[letter] = self._attention(kind) + self._ffn(ffn)
+        costs = {
+            letter: self._attention(kind) + self._ffn(ffn)
+            for (kind, ffn), letter in letters.items()
+        }
         # A depth of multi-token prediction is one more layer of the last one's kind.
         text = "".join(letters[layer] for layer in layers)
         return self._with_output(text, costs, costs[text[-1]], self.size("depths", 0))
