@@ -77,24 +77,11 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     """Replace ``get_data_iterator``, ``forward_only`` and ``get_batch`` in a framework's modules.
 
     For slime, and for frameworks that have these three functions with slime's signatures. Imports
-    PyTorch and Megatron. See `mcore_batching.integrations.slime.hook`.
-
-    Args:
-        modules: those that have the functions, all three between them.
-        schema: the kind of every field that ``get_batch`` is asked for; None:
-            `mcore_batching.batch.DEFAULT_SCHEMA`.
-
-    Returns:
-        the replaced functions; its ``undo``, and the end of its ``with`` block, put the originals
-        back.
-
-    Raises:
-        HookError: a function is missing or hooked already, or has another signature.
+    PyTorch and Megatron. Arguments and errors: `mcore_batching.integrations.slime.hook`.
     """
-    from mcore_batching.batch import DEFAULT_SCHEMA
     from mcore_batching.integrations.slime import hook as hook_modules
 
-    return hook_modules(*modules, schema=DEFAULT_SCHEMA if schema is None else schema)
+    return hook_modules(*modules, schema=schema)
 
 
 def install(
@@ -102,18 +89,8 @@ def install(
 ) -> Installation:
     """Hook the plugin into ``megatron.training``, for the first lines of a stock training script.
 
-    Imports PyTorch and Megatron. See `mcore_batching.integrations.megatron_lm.install`.
-
-    Args:
-        arguments: the command line; None: this process's.
-        batch_fields: names of the values that the script's ``get_batch`` returns, in order, where
-            they cannot be read from its forward step.
-
-    Returns:
-        the replaced names: none without the plugin's flags on the command line.
-
-    Raises:
-        DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names.
+    Imports PyTorch and Megatron. Arguments and errors:
+    `mcore_batching.integrations.megatron_lm.install`.
     """
     from mcore_batching.integrations.megatron_lm import install as install_stock
 

@@ -34,7 +34,7 @@ _tokens = functools.partial(_flag, type=int, metavar="TOKENS")
 _number = functools.partial(_flag, type=int, metavar="N")
 _switch = functools.partial(_flag, action="store_true")
 
-OPTIONS_BY_THEME: dict[str, dict[str, dict[str, Any]]] = {
+THEMES: dict[str, dict[str, dict[str, Any]]] = {
     "the cap, and rows under it": {
         "use_dynamic_batch_size": _switch(
             "pack variable-length samples into micro-batches under --max-tokens-per-gpu"
@@ -216,11 +216,10 @@ OPTIONS_BY_THEME: dict[str, dict[str, dict[str, Any]]] = {
 }
 """By theme, of each argument of the library its flag's settings in argparse."""
 
-THEMES = {theme: tuple(options) for theme, options in OPTIONS_BY_THEME.items()}
 *ENGINE, LOG, FINE_TUNING = THEMES
 """`THEMES` of every job; the last two are of stock scripts alone."""
 
-OPTIONS = {name: each for options in OPTIONS_BY_THEME.values() for name, each in options.items()}
+OPTIONS = {name: each for options in THEMES.values() for name, each in options.items()}
 
 _SPELLED = {
     "use_dynamic_batch_size": "--use-dynamic-batch-size",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -36,25 +37,9 @@ def current_dims(model: list[Any]) -> ParallelDims:
 
 def model_shape(vocabulary: int, config: Any) -> ModelShape:
     """The `ModelShape` of a model, from entries of its vocabulary, padding included, and config."""
-    ffn = config.ffn_hidden_size
-    if config.num_moe_experts:  # of memory: activations in each expert that a token is sent to
-        ffn = config.moe_router_topk * (config.moe_ffn_hidden_size or ffn)
-        ffn += config.moe_shared_expert_intermediate_size or 0
     half = config.bf16 or config.fp16
-    return ModelShape(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        ffn=ffn,
-        heads=config.num_attention_heads,
-        groups=config.num_query_groups,
-        head_dim=config.kv_channels,
-        vocab=vocabulary,
-        gated=config.gated_linear_unit,
-        recompute=config.recompute_granularity == "full",
-        depths=prediction_depths(config),
-        bytes_per_value=2 if half else 4,
-        bytes_per_logit=6 if half else 4,
-    )
+    shape = ModelShape.of(vars(config) | {"vocab_size": vocabulary})
+    return replace(shape, bytes_per_value=2 if half else 4, bytes_per_logit=6 if half else 4)
 
 
 def first_guess(vocabulary: int | None, config: Any, model: Any = None) -> CostModel:

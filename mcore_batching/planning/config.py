@@ -128,9 +128,7 @@ class PlannerConfig:
             ConfigError: it is no power of two up to their number, nor their number.
         """
         most, ranks = self.max_context_parallel, dims.data_context_parallel
-        if most is None:
-            return
-        if most != ranks and (most > ranks or most & (most - 1)):  # not a power of two
+        if most not in (None, ranks) and (most > ranks or most & (most - 1)):  # no power of two
             raise ConfigError(
                 Argument("max_context_parallel"),
                 f" must be a power of two or all {ranks} ranks, got {most}; set ",

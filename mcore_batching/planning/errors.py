@@ -10,6 +10,7 @@ spells in its own way:
 
 from __future__ import annotations
 
+import copyreg
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -45,14 +46,6 @@ def shortened(entries: Collection[object], limit: int = 10, separator: str = ", 
     return f"{shown} and {len(entries) - limit} more" if len(entries) > limit else shown
 
 
-def _rebuild(
-    cls: type[MCoreBatchingError], args: tuple[object, ...], state: dict[str, Any]
-) -> MCoreBatchingError:
-    error = cls.__new__(cls, *args)  # without __init__, whose arguments are not kept
-    error.__dict__.update(state)
-    return error
-
-
 class MCoreBatchingError(Exception):
     """Root of every error that this package raises on purpose; each class below it is also a
     built-in one. `parts` of the message are texts, and the arguments that it speaks of."""
@@ -78,8 +71,8 @@ class MCoreBatchingError(Exception):
         self.args = ("".join(map(str, self.parts)),)  # what str() and pickle read
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild from message and attributes: subclasses' constructors take other arguments."""
-        return _rebuild, (type(self), self.args, dict(self.__dict__))
+        """Rebuild from message and attributes: constructors take other arguments (see PEP 307)."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class PlanningError(MCoreBatchingError, ValueError):

@@ -6,6 +6,7 @@ group_steps      [0, 1, 2], [3, 4, 5, 6]
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
@@ -18,7 +19,7 @@ from mcore_batching.planning.integers import (
     require_choice,
 )
 
-LastStep = Literal["keep", "drop", "error"]
+LastStep = Literal["keep", "drop"]
 
 
 def group_steps(
@@ -37,14 +38,14 @@ def group_steps(
             NumPy and PyTorch count by their value.
         groups_per_step: over all ranks, or of this rank where `groups` are its own samples'.
         last: what becomes of groups left over: "keep" runs them as a shorter last step, "drop"
-            leaves them out, "error" refuses.
+            leaves them out.
         is_padding: True for each padding sample [samples], which is in no step; None: none.
 
     Returns:
         sample indices, ascending [steps][samples of the step]; no step for no samples.
 
     Raises:
-        LengthError: an argument is out of range, or "error" with groups left over.
+        LengthError: an argument is out of range.
     """
     groups_per_step = at_least("groups_per_step", groups_per_step, 1, LengthError)
     require_choice("last", last, get_args(LastStep), LengthError)
@@ -61,19 +62,7 @@ def group_steps(
             steps.append([])
         steps[step].append(index)
     # By the number of groups alone, so that every rank with as many groups has as many steps.
-    left_over = len(place) % groups_per_step
-    if not left_over or last == "keep":
-        return steps
-    if last == "error":
-        raise LengthError(
-            f"{len(place)} groups leave {left_over} over in steps of {groups_per_step}; set ",
-            Argument("groups_per_step"),
-            " to a divisor, ",
-            Argument("last", "keep"),
-            " or ",
-            Argument("last", "drop"),
-        )
-    return steps[:-1]
+    return steps[:-1] if last == "drop" and len(place) % groups_per_step else steps
 
 
 def steps_of_batch(
@@ -128,15 +117,11 @@ def group_key(group: Hashable, index: int) -> Hashable:
     number = as_integer(group)
     if number is not None:
         return number
-    try:
+    with contextlib.suppress(TypeError):
         hash(group)  # isinstance(group, Hashable) is True of a tuple that holds a list
-        is_hashable = group is not None
-    except TypeError:
-        is_hashable = False
-    if not is_hashable:
-        raise LengthError(
-            f"the group of sample {index} must be hashable, got {group!r:.60}; set its prompt's "
-            "uid, or is_padding",
-            index=index,
-        )
-    return group
+        if group is not None:
+            return group
+    raise LengthError(
+        f"the group of sample {index} must be hashable, got {group!r:.60}; set its prompt's uid, or is_padding",
+        index=index,
+    )

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
@@ -48,25 +48,14 @@ serve(int(sys.argv[2]))
 """
 
 
-T = TypeVar("T")
-Made = TypeVar("Made", covariant=True)
-
-
-class Request(Protocol[Made]):
-    """A plan, or a part of one, that the process can make."""
-
-    def plan(self) -> Made:
-        """Plan in this process."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Call(Generic[T]):
+class Call:
     """A function of this package's planner and its arguments, for a part of a plan."""
 
-    function: Callable[..., T]
+    function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
-    def plan(self) -> T:
+    def plan(self) -> Any:
         """Plan in this process; raises what the function does."""
         return self.function(*self.arguments)
 
@@ -85,6 +74,10 @@ class PlanRequest:
         """Plan in this process; raises what `plan_step` does."""
         parts = self.dims, self.config, self.cost_model
         return plan_step(self.lengths, *parts, forward_only=self.forward_only)
+
+
+Request = PlanRequest | Call
+"""What the process can make: a plan, or a part of one."""
 
 
 class PlanningProcess:
@@ -113,7 +106,7 @@ class PlanningProcess:
         """Of the process."""
         return self._process.pid
 
-    def plan(self, request: Request[T]) -> T:
+    def plan(self, request: Request) -> Any:
         """The plan of a request; waits for it. One call at a time.
 
         Raises:
@@ -128,8 +121,7 @@ class PlanningProcess:
         answer = pickle.load(self._process.stdout)
         if isinstance(answer, str):
             raise PlanningError(answer)
-        made: T = answer
-        return made
+        return answer
 
     def end(self) -> None:
         """End the process, also while it plans or is stopped."""
@@ -139,7 +131,6 @@ class PlanningProcess:
 
 def serve(parent: int) -> None:
     """Answer requests from standard input until it ends, or the process `parent` does."""
-
     os.nice(NICENESS)
     # Forks of the parent may hold the input open. The signal also ends a process that is stopped.
     with contextlib.suppress(AttributeError):  # not on Linux
@@ -150,7 +141,7 @@ def serve(parent: int) -> None:
     sys.stdout = sys.stderr  # what is printed is no answer
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            request: Request[Any] = pickle.load(requests)
+            request: Request = pickle.load(requests)
             try:
                 answer: Any = request.plan()
             except Exception as exception:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
-from mcore_batching.planning.packing.bounds import bin_lower_bound
 from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Clock, SplitStage
@@ -48,25 +47,20 @@ def pack_shard(problem: Problem) -> list[list[int]]:
     opened them, then each oversize sample alone."""
     fitting = [i for i in range(problem.num_samples) if i not in problem.oversize]
     sizes = [problem.tokens[i] for i in fitting]
-    packed = _pack(sizes, problem)
+    # "auto" is the rule that needs fewer micro-batches, the first of equals.
+    rules = {"first-fit-decreasing": first_fit_decreasing, "first-fit": first_fit}
+    packed = min(
+        (
+            rule(sizes, problem.capacity, max_items=problem.config.max_samples_per_row)
+            for name, rule in rules.items()
+            if problem.config.packing in (name, "auto")
+        ),
+        key=len,
+    )
     return [
         *(sorted(fitting[item] for item in items) for items in packed),
         *([sample] for sample in sorted(problem.oversize)),
     ]
-
-
-def _pack(sizes: Sequence[int], problem: Problem) -> list[list[int]]:
-    config, capacity, most = problem.config, problem.capacity, problem.config.max_samples_per_row
-    if config.packing == "first-fit":
-        return first_fit(sizes, capacity, max_items=most)
-    decreasing = first_fit_decreasing(sizes, capacity, max_items=most)
-    if config.packing == "first-fit-decreasing":
-        return decreasing
-    # "auto": first-fit too, unless the bound says that nothing needs fewer.
-    if len(decreasing) == bin_lower_bound(sizes, capacity):
-        return decreasing
-    in_order = first_fit(sizes, capacity, max_items=most)
-    return in_order if len(in_order) < len(decreasing) else decreasing
 
 
 def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
@@ -202,14 +196,11 @@ def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> 
         InflightBoundError: every filling breaks the bound on some rank.
     """
     bound = _inflight_bound(config)
-    least = min(outlook.inflight_tokens for outlook in outlooks)
-    if least > bound:
+    within = [i for i, outlook in enumerate(outlooks) if outlook.inflight_tokens <= bound]
+    if not within:
+        least = min(outlook.inflight_tokens for outlook in outlooks)
         raise InflightBoundError(config.max_inflight_tokens, least)
-
-    def rank(index: int) -> tuple[bool, float, int]:
-        return outlooks[index].inflight_tokens > bound, outlooks[index].end, index
-
-    return min(range(len(outlooks)), key=rank)
+    return min(within, key=lambda index: outlooks[index].end)
 
 
 def split_shard(

@@ -25,11 +25,11 @@ from mcore_batching.planning import (
     PlannerConfig,
     PlanningError,
     StepPlan,
-    at_least,
     plan_step,
     step_statistics,
 )
 from mcore_batching.planning.dynamic_cp import of_one_size
+from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.tools.rules.dynamic_cp_rule import megatron_dynamic_plan
 from mcore_batching.tools.rules.rule_parts import RuleFailureError
 from mcore_batching.tools.rules.rules import RULES, Rule, rule_plan
@@ -128,10 +128,8 @@ def consecutive_steps(lengths: Sequence[int], samples_per_step: int | None) -> l
     """The lengths of every step of so many samples; None: of all."""
     if not lengths:
         raise LengthError(Argument("lengths"), " holds no length; give one or more")
-    number = len(lengths)
-    if samples_per_step is not None:
-        number = at_least("samples_per_step", samples_per_step, 1, LengthError)
-    return [list(lengths[first : first + number]) for first in range(0, len(lengths), number)]
+    steps = steps_of_batch(len(lengths), samples_per_step, None, None)
+    return [[lengths[sample] for sample in samples] for samples in steps]
 
 
 def compare(

@@ -91,7 +91,8 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: 
         samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
         lines.append(
             f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
-            f"{max(rows.capacity for rows in _usable_sizes(problem))} tokens: {shortened(samples)}"
+            f"{max(problem.on_ranks[size].capacity for size in problem.row_sizes)} tokens: "
+            f"{shortened(samples)}"
         )
     lines += [
         f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
@@ -226,7 +227,7 @@ def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
     rows, most = step.num_microbatches * problem.num_ranks, step.config.max_samples_per_row
     if most is not None and step.num_samples > _ALMOST_FULL * rows * most:
         return f"the most samples that may share a micro-batch, {most}: almost all hold as many"
-    smallest = next(iter(_usable_sizes(problem)))  # under dynamic CP: rows on one rank
+    smallest = problem.on_ranks[problem.row_sizes[0]]  # under dynamic CP: rows on one rank
     slots = step.num_microbatches * smallest.dims.data_parallel
     model, starts = smallest.cost_model, slots * smallest.cost_model.per_micro_batch
     is_full = sum(smallest.tokens) > _ALMOST_FULL * slots * smallest.capacity
@@ -264,13 +265,6 @@ def _uneven_ranks(step: StepPlan, lengths: Sequence[int], statistics: StepStatis
     return (
         f"rank {ends.index(max(ends))}: it ends {max(ends) / mean:.2f} x as late as the mean rank"
     )
-
-
-def _usable_sizes(problem: Problem) -> list[Problem]:
-    """The problem by each context-parallel size that a micro-batch may have, ascending."""
-    if problem.config.max_context_parallel is None:
-        return [problem]  # `row_sizes` leaves out one whose cap holds no placeholder
-    return [problem.on_ranks[size] for size in problem.row_sizes]
 
 
 def _longest_sample(problem: Problem) -> int:

@@ -59,15 +59,20 @@ def prediction_error(step: dict[str, Any], dims: dict[str, int] = DIMS) -> float
     shape, hidden = ParallelDims(**dims), CostModel(**step["hidden"])
     learnt = LearntCosts.from_data(step["state"])
     rows = [[[step["lengths"][i] for i in samples] for samples in rank] for rank in step["ranks"]]
-    truth = max(
-        Clock(
-            [hidden.micro_batch(lengths) for lengths in rank],
-            Schedule(dims=shape, backward_ratio=hidden.backward_ratio),
-        ).end
-        for rank in rows
-    )
-    predicted = max(learnt.predicted_seconds(rank, shape) or 0.0 for rank in rows)
-    return predicted / (SECONDS_PER_UNIT * truth) - 1
+
+    def end(model: CostModel) -> float:
+        schedule = Schedule(dims=shape, backward_ratio=model.backward_ratio)
+        return max(Clock(list(map(model.micro_batch, rank)), schedule).end for rank in rows)
+
+    predicted = (learnt.seconds_per_unit or 0.0) * end(learnt.cost_model)
+    return predicted / (SECONDS_PER_UNIT * end(hidden)) - 1
+
+
+def predicted_seconds(step: dict[str, Any]) -> float:
+    """Of the step's plan over all ranks, by what was learnt."""
+    plan, learnt = StepPlan.from_json(step["whole"]), LearntCosts.from_data(step["state"])
+    assert learnt.seconds_per_unit is not None
+    return learnt.seconds_per_unit * predicted_step_time(plan, step["lengths"], learnt.cost_model)
 
 
 def loss_of_time(
@@ -112,7 +117,10 @@ def test_the_model_of_each_step_is_recorded(job: Job, ranks: Ranks, tmp_path: Pa
     assert factor is not None
     recorded = records[-len(learnt) :]
     assert len({record.seconds_per_unit for record in recorded}) == len(learnt) > 2
-    expected = [(record.seconds_per_unit or 0.0) * record.predicted for record in recorded]
+    expected = [
+        (record.seconds_per_unit or 0.0) * predicted_step_time(record.plan, record.lengths)
+        for record in recorded
+    ]
     assert [factor * step.predicted for step in learnt] == pytest.approx(expected)
 
 
@@ -179,10 +187,8 @@ def test_what_communication_costs_is_known_within_five_steps(job: Job, ranks: Ra
         assert max(row_errors(step)) < (0.15 if "slower" in job.parameters else 0.05)
         assert loss_of_time(step, job.parameters["dims"], config) < 0.02
         if "slower" not in job.parameters:
-            learnt, hidden = LearntCosts.from_data(step["state"]), CostModel(**step["hidden"])
-            predicted = learnt.predicted_seconds_of_plan(plan, step["lengths"])
-            truth = predicted_step_time(plan, step["lengths"], hidden)
-            assert predicted == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
+            truth = predicted_step_time(plan, step["lengths"], CostModel(**step["hidden"]))
+            assert predicted_seconds(step) == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
 
 
 @on(job("two-models", function="alternate", hidden=[LAUNCHES, ATTENTION], num_steps=5))
@@ -238,10 +244,8 @@ def test_both_kinds_of_waiting_together_spoil_nothing(job: Job, ranks: Ranks) ->
         assert loss_of_time(step, job.parameters["dims"], config) < 0.03
     for step in ranks[0][8:]:
         plan = StepPlan.from_json(step["whole"])
-        learnt, hidden = LearntCosts.from_data(step["state"]), CostModel(**step["hidden"])
-        predicted = learnt.predicted_seconds_of_plan(plan, step["lengths"])
-        truth = predicted_step_time(plan, step["lengths"], hidden)
-        assert predicted == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
+        truth = predicted_step_time(plan, step["lengths"], CostModel(**step["hidden"]))
+        assert predicted_seconds(step) == pytest.approx(SECONDS_PER_UNIT * truth, rel=0.05)
 
 
 @on(job("faults", hidden=BOTH, faults=True))

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from mcore_batching.planning import ConfigError, CostModel, ParallelDims, PlannerConfig, plan_step
+from mcore_batching.planning import ConfigError, CostModel, ParallelDims
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks, costs_of_stage
 from mcore_batching.planning.learning.fit import WINDOW_STEPS, evidence, relearnt, slowness
 from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing
 from mcore_batching.planning.pipeline import Clock, Schedule
-from mcore_batching.planning.plans.statistics import predicted_step_time
 
 LAUNCHES = CostModel(per_micro_batch=2048.0, backward_ratio=1.6)
 ATTENTION = CostModel(quadratic=1 / 2000, per_micro_batch=16.0, backward_ratio=3.0)
@@ -282,11 +281,6 @@ def test_a_slow_stage_or_rank_changes_no_proportions() -> None:
     assert known.per_micro_batch == pytest.approx(LAUNCHES.per_micro_batch, rel=0.1)
     assert known.quadratic == pytest.approx(LAUNCHES.quadratic, rel=0.3)
     assert speed == pytest.approx(SECONDS_PER_UNIT, rel=0.3)
-    rows, dims = [(2000,)] * 6, ParallelDims(pipeline_parallel=2)
-    slot = (speed or 0.0) * known.micro_batch((2000,)) * 2.6
-    # The last stage runs six rows after the first has run one forward, and before one backward.
-    assert learnt.predicted_seconds(rows, dims) == pytest.approx(7 * slot)
-    assert LearntCosts(cost_model=CostModel()).predicted_seconds(rows, dims) is None
 
 
 def test_slowness_is_that_of_two_steps_of_three() -> None:
@@ -376,35 +370,6 @@ def test_where_all_rows_are_shared_their_times_are_known() -> None:
     assert error_on_ranks(learnt, COMMUNICATION, (2, 4)) < 0.2
 
 
-def test_a_plan_with_shared_rows_is_predicted_in_seconds() -> None:
-    config = PlannerConfig(max_tokens_per_gpu=4096, max_context_parallel=2)
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=2)
-    lengths = [7000, 3000, 2000, 1000, 500]
-    plan = plan_step(lengths, dims, config, COMMUNICATION)
-    assert max(row.size for row in plan.rows()) == 2
-    learnt = LearntCosts(cost_model=COMMUNICATION, seconds_per_unit=2e-6)
-    seconds = learnt.predicted_seconds_of_plan(plan, lengths)
-    assert seconds == pytest.approx(2e-6 * predicted_step_time(plan, lengths))
-    assert replace(learnt, seconds_per_unit=None).predicted_seconds_of_plan(plan, lengths) is None
-
-
-@pytest.mark.parametrize("split", ["off", "all"])
-def test_a_rank_s_time_is_its_plan_s_with_split_passes_too(split: Any) -> None:
-    dims, lengths = ParallelDims(pipeline_parallel=4), [800, 20, 3000, 40, 500, 1500, 900, 700]
-    config = PlannerConfig(
-        max_tokens_per_gpu=4096, split_backward=split, split_backward_memory=1000.0
-    )
-    learnt = LearntCosts(cost_model=CostModel(weight_share=0.8), seconds_per_unit=2e-6)
-    plan = plan_step(lengths, dims, config, learnt.cost_model, owners=[0] * 8)
-    rows = [[lengths[i] for i in row] for row in plan.micro_batches[0]]
-    stages = plan.split_backward[0] if plan.split_backward else ()
-    assert bool(stages) == (split == "all")
-    whole, seconds = (learnt.predicted_seconds(rows, dims, each) for each in ((), stages))
-    assert seconds == pytest.approx(2e-6 * predicted_step_time(plan, lengths))
-    assert whole is not None
-    assert seconds == whole or (stages and seconds < 0.95 * whole)
-
-
 @models
 def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
     truth: CostModel,
@@ -417,14 +382,16 @@ def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
     assert error(learnt, truth) < 0.01
     rows = [(512, 900), (4000,), (20,)]
     dims = ParallelDims(pipeline_parallel=2)
-    kinds, which = costs_of_chunks(truth, dims)
-    assert which == ((0,), (1,))
-    costs = [kind.micro_batch(lengths) for lengths in rows for kind in kinds]
-    end = Clock(
-        costs, Schedule(dims=dims, backward_ratio=truth.backward_ratio, which_cost=which)
-    ).end
-    seconds = learnt.predicted_seconds(rows, dims)
-    assert seconds == pytest.approx(SECONDS_PER_UNIT * end, rel=0.01)
+
+    def end(model: CostModel) -> float:
+        kinds, which = costs_of_chunks(model, dims)
+        assert which == ((0,), (1,))
+        costs = [kind.micro_batch(lengths) for lengths in rows for kind in kinds]
+        schedule = Schedule(dims=dims, backward_ratio=model.backward_ratio, which_cost=which)
+        return Clock(costs, schedule).end
+
+    seconds = (learnt.seconds_per_unit or 0.0) * end(learnt.cost_model)
+    assert seconds == pytest.approx(SECONDS_PER_UNIT * end(truth), rel=0.01)
     assert LearntCosts.from_data(json.loads(json.dumps(learnt.to_data()))) == learnt
 
 

@@ -278,6 +278,8 @@ def test_costs_of_layers_travel_as_json() -> None:
         {"layers": "ax"},
         {"layer_costs": [["a", 1.0]]},
         {"layer_costs": [["a", -1, 0, 0, 0]]},
+        {"layer_costs": [["a", 10**400, 0, 0, 0]]},
+        {"layer_costs": [["a", 1, 1, 1], ["b", 1, 1, 1, 1, 1]]},
     ):
         with pytest.raises(ConfigError, match="layer_costs"):
             CostModel(**{"layers": "a", "layer_costs": [["a", 1, 1, 1, 1]]} | bad)

@@ -138,6 +138,8 @@ def test_the_shape_in_a_model_s_config_json() -> None:
     assert ModelShape.from_config_json(json.dumps(CONFIG)) == shape
     nested = json.dumps({"text_config": CONFIG, "vision_config": {"hidden_size": 1}})
     assert ModelShape.from_config_json(nested) == shape
+    ungated = json.dumps(CONFIG | {"hidden_act": "relu2"})
+    assert ModelShape.from_config_json(ungated) == replace(shape, gated=False)
     further = CONFIG | {"num_nextn_predict_layers": 1}
     assert ModelShape.from_config_json(json.dumps(further)) == replace(shape, depths=1)
     # Of each token's activations in experts, those of the shared ones are a part.

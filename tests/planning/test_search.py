@@ -67,7 +67,7 @@ class Step:
         )
 
     def end(self, step: StepPlan) -> float:
-        return predicted_step_time(step, self.lengths, forward_only=self.forward_only)
+        return predicted_step_time(step, self.lengths)
 
 
 @st.composite
@@ -409,7 +409,7 @@ def test_few_samples_a_rank_are_no_worse_than_dealt_out_by_differencing(seed: in
     generator = random.Random(seed)
     lengths = [generator.randint(1, 16000) for _ in range(32)]
     dims, config = ParallelDims(data_parallel=8), PlannerConfig(max_tokens_per_gpu=16384)
-    theirs = rule_plan(RULES["verl 0.9"], lengths, dims, config, CostModel())
+    theirs = rule_plan(RULES["verl 0.9"], lengths, dims, config)
     ours = plan_step(lengths, dims, config)
     assert predicted_step_time(ours, lengths) <= predicted_step_time(theirs, lengths)
 
@@ -435,7 +435,7 @@ def test_long_samples_pass_through_an_interleaved_pipeline_where_they_delay_leas
     """Full slots of a few long samples, where all others are even, belong into the middle."""
     lengths = [*range(400, 1400, 20), 2000, 2500, 3000, 4000, 5500, 7500]
     dims = ParallelDims(pipeline_parallel=16, virtual_pipeline=2)
-    theirs = rule_plan(RULES["verl 0.9"], lengths, dims, CONFIG, CostModel())
+    theirs = rule_plan(RULES["verl 0.9"], lengths, dims, CONFIG)
     ours = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384))
     assert predicted_step_time(ours, lengths) < 0.992 * predicted_step_time(theirs, lengths)
 
@@ -623,5 +623,5 @@ def test_no_kind_of_problem_ends_later_than_it_once_did(name: str) -> None:
         owners=known.owners,
         forward_only=known.forward_only,
     )
-    end = predicted_step_time(step, known.lengths, forward_only=known.forward_only)
+    end = predicted_step_time(step, known.lengths)
     assert end <= 1.01 * known.end

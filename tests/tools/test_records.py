@@ -32,7 +32,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (first.step, second.step) == (0, 1)
     assert first.lengths == tuple(lengths_of(0))
     assert (first.measured_seconds, second.measured_seconds) == (0.5, None)
-    assert first.predicted == step_statistics(plans[0], lengths_of(0)).step_time
     assert first.plan.cost_model == COSTS
     assert read_records(the_file(tmp_path / "deep" / "folder")) == [first, second]
 
@@ -185,7 +184,7 @@ def change(document: dict, key: str, value: object) -> dict:
         (1, "step", 1.5, ":2: .*step must be an integer"),
         *(
             (1, key, value, f":2: not a record of a step: {key} must be a number from 0")
-            for key in ("predicted", "measured_seconds")
+            for key in ("seconds_per_unit", "measured_seconds")
             for value in ("soon", True, -1.5, float("nan"), float("inf"), 10**400)
         ),
         (0, "cost_model", {"linear": 10**400}, ":2: .*linear must be a number from 0"),

@@ -170,7 +170,7 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for column in ("error", "time/floor", "faster by"):
         assert f"\n{column} " in printed
     first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
-    assert f"{1e-3 * records[0].predicted:.3f} s" in first
+    assert f"{1e-3 * step_time(records[0].plan, records[0].lengths):.3f} s" in first
     assert "-75.0%" in first
     total = sum(step.predicted for step in replay.spread_out(replay.replay(records), 2))
     as_it_was = next(line for line in printed.splitlines() if "as it was recorded" in line)

@@ -32,7 +32,6 @@ from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.step_log import (
     LEFT_BYTES,
-    PREDICTED_SECONDS,
     own_figures,
     record_step,
     statistics_of,
@@ -160,13 +159,15 @@ class PackedForwardBackward:
         )
         made, figures = statistics_of(schedule, agreed), agreed.figures
         shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
+        # By what was known when the step was planned, 0 where that was nothing.
+        speed = schedule.learnt.seconds_per_unit if schedule.learnt else None
         record_step(
             made,
             plan_seconds=plan_seconds,
             run=run,
             memory=predicted_memory(made, agreed.result[0], shape),
             left_bytes=int(figures[LEFT_BYTES]) if job.options.splits_backward else None,
-            learnt=keep_learnt_costs(self._args, job, float(figures[PREDICTED_SECONDS])),
+            learnt=keep_learnt_costs(self._args, job, (speed or 0.0) * made.step_time),
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )
 

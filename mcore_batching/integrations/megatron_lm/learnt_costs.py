@@ -18,7 +18,7 @@ _NAME = "dynamic_batch_learnt_costs"
 def keep_learnt_costs(args: Any, job: Job, predicted: float) -> dict[str, float]:
     """Store learnt costs where the next checkpoint saves them; the figures to log, if any.
 
-    ``predicted`` are the slowest rank's seconds in the last step, 0 if not known.
+    ``predicted`` are the seconds of the last step, 0 if not known.
     """
     learner = learners_of(job).of(None)
     if not job.options.learns_cost_model or learner.learnt is None:

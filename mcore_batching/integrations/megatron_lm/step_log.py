@@ -20,7 +20,6 @@ import torch
 
 from mcore_batching.batch.agreement.consensus import Agreement
 from mcore_batching.batch.agreement.figures import Figure, largest, total
-from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 from mcore_batching.megatron.learning.pass_times import is_over, seconds_between
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import StepStatistics, step_statistics
@@ -32,9 +31,7 @@ PREFIX = "batching/"
 REMEMBERED_STEPS = 32  # in the median of seconds per unit of cost
 # Entries without --dynamic-batch-log-all.
 LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
-# Figures: of the slowest rank by learnt costs, 0 where there are none; and the most that waited for
-# weight gradients on any rank.
-PREDICTED_SECONDS = "predicted seconds"
+# Figure: the most that waited for weight gradients on any rank.
 LEFT_BYTES = "left bytes"
 
 OwnFigures = tuple[Problem, dict[str, Figure]]
@@ -50,10 +47,7 @@ def own_figures(schedule: MicroBatchSchedule, left_bytes: int) -> OwnFigures:
     """This rank's samples, and its part of the step's figures."""
     lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
     problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
-    figures = {
-        PREDICTED_SECONDS: largest(predicted_seconds(schedule, 0)),
-        LEFT_BYTES: largest(left_bytes),
-    }
+    figures = {LEFT_BYTES: largest(left_bytes)}
     if not schedule.plans:  # where samples were exchanged, every rank knows the plan of all
         totals, maxima = shard_statistics(
             problem, schedule.steps[0], schedule.splits[0] if schedule.splits else ()

@@ -69,8 +69,14 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     ``get_batch`` stays the framework's, and further parameters are passed on. The framework's
     forward step, loss and log-prob functions stay in all: see `.before_1860` and `.trainer`.
 
-    The schema has the kind of every field that ``get_batch`` is asked for; declare your own with
-    `Schema.declare`.
+    Args:
+        modules: those that have the functions, all three between them.
+        schema: the kind of every field that ``get_batch`` is asked for, your own added by
+            `Schema.declare`; None: `mcore_batching.batch.DEFAULT_SCHEMA`.
+
+    Returns:
+        the replaced functions; its ``undo``, and the end of its ``with`` block, put the originals
+        back.
 
     Raises:
         HookError: a function is missing, is hooked already, or has another signature.

@@ -33,7 +33,6 @@ from mcore_batching.megatron.learning.pass_times import (
     rows_of,
 )
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig
 from mcore_batching.planning.costs.layer_costs import costs_of_stage
@@ -191,20 +190,6 @@ class CostLearner:
             for slot, row in rows
             if slot in places and self._units(row) >= costs[places[slot]] * _BUT_FOR_ROUNDING
         ]
-
-
-def predicted_seconds(schedule: MicroBatchSchedule, step: int) -> float:
-    """Of a step: on this rank, of which the slowest counts, or on all where their plan is known.
-
-    0 where costs are not learnt, or nothing was by then.
-    """
-    learnt = schedule.learnt
-    if learnt is None:
-        return 0.0
-    if schedule.plans:
-        return learnt.predicted_seconds_of_plan(*schedule.step_plan(step)) or 0.0
-    stages = schedule.splits[step] if schedule.splits else ()
-    return learnt.predicted_seconds(rows_of(schedule, step), schedule.dims, stages) or 0.0
 
 
 class CostLearners:

@@ -30,12 +30,12 @@ ANSWER_SECONDS = 30.0
 plan on a busy core is more often made twice; doubled, a job whose process is stopped waits as much
 longer, once."""
 
-Plan = Callable[[Request[Any]], Any]
+Plan = Callable[[Request], Any]
 IN_LINE: Plan = methodcaller("plan")
 """Plans where it is called."""
 Make = Callable[[Job, str, Plan], Any]
 """``(job, operation, plan) -> what is made``: all of the planning protocol, and what follows it."""
-Planned = Future[tuple[Request[Any], Any]]
+Planned = Future[tuple[Request, Any]]
 
 
 class Ahead:
@@ -46,7 +46,7 @@ class Ahead:
         self.plan: Planned = Future()  # whoever no longer waits for it cancels it
         self.made: Future[Any] = Future()  # what `make` gave or raised
 
-    def planned(self, maker: Maker, request: Request[Any]) -> Any:
+    def planned(self, maker: Maker, request: Request) -> Any:
         """The plan of a request, by the process, or `PlanningError`. In the thread."""
         maker.ask(self.plan, request)
         try:
@@ -70,7 +70,7 @@ class RolloutAhead(Ahead):
         # Now: in the thread Megatron's groups may be gone.
         self.watch: FailureWatch = job.watch
 
-    def planned(self, maker: Maker, request: Request[Any]) -> Any:
+    def planned(self, maker: Maker, request: Request) -> Any:
         """By the process, or where that one is lost or late by the thread."""
         asked: Planned = Future()
         maker.ask(asked, request)
@@ -158,7 +158,7 @@ class Maker:
         if self._loss is not None:
             raise ConnectionError(self._loss)
 
-    def ask(self, plan: Planned, request: Request[Any]) -> None:
+    def ask(self, plan: Planned, request: Request) -> None:
         """Let the process settle a plan; cancel it where the process is late with another one."""
         if self._failure is not None:
             settle(plan, RuntimeError(self._failure))
@@ -172,7 +172,7 @@ class Maker:
                 self._planning.release()
                 settle(plan, exception)
 
-    def _ask(self, plan: Planned, request: Request[Any]) -> None:
+    def _ask(self, plan: Planned, request: Request) -> None:
         assert self._process is not None
         try:
             outcome: Any = request, self._process.plan(request)

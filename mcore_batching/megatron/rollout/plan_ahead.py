@@ -154,7 +154,7 @@ class PlansAhead:
             self._ahead.plan.cancel()  # other ranks need not wait for it
             return None
 
-    def plan(self, request: Request[Any]) -> Any:
+    def plan(self, request: Request) -> Any:
         """The plan of a step that was not made ahead on all ranks, if on this one, or in line."""
         if self._ahead is not None and self._ahead.plan.done():
             try:

@@ -92,24 +92,21 @@ class CostModel:
         self._check_layers()
 
     def _check_layers(self) -> None:
-        found: dict[str, tuple[float, ...]] = {}
         try:
-            for letter, *costs in self.layer_costs:
-                found[letter] = tuple(map(float, costs))
-            is_known = isinstance(self.layers, str) and set(self.layers) <= {"|", *found}
-        except (TypeError, ValueError):
-            is_known = False
-        numbers = [each for costs in found.values() for each in costs]
-        if not (
-            is_known
-            and len(numbers) == 4 * len(found)
-            and all(0 <= each <= _MAX_COEFFICIENT for each in numbers)
-        ):
+            found = {letter: tuple(map(float, costs)) for letter, *costs in self.layer_costs}
+            if not (
+                isinstance(self.layers, str)
+                and set(self.layers) <= {"|", *found}
+                and all(len(costs) == 4 for costs in found.values())
+                and all(0 <= each <= _MAX_COEFFICIENT for costs in found.values() for each in costs)
+            ):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(
                 Argument("layer_costs"),
                 f" must have four numbers of 0 or more for each letter of layers, got "
                 f"{self.layer_costs!r:.80}",
-            )
+            ) from None
         costs_of_layers = tuple((letter, *costs) for letter, costs in found.items())
         object.__setattr__(self, "layer_costs", costs_of_layers)
 
@@ -150,9 +147,8 @@ class CostModel:
 
     def sample(self, length: int) -> float:
         """Forward cost of one sample of `length` tokens."""
-        pairs: float = (
-            length * length
-        )  # masked ones too; `quadratic` says what a pair costs on average
+        # Masked ones too; `quadratic` says what a pair costs on average.
+        pairs: float = length * length
         if self.window is not None and length > self.window:
             # Of n(n+1)/2 pairs, those more than a window apart are never computed.
             far = (length - self.window) * (length - self.window)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -212,14 +212,13 @@ def costs_of_stage(model: CostModel, dims: ParallelDims, stage: int) -> CostMode
     )
 
 
-def work_of_layers(model: CostModel, lengths: Iterable[int]) -> dict[str, float]:
+def work_of_layers(model: CostModel, lengths: Sequence[int]) -> dict[str, float]:
     """Cost of samples of these lengths in a layer of each letter, relative to each other."""
     costs = {letter: LayerCost(*cost) for letter, *cost in model.layer_costs}
     mean = sum_of([costs[each] for each in model.layers if each != "|"])
-    lengths = list(lengths)
-    of_layers = {letter: _of_chunk(model, cost, mean) for letter, cost in costs.items()}
     return {
-        letter: ordered_sum(map(of_layer.sample, lengths)) for letter, of_layer in of_layers.items()
+        letter: ordered_sum(map(_of_chunk(model, cost, mean).sample, lengths))
+        for letter, cost in costs.items()
     }
 
 

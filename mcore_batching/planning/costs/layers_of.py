@@ -87,11 +87,12 @@ class Layers:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self.hidden = self.size("hidden")
-        self._gated = config.get("gated_linear_unit", config.get("swiglu"))
-        if self._gated is None:  # Nemotron's squared ReLU has no gate
+        gated = config.get("gated_linear_unit", config.get("swiglu"))
+        if gated is None:  # Nemotron's squared ReLU has no gate
             names = ("hidden_act", "mlp_hidden_act", "hidden_activation", "activation_function")
             act = next((config[name] for name in names if config.get(name)), "silu")
-            self._gated = act in ("silu", "swish", "gelu_pytorch_tanh")
+            gated = act in ("silu", "swish", "gelu_pytorch_tanh")
+        self.gated = bool(gated)
 
     def size(self, name: str, default: int | None = None) -> int:
         """A size by its name in `_NAMES`; without a default it must be there, with one of 0 it may
@@ -112,15 +113,13 @@ class Layers:
         if pattern:
             return self._of_pattern(str(pattern))
         count = self.size("layers")
-        layers = [
-            "/".join(pair) for pair in zip(self._attentions(count), self._ffns(count), strict=True)
-        ]
+        layers = list(zip(self._attentions(count), self._ffns(count), strict=True))
         # One letter for each pair of attention and feed-forward part that occurs.
         letters = dict(zip(dict.fromkeys(layers), ascii_lowercase, strict=False))
-        costs = {}
-        for layer, letter in letters.items():
-            kind, ffn = layer.split("/")
-            costs[letter] = self._attention(kind) + self._ffn(ffn)
+        costs = {
+            letter: self._attention(kind) + self._ffn(ffn)
+            for (kind, ffn), letter in letters.items()
+        }
         # A depth of multi-token prediction is one more layer of the last one's kind.
         text = "".join(letters[layer] for layer in layers)
         return self._with_output(text, costs, costs[text[-1]], self.size("depths", 0))
@@ -178,8 +177,8 @@ class Layers:
     @property
     def window(self) -> int | None:
         """Most tokens that a token of windowed or of sparse attention attends to."""
-        if self.size("top_k", 0):
-            return self.size("top_k")
+        if top_k := self.size("top_k", 0):
+            return top_k
         size = self._config.get("window_size")  # Megatron's: tokens before and after, -1 for all
         if size is not None:
             return None if size[0] < 0 else int(size[0]) + 1  # and the token itself
@@ -238,14 +237,13 @@ class Layers:
         return mamba(self.hidden, heads, dim, self.size("mamba_groups"), self.size("mamba_state"))
 
     def _ffn(self, kind: str) -> LayerCost:
-        gated = bool(self._gated)
         if kind == "dense":
-            return mlp(self.hidden, self.size("ffn"), gated=gated)
+            return mlp(self.hidden, self.size("ffn"), gated=self.gated)
         ffn, number = self.size("expert_ffn"), self.size("experts")
         # Nemotron's experts work on a smaller stream, to and from which every token is projected.
         latent = self.size("latent", 0)
         made = experts(
-            mlp(latent or self.hidden, ffn, gated=gated),
+            mlp(latent or self.hidden, ffn, gated=self.gated),
             self.size("experts_per_token"),
             number / (self._config.get("expert_model_parallel_size") or 1),
             number,
@@ -253,7 +251,7 @@ class Layers:
         )
         return (
             made
-            + mlp(self.hidden, self.shared_ffn, gated=gated)
+            + mlp(self.hidden, self.shared_ffn, gated=self.gated)
             + weights(2 * self.hidden * latent)
         )
 

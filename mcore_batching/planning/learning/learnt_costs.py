@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_batching.planning.costs.cost import NOT_COSTS, CostModel
-from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import ConfigError
-from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import Schedule, SplitStage, clock_of_rank
-from mcore_batching.planning.plans.plan import StepPlan
-from mcore_batching.planning.plans.statistics import predicted_step_time
 
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
 """Limits of a pass's time: below any clock's step, and eleven days. Squares of times between them
@@ -90,29 +85,3 @@ class LearntCosts:
         if context_parallel > 1:
             model = model.on_ranks(context_parallel)
         return model.micro_batch(lengths) * (1.0 + model.backward_ratio)
-
-    def predicted_seconds(
-        self,
-        rows: Sequence[Sequence[int]],
-        dims: ParallelDims,
-        stages: Sequence[SplitStage] = (),
-    ) -> float | None:
-        """Predicted time of one data-parallel rank's step, from the lengths of each micro-batch and
-        the split backward passes of its stages (empty: none); None before anything was learnt."""
-        if self.seconds_per_unit is None:
-            return None
-        # Transfers between stages count as nothing: about 1 % of a pass on real links.
-        kinds, which = costs_of_chunks(self.cost_model, dims)
-        costs = [kind.micro_batch(lengths) for lengths in rows for kind in kinds]
-        weights = [kind.weights(lengths) for lengths in rows for kind in kinds]
-        ratio = self.cost_model.backward_ratio
-        schedule = Schedule(dims=dims, backward_ratio=ratio, which_cost=which)
-        overhead = self.cost_model.split_backward_overhead
-        clock = clock_of_rank(costs, weights, schedule, stages, overhead=overhead)
-        return self.seconds_per_unit * clock.end
-
-    def predicted_seconds_of_plan(self, plan: StepPlan, lengths: Sequence[int]) -> float | None:
-        """Predicted time of the slowest rank's step, from all lengths of the plan's batch."""
-        if self.seconds_per_unit is None:
-            return None
-        return self.seconds_per_unit * predicted_step_time(plan, lengths, self.cost_model)

@@ -9,11 +9,11 @@ fragments, communication buffers and what a kernel needs meanwhile are left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mcore_batching.planning.costs.layers_of import Layers, config_of_json
-from mcore_batching.planning.errors import ConfigError
-from mcore_batching.planning.integers import at_least
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.plans.statistics import StepStatistics
@@ -26,16 +26,10 @@ _BYTES_PER_DEPTH = 4
 """Kept by multi-token prediction of each of its logits until the backward pass: Megatron's loss
 has their softmax in float32, whatever the model's type."""
 
-_SWITCHES = {"gated", "recompute", "fused_output"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A transformer's sizes, as far as its activations and logits depend on them.
-
-    Raises:
-        ConfigError: a size is no integer, or below 1.
-    """
+    """A transformer's sizes, as far as its activations and logits depend on them."""
 
     layers: int
     """Of the whole model, without those of multi-token prediction."""
@@ -55,8 +49,8 @@ class ModelShape:
     """True if the feed-forward layer has a gate (SwiGLU)."""
     recompute: bool = False
     """True if each layer keeps its input alone, and computes the rest anew."""
-    depths: int | None = None
-    """Of multi-token prediction, a layer and logits each on the last stage; None: none."""
+    depths: int = 0
+    """Of multi-token prediction, a layer and logits each on the last stage."""
     bytes_per_value: int = 2
     """Of an activation: 2 in bfloat16."""
     bytes_per_logit: int = 6
@@ -65,19 +59,15 @@ class ModelShape:
     fused_output: bool = False
     """True if the output layer is multiplied inside log-probs, a chunk of tokens at a time."""
 
-    def __post_init__(self) -> None:
-        """Check that sizes are 1 or more."""
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name in _SWITCHES or value is None:
-                continue
-            least = 0 if option.name == "depths" else 1
-            object.__setattr__(self, option.name, at_least(option.name, value, least, ConfigError))
-
     @classmethod
     def from_config_json(cls, text: str) -> ModelShape:
         """The shape in a model's ``config.json``; a `ConfigError` if a size is missing or none."""
-        sizes = Layers(config_of_json(text))
+        return cls.of(config_of_json(text))
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The shape in a config as `Layers` reads it."""
+        sizes = Layers(config)
         if sizes.size("experts", 0):  # a token keeps activations in each that it is sent to
             ffn = sizes.size("experts_per_token") * sizes.size("expert_ffn") + sizes.shared_ffn
         else:
@@ -91,7 +81,9 @@ class ModelShape:
             vocab=sizes.size("vocab"),
             groups=sizes.size("groups", heads),
             head_dim=sizes.size("dim", sizes.hidden // heads),
-            depths=sizes.size("depths", 0) or None,
+            gated=sizes.gated,
+            recompute=config.get("recompute_granularity") == "full",
+            depths=sizes.size("depths", 0),
         )
 
     def activation_bytes_per_token(self, dims: ParallelDims, *, layers: float) -> float:
@@ -149,7 +141,7 @@ def predicted_memory(
     # Logits and log-probs of a row are there at once, on the last stage, on top of its activations.
     vocab = shape.vocab / dims.tensor_parallel
     row = statistics.largest_row_tokens / dims.context_parallel
-    depths = 0 if step.forward_only else shape.depths or 0
+    depths = 0 if step.forward_only else shape.depths
     if shape.fused_output:
         # Hidden states and their gradient; the weight's, added up in float32 from products in the
         # model's type.

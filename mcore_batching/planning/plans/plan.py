@@ -131,13 +131,12 @@ class StepPlan:
 
     def _shown_slots(self, rank: int) -> list[str]:
         """A rank's micro-batches for people: `[3 17]`, under dynamic CP `[3 17]×2`."""
-        sizes = [1] * len(self.micro_batches[rank])
-        if self.context_parallel is not None:
-            sizes = list(self.context_parallel[rank])
+        micro_batches = self.micro_batches[rank]
+        sizes = self.context_parallel[rank] if self.context_parallel else [1] * len(micro_batches)
         return [
             f"[{shortened(samples, MOST_SHOWN, ' ')}]{f'×{size}' if size > 1 else ''}"
-            # Not strict: a broken plan from a file is printed, too.
-            for samples, size in zip(self.micro_batches[rank], sizes, strict=False)
+            # Not strict: a broken plan is printed, too.
+            for samples, size in zip(micro_batches, sizes, strict=False)
         ]
 
     def __str__(self) -> str:

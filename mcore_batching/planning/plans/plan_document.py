@@ -119,8 +119,6 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
     scope = raw.get("scope", "global")
     if scope not in ("global", "local"):
         raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r:.80}')
-    if raw.get("dropped"):
-        raise PlanFormatError("it leaves out samples, as plans of older releases could; plan again")
     steps = _json(raw.get("steps"), list, '"steps"')
     if not steps:
         raise PlanFormatError('"steps" must hold at least one step, got an empty list')

@@ -1,16 +1,16 @@
-"""A training job's record, step by step: lengths, plan, predicted and measured time.
+"""A training job's record, step by step: lengths, plan and measured time.
 
 A job writes one file of JSON lines into a folder:
 
     {"format": "mcore-batching/record", "version": 1, "layout": {...}, "config": {...},
      "cost_model": {...}}
     {"step": 0, "lengths": [...], "scope": "global", "ranks": [[[3, 17], [5]], ...],
-     "predicted": 8120.5, "measured_seconds": 1.25}
+     "measured_seconds": 1.25}
 
 The first line holds for the steps after it, and is repeated when a part of it changes. Samples are
-numbered from 0 in each step; `predicted` is in units of cost, `seconds_per_unit` (under learnt
-costs) the time of one token's work on a mean stage; `hosted_lengths` are those of further samples,
-computed in the segments of these. Beside it lies `cost_model.json`, the last step's cost model.
+numbered from 0 in each step; under learnt costs `seconds_per_unit` is the time of one token's work
+on a mean stage; `hosted_lengths` are those of further samples, computed in the segments of these.
+Beside it lies `cost_model.json`, the last step's cost model.
 
 A step is flushed before `append` returns, so a killed job loses no earlier one; a last line that
 was cut short is left out on reading. A record that cannot be written is a warning, and the job goes
@@ -32,11 +32,10 @@ from typing import Any, TextIO
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
-from mcore_batching.planning.json_text import open_text, parse_json
+from mcore_batching.planning.json_text import parse_json
 from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import StepPlan, step_document
-from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.plans.validation import validate_plan
 
 COST_MODEL_FILE = "cost_model.json"
@@ -58,12 +57,8 @@ class StepRecord:
     """Over all data-parallel ranks; its samples are positions in `lengths`."""
     lengths: tuple[int, ...]
     """Total length of each sample of the step [samples], in tokens."""
-    predicted: float
-    """Predicted time of the step, in units of cost."""
     measured_seconds: float | None
     """Of all forward and backward passes on the rank that wrote; None if nothing was measured."""
-    file: str
-    """The file that it was read from."""
     seconds_per_unit: float | None = None
     """Of a unit of cost, where costs were learnt as the job ran; None elsewhere."""
 
@@ -109,12 +104,11 @@ class StepRecorder:
         learnt)."""
         if self._file is None:
             return
-        model, predicted = plan.cost_model, predicted_step_time(plan, lengths)
+        model = plan.cost_model
         # The unit on file is a token's work, so that costs of several jobs can be compared.
         if seconds_per_unit is not None and model.linear > 0:
-            unit = model.linear
-            model, predicted = in_units_of(model, unit), predicted / unit
-            seconds_per_unit *= unit
+            seconds_per_unit *= model.linear
+            model = in_units_of(model, model.linear)
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -123,7 +117,7 @@ class StepRecorder:
             "cost_model": asdict(model),
         }
         step = {"step": self._steps, **_content(plan, lengths)}
-        step |= {"predicted": predicted, "measured_seconds": measured_seconds}
+        step["measured_seconds"] = measured_seconds
         if seconds_per_unit is not None:
             step["seconds_per_unit"] = seconds_per_unit
         # The header again only where it changed: it would be most of a short step's line.
@@ -204,7 +198,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
                 continue
             if header is None:
                 raise ValueError(f'no line with "format": "{FORMAT}" comes before it')
-            yield _record(raw, header, str(file))
+            yield _record(raw, header)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise RecordError(f"{file}:{number}: not a record of a step: {reason}") from None
@@ -212,7 +206,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
 
 def _lines(file: Path) -> Iterator[str]:
     try:
-        with open_text(file) as lines:
+        with file.open(encoding="utf-8-sig") as lines:
             yield from lines
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read {file}: {error}") from None
@@ -227,7 +221,7 @@ def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: raw[key] for key in ("layout", "config", "cost_model")}
 
 
-def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> StepRecord:
+def _record(raw: Mapping[str, Any], header: Mapping[str, Any]) -> StepRecord:
     lengths = tuple(check_lengths(raw["lengths"]))
     # As a document of one step, so that its parts are checked in one place.
     step = dict(raw) | {"num_microbatches": len(raw["ranks"][0])}
@@ -245,9 +239,7 @@ def _record(raw: Mapping[str, Any], header: Mapping[str, Any], file: str) -> Ste
         step=at_least("step", raw["step"], 0, RecordError),
         plan=plan,
         lengths=lengths,
-        predicted=_time("predicted", raw["predicted"]),
         measured_seconds=None if measured is None else _time("measured_seconds", measured),
-        file=file,
         seconds_per_unit=None if unit is None else _time("seconds_per_unit", unit),
     )
 

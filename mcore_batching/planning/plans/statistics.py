@@ -14,11 +14,11 @@ from mcore_batching.planning.errors import Argument, LengthError
 from mcore_batching.planning.integers import entries
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import (
-    Blocks,
     Clock,
     SplitClock,
     SplitStage,
     blocks_of,
+    clock_of_rank,
     clocks_of,
     inflight_tokens,
     split_inflight_tokens,
@@ -157,30 +157,23 @@ def total_statistics(statistics: Iterable[StepStatistics]) -> StepStatistics:
 
 
 def predicted_step_time(
-    step: StepPlan,
-    lengths: Sequence[int],
-    cost_model: CostModel | None = None,
-    *,
-    forward_only: bool | None = None,
+    step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> float:
     """Predicted makespan of a step in units of cost: the end of the straggler's pipeline. Arguments
     are those of `step_problem`."""
-    problem, ranks = step_problem(step, lengths, cost_model, forward_only)
+    problem, ranks = step_problem(step, lengths, cost_model)
     return max(clock.end for clock in step_clocks(step, problem, ranks))
 
 
 def step_problem(
-    step: StepPlan,
-    lengths: Sequence[int],
-    cost_model: CostModel | None = None,
-    forward_only: bool | None = None,
+    step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> tuple[Problem, list[list[list[int]]]]:
     """The problem that a plan solves, and its micro-batches in the problem's own numbering.
 
     Args:
         step: the plan, valid or not.
         lengths: total length of each sample of the whole batch [samples], in tokens.
-        cost_model, forward_only: the plan's own if None.
+        cost_model: the plan's own if None.
 
     Returns:
         the problem of the step's samples; samples of each micro-batch [ranks][slots].
@@ -202,7 +195,7 @@ def step_problem(
         step.dims,
         step.config,
         cost_model or step.cost_model,
-        forward_only=step.forward_only if forward_only is None else forward_only,
+        forward_only=step.forward_only,
     )
     ranks = [[[number[i] for i in samples] for samples in rank] for rank in step.micro_batches]
     return problem, ranks
@@ -262,29 +255,24 @@ def tokens_in_flight(
     return split_inflight_tokens(held, schedule, stages[stage], kept, stage=stage)
 
 
-def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock] | list[SplitClock]:
+def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> Sequence[Clock | SplitClock]:
     """The clocks of a step, as `clocks_of`; arguments as in `micro_batch_costs`."""
     costs = costs_on_stages(step, problem, ranks)
     if not step.split_backward or problem.forward_only:
         return clocks_of(costs, problem.schedule, step.context_parallel)
     on_ranks = problem.on_ranks
     weights = _of_slots(step, ranks, lambda samples, size: on_ranks[size].slot_weights(samples))
-    # A clock plays a rank by itself, or all that wait: in lockstep as one of the slots' maxima.
-    blocks: Sequence[Blocks] = [()] * step.num_microbatches
-    together = 1
-    if problem.dims.in_lockstep:
+    schedule, overhead = problem.schedule, problem.cost_model.split_backward_overhead
+    if problem.dims.in_lockstep:  # all ranks wait in every slot: one clock of the slots' maxima
         costs, weights = ([[*map(max, zip(*of, strict=True))]] for of in (costs, weights))
-    elif step.context_parallel is not None:
-        together, blocks = len(costs), blocks_of(step.context_parallel)
-    clocks = []
-    for first in range(0, len(costs), together):
-        of_ranks = slice(first, first + together)
-        takes, of_w = (list(chain(*zip(*of[of_ranks], strict=True))) for of in (costs, weights))
-        overhead = problem.cost_model.split_backward_overhead
-        clock = SplitClock(takes, of_w, problem.schedule, blocks, overhead=overhead)
-        clock.follow(step.split_backward[of_ranks])
-        clocks.append(clock)
-    return clocks
+    elif step.context_parallel is not None:  # ranks wait for those that they share rows with
+        takes, of_w = (list(chain(*zip(*of, strict=True))) for of in (costs, weights))
+        blocks = blocks_of(step.context_parallel)
+        clock = SplitClock(takes, of_w, schedule, blocks, overhead=overhead)
+        clock.follow(step.split_backward)
+        return [clock]
+    of_ranks = zip(costs, weights, step.split_backward, strict=False)  # in lockstep of the first
+    return [clock_of_rank(t, w, schedule, split, overhead=overhead) for t, w, split in of_ranks]
 
 
 def _ratio(value: float, mean: float) -> float:

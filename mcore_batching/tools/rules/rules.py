@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem, StepPlan
+from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, StepPlan
 from mcore_batching.tools.rules.rule_parts import (
     Bins,
     dealt,
@@ -30,11 +30,7 @@ Rule = Callable[[Problem], list[Bins]]
 
 
 def rule_plan(
-    rule: Rule,
-    lengths: Sequence[int],
-    dims: ParallelDims,
-    config: PlannerConfig,
-    cost_model: CostModel | None = None,
+    rule: Rule, lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
 ) -> StepPlan:
     """One step as another framework's rule plans it, by the cap and padding of the config.
 
@@ -42,7 +38,7 @@ def rule_plan(
     interleaved schedule cannot run the rule's count of micro-batches.
     """
     # Whether an oversize sample is an error is the rule's to say, not the config's.
-    problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"), cost_model)
+    problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"))
     ranks = rule(problem) if problem.num_samples else []
     return StepPlan(
         micro_batches=tuple(tuple(map(tuple, rank)) for rank in ranks),
@@ -50,7 +46,6 @@ def rule_plan(
         sample_indices=tuple(range(problem.num_samples)),
         dims=dims,
         config=config,
-        cost_model=problem.cost_model,
     )
 
 

@@ -35,10 +35,9 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.learning import pass_times
-from mcore_batching.megatron.learning.cost_learning import predicted_seconds
 from mcore_batching.megatron.learning.pass_times import rows_of
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
-from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning import CostModel, ParallelDims, predicted_step_time
 
 CAP = 96
 STALLED = 3
@@ -194,12 +193,13 @@ def learn(
             costs.slower = 1.0 if slower is None else slower[dist.get_rank()]
             costs.slower *= (3 if sleeps else 50) if step == 0 else 20 if at_fault else 1
             plan, lengths = schedule.step_plan(0)
+            speed = schedule.learnt.seconds_per_unit if schedule.learnt else None
             seen.append(
                 {
                     "plan": schedule.plan_digest,
                     "plan again": schedule_of(again).plan_digest,
                     "state": cost_learner().state_dict(),
-                    "predicted": predicted_seconds(schedule, 0),
+                    "predicted": (speed or 0.0) * predicted_step_time(plan, lengths),
                     "lengths": lengths,
                     "ranks": plan.micro_batches,
                     "whole": plan.to_json(),
