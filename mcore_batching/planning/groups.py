@@ -122,6 +122,7 @@ def group_key(group: Hashable, index: int) -> Hashable:
         if group is not None:
             return group
     raise LengthError(
-        f"the group of sample {index} must be hashable, got {group!r:.60}; set its prompt's uid, or is_padding",
+        f"the group of sample {index} must be hashable, got {group!r:.60}; set its prompt's "
+        "uid, or is_padding",
         index=index,
     )
