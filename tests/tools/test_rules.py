@@ -316,9 +316,9 @@ def test_megatron_dynamic_cp() -> None:
         [(2, [0]), (2, [1, 2])],
         [(2, [4]), (2, [3])],
     ]
-    # Of three ranks the one that is left over joins: twice two would be beyond the last.
-    [[group]] = megatron_dynamic_slots([100], 3, 50)
-    assert (group.size, group.samples) == (3, [0])
+    # Of three ranks the one that is left over joins, and the group keeps the samples it has.
+    slots = megatron_dynamic_slots([100, 60], 3, 54)
+    assert [[(g.size, g.samples) for g in groups] for groups in slots] == [[(3, [0])], [(3, [1])]]
     dims = ParallelDims(data_parallel=4, pipeline_parallel=2)
     config = PlannerConfig(max_tokens_per_gpu=56, max_context_parallel=4)
     plan = megatron_dynamic_plan([100, 90, 10, 6, 60], dims, config)
