@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_batching.planning import MAX_LENGTH_TOKENS, Argument, MCoreBatchingError
-from mcore_batching.planning.json_text import parse_json
+from mcore_batching.planning.json_text import open_text, parse_json
 
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
@@ -46,11 +46,8 @@ def _values(source: str, column: str | None) -> Iterator[tuple[str, Any]]:
         raise LengthsFileError(_COLUMN, f" is for .csv and .jsonl files; leave it out for {name}")
     try:
         # newline="": the csv module splits lines itself, as a quoted cell may hold line ends.
-        with (
-            contextlib.nullcontext(sys.stdin)
-            if source == "-"
-            else open(source, encoding="utf-8-sig", newline="")
-        ) as lines:
+        opened = open_text(source, newline="") if source != "-" else None
+        with opened or contextlib.nullcontext(sys.stdin) as lines:
             if suffix == ".csv":
                 yield from _csv_values(lines, name, column)
             elif suffix in _JSON_SUFFIXES:

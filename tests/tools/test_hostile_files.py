@@ -155,6 +155,31 @@ def test_documents_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 read(text)
 
 
+ENDLESS = ("/dev/zero", "{folder}/pipe.jsonl")
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_devices_and_pipes_are_refused_without_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    bad, lengths = name.format(folder=tmp_path), tmp_path / "lengths.txt"
+    lengths.write_text("6\n4\n")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    folder = str(tmp_path) if "pipe" in name else bad
+    for command in (
+        ["check", bad, str(lengths)],
+        ["plan", bad, *CAP],
+        ["plan", str(lengths), *CAP, "--cost-model", bad],
+        ["plan", str(lengths), *CAP, "--model-config", bad],
+        ["compare", bad, *CAP],
+        ["replay", folder],
+    ):
+        assert main(command) == 2, command
+        assert "it is a device or a pipe; copy what it holds to a file" in capsys.readouterr().err
+    with pytest.raises(OSError, match="it is a device or a pipe"):
+        json_text.read_document(bad)
+
+
 def test_what_a_shell_pipes_in_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     """As from ``<(command)``, also where it has yet to write."""
     plans = []
