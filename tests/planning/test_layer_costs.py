@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from model_configs import DEEPSEEK, GLM, GPT_OSS, NEMOTRON, QWEN
 
-from mcore_batching.planning import ConfigError, CostModel, ParallelDims
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    plan_step,
+    validate_plan,
+)
 from mcore_batching.planning.costs.layer_costs import (
     LayerCost,
     cost_model,
@@ -330,3 +337,15 @@ def test_names_of_older_models_and_layers_without_weights() -> None:
     assert six == first_guess(ROUTED | {"moe_intermediate_size": 6})
     with pytest.raises(ConfigError, match="must have weights"):
         cost_model("a", {"a": LayerCost()})
+
+
+def test_stages_are_of_the_same_kinds_for_rows_of_every_size() -> None:
+    """Costs may be learnt as 0 for one rank; shared rows add a constant, in which stages differ."""
+    costs = [["a", 1, 0.001, 20.0, 5.0], ["b", 2, 0.0, 10.0, 1.0], ["o", 3, 0, 5, 2.0]]
+    model = CostModel(quadratic=0.0, per_micro_batch=0.0, layers="ababababo", layer_costs=costs)
+    dims = ParallelDims(data_parallel=16, pipeline_parallel=4, virtual_pipeline=2)
+    kinds = {costs_of_chunks(model.on_ranks(size), dims)[1] for size in (1, 2, 16)}
+    assert len(kinds) == 1
+    config = PlannerConfig(max_tokens_per_gpu=1000, max_context_parallel=16, plan_effort=1)
+    lengths = [*[900] * 8, 1900, 3900]
+    validate_plan(plan_step(lengths, dims, config, model), lengths)

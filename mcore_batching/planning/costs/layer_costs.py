@@ -181,11 +181,14 @@ def costs_of_chunks(
     if cut.endswith(OUTPUT) and of_chunks[-1].token:
         share = 1.0 - costs[OUTPUT].token / of_chunks[-1].token
         models[-1] = replace(models[-1], weight_share=model.weight_share * share)
-    # A clock takes a cost of each micro-batch for each kind, and most chunks are alike.
-    kinds = list(dict.fromkeys(models))
-    if len(kinds) == 1:
+    # A clock takes a cost of each micro-batch for each kind, and most chunks are alike: in what
+    # they hold, not in what it costs, which may be 0 on one rank and not for rows on several.
+    held = [(cost, each.weight_share) for cost, each in zip(of_chunks, models, strict=True)]
+    places = {each: held.index(each) for each in held}  # the first chunk of each kind
+    if len(places) == 1:
         return (model,), ()
-    which = [kinds.index(each) for each in models]
+    kinds = [models[place] for place in places.values()]
+    which = [list(places).index(each) for each in held]
     # Chunk 0 of all stages holds the first layers, chunk 1 of all stages the next.
     return tuple(kinds), tuple(tuple(which[stage::stages]) for stage in range(stages))
 
