@@ -171,9 +171,10 @@ def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
     if not request.one_step:  # a stock script's evaluation is planned anew in any case
         check_forward_plan(options, settings.config)
     prepare_model(chunks, settings.dims, settings.config)
-    if options.share_prefixes:
-        check_shared_prefixes(chunks)
-    check_split_backward(options, chunks, settings.dims)
+    if not request.forward_only:  # of an evaluation no samples share segments, and none are split
+        if options.share_prefixes:
+            check_shared_prefixes(chunks)
+        check_split_backward(options, chunks, settings.dims)
     return settings
 
 
