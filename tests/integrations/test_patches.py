@@ -275,5 +275,5 @@ def test_a_refused_combination_ends_at_the_start(tmp_path: Path) -> None:
     """The patched ``validate_args`` asks the plugin."""
     patched_training(tmp_path)
     script = Path(__file__).parent / "vendored_script.py"
-    with pytest.raises(AssertionError, match="--sft packs samples in the dataset"):
+    with pytest.raises(AssertionError, match="--sft packs in the dataset"):
         train(tmp_path, script, *FLAGS, "--sft", "--pipeline-model-parallel-size", "1", nproc=1)
