@@ -12,7 +12,7 @@ from typing import Any
 import setting
 import torch
 
-from mcore_batching.megatron.learning.cost_learning import predicted_seconds
+from mcore_batching.planning import predicted_step_time
 
 TOLERANCE = 0.25
 """Of the predicted time: costs are learnt from passes, and the host's time is between them."""
@@ -60,7 +60,10 @@ def main() -> None:
 def _seconds(args: Any, model: list[Any], data: dict[str, list[Any]]) -> tuple[float, float]:
     """Median seconds of a step, and those predicted of the last one by what was learnt so far."""
     seconds, schedule = setting.timed_steps(args, model, data)
-    return seconds, predicted_seconds(schedule, 0)
+    assert schedule.learnt is not None
+    assert schedule.learnt.seconds_per_unit is not None
+    units = predicted_step_time(*schedule.step_plan(0))
+    return seconds, schedule.learnt.seconds_per_unit * units
 
 
 if __name__ == "__main__":
