@@ -37,6 +37,10 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import prediction_depths
 
 Spec = TypeVar("Spec", ModuleSpec, TransformerBlockSubmodules)
+NO_HYBRID_MODEL = (
+    "Megatron-LM has HybridModel from 0.18 on: install a later one, or build a GPTModel with "
+    "packed_layer_spec(config)"
+)
 
 
 def uses_transformer_engine() -> bool:
@@ -209,10 +213,7 @@ def hybrid_spec() -> ModuleSpec:
     `HybridModel`, one that raises when it is built.
     """
     if not compat.layers.has_hybrid_model():
-        return _refused(
-            "Megatron-LM has HybridModel from 0.18 on: install a later one, or build a GPTModel "
-            "with packed_layer_spec(config)"
-        )
+        return _refused(NO_HYBRID_MODEL)
     # Only here: versions before 0.18 have no such modules.
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

@@ -21,12 +21,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.specs import (
+    NO_HYBRID_MODEL,
     hybrid_spec,
     packed_layer_spec,
     packed_mtp_block_spec,
 )
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
@@ -125,6 +127,9 @@ def build_model(
         wrap: False gives bare chunks, for inference alone.
         hybrid_layer_pattern: as ``--hybrid-layer-pattern``; from Megatron-LM 0.18 on.
         options: further arguments of the model.
+
+    Raises:
+        DynamicBatchArgumentError: a pattern, where Megatron-LM has no `HybridModel`.
     """
     options = {
         "vocab_size": vocab_size,
@@ -135,6 +140,8 @@ def build_model(
     model: Any = GPTModel
     if hybrid_layer_pattern is None:
         options["transformer_layer_spec"] = (spec or packed_layer_spec)(config)
+    elif not compat.layers.has_hybrid_model():
+        raise DynamicBatchArgumentError(NO_HYBRID_MODEL)
     else:
         options["hybrid_stack_spec"] = spec(config) if spec else hybrid_spec()
         options["hybrid_layer_pattern"] = hybrid_layer_pattern
