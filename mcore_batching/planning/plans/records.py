@@ -32,7 +32,7 @@ from typing import Any, TextIO
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
-from mcore_batching.planning.json_text import parse_json
+from mcore_batching.planning.json_text import open_text, parse_json
 from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import StepPlan, step_document
@@ -206,7 +206,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
 
 def _lines(file: Path) -> Iterator[str]:
     try:
-        with file.open(encoding="utf-8-sig") as lines:
+        with open_text(file) as lines:
             yield from lines
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read {file}: {error}") from None
