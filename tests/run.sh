@@ -37,7 +37,8 @@ check 'mypy examples' env MYPYPATH="$mcb_root/examples/grpo:$mcb_root/examples/s
     "$python" -m mypy examples/grpo/grpo.py examples/data/arithmetic_game.py examples/sft/sft.py \
     examples/sft/sft_figure.py examples/data/game_conversations.py
 # Tests of several ranks beside those of one process: neither keep two cores busy by themselves.
-check 'pytest' "$python" -m pytest -n 2 --durations=25 "$@"
+# A process that is killed takes its test with it; started anew, xdist would wait for it for ever.
+check 'pytest' "$python" -m pytest -n 2 --max-worker-restart=0 --durations=25 "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: $(printf '%s, ' "${failed[@]}" | sed 's/, $//')" >&2
