@@ -184,13 +184,13 @@ def costs_of_chunks(
     # A clock takes a cost of each micro-batch for each kind, and most chunks are alike: in what
     # they hold, not in what it costs, which may be 0 on one rank and not for rows on several.
     held = [(cost, each.weight_share) for cost, each in zip(of_chunks, models, strict=True)]
-    places = {each: held.index(each) for each in held}  # the first chunk of each kind
-    if len(places) == 1:
+    kinds = list(dict.fromkeys(held))
+    if len(kinds) == 1:
         return (model,), ()
-    kinds = [models[place] for place in places.values()]
-    which = [list(places).index(each) for each in held]
+    which = [kinds.index(each) for each in held]
+    of_kinds = tuple(models[held.index(kind)] for kind in kinds)
     # Chunk 0 of all stages holds the first layers, chunk 1 of all stages the next.
-    return tuple(kinds), tuple(tuple(which[stage::stages]) for stage in range(stages))
+    return of_kinds, tuple(tuple(which[stage::stages]) for stage in range(stages))
 
 
 def costs_of_stage(model: CostModel, dims: ParallelDims, stage: int) -> CostModel:
