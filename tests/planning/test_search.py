@@ -584,6 +584,12 @@ KNOWN_ENDS = {
     "long samples that leave others nothing": Known(
         log_normal(120, 8, median=3000, sigma=1.2, cap=60_000), 8192, PP4, 2_503_157
     ),
+    "few samples on each of many ranks": Known(
+        log_normal(2048, 10, median=500, sigma=0.5, cap=16_000),
+        16_384,
+        ParallelDims(data_parallel=256, pipeline_parallel=4),
+        38_749,
+    ),
     "hard bound": Known(LOG_NORMAL, 16_384, PP4, 289_821, 14_000),
     "hard bound, one sample a slot": Known(
         [100, 3000] * 50, 16_384, ParallelDims(data_parallel=2, pipeline_parallel=4), 565_778, 6300

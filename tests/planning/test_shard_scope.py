@@ -329,6 +329,14 @@ def test_a_bound_that_no_rank_keeps_is_refused_at_once(
         plan_step(lengths, dims, config, owners=[0] * samples)
 
 
+def test_a_number_of_slots_that_only_even_slots_hold_the_samples_in_has_an_end() -> None:
+    """290 tokens in three slots of 100, without room for a rise."""
+    config = PlannerConfig(max_tokens_per_gpu=100, max_inflight_tokens=300)
+    dims = ParallelDims(pipeline_parallel=3)
+    problem = Problem.of([30, 50, 90, 40, 20, 40, 20], dims, config)
+    assert ends_by_count(problem, [3])[0] < math.inf
+
+
 @pytest.mark.parametrize(("bound", "first"), [(290, 16), (170, 32), (165, None)])
 def test_a_bound_is_kept_by_whatever_number_of_micro_batches_keeps_it(
     bound: int, first: int | None

@@ -58,6 +58,8 @@ def test_every_pass_of_a_small_step_has_its_box() -> None:
     backward = drawn["0-1-0-0-B"]
     assert (backward.get_x(), backward.get_width()) == (2 * cost, 2 * cost)
     assert to_hex(first.get_facecolor()) != to_hex(backward.get_facecolor())
+    latest = max(box.get_x() + box.get_width() for box in drawn.values())
+    assert latest <= figure.axes[0].get_xlim()[1] <= 1.01 * latest
     # Stages of a rank lie below each other, ranks below that.
     tops = [drawn[name].get_y() for name in ("0-0-0-0-F", "0-1-0-0-F", "1-0-0-0-F")]
     assert tops[0] + 1 == pytest.approx(tops[1])
@@ -81,6 +83,14 @@ def test_fill_is_over_the_cap_and_over_full_rows_are_red() -> None:
     drawn = step_figure(oversize, [90, 10])[0].axes[1].images[0].get_array()
     assert drawn is not None
     assert drawn.max() == pytest.approx(1.5)
+
+
+def test_as_many_slots_and_ranks_are_numbered_as_fit() -> None:
+    for ranks, slots, every in ((16, 24, 1), (17, 25, 2)):
+        lengths = [60] * (ranks * slots)
+        axes = step_figure(planned(lengths, data_parallel=ranks), lengths)[0].axes[1]
+        assert list(axes.get_xticks()) == list(range(0, slots, every))
+        assert list(axes.get_yticks()) == list(range(0, ranks, every))
 
 
 def test_placeholders_are_hatched() -> None:

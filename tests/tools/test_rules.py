@@ -325,5 +325,8 @@ def test_megatron_dynamic_cp() -> None:
     validate_plan(plan, [100, 90, 10, 6, 60])
     with pytest.raises(RuleFailureError, match="need more than 4 ranks; set max_tokens_per"):
         megatron_dynamic_slots([500], 4, 50)
+    for lengths, ranks in (([100, 100], 5), ([200, 100], 7)):
+        with pytest.raises(RuleFailureError, match=f"do not fill {ranks} ranks; use 2, 4, 8"):
+            megatron_dynamic_slots(lengths, ranks, 50)
     with pytest.raises(RuleFailureError, match="without samples"):
         megatron_dynamic_plan([], dims, config)

@@ -36,7 +36,7 @@ class Schema(Mapping[str, Field]):
             by_name[field.name] = field
         object.__setattr__(self, "_by_name", by_name)
 
-    _by_name: dict[str, Field] = dataclasses.field(init=False, repr=False)
+    _by_name: dict[str, Field] = dataclasses.field(init=False)
 
     def __getitem__(self, name: str) -> Field:
         return self._by_name[name]

@@ -11,6 +11,7 @@ A step that no plan beats ends this at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from mcore_batching.planning.errors import InflightBoundError
@@ -19,11 +20,11 @@ from mcore_batching.planning.search.objective import Candidate, Objective, Ranks
 from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Steps, thinned
 from mcore_batching.planning.search.targets import Kind
 
-FEW_RANKS, ENOUGH_SAMPLES = 8, 4096
-"""Numbers of slots are compared on a thinned problem of 8 ranks from 16 ranks and 512 samples on:
-every R/8-th sample, on fewer ranks where 4096 samples are left on them. With 4 or 16 ranks the mean
-moves by 0.01 and 0.03 %, single steps by 0.25 %; a step of 16,384 long-tailed samples on DP16×PP4
-ends 0.6 % later with twice as many samples, 1.1 % with a fourth."""
+FEW_RANKS, FEW_SAMPLES, ENOUGH_SAMPLES = 8, 512, 4096
+"""Numbers of slots are compared on a thinned problem, of every R/8-th sample on 8 of R ranks, or on
+more or fewer where these hold 512 or 4096 samples; not where that is more than half the ranks.
+Without the 512, steps of 2,048 samples on 256 ranks ended up to 6 % later; with twice 4096 or a
+fourth of it one of 16,384 long-tailed samples on DP16×PP4 .6 and 1.1 %."""
 EFFORT_OF_MOVES = 0.5
 """Share of the effort kept for moves: the search for better kinds of steps ends there. With 0.4
 steps end 0.04 % later in the mean."""
@@ -65,9 +66,9 @@ def _made(objective: Objective) -> list[Candidate]:
     """Steps of the numbers of slots that do best."""
     whole = steps = Steps(objective)
     keep = EFFORT_OF_MOVES * objective.effort
-    per_rank = max(1, objective.problem.num_samples // whole.ranks)
-    few = max(2, min(FEW_RANKS, ENOUGH_SAMPLES // per_rank))
-    if whole.ranks >= 2 * few and objective.problem.num_samples > ENOUGH_SAMPLES // 8:
+    held = max(1, objective.problem.num_samples) / whole.ranks
+    few = max(2, min(max(FEW_RANKS, math.ceil(FEW_SAMPLES / held)), int(ENOUGH_SAMPLES / held)))
+    if whole.ranks >= 2 * few:
         steps = thinned(whole, few)
     _compare_counts(steps, keep)
     _compare_firsts(steps, keep)

@@ -39,12 +39,7 @@ def megatron_dynamic_slots(lengths: Sequence[int], ranks: int, cap: int) -> list
         groups = _formed_groups(left, lengths, ranks, cap)
         # Megatron leaves no rank idle in a slot: groups grow until they take all ranks.
         while (used := sum(group.size for group in groups)) < ranks:
-            if not _widened(groups, ranks, used):
-                # None can grow: one group of all ranks, of the samples in order while they fit.
-                groups = [Group(ranks)]
-                for sample in left:
-                    if groups[0].tokens + lengths[sample] / ranks <= cap:
-                        groups[0].add(sample, lengths[sample])
+            _widen(groups, ranks, used)
         slots.append(groups)
         placed = {sample for group in groups for sample in group.samples}
         left = [sample for sample in left if sample not in placed]
@@ -88,8 +83,8 @@ def _formed_groups(
     return groups
 
 
-def _widened(groups: list[Group], ranks: int, used: int) -> bool:
-    """Double the first of the smallest groups that has room behind it; False if none has."""
+def _widen(groups: list[Group], ranks: int, used: int) -> None:
+    """Double the first of the smallest groups that has room behind it."""
     smallest = min(group.size for group in groups)
     more = min(smallest, ranks - smallest)
     after = 0
@@ -97,13 +92,13 @@ def _widened(groups: list[Group], ranks: int, used: int) -> bool:
         after += group.size
         if group.size == smallest and after + more <= ranks:
             # Megatron moves the groups behind it up by `more`, past the last rank if need be.
-            if more > ranks - used and after < used:
-                raise RuleFailureError(
-                    f"Megatron's dynamic CP moves ranks beyond the last of {ranks}; use 2, 4, 8 …"
-                )
-            group.size += more
-            return True
-    return False
+            if more <= ranks - used or after == used:
+                group.size += more
+                return
+            break
+    raise RuleFailureError(
+        f"groups of Megatron's dynamic CP do not fill {ranks} ranks; use 2, 4, 8 …"
+    )
 
 
 def megatron_dynamic_plan(
