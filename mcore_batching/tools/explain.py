@@ -51,7 +51,7 @@ def explain(
     *,
     advice: bool = True,
 ) -> str:
-    """A plan in words, or one step of it: a paragraph per step, and the samples that are in none.
+    """A plan in words, a paragraph per step, or one step of it.
 
     Args:
         plan: what to explain.

@@ -95,6 +95,17 @@ def test_marks_of_the_empty_text_alone_are_not_cut_off_others():
     assert sample.ids.tolist() == [1, *b"abcd", END]
 
 
+def test_a_tokenizer_may_refuse_the_empty_text():
+    class Refusing(Wrapped):
+        def tokenize(self, text):
+            if not text:
+                raise ValueError("no text")
+            return super().tokenize(text)
+
+    sample = SampleTokenizer(Refusing())(Completion("ab", "cd"))
+    assert sample.ids.tolist() == [*b"abcd", END]
+
+
 def test_a_chat_template_is_followed_and_only_answers_are_trained():
     write_sample = SampleTokenizer(Wrapped(([1], [END]), appending))
     turns = ("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")

@@ -156,6 +156,15 @@ def test_tensor_parallel_ranks_drop_out_with_numbers_of_their_own(
     assert torch.equal(dropped(1, 2), first) != sequence_parallel
 
 
+def test_what_attention_cannot_take_is_refused_with_what_to_set() -> None:
+    attention, one = packed_attention(attention_dropout=0.0), torch.ones(2, 1, 4, 8)
+    with pytest.raises(megatron.DynamicBatchArgumentError, match="takes no attention_bias: use"):
+        attention(one, one, one, None, attention_bias=torch.ones(1))
+    attention.cp_group = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(megatron.DynamicBatchArgumentError, match="or set --context-parallel-size"):
+        attention(one, one, one, None)
+
+
 @pytest.mark.parametrize("mask", [AttnMaskType.no_mask, AttnMaskType.padding])
 def test_layers_whose_tokens_see_later_ones_are_refused(mask: AttnMaskType) -> None:
     """Causal attention would train another model."""
@@ -394,3 +403,9 @@ def test_all_parameters_of_a_norm_are_marked_for_sequence_parallelism(
     )
     norm = SequenceParallelNorm(config, 4)
     assert [each.sequence_parallel for each in norm.parameters()] == [True] * count
+    config.normalization = "L2Norm"
+    with pytest.raises(megatron.DynamicBatchArgumentError, match="set --normalization to LayerN"):
+        SequenceParallelNorm(config, 4)
+    config.layernorm_zero_centered_gamma = True
+    with pytest.raises(megatron.DynamicBatchArgumentError, match="unset --apply-layernorm-1p"):
+        SequenceParallelNorm(config, 4)

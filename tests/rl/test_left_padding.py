@@ -79,6 +79,12 @@ def test_layout_token_by_token(shapes: list[tuple[int, int]]) -> None:
         assert blocks.response_mask[i].tolist() == [False] * (widest - response) + [True] * response
 
 
+def test_position_ids_that_samples_bring_are_the_batchs() -> None:
+    blocks = left_pad(full_samples([(2, 1), (3, 1)]), pad_token_id=PAD)
+    assert blocks.position_ids.shape == (2, 3, AXES)
+    assert blocks.position_ids[:, :, 1].tolist() == [[0, 1, 2], [1, 2, 3]]
+
+
 def test_skyrl_fault_readers_that_slice_from_the_left_get_padding() -> None:
     samples = {
         **make_samples([(5, 1), (5, 3), (4, 0)]),
@@ -128,6 +134,8 @@ def test_blocks_of_ones_own() -> None:
     for shape in ((2, 5), (1, 4), (8,)):
         with pytest.raises(SchemaError, match=r"'tokens': expected a block of 2 samples, 4 rows"):
             LeftPadded(blocks={"tokens": torch.zeros(shape)}, **parts)
+    with pytest.raises(SchemaError, match=r"'rewards': expected a block of 2 samples, 0 rows"):
+        LeftPadded(blocks={"rewards": torch.zeros(2, 4)}, **parts)
 
 
 def test_values_of_different_types_or_shapes_are_refused() -> None:

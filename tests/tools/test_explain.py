@@ -12,6 +12,7 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     StepPlan,
+    plan_batch,
     plan_step,
     step_problem,
     step_statistics,
@@ -183,6 +184,8 @@ def test_split_backward_passes_are_counted_with_their_gain(shared: int | None) -
     ) in explain(step, lengths, advice=False)
     whole_plan = plan_step(lengths, dims, CONFIG)
     assert "backward passes: " not in explain(whole_plan, lengths, advice=False)
+    without = plan_step(lengths, ParallelDims(), replace(CONFIG, split_backward="auto"))
+    assert "backward passes: whole: without a pip" in explain(without, lengths, advice=False)
 
 
 def test_chunks_and_step_sizes_are_suggested_with_their_gains() -> None:
@@ -281,6 +284,13 @@ def test_no_pipeline_is_tried_that_no_job_can_have(sizes: dict[str, int], chunks
     tried = [changed for _, changed, _, _ in alternatives(step)]
     assert {each.virtual_pipeline for each in tried} - {1} == chunks
     assert any(each.pipeline_parallel == dims.pipeline_parallel // 2 for each in tried)
+
+
+def test_steps_of_a_plan_are_explained_one_by_one() -> None:
+    plan = plan_batch(LENGTHS, ParallelDims(), STEP.config, samples_per_step=2)
+    assert explain(plan, LENGTHS) == "\n".join(
+        f"step {number}: {explain(step, LENGTHS)}" for number, step in enumerate(plan.steps)
+    )
 
 
 def test_advice_can_be_left_out() -> None:

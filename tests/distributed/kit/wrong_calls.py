@@ -242,6 +242,10 @@ ON_ONE_REPLICA = {
         lambda outputs, n: {"mine": outputs["log_probs"]},
     ),
     "f returns None": _f("rank 2: OrderError: f must return a dict", lambda outputs, n: None),
+    "f returns a name that is none": _f(
+        "rank 2: OrderError: f returned the key 3; name outputs by texts",
+        lambda outputs, n: {3: outputs["log_probs"]},
+    ),
     "f returns a number": _f(
         "returned 5 for 'log_probs' in a micro-batch", lambda outputs, n: {"log_probs": 5}
     ),
