@@ -20,6 +20,7 @@ from mcore_batching.megatron import compat, prepare_packed_model
 from mcore_batching.megatron.checks import validation
 from mcore_batching.megatron.compat import experts
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
 from mcore_batching.megatron.topology import current_dims
 from mcore_batching.planning import ParallelDims
@@ -138,8 +139,9 @@ def test_output_layers_that_are_more_than_a_product(changes: dict[str, Any], rea
 
 def test_an_output_layer_of_another_class_is_more_than_a_product() -> None:
     chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
+    args = SimpleNamespace(use_dynamic_batch_size=True, dynamic_batch_fuse_output_layer=True)
     with pytest.raises(DynamicBatchArgumentError, match="the output layer is a Identity, so it"):
-        check_can_be_fused([chunk])
+        validation.check_logits(Options.of(args), [chunk])
 
 
 def test_settings_that_a_release_lacks_scale_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,10 @@ def test_a_trajectory_alone_in_its_group_has_no_advantage() -> None:
         assert outcome_advantages([3.0], ["a"], [2], estimator) == [0.0]
 
 
+def test_a_group_without_a_trained_token_has_no_advantages_weighted_by_tokens() -> None:
+    assert outcome_advantages([3.0, 1.0], ["a", "a"], [0, 0], "opo") == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -63,6 +63,7 @@ def test_every_pass_of_a_small_step_has_its_box() -> None:
     # Stages of a rank lie below each other, ranks below that.
     tops = [drawn[name].get_y() for name in ("0-0-0-0-F", "0-1-0-0-F", "1-0-0-0-F")]
     assert tops[0] + 1 == pytest.approx(tops[1])
+    assert tops[0] + first.get_height() < tops[1]
     assert tops[1] + 1 < tops[2]
     held = len(step.micro_batches[0][0])
     assert tooltips["pass-0-1-0-0-B"] == (
