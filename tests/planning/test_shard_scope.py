@@ -310,7 +310,7 @@ def test_rows_are_packed_with_at_most_so_many_samples(packing: Any) -> None:
     assert sorted(map(len, bins)) == [1, 2, 2]
 
 
-@pytest.mark.parametrize(("stages", "chunks", "samples"), [(2, 2, 13), (4, 4, 9), (4, 1, 200)])
+@pytest.mark.parametrize(("stages", "chunks", "samples"), [(2, 2, 13), (4, 4, 9), (4, 1, 60)])
 def test_a_bound_that_no_rank_keeps_is_refused_at_once(
     stages: int, chunks: int, samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
