@@ -141,3 +141,10 @@ def test_a_rank_in_lockstep_does_not_end_with_a_placeholder_for_the_largest_to_c
     problem = Problem.of([10, 50, 60], dims, PlannerConfig(max_tokens_per_gpu=100))
     ranks = (((0,), (1,)), ((), (2,)))
     assert largest_first(problem, ranks) == ranks
+
+
+def test_in_lockstep_the_slot_with_the_largest_micro_batch_comes_first_on_all_ranks() -> None:
+    dims = ParallelDims(data_parallel=2, expert_parallel=2)
+    problem = Problem.of([40, 50, 10, 60, 30, 45], dims, PlannerConfig(max_tokens_per_gpu=100))
+    ranks = (((0,), (2,), (4,)), ((1,), (3,), (5,)))
+    assert largest_first(problem, ranks) == (((2,), (0,), (4,)), ((3,), (1,), (5,)))
