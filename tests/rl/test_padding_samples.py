@@ -267,6 +267,8 @@ def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     schema = DEFAULT_SCHEMA.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.IDENTIFIER)
     result = pad_batch(batch, 3, schema, pad_token_id=PAD)
     assert result["prompt_number"][2] < 0
+    schema = schema.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.ONES)
+    assert pad_batch(batch, 3, schema, pad_token_id=PAD)["prompt_number"][2] == 1
 
 
 def test_uids_that_print_as_their_address_are_no_part_of_new_ones() -> None:
