@@ -874,3 +874,19 @@ def test_bfloat16_follows_the_float32_reference(job: Job, ranks: list[dict[str, 
     assert max(rank["log_probs"] for rank in ranks) < BFLOAT16
     assert 0 < max(rank["gradients"] for rank in ranks) < BFLOAT16
     assert max(rank["weights"] for rank in ranks) < BFLOAT16
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(
+            "dp2-own-weights",
+            "kit.model:weights_where_ranks_begin_with_their_own",
+            2,
+            {"data_parallel": 2},
+        )
+    ],
+    ids=str,
+)
+def test_replicas_begin_alike_whatever_their_random_numbers(job: Job, ranks: list[float]) -> None:
+    assert ranks[0] == ranks[1] != 0.0

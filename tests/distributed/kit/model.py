@@ -249,6 +249,13 @@ def quick_model(shape: ParallelDims, longest: int) -> list[Any]:
     return build_model(config, vocab_size=VOCABULARY, max_sequence_length=longest)
 
 
+def weights_where_ranks_begin_with_their_own() -> float:
+    """The sum of a new model's weights, by a rank with random numbers of its own."""
+    torch.manual_seed(torch.distributed.get_rank())
+    model = quick_model(ParallelDims(data_parallel=torch.distributed.get_world_size()), 8)
+    return sum(float(weight.double().sum()) for _, weight in named_parameters(model))
+
+
 def freeze(kind: str, chunk: Any) -> None:
     """Of the kind ``"frozen"`` train the output projections of attention alone; of ``"lora"`` put
     adapters beside all that attention projects, and train these alone."""
