@@ -94,6 +94,15 @@ def test_as_many_slots_and_ranks_are_numbered_as_fit() -> None:
         assert list(axes.get_yticks()) == list(range(0, ranks, every))
 
 
+def test_ranks_have_the_height_that_their_names_need() -> None:
+    """Inches: more for more of them, within bounds."""
+    heights = []
+    for ranks in (2, 5, 20):
+        axes = step_figure(planned([60] * ranks, data_parallel=ranks), [60] * ranks)[0].axes[1]
+        heights.append(axes.get_gridspec().get_height_ratios()[1])
+    assert heights == pytest.approx([1.2, 1.5, 3.2])
+
+
 def test_placeholders_are_hatched() -> None:
     step = planned([30], data_parallel=2, pipeline_parallel=2)
     figure, tooltips = step_figure(step, [30])
