@@ -21,10 +21,10 @@ from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Steps, thi
 from mcore_batching.planning.search.targets import Kind
 
 FEW_RANKS, FEW_SAMPLES, ENOUGH_SAMPLES = 8, 512, 4096
-"""Numbers of slots are compared on a thinned problem, of every R/8-th sample on 8 of R ranks, or on
-more or fewer where these hold 512 or 4096 samples; not where that is more than half the ranks.
-Without the 512, steps of 2,048 samples on 256 ranks ended up to 6 % later; with twice 4096 or a
-fourth of it one of 16,384 long-tailed samples on DP16×PP4 .6 and 1.1 %."""
+"""Numbers of slots are compared on a thinned problem: 8 of R ranks with every R/8-th sample, or as
+many ranks as hold 512 samples at least and 4096 at most, unless that is more than half of them.
+Without the 512, steps of 2,048 samples on 256 ranks ended up to 6 % later; with 8192 or 1024 for
+4096, one of 16,384 long-tailed samples on DP16×PP4 ended 0.6 and 1.1 % later."""
 EFFORT_OF_MOVES = 0.5
 """Share of the effort kept for moves: the search for better kinds of steps ends there. With 0.4
 steps end 0.04 % later in the mean."""
