@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mcore_batching.batch.agreement.consensus import Consensus, Statement
-from mcore_batching.batch.agreement.figures import largest
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.planning import (
     CostModel,
     MicroBatches,
@@ -41,22 +40,17 @@ def planned_shard(
     A collective over the ranks of ``consensus``, on all of which a failure of one is raised. Their
     number is at least ``fewest`` and a multiple of ``multiple``.
     """
-
-    def pack() -> tuple[Problem, list[list[int]]]:
+    # Each rank gives for every count when its own step would end, so that all choose the same one.
+    with consensus.agreement("packing") as agree:
         problem = Problem.of(lengths, dims, config, cost_model)
-        return problem, pack_shard(problem)
-
-    # Each rank says at every count when its own step would end, so that all choose the same one.
-    packed = consensus.agree(
-        "packing",
-        pack,
-        lambda packed: Statement(figures={"ends": largest(shard_ends(*packed))}),
-    )
+        packed = pack_shard(problem)
+        ends = agree.max("ends", shard_ends(problem, packed))
     # No bound on tokens in flight, so there is one count to choose.
-    [soonest] = soonest_counts(packed.figures["ends"], dims, config)
+    [soonest] = soonest_counts(ends.value, dims, config)
     count = round_up(max(soonest, fewest), multiple)
     # Ranks with fewer split what they have before they add placeholders.
-    return consensus.agree("filling", lambda: fill_shard(*packed.result, count)).result
+    with consensus.agreement("filling"):
+        return fill_shard(problem, packed, count)
 
 
 def caller_with(attribute: str) -> Any:
@@ -86,7 +80,8 @@ def checked_costs(chunks: list[Any], consensus: Consensus, *, packs_rows: bool) 
 
     if chunks[0] not in _costs:
         if packs_rows:
-            consensus.agree("checking the model", lambda: prepare_packed_model(chunks))
+            with consensus.agreement("checking the model"):
+                prepare_packed_model(chunks)
         vocabulary, config = topology.vocabulary_size(chunks), get_model_config(chunks[0])
         _costs[chunks[0]] = topology.first_guess(vocabulary, config, unwrap_model(chunks[0]))
     return _costs[chunks[0]]

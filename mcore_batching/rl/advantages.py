@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_batching.batch.agreement.consensus import Consensus, Statement
-from mcore_batching.batch.agreement.figures import total
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.batch.errors import BatchError, OrderError
 from mcore_batching.batch.fields.field_checks import checked_values, read_lengths
 from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA
@@ -47,19 +46,6 @@ class _Computed(NamedTuple):
     steps: list[list[int]]
     unmasked: list[Tensor]
     """Advantages of the tokens that count, of each step; no step without normalization."""
-    groups: list[Hashable]
-    """Uids, for the other ranks."""
-
-    def statement(self, **settings: Any) -> Statement:
-        """Settings that all ranks must have alike, this one's groups, and its figures to add up."""
-        return Statement(
-            equal={**settings, "number of steps": len(self.steps)},
-            tell=self.groups,
-            figures={
-                "sums": total([float(each.sum()) for each in self.unmasked]),
-                "counts": total([len(each) for each in self.unmasked]),
-            },
-        )
 
 
 def compute_advantages(
@@ -99,26 +85,26 @@ def compute_advantages(
     """
     normalize = estimator == "reinforce_baseline" if normalize is None else normalize
 
-    def work() -> _Computed:
+    with Consensus(group).agreement("computing advantages") as agree:
+        agree.same("estimator", estimator)
+        agree.same("step_wise", step_wise)
+        agree.same("outcome", outcome)
+        agree.same("normalize", normalize)
         masks = _masks(batch)
         advantages = _advantages(batch, estimator, masks, step_wise, outcome)
         members = _read_steps(steps, len(masks))
+        agree.same("number of steps", len(members))
         unmasked = [_unmasked(advantages, masks, step) for step in members] if normalize else []
+        sums = agree.sum("sums", [float(each.sum()) for each in unmasked])
+        counts = agree.sum("counts", [len(each) for each in unmasked])
         groups = indices_by_group(batch, "uids", real_indices(batch))
         # Uids travel to other ranks alone: those of a single process need not be picklable.
-        held = list(groups) if group is not None else []
-        return _Computed(advantages, masks, members, unmasked, held)
-
-    def says(done: _Computed) -> Statement:
-        return done.statement(
-            estimator=estimator, step_wise=step_wise, outcome=outcome, normalize=normalize
-        )
-
-    agreed = Consensus(group).agree("computing advantages", work, says)
-    _require_local(agreed.told)
+        uids = agree.every("uids", list(groups) if group is not None else [])
+    _require_local(uids.by_rank)
     if not normalize:
-        return agreed.result.advantages
-    return _normalized(agreed.result, agreed.figures["sums"], agreed.figures["counts"], group)
+        return advantages
+    own = _Computed(advantages, masks, members, unmasked)
+    return _normalized(own, sums.value, counts.value, group)
 
 
 def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:
@@ -172,18 +158,15 @@ def _normalized(
     ranks, whose sums and numbers are given."""
     counts = [max(count, 1) for count in counts]  # of none 0.0, never NaN
     means = [added / count for added, count in zip(sums, counts, strict=True)]
-
-    def squares() -> list[float]:
+    # Inside an agreement, since ranks wait for each other here.
+    with Consensus(group).agreement("normalizing") as agree:
         # From deviations: a difference of two large sums of squares would lose its digits.
         deviations = zip(own.unmasked, means, strict=True)
-        return [float(((each - mean) ** 2).sum()) for each, mean in deviations]
-
-    # Inside an agreement, since ranks wait for each other here.
-    agreed = Consensus(group).agree(
-        "normalizing", squares, lambda found: Statement(figures={"squares": total(found)})
-    )
+        squares = agree.sum(
+            "squares", [float(((each - mean) ** 2).sum()) for each, mean in deviations]
+        )
     normalized = [torch.zeros_like(each) for each in own.advantages]
-    of_steps = zip(own.steps, means, agreed.figures["squares"], counts, strict=True)
+    of_steps = zip(own.steps, means, squares.value, counts, strict=True)
     for step, mean, square, count in of_steps:
         scale = (square / count + _LEAST_VARIANCE) ** -0.5
         for i in step:

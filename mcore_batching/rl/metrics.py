@@ -12,8 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_batching.batch.agreement.consensus import Consensus, Statement
-from mcore_batching.batch.agreement.figures import largest, least, total
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import entries
@@ -39,31 +38,21 @@ def sample_metrics(
         BatchError: on every rank, if on any a field is absent or does not have one number per
             sample, or if the fields differ between ranks.
     """
-
-    def numbers() -> dict[str, list[float]]:
+    with Consensus(group).agreement("summing up metrics") as agree:
         real = real_indices(batch)
         names = entries("fields", fields, BatchError)
         if not all(isinstance(name, str) for name in names):
             raise BatchError(Argument("fields"), f" must hold names of fields, got {names!r:.60}")
-        return {name: numbers_of(batch, name, real) for name in names}
-
-    def says(found: dict[str, list[float]]) -> Statement:
-        numbers = found.values()
-        return Statement(
-            equal={"fields": list(found)},
-            figures={
-                "counts": total([len(each) for each in numbers]),
-                "sums": total([sum(each) for each in numbers]),
-                "maxima": largest([max(each, default=-math.inf) for each in numbers]),
-                "minima": least([min(each, default=math.inf) for each in numbers]),
-            },
-        )
-
-    # Sums and counts travel, not means: ranks have different numbers of samples.
-    agreed = Consensus(group).agree("summing up metrics", numbers, says)
+        numbers = [numbers_of(batch, name, real) for name in names]
+        agree.same("fields", names)
+        # Sums and counts travel, not means: ranks have different numbers of samples.
+        counts = agree.sum("counts", [len(each) for each in numbers])
+        sums = agree.sum("sums", [sum(each) for each in numbers])
+        maxima = agree.max("maxima", [max(each, default=-math.inf) for each in numbers])
+        minima = agree.min("minima", [min(each, default=math.inf) for each in numbers])
     metrics: dict[str, float] = {}  # of no real sample on any rank none, not NaN
-    found = (agreed.figures[name] for name in ("counts", "sums", "maxima", "minima"))
-    for name, count, added, most, fewest in zip(agreed.result, *found, strict=True):
+    reduced = zip(names, counts.value, sums.value, maxima.value, minima.value, strict=True)
+    for name, count, added, most, fewest in reduced:
         if count:
             metrics[f"{name}/mean"] = added / count
             metrics[f"{name}/max"] = most

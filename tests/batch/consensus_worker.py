@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_batching.batch.agreement.consensus import Consensus, Statement
-from mcore_batching.batch.agreement.figures import largest, least, rank_total, total
-from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.batch.consensus import Agreement, Consensus
 from mcore_batching.batch.errors import DisagreementError
+from mcore_batching.batch.messages import RankMessages
 from mcore_batching.planning.errors import Argument, ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank names in an agreement: values, and reductions as (method, number or list)."""
+
+    same: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_replica: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_stage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    every: Any = None
+    wanted: bool = False
+    reductions: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def outcome(self, block: Any, body: Callable[[], Any] = int) -> dict[str, Any]:
+        """Run a body in an agreement's block, name all values, and read what came of them."""
+        with block as agree:
+            assert isinstance(agree, Agreement)
+            result = body()
+            for name, value in self.same.items():
+                agree.same(name, value)
+            for name, value in self.in_replica.items():
+                agree.same(name, value, within="replica")
+            for name, value in self.in_stage.items():
+                agree.same(name, value, within="stage")
+            made = {n: getattr(agree, kind)(n, v) for n, (kind, v) in self.reductions.items()}
+            everyone = agree.every("value", self.every, wanted=self.wanted)
+        values = {name: each.value for name, each in made.items()}
+        return {"result": result, "every": everyone.by_rank, "reductions": values}
 
 
 class UnprintableError(Exception):
@@ -43,12 +71,6 @@ def config_error() -> ConfigError:
     return ConfigError("set ", Argument("max_tokens_per_gpu", 8))
 
 
-def says_nothing_picklable(value: Any) -> Statement:
-    """A statement that cannot travel."""
-    del value
-    return Statement(tell=lambda: 0)
-
-
 class Unreadable:
     """What can be sent, but not read."""
 
@@ -57,7 +79,7 @@ class Unreadable:
 
 
 def plan(rank: int) -> dict[str, dict[str, Any]]:
-    """Name of each case to what this rank passes to `Consensus.agree`."""
+    """Name of each case to this rank's stage, body, part and options of the agreement."""
     fine: Callable[[], Any] = int
     last = rank == 2
     on_last: dict[str, Any] = {
@@ -69,48 +91,43 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
         "one speaks of an argument": raises(config_error()),
     }
     cases: dict[str, dict[str, Any]] = {
-        name: {"work": work if last else fine} for name, work in on_last.items()
+        name: {"body": work if last else fine} for name, work in on_last.items()
     }
-    cases["one cannot travel"] = {"work": fine}
-    if last:
-        cases["one cannot travel"]["says"] = says_nothing_picklable
-    cases["one cannot be read"] = {"work": fine}
-    if last:
-        unread = Statement(tell=Unreadable(), asks=False)
-        cases["one cannot be read"]["says"] = lambda _: unread
-    cases["all raise alike"] = {"work": raises(config_error())}
-    cases["all raise"] = {"work": raises(ValueError(f"on {rank}"))}
-    statements: dict[str, Statement] = {
-        "alike": Statement(
-            equal={"cap": 8},
-            equal_in_replica={"samples": rank == 2},
-            tell=("rank", rank),
-            figures={
-                "last": largest(rank),
-                "ranks": least([rank, 5]),
-                "samples": total([10 + (rank == 2), 0.5]),
-                "shares": rank_total([rank, 0.25]),
+    cases["one cannot travel"] = {"part": Part(every=(lambda: 0) if last else None)}
+    cases["one cannot be read"] = {"part": Part(every=Unreadable() if last else None)}
+    cases["all raise alike"] = {"body": raises(config_error())}
+    cases["all raise"] = {"body": raises(ValueError(f"on {rank}"))}
+    statements: dict[str, Part] = {
+        "alike": Part(
+            same={"cap": 8},
+            in_replica={"samples": rank == 2},
+            every=("rank", rank),
+            wanted=True,
+            reductions={
+                "last": ("max", rank),
+                "ranks": ("min", [rank, 5]),
+                "samples": ("sum", [10 + (rank == 2), 0.5]),
+                "shares": ("sum_over_ranks", [rank, 0.25]),
             },
         ),
-        "value differs": Statement(equal={"cap": 8 if rank != 1 else 9, "fill": "split"}),
-        "left out": Statement(equal={"names": ["a"]} if rank else {}),
-        "replica differs": Statement(equal_in_replica={"samples": rank}),
-        "number of sums differs": Statement(figures={"tokens": total([0] * rank)}),
-        "name of a figure differs": Statement(figures={"cost" if rank else "time": least(0)}),
-        "kind of a figure differs": Statement(
-            figures={"rows": (rank_total if rank == 2 else total)(0)}
+        "value differs": Part(same={"cap": 8 if rank != 1 else 9, "fill": "split"}),
+        "left out": Part(same={"names": ["a"]} if rank else {}),
+        "replica differs": Part(in_replica={"samples": rank}),
+        "number of sums differs": Part(reductions={"tokens": ("sum", [0] * rank)}),
+        "name of a figure differs": Part(reductions={"cost" if rank else "time": ("min", 0)}),
+        "kind of a figure differs": Part(
+            reductions={"rows": ("sum_over_ranks" if rank == 2 else "sum", 0)}
         ),
     }
     for name, statement in statements.items():
-        cases[name] = {"work": fine, "says": lambda _, s=statement: s}
-    cases["stage differs"] = {"work": fine, "stage": "sums" if last else "counts"}
+        cases[name] = {"part": statement}
+    cases["stage differs"] = {"stage": "sums" if last else "counts"}
     cases["stage differs and one raises"] = {
-        "work": raises(ValueError("here")) if last else fine,
+        "body": raises(ValueError("here")) if last else fine,
         "stage": "sums" if last else "counts",
     }
     cases["own mismatch"] = {
-        "work": fine,
-        "says": lambda _: Statement(equal={"cap": rank}),
+        "part": Part(same={"cap": rank}),
         "mismatch": OtherDisagreementError,
     }
     return cases
@@ -120,60 +137,60 @@ WIDE_REPLICAS = [[0, 3], [1, 4], [2, 5]]
 WIDE_STAGES = [[0, 3], [1], [4], [2, 5]]
 
 
-def wide_statements(rank: int) -> dict[str, Statement]:
+def wide_statements(rank: int) -> dict[str, Part]:
     """Name of each case among six ranks to this rank's statement."""
     replica = rank % 3
     return {
-        "alike": Statement(
-            equal={"cap": 8, "fill": "split"},
-            equal_in_replica={"samples": replica},
-            equal_in_stage={"temperature": 1.0} if rank == 1 else {},
-            figures={
-                "b": largest([rank, 0.1 * rank, -math.inf, math.inf if rank == 4 else 0]),
-                "d": least([rank, 0.1 * rank, -math.inf if rank == 4 else 0]),
-                "a": total([2**53 + 1, 0.1 * replica, 0 if replica else 0.5, replica - 1]),
-                "c": rank_total([rank, 0.25 * rank]),
+        "alike": Part(
+            same={"cap": 8, "fill": "split"},
+            in_replica={"samples": replica},
+            in_stage={"temperature": 1.0} if rank == 1 else {},
+            reductions={
+                "b": ("max", [rank, 0.1 * rank, -math.inf, math.inf if rank == 4 else 0]),
+                "d": ("min", [rank, 0.1 * rank, -math.inf if rank == 4 else 0]),
+                "a": ("sum", [2**53 + 1, 0.1 * replica, 0 if replica else 0.5, replica - 1]),
+                "c": ("sum_over_ranks", [rank, 0.25 * rank]),
             },
         ),
         # Halves take more bytes than small integers: one too many, and all ranks gather.
-        "more numbers than a summary holds": Statement(
-            figures={
-                "b": largest([rank * (-1) ** i + i + 0.5 for i in range(130)]),
-                "d": least([rank * (-1) ** i + i for i in range(20)]),
-                "a": total([replica * i + 0.5 for i in range(80)]),
-                "c": rank_total([rank * i for i in range(40)]),
+        "more numbers than a summary holds": Part(
+            reductions={
+                "b": ("max", [rank * (-1) ** i + i + 0.5 for i in range(130)]),
+                "d": ("min", [rank * (-1) ** i + i for i in range(20)]),
+                "a": ("sum", [replica * i + 0.5 for i in range(80)]),
+                "c": ("sum_over_ranks", [rank * i for i in range(40)]),
             },
         ),
-        "as many numbers as a summary holds": Statement(
-            figures={"most": largest([rank] * 60), "all": total([1] * 40)}
+        "as many numbers as a summary holds": Part(
+            reductions={"most": ("max", [rank] * 60), "all": ("sum", [1] * 40)}
         ),
-        "said by some": Statement(equal={"names": ["a"]} if rank in (1, 4) else {}),
-        "nobody asks": Statement(tell=rank, asks=False),
-        "one asks": Statement(
-            tell=rank,
-            asks=rank == 5,
-            figures={"b": total([1]), "c": rank_total(rank), "a": least(rank)},
+        "said by some": Part(same={"names": ["a"]} if rank in (1, 4) else {}),
+        "nobody asks": Part(every=rank, wanted=False),
+        "one asks": Part(
+            every=rank,
+            wanted=rank == 5,
+            reductions={"b": ("sum", [1]), "c": ("sum_over_ranks", rank), "a": ("min", rank)},
         ),
-        "said in part": Statement(equal={"a": 1} if rank < 4 else {"b": 2}),
-        "nan on rank 0": Statement(figures={"most": largest([math.nan if rank == 0 else rank])}),
-        "nan on rank 4": Statement(figures={"most": largest([math.nan if rank == 4 else rank])}),
-        "nan among many": Statement(
-            figures={"most": largest([0] * 120 + [math.nan if rank == 4 else rank])}
+        "said in part": Part(same={"a": 1} if rank < 4 else {"b": 2}),
+        "nan on rank 0": Part(reductions={"most": ("max", [math.nan if rank == 0 else rank])}),
+        "nan on rank 4": Part(reductions={"most": ("max", [math.nan if rank == 4 else rank])}),
+        "nan among many": Part(
+            reductions={"most": ("max", [0] * 120 + [math.nan if rank == 4 else rank])}
         ),
-        "nan in a sum": Statement(figures={"sum": total(math.nan if replica == 1 else 1.0)}),
-        "integers beyond 64 bits": Statement(
-            figures={"most": largest([2**70 + rank]), "sum": total(2**65)}
+        "nan in a sum": Part(reductions={"sum": ("sum", math.nan if replica == 1 else 1.0)}),
+        "integers beyond 64 bits": Part(
+            reductions={"most": ("max", [2**70 + rank]), "sum": ("sum", 2**65)}
         ),
-        "a sum beyond 64 bits": Statement(figures={"sum": total([2**62])}),
-        "a number of another kind": Statement(figures={"most": largest([torch.tensor(rank)])}),
-        "said by some and differs": Statement(equal={"names": [rank]} if rank in (1, 4) else {}),
-        "one replica differs": Statement(equal_in_replica={"samples": rank == 4}),
-        "two replicas differ crosswise": Statement(equal_in_replica={"samples": rank in (0, 4)}),
-        "one stage differs": Statement(equal_in_stage={"temperature": [0.5 if rank == 5 else 1]}),
-        "number of maxima differs": Statement(
-            figures={"most": largest([0] * (2 if rank == 3 else 1))}
+        "a sum beyond 64 bits": Part(reductions={"sum": ("sum", [2**62])}),
+        "a number of another kind": Part(reductions={"most": ("max", [torch.tensor(rank)])}),
+        "said by some and differs": Part(same={"names": [rank]} if rank in (1, 4) else {}),
+        "one replica differs": Part(in_replica={"samples": rank == 4}),
+        "two replicas differ crosswise": Part(in_replica={"samples": rank in (0, 4)}),
+        "one stage differs": Part(in_stage={"temperature": [0.5 if rank == 5 else 1]}),
+        "number of maxima differs": Part(
+            reductions={"most": ("max", [0] * (2 if rank == 3 else 1))}
         ),
-        "a number of another type differs": Statement(equal={"cap": 8.0 if rank == 2 else 8}),
+        "a number of another type differs": Part(same={"cap": 8.0 if rank == 2 else 8}),
     }
 
 
@@ -203,20 +220,8 @@ def run_wide(rank: int, report: dict[str, Any]) -> None:
     consensus = Consensus(dist.group.WORLD, replicas=WIDE_REPLICAS, stages=WIDE_STAGES)
     for name, statement in wide_statements(rank).items():
         with counted_calls() as counts:
-            outcome = outcome_of(lambda n=name, s=statement: consensus.agree(n, int, lambda _: s))
+            outcome = outcome_of(lambda n=name, p=statement: p.outcome(consensus.agreement(n)))
         report[name] = outcome | counts
-    with counted_calls() as counts:
-        outcome = outcome_of(
-            lambda: consensus.do_alike("fine", int) or consensus.do_alike("", config_error_raised)
-        )
-    report["alike without a word"] = outcome | counts
-    alone = config_error_raised if rank == 1 else int
-
-    def on_one() -> Any:
-        consensus.do_alike("work that fails on one", alone)
-        return consensus.agree("the next", int)
-
-    report["fails on one without a word"] = outcome_of(on_one)
     report["messages"] = {}
     for size in range(1, 7):
         if rank < size:
@@ -225,11 +230,6 @@ def run_wide(rank: int, report: dict[str, Any]) -> None:
                 messages.reduce(bytes([rank, rank]), in_order),
                 messages.gather(bytes([rank, 7])),
             )
-
-
-def config_error_raised() -> Any:
-    """Raise, always."""
-    raise config_error()
 
 
 def in_order(low: bytes, high: bytes) -> bytes:
@@ -241,7 +241,7 @@ def in_order(low: bytes, high: bytes) -> bytes:
 def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
     """What an agreement came to, or its error after a round trip through pickle."""
     try:
-        agreed = call()
+        return {**call(), "type": None}
     except (Exception, SystemExit) as error:
         cause = type(error.__cause__).__name__
         try:
@@ -255,8 +255,6 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
             "failures": getattr(error, "failures", None),
             "cause": cause,
         }
-    names = ("result", "told", "figures")
-    return {name: getattr(agreed, name, None) for name in names} | {"type": None}
 
 
 def run_all(rank: int, size: int) -> dict[str, Any]:
@@ -276,14 +274,15 @@ def run_three(rank: int, three: Any, last_two: Any, report: dict[str, Any]) -> N
         replicas=[[0, 1], [2]],
         spell=lambda argument: f"--{argument.name}",
     )
-    for name, arguments in plan(rank).items():
-        stage = arguments.pop("stage", name)
-        report[name] = outcome_of(lambda s=stage, a=arguments: consensus.agree(s, **a))
+    for name, case in plan(rank).items():
+        block = consensus.agreement(
+            case.get("stage", name), mismatch=case.get("mismatch", DisagreementError)
+        )
+        part, body = case.get("part", Part()), case.get("body", int)
+        report[name] = outcome_of(lambda p=part, b=block, body=body: p.outcome(b, body))
     if rank:
         subgroup = Consensus(last_two)
-        report["subgroup"] = outcome_of(
-            lambda: subgroup.agree("", int, lambda _: Statement(tell=rank, figures={"n": total(1)}))
-        )
-        report["subgroup fails"] = outcome_of(
-            lambda: subgroup.agree("", raises(ValueError("here")) if rank == 2 else int)
-        )
+        part = Part(every=rank, wanted=True, reductions={"n": ("sum", 1)})
+        report["subgroup"] = outcome_of(lambda: part.outcome(subgroup.agreement("")))
+        body = raises(ValueError("here")) if rank == 2 else int
+        report["subgroup fails"] = outcome_of(lambda: Part().outcome(subgroup.agreement(""), body))

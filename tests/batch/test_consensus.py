@@ -11,21 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spawned import reports_of_group
 
-from mcore_batching.batch.agreement._summary import (
-    NUMBERS_IN_SUMMARY,
-    SUMMARY_BYTES,
-    Summary,
-    reduced,
-    residue_of,
-)
-from mcore_batching.batch.agreement.consensus import Consensus, Statement
-from mcore_batching.batch.agreement.figures import least, total
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.batch.errors import (
     LONGEST_TEXT,
     BatchError,
     CollectiveError,
     DisagreementError,
     RankFailedError,
+)
+from mcore_batching.batch.messages import (
+    NUMBERS_IN_SUMMARY,
+    SUMMARY_BYTES,
+    Summary,
+    reduced,
+    residue_of,
 )
 
 NUM_RANKS = 6
@@ -53,8 +52,8 @@ def test_every_rank_learns_what_was_told(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["alike"] == {
             "result": 0,
-            "told": {rank: ("rank", rank) for rank in range(3)},
-            "figures": {"last": 2, "ranks": [0, 5], "samples": [21, 1.0], "shares": [3, 0.75]},
+            "every": {rank: ("rank", rank) for rank in range(3)},
+            "reductions": {"last": 2, "ranks": [0, 5], "samples": [21, 1.0], "shares": [3, 0.75]},
             "type": None,
         }
 
@@ -119,14 +118,14 @@ def test_what_all_ranks_raise_alike_is_raised_as_it_is(reports: list[dict[str, A
         (
             "number of sums differs",
             {
-                1: "figures is tokens (total of 1), on rank 0 it is tokens (total of 0)",
-                2: "figures is tokens (total of 2), on rank 0 it is tokens (total of 0)",
+                1: "reductions is tokens (sum of 1), on rank 0 it is tokens (sum of 0)",
+                2: "reductions is tokens (sum of 2), on rank 0 it is tokens (sum of 0)",
             },
         ),
-        ("name of a figure differs", {0: "figures is time (least), on rank 1 it is cost (least)"}),
+        ("name of a figure differs", {0: "reductions is time (min), on rank 1 it is cost (min)"}),
         (
             "kind of a figure differs",
-            {2: "figures is rows (rank total), on rank 0 it is rows (total)"},
+            {2: "reductions is rows (sum over ranks), on rank 0 it is rows (sum)"},
         ),
         ("stage differs", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
         ("stage differs and one raises", {2: "stage is 'sums', on rank 0 it is 'counts'"}),
@@ -141,7 +140,7 @@ def test_a_difference_names_the_rank_and_a_witness(
 
 
 def test_a_value_that_a_rank_leaves_out_is_not_compared(reports: list[dict[str, Any]]) -> None:
-    assert [report["left out"]["told"] for report in reports] == [{0: None}, {1: None}, {2: None}]
+    assert [report["left out"]["every"] for report in reports] == [{0: None}, {1: None}, {2: None}]
 
 
 def test_the_caller_names_the_disagreement(reports: list[dict[str, Any]]) -> None:
@@ -150,19 +149,35 @@ def test_the_caller_names_the_disagreement(reports: list[dict[str, Any]]) -> Non
 
 def test_a_part_of_the_ranks_agrees_by_itself(reports: list[dict[str, Any]]) -> None:
     for report in reports[1:]:
-        assert report["subgroup"]["told"] == {1: 1, 2: 2}
-        assert report["subgroup"]["figures"] == {"n": 2}
+        assert report["subgroup"]["every"] == {1: 1, 2: 2}
+        assert report["subgroup"]["reductions"] == {"n": 2}
         assert report["subgroup fails"]["failures"] == {2: "ValueError: here"}
 
 
 def test_one_process_needs_no_group() -> None:
     alone = Consensus(None)
-    agreed = alone.agree(
-        "", lambda: [1], lambda v: Statement(tell=len(v), figures={"a": total(v), "b": least(2)})
-    )
-    assert (agreed.result, agreed.told, agreed.figures) == ([1], {0: 1}, {"a": [1], "b": 2})
-    with pytest.raises(ZeroDivisionError):
-        alone.agree("", lambda: 1 // 0)
+    with alone.agreement("") as agree:
+        everyone = agree.every("value", 1)
+        a, b = agree.sum("a", [1]), agree.min("b", 2)
+    assert (everyone.by_rank, a.value, b.value) == ({0: 1}, [1], 2)
+    with pytest.raises(ZeroDivisionError), alone.agreement(""):
+        _ = 1 // 0
+
+
+def test_a_reduction_has_no_value_before_the_block_ends() -> None:
+    with Consensus(None).agreement("") as agree:
+        a = agree.max("a", 1)
+        with pytest.raises(RuntimeError, match="once the agreement's block has ended"):
+            _ = a.value
+
+
+def test_an_interrupt_leaves_the_block_without_a_collective() -> None:
+    class Unreachable(Consensus):
+        def gathered(self, report: Any) -> Any:
+            raise AssertionError("a collective")
+
+    with pytest.raises(KeyboardInterrupt), Unreachable(None).agreement(""):
+        raise KeyboardInterrupt
 
 
 def test_the_errors_are_those_of_a_batch() -> None:
@@ -195,21 +210,19 @@ AFTER_GATHER = [
 @pytest.mark.parametrize("case", WITHOUT_GATHER + AFTER_GATHER)
 def test_maxima_and_sums_are_those_of_all_ranks(wide: list[dict[str, Any]], case: str) -> None:
     """As Python's ``max`` and ``sum`` over ranks and replicas, and the same bits on every rank."""
-    statements = [wide_statements(rank)[case] for rank in range(NUM_RANKS)]
-    firsts = [statements[replica[0]] for replica in WIDE_REPLICAS]
-    join = {"largest": max, "least": min, "total": sum, "rank total": sum}
+    parts = [wide_statements(rank)[case].reductions for rank in range(NUM_RANKS)]
+    firsts = [parts[replica[0]] for replica in WIDE_REPLICAS]
+    join = {"max": max, "min": min, "sum": sum, "sum_over_ranks": sum}
     expected = {}
-    for name, figure in statements[0].figures.items():
-        parts = [
-            one.figures[name].read(one.figures[name].values)
-            for one in (firsts if figure.kind == "total" else statements)
-        ]
-        columns = zip(*parts, strict=True) if figure.is_list else [parts]
-        joined = list(map(join[figure.kind], columns))
-        expected[name] = joined if figure.is_list else joined[0]
+    for name, (kind, value) in parts[0].items():
+        given = [each[name][1] for each in (firsts if kind == "sum" else parts)]
+        is_list = isinstance(value, list)
+        columns = zip(*given, strict=True) if is_list else [given]
+        joined = list(map(join[kind], columns))
+        expected[name] = joined if is_list else joined[0]
     for report in (rank[case] for rank in wide):
         assert report["type"] is None
-        assert repr(sorted(report["figures"].items())) == repr(sorted(expected.items()))
+        assert repr(sorted(report["reductions"].items())) == repr(sorted(expected.items()))
 
 
 @pytest.mark.parametrize("case", WITHOUT_GATHER)
@@ -223,9 +236,9 @@ def test_where_all_goes_well_a_few_small_messages_do(wide: list[dict[str, Any]],
 
 def test_who_asks_is_told_and_so_are_all(wide: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(wide):
-        assert report["one asks"]["told"] == {each: each for each in range(NUM_RANKS)}
+        assert report["one asks"]["every"] == {each: each for each in range(NUM_RANKS)}
         assert report["one asks"]["gathers"] == 1
-        assert report["nobody asks"]["told"] == {rank: rank}
+        assert report["nobody asks"]["every"] == {rank: rank}
 
 
 @pytest.mark.parametrize(
@@ -242,7 +255,7 @@ def test_who_asks_is_told_and_so_are_all(wide: list[dict[str, Any]]) -> None:
         ("one stage differs", {5: "temperature is [0.5], on rank 2 it is [1]"}),
         (
             "number of maxima differs",
-            {3: "figures is most (largest of 2), on rank 0 it is most (largest of 1)"},
+            {3: "reductions is most (max of 2), on rank 0 it is most (max of 1)"},
         ),
         ("a number of another type differs", {2: "cap is 8.0, on rank 0 it is 8"}),
         ("said by some and differs", {4: "names is [4], on rank 1 it is [1]"}),
@@ -255,20 +268,6 @@ def test_no_difference_is_lost_in_a_summary(
         assert report["type"] == "DisagreementError"
         assert report["failures"] == failures
         assert report["gathers"] == 1
-
-
-def test_work_that_all_can_do_or_none_needs_no_word_unless_it_fails(
-    wide: list[dict[str, Any]],
-) -> None:
-    for rank, report in enumerate(wide):
-        assert report["alike without a word"]["type"] == "ConfigError"
-        assert report["alike without a word"]["gathers"] == 1
-        alone = report["fails on one without a word"]
-        assert alone["type"] == "DisagreementError"
-        assert alone["failures"] == {
-            1: "stage is 'work that fails on one', on rank 0 it is 'the next'"
-        }
-        assert alone["cause"] == "NoneType", rank
 
 
 def test_messages_reach_all_of_any_number_of_ranks(wide: list[dict[str, Any]]) -> None:

@@ -34,9 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.batch.agreement._summary import SUMMARY_BYTES
-from mcore_batching.batch.agreement.consensus import Consensus, Statement
+from mcore_batching.batch.agreement.consensus import Statement, agree
 from mcore_batching.batch.agreement.figures import largest, least, total
+from mcore_batching.batch.consensus import Consensus
+from mcore_batching.batch.messages import SUMMARY_BYTES
 
 SETTINGS = {f"setting_{i}": i for i in range(30)}
 FIELDS = {"field names": [f"field_{i}" for i in range(8)], "field kinds": ["TOKENS"] * 8}
@@ -151,6 +152,10 @@ class Summaries(Consensus):
         replicas = [[i, i + 1] for i in range(0, ranks, RANKS_PER_REPLICA)]
         super().__init__(dist.group.WORLD, replicas=replicas)
         self._bytes = rounds_of(ranks) * SUMMARY_BYTES
+
+    def agree(self, stage: str, work: Callable[[], Any], says: Callable[[Any], Statement]) -> None:
+        """One agreement."""
+        agree(self, stage, work, says)
 
     def sent_bytes(self, agreements: int) -> int:
         """Bytes that a rank sends in so many of them."""

@@ -25,8 +25,8 @@ from mcore_batching.tools.cli import main
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
 BETWEEN_RANKS = {
-    "batch/agreement/_summary.py",
-    "batch/agreement/consensus.py",
+    "batch/consensus.py",
+    "batch/messages.py",
     "megatron/job/consensus.py",
     "megatron/job/flat_values.py",
     "megatron/job/row_groups.py",

@@ -7,8 +7,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,32 +64,3 @@ def _figure(kind: str, value: Value) -> Figure:
     # Negated, so that messages need maxima and sums alone.
     sent = [-each for each in values] if kind == "least" else values
     return Figure(kind, sent, is_list=isinstance(value, Sequence))
-
-
-def numbers_of(figures: Mapping[str, Figure], *, is_first: bool) -> tuple[list[Any], list[Any]]:
-    """One rank's numbers to be joined by maximum, and those to be joined by sum; the first rank of
-    each replica alone adds to a "total"."""
-    maxima: list[Any] = []
-    sums: list[Any] = []
-    # By name, not in the order of the dict, which may differ between ranks.
-    for _, figure in sorted(figures.items()):
-        if figure.has_maxima:
-            maxima += figure.values
-        else:
-            # Ranks of a replica hold the same samples, which must count once.
-            counts = is_first or figure.kind == "rank total"
-            sums += figure.values if counts else [0] * len(figure.values)
-    return maxima, sums
-
-
-def values_of(
-    figures: Mapping[str, Figure], maxima: Sequence[Any], sums: Sequence[Any]
-) -> dict[str, Any]:
-    """Each figure's value by name, from the joined numbers. Inverse of `numbers_of`."""
-    # In the order in which `numbers_of` laid them out.
-    left = {True: iter(maxima), False: iter(sums)}
-    values = {}
-    for name, figure in sorted(figures.items()):
-        numbers = itertools.islice(left[figure.has_maxima], len(figure.values))
-        values[name] = figure.read(list(numbers))
-    return values

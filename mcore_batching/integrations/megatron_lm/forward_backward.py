@@ -40,7 +40,7 @@ from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.integrations.megatron_lm.unpadding import draw_batches
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
-from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.job.job import Job, job_of, raise_first
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.learning.pass_times import mark
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -132,7 +132,8 @@ class PackedForwardBackward:
             **others,
         )
         if forward_only:
-            job.agree_after_pipeline(operation, failed)
+            with job.agreement_after_pipeline(operation):
+                raise_first(failed)
             return losses
         self._log(job, chunks, prepared.schedule, failed, (begun, mark()), ready - started)
         # Megatron divides by the micro-batches that it was asked for; other rows were run.
@@ -151,13 +152,12 @@ class PackedForwardBackward:
     ) -> None:
         """End a training step on all ranks, or raise on all what failed on any, and log it."""
         left_bytes = most_left_bytes(job)
-        agreed = job.agree_after_pipeline(
-            "training",
-            failed,
-            lambda: own_figures(schedule, left_bytes),
-            lambda own: Statement(figures=own[1]),
-        )
-        made, figures = statistics_of(schedule, agreed), agreed.figures
+        with job.agreement_after_pipeline("training") as agree:
+            raise_first(failed)
+            problem, own = own_figures(schedule, left_bytes)
+            _, reductions = Statement(figures=own).put_into(agree)
+        figures = {name: each.value for name, each in reductions.items()}
+        made = statistics_of(schedule, problem, figures)
         shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
         # By what was known when the step was planned, 0 where that was nothing.
         speed = schedule.learnt.seconds_per_unit if schedule.learnt else None
@@ -165,7 +165,7 @@ class PackedForwardBackward:
             made,
             plan_seconds=plan_seconds,
             run=run,
-            memory=predicted_memory(made, agreed.result[0], shape),
+            memory=predicted_memory(made, problem, shape),
             left_bytes=int(figures[LEFT_BYTES]) if job.options.splits_backward else None,
             learnt=keep_learnt_costs(self._args, job, (speed or 0.0) * made.step_time),
             log_all=getattr(self._args, "dynamic_batch_log_all", False),

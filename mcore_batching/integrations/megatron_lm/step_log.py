@@ -1,7 +1,7 @@
 """Statistics of a training step's plan, for Megatron's log line, TensorBoard and W&B.
 
     own_figures(schedule, 0)            each rank's part, sent with the agreement that ends the step
-    statistics_of(schedule, agreed)     as `step_statistics` of the plan of all ranks
+    statistics_of(schedule, …)          as `step_statistics` of the plan of all ranks
     record_step(...)                    kept until stock code logs
     with_batching_statistics(losses)    the log's entries, of which the README explains five
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from mcore_batching.batch.agreement.consensus import Agreement
 from mcore_batching.batch.agreement.figures import Figure, largest, total
 from mcore_batching.megatron.learning.pass_times import is_over, seconds_between
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -57,11 +56,13 @@ def own_figures(schedule: MicroBatchSchedule, left_bytes: int) -> OwnFigures:
     return problem, figures
 
 
-def statistics_of(schedule: MicroBatchSchedule, agreed: Agreement[OwnFigures]) -> StepStatistics:
+def statistics_of(
+    schedule: MicroBatchSchedule, problem: Problem, figures: Mapping[str, Any]
+) -> StepStatistics:
     """Of the plan over all ranks."""
     if schedule.plans:
         return step_statistics(*schedule.step_plan(0))
-    return joined_statistics(agreed.result[0], agreed.figures)
+    return joined_statistics(problem, figures)
 
 
 def record_step(

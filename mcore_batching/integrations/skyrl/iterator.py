@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
-from mcore_batching.batch.agreement.consensus import Consensus
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import (
     Hook,

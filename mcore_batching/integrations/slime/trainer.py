@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_batching.batch import OrderError, Schema, apply_order
-from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator, PlaceholderLengths
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.validation import prepare_packed_model
-from mcore_batching.megatron.errors import CollationFailedError, PlanningFailedError
-from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.errors import CollationFailedError
+from mcore_batching.megatron.job.job import job_of, raise_first
 from mcore_batching.megatron.step.logits_function import checked_outputs
 from mcore_batching.megatron.topology import model_chunks
 
@@ -77,24 +76,20 @@ def forward_only(
         return run(_Guarded(f, None))
     job = job_of(args)
     # The framework restores the order of outputs by these places, without checking their number.
-    job.consensus.agree(
-        _OPERATION,
-        lambda: _check_plan(data_iterator[0], num_microbatches),
-        lambda checked: Statement(equal={"num_microbatches": list(num_microbatches)}),
-        failure=CollationFailedError,
-        mismatch=CollationFailedError,
-    )
+    with job.consensus.agreement(
+        _OPERATION, failure=CollationFailedError, mismatch=CollationFailedError
+    ) as agree:
+        _check_plan(data_iterator[0], num_microbatches)
+        agree.same("num_microbatches", list(num_microbatches))
     failed: list[Exception] = []
     # The pipeline has to run dry before all ranks can be told.
     guarded = _Guarded(f, functools.partial(job.defer, failed))
     with job.watch.reporting(_OPERATION):
         made = run(guarded)
-
-    def says(nothing: None) -> Statement:
-        names = guarded.names  # none on other stages than the last
-        return Statement(equal={} if names is None else {"names that f returned": sorted(names)})
-
-    job.agree_after_pipeline(_OPERATION, failed, says=says)
+    with job.agreement_after_pipeline(_OPERATION) as agree:
+        raise_first(failed)
+        if guarded.names is not None:  # none on other stages than the last
+            agree.same("names that f returned", sorted(guarded.names))
     return made
 
 
@@ -181,11 +176,8 @@ def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Ca
         if "model" in given and _is_planned(given):
             job, chunks = job_of(given["args"]), model_chunks(given["model"])
             if chunks[0] not in job.memory.checked_models:
-                job.consensus.agree(
-                    "checking the model",
-                    lambda: prepare_packed_model(chunks),
-                    failure=PlanningFailedError,
-                )
+                with job.agreement("checking the model"):
+                    prepare_packed_model(chunks)
                 job.memory.checked_models.add(chunks[0])
         return ours(*arguments, **keywords)
 

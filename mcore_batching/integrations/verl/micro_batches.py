@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
-from mcore_batching.batch.agreement.consensus import Consensus, Statement
-from mcore_batching.batch.agreement.figures import largest, least
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import HookError
@@ -81,7 +80,8 @@ def rearrange_micro_batches(
     lengths = _checked_lengths(batch, max_token_len, consensus)
     hosts: Sequence[int] = range(len(lengths))
     if sharing is not None:
-        hosts = consensus.agree("finding prefixes", lambda: sharing.hosts(batch)).result
+        with consensus.agreement("finding prefixes"):
+            hosts = sharing.hosts(batch)
     # Hosts alone are packed, by their own lengths: what they host takes no room.
     members = samples_of_hosts(hosts)
     held = sorted(members)
@@ -173,33 +173,26 @@ def _settings(max_token_len: int, multiple: int, group: Any) -> tuple[ParallelDi
 
 def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> list[int]:
     """Tokens of this rank's samples, on every rank at least one and none over the cap."""
-    agreed = consensus.agree(
-        "reading lengths",
-        lambda: _lengths(batch),
-        lambda lengths: Statement(
-            figures={"longest": largest(max(lengths, default=0)), "fewest": least(len(lengths))}
-        ),
-    )
-    if not agreed.figures["fewest"]:
+    with consensus.agreement("reading lengths") as agree:
+        lengths = _lengths(batch)
+        longest = agree.max("longest", max(lengths, default=0))
+        fewest = agree.min("fewest", len(lengths))
+    if not fewest.value:
         raise LengthError("a data-parallel rank has no sample: set ppo_mini_batch_size higher")
-    longest = agreed.figures["longest"]
-    if longest > max_token_len:
+    if longest.value > max_token_len:
         raise LengthError(
-            f"a sample has {longest} tokens, a micro-batch may hold {max_token_len}: set "
+            f"a sample has {longest.value} tokens, a micro-batch may hold {max_token_len}: set "
             "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) higher"
         )
-    return agreed.result
+    return lengths
 
 
 def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> None:
     """Refuse, on all ranks, to repeat a sample where a loss is divided by the tokens run."""
-    agreed = consensus.agree(
-        "filling up",
-        lambda: not all(chosen),
-        lambda repeats: Statement(figures={"repeats": largest(int(repeats))}),
-    )
+    with consensus.agreement("filling up") as agree:
+        repeats = agree.max("repeats", int(not all(chosen)))
     # Under Megatron's calculate_per_token_loss verl puts routed_num_tokens into the batch.
-    if agreed.figures["repeats"] and batch.get("routed_num_tokens", None) is not None:
+    if repeats.value and batch.get("routed_num_tokens", None) is not None:
         raise HookError(
             f"a data-parallel rank has fewer samples than its {len(chosen)} micro-batches, and "
             "calculate_per_token_loss would count a repeated one twice: set ppo_mini_batch_size or "

@@ -14,7 +14,8 @@ import datetime
 import functools
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,21 +25,91 @@ from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import new_group, new_subgroups_by_enumeration
 
 from mcore_batching.batch.agreement.consensus import (
-    Agreement,
-    Consensus,
+    Agreement as Agreed,
+)
+from mcore_batching.batch.agreement.consensus import (
     Result,
     Statement,
+    agree,
     no_statement,
 )
 from mcore_batching.batch.agreement.figures import largest
-from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.batch.consensus import Agreement, Consensus, Reduction
 from mcore_batching.batch.errors import CollectiveError
+from mcore_batching.batch.messages import RankMessages
 from mcore_batching.flags import flag_of
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
 from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch
 from mcore_batching.megatron.job.flat_values import exchanged, flat, unflat
 
 Received = TypeVar("Received")
+Given = TypeVar("Given")
+
+
+class Gathered(Generic[Given]):
+    """A value of each of some ranks, in their order; `values` after the agreement."""
+
+    def __init__(self, packed: bytes, size: Reduction[int], among: Sequence[int]) -> None:
+        self.packed = packed  # this rank's value, pickled
+        self.size = size  # the longest of all ranks
+        self.among = among
+        self.values: list[Given] = []
+
+
+class JobAgreement(Agreement):
+    """An agreement of all ranks of the job, watched: a failed pipeline of any rank is raised as
+    `PipelineFailedError`."""
+
+    def __init__(
+        self,
+        consensus: JobConsensus,
+        stage: str,
+        failure: type[CollectiveError],
+        mismatch: type[CollectiveError],
+    ) -> None:
+        super().__init__(consensus, stage, failure, mismatch)
+        self._job_consensus = consensus
+        self._waiting = consensus.watch.waiting()
+        self._gathered: dict[str, Gathered[Any]] = {}
+
+    def gather(
+        self, name: str, value: Given, *, among: Sequence[int] | None = None
+    ) -> Gathered[Given]:
+        """The values of some ranks, in log2 rounds of messages behind the agreement.
+
+        Args:
+            name: the value's name.
+            value: this rank's, picklable, of any size.
+            among: this rank and others, which all name the same; None: the ranks at this rank's
+                place in each replica, so that all ranks of a replica receive the same.
+        """
+        packed = pickle.dumps(value)
+        consensus = self._job_consensus
+        made = Gathered[Given](
+            packed, self.max(f"{name} (bytes)", len(packed)), among or consensus.counterparts
+        )
+        self._gathered[name] = made
+        return made
+
+    def __enter__(self) -> Self:
+        self._waiting.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        cause: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            super().__exit__(kind, cause, traceback)
+        except BaseException as exception:
+            self._waiting.__exit__(type(exception), exception, exception.__traceback__)
+            raise
+        self._waiting.__exit__(kind, cause, traceback)
+        if cause is None:
+            for _, each in sorted(self._gathered.items()):
+                each.values = self._job_consensus.gather_bytes(self.stage, each)
 
 
 class JobConsensus(Consensus):
@@ -100,6 +171,31 @@ class JobConsensus(Consensus):
             with contextlib.suppress(Exception):  # gone with Megatron's
                 dist.destroy_process_group(group)
 
+    def agreement(
+        self,
+        stage: str,
+        *,
+        failure: type[CollectiveError] = PlanningFailedError,
+        mismatch: type[CollectiveError] | None = None,
+    ) -> JobAgreement:
+        """`Consensus.agreement`, by default for planning; raises `PipelineFailedError`, too, if a
+        pipeline has failed on any rank."""
+        return JobAgreement(self, stage, failure, mismatch or PlanMismatchError)
+
+    @property
+    def counterparts(self) -> Sequence[int]:
+        """Global ranks at this rank's place in each replica, in the replicas' order."""
+        place = self._replica.index(self.rank)
+        return [ranks[place] for ranks in self.replicas]
+
+    def gather_bytes(self, stage: str, gathered: Gathered[Any]) -> list[Any]:
+        """The values of the ranks of a `JobAgreement.gather`. A collective over them."""
+        # A gather takes as much from every rank: the longest. Pickles end where they say.
+        own = gathered.packed.ljust(gathered.size.value)
+        with self.watch.reporting(stage):
+            received = RankMessages(self._world, gathered.among).gather(own)
+        return [*map(pickle.loads, received)]
+
     def agree(
         self,
         stage: str,
@@ -108,11 +204,18 @@ class JobConsensus(Consensus):
         *,
         failure: type[CollectiveError] = PlanningFailedError,
         mismatch: type[CollectiveError] | None = None,
-    ) -> Agreement[Result]:
-        """`Consensus.agree`, by default for planning; raises `PipelineFailedError`, too, if a
-        pipeline has failed."""
-        with self.watch.waiting():
-            return super().agree(stage, work, says, failure=failure, mismatch=mismatch)
+    ) -> Agreed[Result]:
+        """The former manner of `agreement`."""
+        return agree(self, stage, work, says, failure=failure, mismatch=mismatch)
+
+    def do_alike(
+        self, stage: str, work: Callable[[], Result], *, failure: type[CollectiveError]
+    ) -> Result:
+        """Do deterministic work on agreed input; no collective unless it fails."""
+        try:
+            return work()
+        except Exception:
+            return self.agree(stage, work, failure=failure).result
 
     @property
     def _replica(self) -> Sequence[int]:
@@ -120,7 +223,7 @@ class JobConsensus(Consensus):
 
     def share_within_replica(
         self, value: Any, says: Callable[[Any], Statement]
-    ) -> tuple[Any, Agreement[Any]]:
+    ) -> tuple[Any, Agreed[Any]]:
         """Hand a value to the ranks of each replica that lack it (None). A collective over all.
 
         Args:
@@ -194,7 +297,7 @@ class JobConsensus(Consensus):
         says: Callable[[Result], Statement] = no_statement,
         *,
         among: Sequence[int] | None = None,
-    ) -> tuple[Agreement[Result], list[Any]]:
+    ) -> tuple[Agreed[Result], list[Any]]:
         """`agree`, and hear a value of each of some ranks, in their order. A collective over all.
 
         Args:
@@ -223,7 +326,7 @@ class JobConsensus(Consensus):
         with self.watch.reporting(stage):
             # A gather takes as much from every rank: the longest. Pickles end where they say.
             gathered = RankMessages(self._world, among).gather(own.ljust(agreed.figures["bytes"]))
-        return Agreement(result, agreed.told, agreed.figures), [*map(pickle.loads, gathered)]
+        return Agreed(result, agreed.told, agreed.figures), [*map(pickle.loads, gathered)]
 
     def exchange(
         self,

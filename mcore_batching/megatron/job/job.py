@@ -15,17 +15,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_batching.batch import Field, PackedMicroBatch
-from mcore_batching.batch.agreement.consensus import Agreement, Statement, no_statement
+from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
-from mcore_batching.megatron.errors import DynamicBatchArgumentError, ForwardFailedError
-from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.errors import (
+    DynamicBatchArgumentError,
+    ForwardFailedError,
+    PlanningFailedError,
+)
+from mcore_batching.megatron.job.consensus import JobAgreement, JobConsensus
 from mcore_batching.megatron.job.failure_watch import (
     NO_WATCH,
     FailureWatch,
@@ -100,7 +104,8 @@ class Job:
         watch = NO_WATCH if options.no_failure_watch else watch_of_world()
         try:
             made = JobConsensus(seconds, watch)
-            made.agree("reading the arguments", options.checked_timeout_seconds)
+            with made.agreement("reading the arguments"):
+                options.checked_timeout_seconds()
         except BaseException:
             watch.stop()  # the next call makes another
             raise
@@ -157,28 +162,31 @@ class Job:
         if sharing > 1 and not self.watch.is_joined(f"block {block} of {size} raises", sharing):
             raise exception
 
-    def agree_after_pipeline(
-        self,
-        operation: str,
-        failed: Sequence[Exception],
-        work: Callable[[], Any] = lambda: None,
-        says: Callable[[Any], Statement] = no_statement,
-    ) -> Agreement[Any]:
-        """`Consensus.agree`, once the pipeline has run dry: raises `ForwardFailedError` on every
-        rank if a function of the model's output has failed on any, and does the work if not."""
+    def agreement(
+        self, stage: str, *, failure: type[CollectiveError] = PlanningFailedError
+    ) -> JobAgreement:
+        """A block that all ranks pass or none (`batch.consensus`). A collective.
 
-        def check() -> Any:
-            if failed:
-                raise failed[0]
-            return work()
+        Args:
+            stage: what is being done, in words.
+            failure: raised on every rank if the body raised on any.
+        """
+        return self.consensus.agreement(stage, failure=failure)
 
-        return self.consensus_of_rows.agree(
+    def agreement_after_pipeline(self, operation: str) -> JobAgreement:
+        """The agreement once the pipeline has drained; begin its body with `raise_first` of what
+        functions of the model's output raised. A collective; raises `ForwardFailedError`."""
+        return self.consensus_of_rows.agreement(
             f"{operation}, after the pipeline",
-            check,
-            says,
             failure=ForwardFailedError,
             mismatch=ForwardFailedError,
         )
+
+
+def raise_first(failed: Sequence[Exception]) -> None:
+    """Raise the first of the exceptions that `Job.defer` kept, if there is any."""
+    if failed:
+        raise failed[0]
 
 
 def say(text: str) -> None:

@@ -16,10 +16,9 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, restore_order
-from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import CollationFailedError
-from mcore_batching.megatron.job.job import Job, job_of
+from mcore_batching.megatron.job.job import Job, job_of, raise_first
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
 from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
@@ -137,20 +136,15 @@ def _opened(
     """The batch, and the function as it is called, once every rank has read its arguments."""
     # Ranks that differ in this would wait in different planning agreements.
     own = job.options.has_own_forward_plan
-
-    def work() -> tuple[PlannedRollout, OutputsOf]:
+    with job.agreement(_OPERATION, failure=CollationFailedError) as agree:
         get_model_config(model_chunks(model)[0])  # raises for what is no model of Megatron's
         rollout = rollout_of(data_iterator)
         # A plan of their own is of all steps.
         schedule = rollout.schedule if own else rollout.of_step(0)
-        fused = job.options.fuse_output_layer
-        return rollout, logits_function(f, args, schedule, fused=fused)
-
-    def says(opened: tuple[PlannedRollout, OutputsOf]) -> Statement:
-        digest = opened[0].of_step(0).plan_digest
-        return Statement(equal={"plan (sha256)": digest, "plan of its own": own})
-
-    return job.consensus.agree(_OPERATION, work, says, failure=CollationFailedError).result
+        function = logits_function(f, args, schedule, fused=job.options.fuse_output_layer)
+        agree.same("plan (sha256)", rollout.of_step(0).plan_digest)
+        agree.same("plan of its own", own)
+    return rollout, function
 
 
 @contextlib.contextmanager
@@ -221,8 +215,8 @@ def _agreed_names(
     A collective over all ranks, which raises where ``f`` did, where names or temperatures differ,
     and for outputs that are to ``travel`` to other ranks and cannot.
     """
-
-    def own_names() -> list[str] | None:
+    with job.agreement_after_pipeline(_OPERATION) as agree:
+        raise_first(failed)
         for outputs in real:
             if set(outputs) != set(real[0]):
                 raise OrderError(
@@ -233,17 +227,15 @@ def _agreed_names(
             for name in outputs if travel else ():
                 for value in outputs[name]:
                     check_output(name, value)
-        return list(real[0]) if real else None
-
-    def says(names: list[str] | None) -> Statement:
-        equal = {} if names is None else {"names that f returned": sorted(names)}
-        # Stages without logits need no names, and ranks with real samples know them.
-        asks = is_last_stage() and names is None
-        same, tell = {"temperature": sorted(temperatures)}, (names, list(fabricated))
-        return Statement(equal=equal, equal_in_stage=same, tell=tell, asks=asks)
-
-    told = job.agree_after_pipeline(_OPERATION, failed, own_names, says).told
-    known: list[str] | None = next((real for real, _ in told.values() if real is not None), None)
+        names = list(real[0]) if real else None
+        if names is not None:
+            agree.same("names that f returned", sorted(names))
+        agree.same("temperature", sorted(temperatures), within="stage")
+        # Stages without logits need no names, and ranks with real samples have them.
+        wanted = is_last_stage() and names is None
+        everyone = agree.every("names", (names, list(fabricated)), wanted=wanted)
+    by_rank = everyone.by_rank.values()
+    known = next((of_real for of_real, _ in by_rank if of_real is not None), None)
     if known is None:  # placeholders everywhere
-        return list(dict.fromkeys(name for _, names in told.values() for name in names))
+        return list(dict.fromkeys(name for _, of_fabricated in by_rank for name in of_fabricated))
     return known

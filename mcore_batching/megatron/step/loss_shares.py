@@ -13,10 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mcore_batching.batch import StepTotals
-from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.megatron.job.flat_values import has_bytes
-from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.job.job import Job, raise_first
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.step.nonfinite import raise_on_all
 
@@ -150,36 +148,26 @@ def agreed_shares(
         the metrics' names, on ranks of the last stage; True if all ranks are without faults.
     """
     shares = collected.shares
-
-    def work() -> tuple[list[str], tuple[str, str]]:
+    with job.agreement_after_pipeline(operation) as agree:
+        raise_first(collected.failed)
         for each in shares:
             if set(each) != set(shares[0]):
                 raise ValueError(
                     f"the loss function returned {sorted(each)} for one micro-batch, "
                     f"{sorted(shares[0])} for another; return the same names for all"
                 )
-        return (list(shares[0]) if shares else []), faults()
-
-    def says(made: tuple[list[str], tuple[str, str]]) -> Statement:
-        names, found = made
-        return Statement(
-            # Stages without a loss have no names to compare.
-            equal={"names of metrics": sorted(names)} if shares else {},
-            equal_in_stage={"temperature": sorted(collected.temperatures)},
-            # Not in `equal`: what differs there costs a gather.
-            figures={
-                "faults": largest(int(any(found))),
-                "refusals": largest(int(job.options.on_nonfinite != "skip")),
-            },
-        )
-
-    agreed = job.agree_after_pipeline(operation, collected.failed, work, says)
-    names, found = agreed.result
-    is_refused = bool(agreed.figures["faults"] and agreed.figures["refusals"])
+        names = list(shares[0]) if shares else []
+        if shares:  # stages without a loss have no names to compare
+            agree.same("names of metrics", sorted(names))
+        agree.same("temperature", sorted(collected.temperatures), within="stage")
+        found = faults()
+        # Reduced, not compared: a value that differs costs a gather.
+        any_fault = agree.max("faults", int(any(found)))
+        any_refusal = agree.max("refusals", int(job.options.on_nonfinite != "skip"))
     # If any rank refuses, all raise: those that would skip the step could not go on without it.
-    if is_refused:
+    if any_fault.value and any_refusal.value:
         raise_on_all(job, operation, found)
-    return names, not agreed.figures["faults"]
+    return names, not any_fault.value
 
 
 def summed_metrics(

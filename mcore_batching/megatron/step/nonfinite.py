@@ -16,7 +16,6 @@ import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import NonFiniteError
 from mcore_batching.megatron.job.job import Job
@@ -80,11 +79,10 @@ def faults(
 def raise_on_all(job: Job, operation: str, found: tuple[str, str]) -> None:
     """Raise on every rank what `faults` found on any. A collective over all ranks."""
     # Texts have their own agreement, since they cost a gather: this step is lost in any case.
-    agreed = job.consensus.agree(
-        f"{operation}, what is not finite", lambda: found, lambda found: Statement(tell=found)
-    )
-    losses = {rank: loss for rank, (loss, _) in agreed.told.items() if loss}
-    gradients = {rank: gradient for rank, (_, gradient) in agreed.told.items() if gradient}
+    with job.agreement(f"{operation}, what is not finite") as agree:
+        everyone = agree.every("what is not finite", found)
+    losses = {rank: loss for rank, (loss, _) in everyone.by_rank.items() if loss}
+    gradients = {rank: gradient for rank, (_, gradient) in everyone.by_rank.items() if gradient}
     # A loss that is not finite makes gradients so: they would say nothing new.
     raise NonFiniteError(losses or gradients)
 

@@ -9,8 +9,7 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
-from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.batch.agreement.figures import total
+from mcore_batching.batch.consensus import Reduction
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
@@ -25,7 +24,6 @@ from mcore_batching.megatron.topology import model_chunks, prediction_depths
 
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
 """Arguments of the pipeline, which planning does not read."""
-_TOKEN_WEIGHTS = "token weights by depth"
 
 
 def prepare(
@@ -45,8 +43,10 @@ def prepare(
     ``model`` is not read before. ``forward_only`` leaves out losses of further tokens and split
     passes, ``change`` gives the row that model and loss get, ``alike`` what else ranks compare.
     """
-
-    def collate() -> PreparedStep:
+    # Under dynamic CP the ranks of a replica run different rows, so each agrees for itself.
+    with job.consensus_of_rows.agreement(
+        f"{operation}, collating", failure=CollationFailedError
+    ) as agree:
         # All rows at once, before the pipeline: a value that does not fit would otherwise show
         # inside it, where the other ranks wait for this one's tensors.
         found, chunks = schedule(), model_chunks(model)
@@ -60,45 +60,26 @@ def prepare(
         depths = 0 if forward_only else prediction_depths(config)
         made = PreparedStep.of_rows(found, step, found.rows(step, depths), chunks, change)
         split = () if forward_only else planned_split(job, found, step)
-        return dataclasses.replace(made, split_backward=split)
-
-    def says(prepared: PreparedStep) -> Statement:
-        return _statement(job, model, prepared, alike(prepared.schedule))
-
-    # Under dynamic CP the ranks of a replica run different rows, so each agrees for itself.
-    agreed = job.consensus_of_rows.agree(
-        f"{operation}, collating", collate, says, failure=CollationFailedError
-    )
-    sums = dict(agreed.figures)
-    weights = sums.pop(_TOKEN_WEIGHTS)
-    return dataclasses.replace(agreed.result, totals=StepTotals(**sums), token_weights=weights)
-
-
-def _statement(job: Job, model: Any, prepared: PreparedStep, alike: Mapping[str, Any]) -> Statement:
-    """Values that ranks compare before they enter the pipeline."""
-    sums = dataclasses.asdict(prepared.totals)
-    # Read from the model, which training uses; the argument may say something else.
-    per_token = bool(get_model_config(model_chunks(model)[0]).calculate_per_token_loss)
-    return Statement(
-        equal={
-            "plan (sha256)": prepared.schedule.plan_digest,
-            "step": prepared.step,
-            "number of micro-batches": len(prepared.rows),
-            # Ranks that differ in these would wait for messages that nobody sends, or scale
-            # their gradients differently.
-            "calculate_per_token_loss": per_token,
-            **{FLAGS[name]: getattr(job.options, name) for name in _ALIKE},
-            **alike,
-        },
-        # The weight is a sum of floats, which another device adds up in another order.
-        equal_in_replica={
-            "samples and plan (sha256)": prepared.schedule.own_digest,
-            "split backward passes (sha256)": digest_of(prepared.split_backward),
-            **{n: value for n, value in sums.items() if n != "token_weight"},
-        },
+        prepared = dataclasses.replace(made, split_backward=split)
+        agree.same("plan (sha256)", found.plan_digest)
+        agree.same("step", step)
+        agree.same("number of micro-batches", len(prepared.rows))
+        # Ranks that differ in these would wait for messages that nobody sends, or scale their
+        # gradients differently. Read from the model, which training uses, not from the argument.
+        agree.same("calculate_per_token_loss", bool(config.calculate_per_token_loss))
+        for name in _ALIKE:
+            agree.same(FLAGS[name], getattr(job.options, name))
+        for name, value in alike(found).items():
+            agree.same(name, value)
+        agree.same("samples and plan (sha256)", found.own_digest, within="replica")
+        agree.same("split backward passes (sha256)", digest_of(split), within="replica")
         # What losses divide by, over all ranks, without a collective of its own.
-        figures={
-            **{name: total(value) for name, value in sums.items()},
-            _TOKEN_WEIGHTS: total(prepared.token_weights),
-        },
-    )
+        sums: dict[str, Reduction[Any]] = {}
+        for name, value in dataclasses.asdict(prepared.totals).items():
+            sums[name] = agree.sum(name, value)
+            # The weight is a sum of floats, which another device adds up in another order.
+            if name != "token_weight":
+                agree.same(name, value, within="replica")
+        weights = agree.sum("token weights by depth", list(prepared.token_weights))
+    totals = StepTotals(**{name: each.value for name, each in sums.items()})
+    return dataclasses.replace(prepared, totals=totals, token_weights=weights.value)

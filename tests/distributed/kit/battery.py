@@ -25,7 +25,7 @@ from kit.forked import at_fault
 from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
-from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.batch.messages import RankMessages
 from mcore_batching.megatron import get_data_iterator, train_step
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout import maker

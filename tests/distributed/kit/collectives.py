@@ -17,7 +17,7 @@ from kit.faults import my_samples, small_model
 from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
-from mcore_batching.batch.agreement.rank_messages import RankMessages
+from mcore_batching.batch.messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.planning import (

@@ -8,7 +8,6 @@ each, about as much as the text takes.
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.utils import Split
 
-from mcore_batching.batch.agreement.consensus import Consensus
+from mcore_batching.batch.consensus import Consensus
 from mcore_batching.flags import FINE_TUNING, PREFIX, add_flags
 from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset, read_samples
 from mcore_batching.integrations.megatron_lm.sft.records import SftDataError
@@ -118,9 +117,8 @@ def datasets_provider_for(args: Any, provider: Callable[..., Any]) -> Callable[.
     def build_on_all(num_samples: Sequence[int | None]) -> tuple[SftDataset | None, ...]:
         # Ranks that read nothing would wait in stock code for one that raised. Over Megatron's own
         # group, whose time-out is set to how long reading takes.
-        everyone = Consensus(dist.group.WORLD)
-        build = functools.partial(build_sft_datasets, args, num_samples, vp_stage=vp_stage)
-        return everyone.agree(f"reading {PREFIX}data", build).result
+        with Consensus(dist.group.WORLD).agreement(f"reading {PREFIX}data"):
+            return build_sft_datasets(args, num_samples, vp_stage=vp_stage)
 
     # Megatron's mark for providers to be called on every rank, not only on tensor-parallel rank 0.
     build_on_all.is_distributed = True  # type: ignore[attr-defined]
