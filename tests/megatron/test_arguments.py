@@ -496,6 +496,25 @@ def test_sound_combination_is_accepted(dims: ParallelDims, changes: dict[str, An
     check_model_config(config(**changes), dims, PlannerConfig(max_tokens_per_gpu=128))
 
 
+@pytest.mark.parametrize(
+    "dims", [ParallelDims(context_parallel=2), ParallelDims(tensor_parallel=2)]
+)
+def test_a_z_loss_that_megatron_makes_too_weak_is_refused(
+    dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.19 by the number of ranks that share a row, with or without this package."""
+    planner = PlannerConfig(max_tokens_per_gpu=128)
+    made = config(**EXPERTS, moe_z_loss_coeff=0.01, calculate_per_token_loss=True)
+    monkeypatch.setattr(compat.experts, "multiplies_by_ranks", lambda: True)
+    check_model_config(made, dims, planner)
+    monkeypatch.setattr(compat.experts, "multiplies_by_ranks", lambda: False)
+    check_model_config(made, ONE, planner)
+    with pytest.raises(DynamicBatchArgumentError, match=r"2 times too weak .*, or install"):
+        check_model_config(made, dims, planner)
+    made.moe_z_loss_coeff = None
+    check_model_config(made, dims, planner)
+
+
 SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
 
 

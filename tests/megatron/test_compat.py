@@ -168,6 +168,12 @@ def test_all_losses_that_routers_record_are_scaled() -> None:
     recorded.update(before)
 
 
+def test_who_multiplies_auxiliary_losses_by_ranks() -> None:
+    """megatron-core 0.16 to 0.18 by a rank's own tokens alone."""
+    version = tuple(map(int, megatron.core.__version__.split(".")[:2]))
+    assert compat.experts.multiplies_by_ranks() == (version >= (0, 19))
+
+
 def test_a_layer_follows_the_groups_of_rows_once() -> None:
     """Every step asks for it."""
     layer = torch.nn.Identity()

@@ -135,6 +135,14 @@ def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) ->
             yield f"auxiliary losses of experts would be means over micro-batches: {mend}"
         if config.dsa_indexer_loss_coeff:
             yield f"sparse attention's indexer loss would be a mean over micro-batches: {mend}"
+    ranks = dims.tensor_parallel * dims.context_parallel
+    is_too_weak = ranks > 1 and not compat.experts.multiplies_by_ranks()
+    if has_loss and config.moe_z_loss_coeff and is_too_weak:
+        yield (
+            f"before 0.19 megatron-core makes the z-loss of experts {ranks} times too weak on "
+            f"{ranks} tensor- and context-parallel ranks: unset --moe-z-loss-coeff, or install "
+            "megatron-core 0.19 or later"
+        )
     yield from shared_row_problems(config, planner, has_auxiliary_loss=has_loss)
     most = planner.max_context_parallel
     # By each size that a row may have: what a rank holds of it depends on it.
