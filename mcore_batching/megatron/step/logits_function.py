@@ -62,16 +62,22 @@ def logits_function(
         given = {name: value for name, value in offered.items() if takes_all or name in takes}
         outputs = f(_without_padding(logits, row) if drops_padding else logits, **given)
         return {
-            key: [
-                # A slice of the logits would keep them all in memory, and so would a gradient.
-                value.detach().clone() if isinstance(value, Tensor) else value
-                # None of a placeholder's, whose one sample is fabricated.
-                for value in values[: row.num_samples]
-            ]
+            # None of a placeholder's, whose one sample is fabricated.
+            key: [_copied(key, value) for value in values[: row.num_samples]]
             for key, values in checked_outputs(outputs, len(row.total_lengths)).items()
         }
 
     return outputs_of
+
+
+def _copied(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise OrderError(
+            f"f returned a {type(value).__name__} for a sample's {name!r}; return a tensor for "
+            "each sample, as torch.tensor(...)"
+        )
+    # A slice of the logits would keep them all in memory, and so would a gradient.
+    return value.detach().clone()
 
 
 def _why_no_plain_layout(

@@ -75,6 +75,28 @@ def attached(share: Tensor, *tensors: Tensor) -> Tensor:
     return made
 
 
+def check_trains(share: Tensor, owned_num_tokens: int, *tensors: Tensor) -> None:
+    """Refuse a detached share of the loss in a micro-batch with trainable tokens.
+
+    Nothing would be trained, and the optimizer's momentum would still move the weights. A constant
+    0 is no mistake: it is the share of what a loss function leaves out.
+
+    Args:
+        share: as the loss function returned it.
+        owned_num_tokens: trainable tokens that this rank predicts.
+        tensors: what the loss function was given.
+    """
+    if share.requires_grad or not owned_num_tokens:
+        return
+    # Without gradients there is nothing to train on this stage, and nothing to be attached to. The
+    # comparison waits for the device, for constants alone.
+    if any(tensor.requires_grad for tensor in tensors) and bool(share != 0):
+        raise ValueError(
+            "the loss is detached from the logits, so it would train nothing: return it without "
+            "detach() or item(), and compute it outside of torch.no_grad()"
+        )
+
+
 def _depends(value: Tensor, on: Tensor) -> bool:
     """True if backward from ``value`` comes to ``on``, by a walk over the graph between them."""
     if not value.requires_grad:

@@ -36,6 +36,7 @@ from mcore_batching.megatron.step.loss_shares import (
     WatchedTotals,
     agreed_shares,
     attached,
+    check_trains,
     checked_shares,
     summed_metrics,
     warn_of_unread_totals,
@@ -117,8 +118,8 @@ def train_step(
         ConfigError: `increment` is not an integer of 1 or more, or a scheduler needs it; a
             `CollationFailedError` where not on all ranks.
         CollationFailedError: arguments could not be read, or samples not be collated.
-        ForwardFailedError: the loss function raised, or returned no tensors of one value, or other
-            names than elsewhere; nothing is updated.
+        ForwardFailedError: the loss function raised, or returned no tensors of one value, a
+            detached loss of trainable tokens, or other names than elsewhere; nothing is updated.
         NonFiniteError: a loss or gradient is NaN or infinite; nothing is updated.
         PipelineFailedError: the model, the schedule or the optimizer raised; on all ranks that can
             be reached.
@@ -212,6 +213,7 @@ def _forward_backward(
                 with logits_of_shape(logits):
                     made = loss_function(logits, prepared_row.row, totals)
                 share, metrics = checked_shares(made, output.device)
+                check_trains(share, prepared_row.owned_num_tokens, *tensors_of(logits))
                 # The step's own last: what is not finite is found in it.
                 reported = {**metrics, "loss": share, **later.named_shares()}
                 # Copies: a view would keep the logits in memory until the step ends.

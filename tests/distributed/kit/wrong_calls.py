@@ -151,6 +151,11 @@ def loss_with(change: Function) -> Function:
     return loss
 
 
+def _detached_loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+    with torch.no_grad():
+        return packed_objective(logits, row, totals)
+
+
 def _with_unknown_token(calls: Calls, token: int) -> list[torch.Tensor]:
     tokens = [each.clone() for each in calls.data["tokens"]]
     tokens[1][2] = token
@@ -245,6 +250,10 @@ ON_ONE_REPLICA = {
     "f returns a name that is none": _f(
         "rank 2: OrderError: f returned the key 3; name outputs by texts",
         lambda outputs, n: {3: outputs["log_probs"]},
+    ),
+    "f returns floats": _f(
+        "rank 2: OrderError: f returned a float for a sample's 'log_probs'; return a tensor",
+        lambda outputs, n: {"log_probs": [float(each.sum()) for each in outputs["log_probs"]]},
     ),
     "f returns a number": _f(
         "returned 5 for 'log_probs' in a micro-batch", lambda outputs, n: {"log_probs": 5}
@@ -346,6 +355,16 @@ ON_ONE_REPLICA = {
     "loss is an integer": _loss(
         "the loss must be of a floating-point type, got torch.int64",
         lambda loss, metrics, n: (torch.tensor(0), metrics),
+    ),
+    # Trained nothing, and momentum moved the weights.
+    "loss is detached": _loss(
+        "rank 2: ValueError: the loss is detached from the logits",
+        lambda loss, metrics, n: (loss.detach(), metrics),
+    ),
+    "loss is detached everywhere": Wrong(
+        *[lambda calls: calls.train(_detached_loss)] * 2,
+        "ForwardFailedError",
+        "rank 2: ValueError: the loss is detached from the logits",
     ),
     "loss divides by zero": _loss("rank 2: ZeroDivisionError: ", lambda *made: made[2] / 0),
     "loss alone": _loss(
