@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import add_dynamic_batch_arguments
-from mcore_batching.megatron import cpu_request as cpu_request  # before megatron.core is imported
+from mcore_batching.megatron import cpu_emulation as cpu_emulation  # before megatron.core
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
 from mcore_batching.megatron.attention.specs import hybrid_spec as _hybrid_spec
 from mcore_batching.megatron.attention.specs import (
@@ -17,7 +17,6 @@ from mcore_batching.megatron.attention.specs import (
     use_packed_attention,
 )
 from mcore_batching.megatron.checks.validation import check_settings, prepare_packed_model
-from mcore_batching.megatron.cpu_emulation import enable as _let_the_cpu_stand_in
 from mcore_batching.megatron.errors import (
     CollationFailedError,
     DynamicBatchArgumentError,
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
 
     packed_hybrid_stack_spec: ModuleSpec
 
-if cpu_request.is_requested():
-    _let_the_cpu_stand_in(force=cpu_request.is_forced())
+if cpu_emulation.is_requested():
+    cpu_emulation.enable()
 
 __all__ = [
     "CollationFailedError",

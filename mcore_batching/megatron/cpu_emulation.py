@@ -3,7 +3,11 @@
 `enable` patches functions of `torch.cuda`, enters one `TorchFunctionMode` that turns CUDA devices
 into the CPU, and replaces the few megatron-core functions that test for CUDA tensors: the real
 schedules, models and optimizers then run in ordinary processes. It is for tests and laptops; it
-makes nothing faster. `mcore_batching.megatron` calls it where ``MCORE_BATCHING_CPU`` asks for it.
+makes nothing faster. `mcore_batching.megatron` calls it where ``MCORE_BATCHING_CPU`` is set.
+
+megatron-core decides as it is imported whether to use Transformer Engine, which runs on GPUs alone.
+So this module is imported before, without megatron-core itself, and makes
+``import transformer_engine`` fail where the variable is set.
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mcore_batching.megatron import compat
-from mcore_batching.megatron.cpu_request import ENVIRONMENT_VARIABLE, has_transformer_engine
 from mcore_batching.planning.errors import MCoreBatchingError
+
+ENVIRONMENT_VARIABLE = "MCORE_BATCHING_CPU"
 
 
 class DeviceError(MCoreBatchingError, RuntimeError):
@@ -30,13 +34,31 @@ _CPU = torch.device("cpu")
 _mode: TorchFunctionMode | None = None
 
 
+def is_requested() -> bool:
+    """True if ``MCORE_BATCHING_CPU`` is set, and not to 0."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "") not in ("", "0")
+
+
+def _has_transformer_engine() -> bool:
+    return sys.modules.get("transformer_engine") is not None
+
+
+# None in sys.modules makes `import` raise ImportError, as if the package were not installed.
+if is_requested() and not _has_transformer_engine():
+    modules: dict[str, Any] = sys.modules
+    modules["transformer_engine"] = None
+
+
 def is_enabled() -> bool:
     """True if this process runs on the stand-in."""
     return _mode is not None
 
 
-def enable(*, force: bool = False) -> None:
+def enable(*, force: bool | None = None) -> None:
     """Make megatron-core run on the CPU in this process, until it ends; a second call does nothing.
+
+    Args:
+        force: even where there is CUDA; None: where ``MCORE_BATCHING_CPU`` is ``force``.
 
     Raises:
         DeviceError: CUDA is present and ``force`` is not set; or Transformer Engine, which needs
@@ -45,12 +67,14 @@ def enable(*, force: bool = False) -> None:
     global _mode
     if _mode is not None:
         return
+    if force is None:
+        force = os.environ.get(ENVIRONMENT_VARIABLE) == "force"
     if torch.cuda.is_available() and not force:
         raise DeviceError(
             "the CPU stand-in was asked for, but this machine has CUDA: unset "
             f"{ENVIRONMENT_VARIABLE} to use the GPU, or set it to force"
         )
-    if has_transformer_engine():
+    if _has_transformer_engine():
         raise DeviceError(
             f"the CPU stand-in cannot run with Transformer Engine: set {ENVIRONMENT_VARIABLE}=1 "
             "before the process starts, and import mcore_batching.megatron before megatron.core"
@@ -60,6 +84,9 @@ def enable(*, force: bool = False) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch._dynamo.config.disable = True
     _patch_torch_cuda()
+    # Only now: megatron-core reads the settings above as it is imported.
+    from mcore_batching.megatron import compat
+
     compat.cpu.patch_for_cpu()
     _mode = _CudaMeansCpu()
     _mode.__enter__()  # type: ignore[no-untyped-call]

@@ -170,7 +170,7 @@ VERSION = tuple(map(int, version("megatron-core").split(".")[:2]))
 HAS_HYBRID_MODEL = VERSION >= (0, 18)
 if HAS_HYBRID_MODEL:  # dense, of experts, and with state that ends with every sample
     # 0.16 cannot build multi-latent attention without Transformer Engine.
-    SPECIAL |= {f"{name}-mla": (name, {"kind": "mla"}) for name in ("dp2", "cp2", "tp2", "tp2-sp")}
+    SPECIAL |= {f"{name}-mla": (name, {"kind": "mla"}) for name in ("dp2", "cp2")}
     SPECIAL |= {
         f"{layout}-{kind}": (layout, {"kind": kind, "spread": spread})
         for layout, kind, spread in (
@@ -186,8 +186,9 @@ if HAS_HYBRID_MODEL:  # dense, of experts, and with state that ends with every s
             ("dp2", "hybrid-gdn", "empty"),
             ("cp2", "hybrid-gdn", "uneven"),
             ("dp2-pp2", "hybrid-gdn", "empty"),
+            ("tp2", "hybrid-mamba", "uneven"),
             *itertools.product(
-                ("tp2", "tp2-sp", "cp2-tp2-sp"), ("hybrid-mamba", "hybrid-gdn"), ["uneven"]
+                ("tp2-sp", "cp2-tp2-sp"), ("hybrid-mamba", "hybrid-gdn"), ["uneven"]
             ),
         )
     }
@@ -253,11 +254,10 @@ if VERSION >= (0, 19):
     SPECIAL |= {
         f"{layout}-{kind}": (layout, {"kind": kind, "spread": spread})
         for layout, kind, spread in (
-            *itertools.product(("cp2", "tp2-sp"), ("hybrid-dsa", "hybrid-dsa-top"), ["uneven"]),
+            *itertools.product(["cp2"], ("hybrid-dsa", "hybrid-dsa-top"), ["uneven"]),
             *itertools.product(("dp2", "dp2-pp2"), ("hybrid-dsa", "hybrid-dsa-top"), ["empty"]),
             ("dp2", "hybrid-dsa-loss", "empty"),
             ("dp2", "hybrid-mla", "empty"),
-            ("tp2-sp", "hybrid-mla", "uneven"),
         )
     }
 

@@ -31,8 +31,6 @@ NEAR_TIE = 5e-6
 FAILED_SEEDS = [
     863,  # PP2: log-probs of the last stage as fields, then a forward pass by a plan of its own
     1001,  # exchange: log-probs and entropies of a response of one token travel back
-    20040,  # TP4: the rotary key of multi-latent attention, the norm of its queries
-    20169,  # TP2 + sequence parallelism: the same
     1002,  # steps of 4 samples over ranks that hold different numbers
     1012,  # PP2: learned positions of later tokens, which the last stage embeds, now refused
 ]

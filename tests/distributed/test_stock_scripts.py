@@ -199,7 +199,7 @@ def test_megatrons_own_script_unmodified(release: str, dims: str) -> None:
     logs_are_equal(checkout_of(release), dims, [])
 
 
-HYBRID = ["--spec", "mcore_batching.megatron", "packed_hybrid_stack_spec"]
+HYBRID = ["--spec", "kit.cpu_kernels", "packed_hybrid_stack_spec"]
 # Weights of the usual size leave so small a state that a log shows none of it in 7 digits.
 LARGE_WEIGHTS = ["--init-method-std", "0.2"]
 MAMBA = [

@@ -68,7 +68,7 @@ def test_dynamic_run_and_baseline_have_the_same_curve(recorded):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "flag", ["--dynamic-batch-context-parallel=2", "--hybrid-layer-pattern=*-|M-|*-|G-"]
+    "flag", ["--dynamic-batch-context-parallel=2", "--hybrid-layer-pattern=*-|*-|*-|*-"]
 )
 def test_shared_rows_and_hybrid_models_have_the_same_curve(tmp_path, flag):
     done = run_grpo(4, *RECORDED, flag, "--compare", "--out", str(tmp_path))

@@ -13,10 +13,9 @@ import sys
 
 import pytest
 import torch
+from kit import cpu_kernels
 from kit.patience import patience
 from torch.nn.functional import silu, softplus
-
-from mcore_batching.megatron import cpu_kernels
 
 PROGRAM = """
 import json, os, sys, types, torch

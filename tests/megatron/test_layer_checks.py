@@ -41,6 +41,7 @@ def problems(made: Any, dims: ParallelDims = CP2, *, pads_rows: bool = True, **c
     torch.nn.Module.__init__(chunk["second"])
     chunk["second"].__dict__.update({k: v for k, v in made.__dict__.items() if k[0] != "_"})
     settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1} | changes
+    settings |= {"recompute_granularity": None}
     chunk.config = SimpleNamespace(**{"deterministic_mode": False} | settings)
     return "\n".join(layer_problems([chunk], dims, pads_rows=pads_rows))
 
@@ -94,6 +95,68 @@ def test_mamba_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     context = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
     monkeypatch.setattr(context, "tex", None)
     assert "need Transformer Engine under context parallelism" in problems(made)
+
+
+TP2 = ParallelDims(tensor_parallel=2)
+TP2_SP = ParallelDims(tensor_parallel=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dims", "mend"),
+    [
+        (10, TP2, "or build the model with Transformer Engine's spec and set --sequence-parallel"),
+        (10, TP2_SP, "set --tensor-model-parallel-size 1, or build the model with Transformer"),
+        (20, TP2, "without sequence parallelism: set --sequence-parallel"),
+        (20, TP2_SP, ""),
+        (10, ParallelDims(), ""),
+    ],
+)
+def test_a_rotary_key_of_all_heads_whose_gradient_ranks_do_not_add_up(
+    columns: int, dims: ParallelDims, mend: str
+) -> None:
+    """A local layer has a slice of 20 columns on each rank, Transformer Engine's has all."""
+    made = layer("transformer.multi_latent_attention.MLASelfAttention")
+    made.config = SimpleNamespace(kv_lora_rank=16, qk_pos_emb_head_dim=4)
+    made.linear_kv_down_proj = SimpleNamespace(weight=torch.zeros(columns, 8))
+    said = problems(made, dims)
+    assert mend in said
+    assert bool(said) == bool(mend)
+
+
+@pytest.mark.skipif(MEGATRON < (0, 18), reason="refused anyway")
+def test_an_output_norm_of_all_heads_whose_gradient_ranks_do_not_add_up() -> None:
+    made = layer("ssm.gated_delta_net.GatedDeltaNet")
+    made.activation = "silu"
+    assert "output norm under tensor parallelism without sequence parallelism" in problems(
+        made, TP2
+    )
+    assert problems(made, TP2_SP) == ""
+
+
+def test_layers_recomputed_behind_a_frozen_embedding() -> None:
+    """Their input needs no gradient, so that they get none, unless somebody lets it."""
+    chunk = torch.nn.ModuleDict(
+        {"embedding": torch.nn.Linear(1, 1), "decoder": torch.nn.LayerNorm(1)}
+    )
+    settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1}
+    chunk.config = SimpleNamespace(recompute_granularity="full", **settings)  # type: ignore[assignment]
+    chunk.embedding, chunk.decoder = chunk.embedding, chunk.decoder
+
+    def said() -> str:
+        return "\n".join(layer_problems([chunk], ParallelDims(), pads_rows=False))
+
+    assert said() == ""
+    chunk.embedding.requires_grad_(False)
+    assert "behind a frozen embedding without gradients" in said()
+    assert "set --recompute-granularity selective" in said()
+    chunk.config.recompute_granularity = "selective"
+    assert said() == ""
+    chunk.config.recompute_granularity = "full"
+    hook = chunk.embedding.register_forward_hook(lambda *call: call[2].requires_grad_())
+    assert said() == ""
+    hook.remove()
+    chunk.decoder.requires_grad_(False)
+    assert said() == ""
 
 
 def test_a_layer_with_a_forward_pass_of_its_own_may_know_packed_rows() -> None:

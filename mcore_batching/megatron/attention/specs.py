@@ -32,7 +32,6 @@ from torch import Tensor
 
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention.packed_attention import PackedAttention
-from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import prediction_depths
 
@@ -220,8 +219,6 @@ def hybrid_spec() -> ModuleSpec:
 
     if uses_transformer_engine():
         return hybrid_stack_spec
-    if cpu_emulation.is_enabled():
-        stand_in_for_kernels()
     # The final norm is no part of the spec: the block builds it by this name.
     hybrid_block.TENorm = SequenceParallelNorm
     ours = _local(hybrid_stack_spec.submodules)

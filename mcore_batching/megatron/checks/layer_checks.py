@@ -1,4 +1,5 @@
-"""Layers that would mix the samples of packed rows, or raise in mid-forward."""
+"""Layers that would mix the samples of packed rows, raise in mid-forward, or whose gradients stock
+Megatron computes wrongly, packed or not."""
 
 from __future__ import annotations
 
@@ -6,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.utils import get_model_config
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import one_of_each_problem
 from mcore_batching.planning import ParallelDims
 
+_TO_NOW = "of which Megatron (0.16 to 0.19) computes wrong"
 _LATER = "install a later one, or a model without (--experimental-attention-variant)"
 
 
@@ -21,12 +24,16 @@ def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) ->
     ``pads_rows`` says that samples, or rows, are padded.
     """
     found = (
-        (name, _problem(layer, get_model_config(chunk), dims.context_parallel, pads_rows))
+        (name, problem)
         for chunk in chunks
         for name, layer in chunk.named_modules()
+        for problem in (
+            _problem(layer, get_model_config(chunk), dims.context_parallel, pads_rows),
+            _wrong_gradient(layer, dims),
+        )
     )
     problems = one_of_each_problem((name, problem) for name, problem in found if problem)
-    return [*problems, *_gradients_of_experts(chunks)]
+    return [*problems, *_gradients_of_experts(chunks), *_recomputed_adapters(chunks)]
 
 
 def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) -> str:
@@ -66,6 +73,55 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
     # Its state runs on from token to token: it must end with each sample.
     lacks = compat.layers.what_mamba_lacks(context_parallel) if runs == "MambaMixer" else ""
     return f"is a Mamba layer, and packed rows need {lacks}" if lacks else ""
+
+
+def _wrong_gradient(layer: Any, dims: ParallelDims) -> str:
+    """Weights that all heads share, and whose gradients tensor-parallel ranks do not add up."""
+    if dims.tensor_parallel == 1:
+        return ""
+    if isinstance(layer, MultiLatentAttention):
+        # All heads share one rotary key, and each rank has the gradient of its own heads.
+        projection = getattr(layer, "linear_kv_down_proj", None)
+        columns = layer.config.kv_lora_rank + layer.config.qk_pos_emb_head_dim
+        if projection is not None and projection.weight.shape[0] != columns:
+            return (
+                f"is multi-latent attention of Megatron's local layers, {_TO_NOW} gradients under "
+                "tensor parallelism: set --tensor-model-parallel-size 1, or build the model with "
+                "Transformer Engine's spec and set --sequence-parallel"
+            )
+        if not dims.sequence_parallel:
+            return (
+                f"is multi-latent attention, {_TO_NOW} gradients under tensor parallelism without "
+                "sequence parallelism: set --sequence-parallel"
+            )
+    runs = compat.layers.class_of_forward(layer)
+    if runs.startswith("GatedDeltaNet") and not dims.sequence_parallel:
+        return (
+            f"is a GatedDeltaNet, {_TO_NOW} gradients of its output norm under tensor parallelism "
+            "without sequence parallelism: set --sequence-parallel"
+        )
+    return ""
+
+
+def _recomputed_adapters(chunks: list[Any]) -> Iterator[str]:
+    """Layers that are fully recomputed, whose input needs no gradient, and so have none."""
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        embedding = getattr(model, "embedding", None)
+        if embedding is None or get_model_config(chunk).recompute_granularity != "full":
+            continue
+        frozen = not any(each.requires_grad for each in embedding.parameters())
+        trained = any(each.requires_grad for each in model.decoder.parameters())
+        # A hook, or a decoder that was given another forward pass, may well set it.
+        is_set = embedding._forward_hooks or "forward" in vars(model.decoder)
+        if frozen and trained and not is_set:
+            yield (
+                "full recomputation leaves layers behind a frozen embedding without gradients "
+                "(Megatron 0.16 to 0.19): set --recompute-granularity selective, or let the "
+                "embedding's output require a gradient: model.embedding.register_forward_hook("
+                "lambda module, inputs, output: output.requires_grad_())"
+            )
+            return
 
 
 def _gradients_of_experts(chunks: list[Any]) -> Iterator[str]:

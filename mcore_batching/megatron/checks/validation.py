@@ -20,7 +20,6 @@ from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.errors import fields_to_unset, refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
-from mcore_batching.megatron.mended_gradients import mend_gradients
 from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.planning import (
     ParallelDims,
@@ -92,7 +91,6 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     # What packed rows need beyond settings, each where the model has such layers.
     if model_config.num_moe_experts:
         compat.experts.fix_router_masks()
-    mend_gradients(model)
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
     # megatron.training forces it off: pipeline stages would wait for rows of seq_length tokens.

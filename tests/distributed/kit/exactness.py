@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config
 
+from kit import cpu_kernels
 from kit.blocking_p2p import blocking_p2p
 from kit.model import ROUTING, adam, local_part, named_parameters, sharded_model
 from kit.objective import DEFAULT_OBJECTIVE, packed_objective
@@ -29,7 +30,6 @@ from kit.transfers import counted_transfers
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch
 from mcore_batching.megatron import (
     add_fields,
-    cpu_kernels,
     forward_only,
     get_data_iterator,
     response_log_probs,

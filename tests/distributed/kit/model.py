@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import (
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from kit import cpu_kernels
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import packed_layer_spec
 from mcore_batching.megatron.standalone import bootstrap
@@ -221,7 +222,9 @@ def sharded_model(
     """This rank's chunks, holding its part of ``weights``."""
     config = transformer_config(kind, **pipeline_config(dims) | settings)
     options = model_options(kind, dims.pipeline_parallel * dims.virtual_pipeline)
-    if kind not in HYBRID:
+    if kind in HYBRID:
+        cpu_kernels.hybrid_spec()
+    else:
         options["spec"] = lambda config: layer_spec(kind, packed_layer_spec(config), config)
     options |= {"vocab_size": VOCABULARY, "max_sequence_length": MAX_SEQUENCE_LENGTH}
     if kind in ("frozen", "lora"):  # the wrapper has no gradients of what is frozen by then
@@ -264,6 +267,8 @@ def freeze(kind: str, chunk: Any) -> None:
             attention = layer.self_attention
             attention.linear_qkv = Adapted(attention.linear_qkv)
             attention.linear_proj = Adapted(attention.linear_proj)
+        if hasattr(chunk, "embedding"):  # else Megatron's recomputed layers have no gradients
+            chunk.embedding.register_forward_hook(lambda *call: call[2].requires_grad_())
     trained = {"frozen": "linear_proj", "lora": "adapter"}.get(kind, "")
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(trained in name)

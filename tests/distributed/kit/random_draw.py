@@ -72,6 +72,8 @@ def _dims(draw: Draw, nproc: int) -> dict[str, Any]:
 def _model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
     """Kind, `TransformerConfig` settings and `GPTModel` options; sets the expert-parallel size."""
     kind = draw.one("kind", [*("dense",) * 4, "moe", "moe", "replay", "mla"])
+    if kind == "mla" and dims["tensor_parallel"] > 1:  # refused of local layers
+        kind = "dense"
     chunks = dims["pipeline_parallel"] * dims.get("virtual_pipeline", 1)
     layers = chunks if chunks > 2 else 2 * chunks
     settings: dict[str, Any] = {

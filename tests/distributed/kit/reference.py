@@ -28,6 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from kit import cpu_kernels
 from kit.model import (
     ADAM,
     CLIP_GRAD,
@@ -43,7 +44,6 @@ from kit.model import (
 )
 from kit.objective import DEFAULT_OBJECTIVE, OBJECTIVES, plain_objective
 from kit.samples import VOCABULARY, make_samples, multimodal_positions, routed_experts
-from mcore_batching import megatron
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
@@ -146,7 +146,7 @@ class PlainAttention(torch.nn.Module):
 def hybrid_with_local_attention(config: TransformerConfig) -> ModuleSpec:
     """Hybrid layers with Megatron's own local attention, which takes plain rows alone."""
     del config
-    spec = megatron.packed_hybrid_stack_spec
+    spec = cpu_kernels.hybrid_spec()
     layers = {}
     for name, core in (("attention_layer", DotProductAttention), ("mla_layer", PlainAttention)):
         if hasattr(spec.submodules, name):

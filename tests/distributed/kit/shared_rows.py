@@ -15,6 +15,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import unwrap_model
 
 from kit import exactness
+from kit.cpu_kernels import stand_in_for_kernels
 from kit.faults import my_samples, small_model
 from kit.model import adam
 from kit.objective import packed_objective
@@ -36,7 +37,6 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes

@@ -12,9 +12,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from kit.cpu_kernels import stand_in_for_kernels
 from kit.stand_ins import stood_in
 from mcore_batching.megatron.attention.specs import SequenceParallelNorm
-from mcore_batching.megatron.cpu_kernels import stand_in_for_kernels
 
 with stood_in("triton"):  # whose kernels are for inference
     from megatron.core.ssm import mamba_mixer

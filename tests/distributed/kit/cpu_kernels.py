@@ -2,6 +2,8 @@
 
 For ``mamba_ssm``, ``causal_conv1d`` and ``flash-linear-attention`` under the CPU stand-in. As
 these, they begin anew with every sequence of a row; the scan's memory is quadratic in its length.
+
+    --spec kit.cpu_kernels packed_hybrid_stack_spec    for scripts, in place of the package's own
 """
 
 from __future__ import annotations
@@ -15,7 +17,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mcore_batching import megatron
 from mcore_batching.batch.rows.row_layout import Row
+from mcore_batching.megatron import cpu_emulation
+
+
+def hybrid_spec() -> Any:
+    """`mcore_batching.megatron.packed_hybrid_stack_spec`, whose layers run on the CPU as well."""
+    spec = megatron.packed_hybrid_stack_spec
+    if cpu_emulation.is_enabled():
+        stand_in_for_kernels()
+    return spec
+
+
+def __getattr__(name: str) -> Any:
+    if name != "packed_hybrid_stack_spec":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return hybrid_spec()
 
 
 def stand_in_for_kernels() -> None:
