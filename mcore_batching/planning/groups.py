@@ -7,6 +7,7 @@ group_steps      [0, 1, 2], [3, 4, 5, 6]
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
@@ -19,7 +20,7 @@ from mcore_batching.planning.integers import (
     require_choice,
 )
 
-LastStep = Literal["keep", "drop"]
+LastStep = Literal["keep", "drop", "error"]
 
 
 def group_steps(
@@ -38,14 +39,14 @@ def group_steps(
             NumPy and PyTorch count by their value.
         groups_per_step: over all ranks, or of this rank where `groups` are its own samples'.
         last: what becomes of groups left over: "keep" runs them as a shorter last step, "drop"
-            leaves them out.
+            leaves them out, "error" refuses the batch.
         is_padding: True for each padding sample [samples], which is in no step; None: none.
 
     Returns:
         sample indices, ascending [steps][samples of the step]; no step for no samples.
 
     Raises:
-        LengthError: an argument is out of range.
+        LengthError: an argument is out of range, or "error" with groups left over.
     """
     groups_per_step = at_least("groups_per_step", groups_per_step, 1, LengthError)
     require_choice("last", last, get_args(LastStep), LengthError)
@@ -62,7 +63,17 @@ def group_steps(
             steps.append([])
         steps[step].append(index)
     # By the number of groups alone, so that every rank with as many groups has as many steps.
-    return steps[:-1] if last == "drop" and len(place) % groups_per_step else steps
+    left_over = len(place) % groups_per_step
+    if left_over and last == "error":
+        raise LengthError(
+            f"{len(place)} groups leave {left_over} over in steps of {groups_per_step}; set ",
+            Argument("groups_per_step"),
+            " to a divisor, ",
+            Argument("last", "keep"),
+            " or ",
+            Argument("last", "drop"),
+        )
+    return steps[:-1] if last == "drop" and left_over else steps
 
 
 def steps_of_batch(
@@ -98,8 +109,11 @@ def _padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bo
     try:
         if any(isinstance(tag, str) for tag in tags):
             raise TypeError
-        read = [bool(float(0 if tag is None else tag)) for tag in tags]
-    except (TypeError, ValueError):
+        numbers = [float(0 if tag is None else tag) for tag in tags]
+        if not all(map(math.isfinite, numbers)):  # NaN is true, too
+            raise ValueError
+        read = [bool(number) for number in numbers]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         read = []
     if len(read) != num_samples:
         raise LengthError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -55,8 +56,11 @@ def test_policies_for_groups_left_over(groups: list[object], per_step: int) -> N
     kept = group_steps(groups, per_step)
     if len(first_appearances(groups)) % per_step:
         assert group_steps(groups, per_step, last="drop") == kept[:-1]
+        with pytest.raises(LengthError, match=r"over in steps of .*; set groups_per"):
+            group_steps(groups, per_step, last="error")
     else:
         assert group_steps(groups, per_step, last="drop") == kept
+        assert group_steps(groups, per_step, last="error") == kept
 
 
 @examples(100)
@@ -110,7 +114,9 @@ def test_padding_samples_are_nobodys_group() -> None:
     assert group_steps([None, 5], 1, is_padding=[1, None]) == [[1]]
 
 
-@pytest.mark.parametrize("is_padding", [[True], "no", [0, "no"], [0, [1]]])
+@pytest.mark.parametrize(
+    "is_padding", [[True], "no", [0, "no"], [0, [1]], [math.nan] * 2, [0, math.inf], [0, 10**400]]
+)
 def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
     with pytest.raises(LengthError, match=r"is_padding (needs|must)"):
         group_steps(["a", "b"], 1, is_padding=is_padding)
@@ -119,7 +125,9 @@ def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
 def test_arguments_out_of_range() -> None:
     with pytest.raises(LengthError, match="groups_per_step must be 1 or more, got 0"):
         group_steps(["a"], 0)
-    with pytest.raises(LengthError, match="last must be one of 'keep', 'drop'"):
+    with pytest.raises(
+        LengthError, match="last must be one of 'keep', 'drop', 'error', got 'short'"
+    ):
         group_steps(["a"], 1, last="short")  # type: ignore[arg-type]
 
 
