@@ -2,9 +2,9 @@
 parts; this package plans any number of samples. `real_samples` removes them.
 
     pad_batch({"tokens": [[4, 5, 6]], "total_lengths": [3], "response_lengths": [2],
-               "loss_masks": [[1, 1]], "uids": ["a"]}, 2, pad_token_id=0)
+               "loss_masks": [[1, 1]], "uids": ["a"]}, 2, pad_token_id=0, identifier_seed=0)
     {"tokens": [[4, 5, 6], [0, 0]], "total_lengths": [3, 2], "response_lengths": [2, 1],
-     "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-a4d1b59e7158-0"],
+     "loss_masks": [[1, 1], [0]], "uids": ["a", "padding-629f6fbd82c07ce"],
      "is_padding": [False, True]}                                            in tensors
 
 A padding sample has one prompt token and one response token with loss mask 0, so it adds nothing to
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
-import operator
-from array import array
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,13 +28,13 @@ from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.fields.value_checks import require_token_id, tensor_of
 from mcore_batching.batch.fields.value_shapes import is_integral, shape_of
 from mcore_batching.batch.rows.placeholder import fabricated, filled_with
-from mcore_batching.planning.integers import at_least
+from mcore_batching.planning.integers import as_integer, at_least
 
 # The least that has both: kernels and losses see a prompt and a response, as in any sample.
 _TOTAL_LENGTH, _RESPONSE_LENGTH = 2, 1
-_NUMBER_BITS = 12
-"""Low bits of an integer identifier, below the hash: numbers for 4,096 padding samples. With the
-48 bits of the hash an identifier still fits into int64, sign included."""
+_IDENTIFIER_BITS = 60
+"""Random bits of an identifier, which fits into int64 with its sign. Two of a million identifiers
+are equal with a probability of 4e-7; with 48 bits of 2e-3."""
 
 
 def pad_batch(
@@ -46,6 +44,7 @@ def pad_batch(
     *,
     pad_token_id: int,
     response_token_id: int | None = None,
+    identifier_seed: int | None = None,
 ) -> dict[str, Any]:
     """A batch followed by as few padding samples as make its size a multiple.
 
@@ -55,6 +54,9 @@ def pad_batch(
         schema: kind and `Fill` of every field.
         pad_token_id: the prompt token of a padding sample.
         response_token_id: its response token; None: the ``pad_token_id``.
+        identifier_seed: None: new identifiers in every call; an integer of 0 or more repeats
+            them, say on ranks that pad the same batch. Batches that are joined need different
+            seeds.
 
     Returns:
         field name to a new list, lists and arrays of numbers as tensors, ``is_padding`` among them.
@@ -62,12 +64,14 @@ def pad_batch(
 
     Raises:
         SchemaError: a field is not declared, or a value does not match its kind.
-        BatchError: no samples, a ``multiple`` below 1, or a token id that is no integer.
+        BatchError: no samples, or a ``multiple``, token id or seed out of range.
     """
     multiple = at_least("multiple", multiple, 1, BatchError)
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
     if response_token_id is not None:
         response_token_id = require_token_id("response_token_id", response_token_id)
+    if identifier_seed is not None:
+        identifier_seed = at_least("identifier_seed", identifier_seed, 0, BatchError)
     if not num_samples(batch):
         raise BatchError("padding samples need a sample to be like, got none; leave the step out")
     if "is_padding" not in schema:
@@ -87,7 +91,7 @@ def pad_batch(
         filled[key] = [copy.deepcopy(made) for _ in range(num_padding)]
     filled["is_padding"] = [True] * num_padding
     own = sorted(key for key in given if schema[key].fill is Fill.IDENTIFIER)
-    filled |= _identifiers(given, own, num_padding)
+    filled |= _identifiers(given, own, num_padding, identifier_seed)
     absent = dict.fromkeys(key for key in batch if key not in given)
     return {**absent, **{key: values + filled[key] for key, values in given.items()}}
 
@@ -135,32 +139,28 @@ def _telling_example(values: Sequence[Any]) -> Any:
 
 
 def _identifiers(
-    batch: Mapping[str, Sequence[Any]], names: Sequence[str], count: int
+    batch: Mapping[str, Sequence[Any]], names: Sequence[str], count: int, seed: int | None
 ) -> dict[str, list[int | str]]:
     """New values of the named fields, for ``count`` padding samples."""
-    # From a hash of the batch, not at random: ranks that pad the same batch agree without a word,
-    # and batches that are padded apart can be joined later.
-    digest = hashlib.sha256()
-    for name in ("total_lengths", "response_lengths", *names):
-        digest.update(repr((name, [_plain(value) for value in batch[name]])).encode())
-    for tokens in batch["tokens"]:
-        digest.update(array("q", tokens.tolist()).tobytes())
-    mark = int.from_bytes(digest.digest()[:6])
-    made: dict[str, list[int | str]] = {}
-    for name in names:
-        given = [_plain(value) for value in batch[name] if value is not None]
-        # Negative, where frameworks number from 0; of the batch's type, so that lists still stack.
-        if given and all(isinstance(value, int) for value in given):
-            made[name] = [-1 - (mark << _NUMBER_BITS) - number for number in range(count)]
-        else:
-            made[name] = [f"padding-{mark:012x}-{number}" for number in range(count)]
+    # The system's numbers and not Torch's: a padded batch leaves the training's random state alone.
+    source = random.SystemRandom() if seed is None else random.Random(seed)
+    given = {name: [_plain(value) for value in batch[name] if value is not None] for name in names}
+    used = {value for values in given.values() for value in values}
+    made: dict[str, list[int | str]] = {name: [] for name in names}
+    for _ in range(count):
+        number, text = 0, ""
+        while not text or not used.isdisjoint((number, text)):
+            # Negative, where frameworks number from 0; within int64.
+            number = -1 - source.getrandbits(_IDENTIFIER_BITS)
+            text = f"padding-{-number:015x}"
+        used |= {number, text}
+        for name, values in given.items():
+            # Of the batch's type, so that lists still stack.
+            numbered = bool(values) and all(isinstance(value, int) for value in values)
+            made[name].append(number if numbered else text)
     return made
 
 
 def _plain(value: Any) -> int | str | None:
     """An integer of any library as a Python int, a string as it is; None for anything else."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        # Others may print as their address, which ranks do not share.
-        return str(value) if isinstance(value, str) else None
+    return str(value) if isinstance(value, str) else as_integer(value)

@@ -67,6 +67,18 @@ def test_declaring_again_replaces() -> None:
     assert len(schema) == len(DEFAULT_SCHEMA)
 
 
+def test_declaring_again_keeps_the_fill_that_the_kind_allows() -> None:
+    schema = DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN, fill=Fill.ONES)
+    for kind, fill in {
+        Kind.PER_TOKEN: Fill.ONES,
+        Kind.PER_SAMPLE: Fill.ONES,
+        Kind.METADATA: Fill.ZEROS,
+    }.items():
+        assert schema.declare("mine", kind)["mine"].fill is fill
+        assert schema.declare("mine", kind, fill=Fill.ZEROS)["mine"].fill is Fill.ZEROS
+    assert schema.declare("other", Kind.PER_TOKEN)["other"].fill is Fill.ZEROS
+
+
 def test_a_schema_survives_pickling() -> None:
     again = pickle.loads(pickle.dumps(DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN)))
     assert again == DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN)

@@ -69,6 +69,34 @@ def test_lists_and_arrays_are_tensors_from_the_entry_on(make: Any) -> None:
         DEFAULT_SCHEMA.validate(SAMPLES | {"tokens": [[1, 2, 3], [4, [5]]]})
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tokens", [[1j, 2, 3], [4, 5]]),
+        ("loss_masks", [[1, 1j], [1]]),
+        ("advantages", [torch.zeros(2), torch.zeros(1, dtype=torch.complex64)]),
+        ("attention_mask", [np.ones(3, np.complex64), [1, 1]]),
+        ("rewards", [1.0, 1j]),
+        ("rewards", torch.zeros(2, dtype=torch.complex64)),
+        ("rollout_routed_experts", [torch.zeros(2, 1, 1), torch.zeros(1, 1, 1) * 1j]),
+        ("undeclared", [torch.zeros(3), torch.zeros(2) * 1j]),
+        ("undeclared", torch.zeros(2, dtype=torch.complex64)),
+    ],
+)
+def test_complex_numbers_are_refused_by_name(name: str, values: Any) -> None:
+    """A loss took their real parts, with a warning at most."""
+    batch = SAMPLES | {name: values}
+    with pytest.raises(SchemaError, match=f"'{name}'.* expected"):
+        pack(batch, schema=DEFAULT_SCHEMA.resolve(batch), sample_indices=(0, 1))
+    with pytest.raises(SchemaError, match=f"'{name}'"):
+        left_pad(batch, pad_token_id=0)
+
+
+def test_complex_rewards_are_no_numbers() -> None:
+    with pytest.raises(SchemaError, match="'rewards', sample 0: expected one number per sample"):
+        sample_metrics(SAMPLES | {"rewards": torch.ones(2, dtype=torch.complex64)}, ["rewards"])
+
+
 def test_integers_are_integers_throughout() -> None:
     """int64 would make 6 of 6.5; the first entry alone tells nothing."""
     for name in ("tokens", "position_ids"):
@@ -110,7 +138,9 @@ def test_rows_beyond_int32_offsets_are_refused(huge: int) -> None:
         packed(SAMPLES, row_alignment_tokens=huge)
 
 
-@pytest.mark.parametrize("bad", ["False", [1, 2], np.array([0, 1])])
+@pytest.mark.parametrize(
+    "bad", ["False", [1, 2], np.array([0, 1]), math.nan, torch.tensor(math.inf)]
+)
 def test_a_tag_is_one_boolean(bad: Any) -> None:
     """Of a text even "False" is true."""
     batch = SAMPLES | {"is_padding": [False, bad]}

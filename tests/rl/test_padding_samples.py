@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -177,16 +178,34 @@ def test_new_uids_are_of_the_type_of_the_others(uids: list[Any], kind: type) -> 
     assert all(-(2**63) <= each < 0 for each in fresh if isinstance(each, int))
 
 
-@pytest.mark.parametrize("differs", ["tokens", "uids", "sample_indices"])
-def test_batches_padded_apart_have_different_uids(differs: str) -> None:
-    """And what pads the same batch on another rank has the same, without a word."""
+@given(st.integers(0, 2**70), st.integers(1, 4))
+def test_identifiers_are_new_in_every_call_and_repeat_with_a_seed(seed: int, num_new: int) -> None:
+    """Two batches of equal content, joined after they were padded, had padding samples of one
+    uid."""
     batch = full_batch([(4, 2), (5, 3)])
-    other = copy.deepcopy(batch)
-    other[differs][0] = other[differs][0] + ("x" if differs == "uids" else 1)
-    first, second = (pad_batch(each, 5, pad_token_id=PAD) for each in (batch, other))
-    for name in ("uids", "sample_indices"):
-        assert len({*first[name][2:], *second[name][2:]}) == 6
-    assert pad_batch(copy.deepcopy(batch), 5, pad_token_id=PAD)["uids"] == first["uids"]
+
+    def identifiers(given_batch: dict[str, Any], **arguments: Any) -> list[Any]:
+        size = len(given_batch["tokens"])
+        result = pad_batch(given_batch, size + num_new, pad_token_id=PAD, **arguments)
+        return [*result["uids"][size:], *result["sample_indices"][size:]]
+
+    assert len({*identifiers(batch), *identifiers(copy.deepcopy(batch))}) == 4 * num_new
+    seeded = identifiers(batch, identifier_seed=seed)
+    assert identifiers(copy.deepcopy(batch), identifier_seed=seed) == seeded
+    assert not {*seeded} & {*identifiers(batch, identifier_seed=seed + 1)}
+    # A batch that is padded again, with the same seed, has each once.
+    padded_once = pad_batch(batch, 2 + num_new, pad_token_id=PAD, identifier_seed=seed)
+    again = identifiers(padded_once, identifier_seed=seed)
+    assert len({*seeded, *again}) == 4 * num_new
+
+
+def test_identifiers_leave_the_random_state_of_the_training_alone() -> None:
+    batch = full_batch([(4, 2)])
+    states = random.getstate(), torch.get_rng_state()
+    for seed in (None, 3):
+        pad_batch(batch, 4, pad_token_id=PAD, identifier_seed=seed)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
 
 
 VERL_AND_SKYRL = {
@@ -262,6 +281,33 @@ def test_rewards_of_response_tokens_are_one_per_response_token() -> None:
     assert pad_batch(batch, 3, scope["schema"], pad_token_id=PAD)["rewards"][2].tolist() == [0.0]
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("attention_mask", Kind.PER_TOKEN),
+        ("input_ids", Kind.PER_TOKEN),
+        ("response_ids", Kind.PER_RESPONSE_TOKEN),
+        ("is_last_step", Kind.PER_SAMPLE),
+        ("uid", Kind.METADATA),
+        ("uid", Kind.PER_SAMPLE),
+    ],
+)
+def test_a_declaration_by_kind_alone_keeps_the_fill(name: str, kind: Kind) -> None:
+    """The attention of a padding sample was masked, and it had no uid."""
+    values = {"uid": [3, 3]} | {key: values for key, (values, _) in VERL_AND_SKYRL.items()}
+    batch = {**make_samples([(4, 2), (3, 1)]), name: values[name]}
+    results = {
+        text: pad_batch(batch, 3, schema, pad_token_id=PAD, identifier_seed=0)
+        for text, schema in {
+            "default": DEFAULT_SCHEMA,
+            "by kind": DEFAULT_SCHEMA.declare(name, kind),
+            "by fill": DEFAULT_SCHEMA.declare(name, kind, fill=Fill.ZEROS),
+        }.items()
+    }
+    assert equal(results["by kind"][name], results["default"][name])
+    assert not equal(results["by fill"][name], results["default"][name])
+
+
 def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), "prompt_number": [0, 0]}
     schema = DEFAULT_SCHEMA.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.IDENTIFIER)
@@ -269,14 +315,6 @@ def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     assert result["prompt_number"][2] < 0
     schema = schema.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.ONES)
     assert pad_batch(batch, 3, schema, pad_token_id=PAD)["prompt_number"][2] == 1
-
-
-def test_uids_that_print_as_their_address_are_no_part_of_new_ones() -> None:
-    uids = [object(), object()]  # both are kept, or they could have one address
-    first, second = (
-        pad_batch({**make_samples([(4, 2)]), "uids": [uid]}, 2, pad_token_id=PAD) for uid in uids
-    )
-    assert first["uids"][1] == second["uids"][1]
 
 
 def test_numpy_and_lists() -> None:
@@ -300,10 +338,12 @@ def test_no_samples_are_refused_with_what_to_do() -> None:
         pad_batch(make_samples([]), 4, pad_token_id=PAD)
 
 
-@pytest.mark.parametrize("multiple", [0, -2, 1.5, True])
-def test_multiple_out_of_range(multiple: Any) -> None:
-    with pytest.raises(BatchError, match=r"multiple must be (an integer|1 or more)"):
-        pad_batch(make_samples([(2, 1)]), multiple, pad_token_id=PAD)
+@pytest.mark.parametrize("name", ["multiple", "identifier_seed"])
+@pytest.mark.parametrize("value", [-1, -2, 1.5, True])
+def test_integers_out_of_range(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"multiple": 2, "pad_token_id": PAD, name: value}
+    with pytest.raises(BatchError, match=rf"{name} must be (an integer|[01] or more)"):
+        pad_batch(make_samples([(2, 1)]), **arguments)
 
 
 def test_a_schema_without_the_tag_gets_it() -> None:

@@ -53,13 +53,13 @@ def test_padding_samples() -> None:
         "loss_masks": [[1, 1]],
         "uids": ["a"],
     }
-    padded = pad_batch(batch, 2, pad_token_id=0)
+    padded = pad_batch(batch, 2, pad_token_id=0, identifier_seed=0)
     expected = {
         "tokens": [[4, 5, 6], [0, 0]],
         "total_lengths": [3, 2],
         "response_lengths": [2, 1],
         "loss_masks": [[1, 1], [0]],
-        "uids": ["a", "padding-a4d1b59e7158-0"],
+        "uids": ["a", "padding-629f6fbd82c07ce"],
         "is_padding": [False, True],
     }
     assert in_lists(padded) == expected

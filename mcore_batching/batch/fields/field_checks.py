@@ -158,6 +158,8 @@ def unmet(field: Field, value: Any, total_length: int, response_length: int) -> 
         return None
     if isinstance(value, Tensor) and value.is_meta:  # it has a shape, but nothing to train on
         return "values, not a tensor on the meta device"
+    if isinstance(value, Tensor) and value.is_complex():  # a loss would drop the imaginary part
+        return "real numbers"
     if kind is Kind.MULTIMODAL:
         fits = value is None or isinstance(value, Mapping)
         return None if fits else "a dict of model inputs, or None"

@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields.field_checks import checked_values, read_lengths
-from mcore_batching.batch.fields.fields import Field, Fill, Kind, undeclared
+from mcore_batching.batch.fields.fields import FILLED_KINDS, Field, Fill, Kind, undeclared
 from mcore_batching.batch.fields.infer import infer_field
 
 
@@ -58,10 +58,15 @@ class Schema(Mapping[str, Field]):
         *,
         length_offset: int = 0,
         required: bool = False,
-        fill: Fill = Fill.ZEROS,
+        fill: Fill | None = None,
     ) -> Schema:
         """This schema with a field added, or declared anew; arguments and errors are those of
-        `Field`."""
+        `Field`. Without a ``fill``, a field that is declared already keeps its own where the new
+        kind allows it; a new one is filled with zeros."""
+        if fill is None:
+            # Zeros would mask a padding sample's attention, and put it into group 0.
+            declared = self[name].fill if name in self else Fill.ZEROS
+            fill = declared if kind in FILLED_KINDS[declared] else Fill.ZEROS
         return self.with_field(
             Field(name, kind, length_offset=length_offset, required=required, fill=fill)
         )

@@ -101,7 +101,7 @@ def is_tagged(name: str, index: int, tag: Any) -> bool:
     """A sample's tag, such as ``is_padding``: one boolean or number; None counts as False."""
     # Not bool(tag): the text "False" is true.
     number = 0.0 if tag is None else as_number(tag)
-    if number is None:
+    if number is None or not math.isfinite(number):  # NaN is true, too
         raise SchemaError(name, sample_index=index, expected="True or False", found=describe(tag))
     return bool(number)
 

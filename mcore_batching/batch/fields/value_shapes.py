@@ -53,6 +53,8 @@ def as_number(value: Any) -> float | None:
     texts = is_array(value) and value.dtype.kind not in "biuf"
     if texts or isinstance(value, str | bytes | bytearray):
         return None
+    if isinstance(value, Tensor) and value.is_complex():  # float() reads 1 of 1 + 0j
+        return None
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
