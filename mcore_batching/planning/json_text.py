@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,33 +20,29 @@ Doubled, a hostile file takes twice that before it is refused."""
 
 
 def open_text(path: str | Path, newline: str | None = None) -> TextIO:
-    """A file opened for reading, as UTF-8 with or without a byte order mark. An `OSError` if it
-    cannot be read, or is a device or a pipe, which may have no end; a shell's ``<(command)`` is
-    read."""
-
-    def opener(name: str, flags: int) -> int:
-        # Opening a pipe would wait for who writes to it, for ever if nobody does.
-        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISFIFO(mode) and _is_open_here(name):
-            os.set_blocking(descriptor, True)
-        elif not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder open says so itself
-            os.close(descriptor)
-            raise OSError(errno.EINVAL, "it is a device or a pipe; copy what it holds to a file")
-        return descriptor
-
-    return open(path, encoding="utf-8-sig", newline=newline, opener=opener)
+    """Open a file for reading, as UTF-8 with or without a byte order mark; a named pipe waits for
+    its writer. A device may have no end: bound what is read."""
+    return open(path, encoding="utf-8-sig", newline=newline)
 
 
-def _is_open_here(name: str) -> bool:
-    """True of ``/dev/fd/63`` and the like: what this process was started with."""
-    return os.path.dirname(os.path.realpath(name)) in (f"/proc/{os.getpid()}/fd", "/dev/fd")
+def bounded_lines(file: TextIO) -> Iterator[str]:
+    """The lines of a file; one that is too long ends one character over the limit."""
+    return iter(partial(file.readline, MAX_JSON_CHARACTERS + 1), "")
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file, or as much as shows that it is over the limit."""
+    with open_text(path) as file:
+        return file.read(MAX_JSON_CHARACTERS + 1)
 
 
 def read_document(path: str | Path) -> str:
-    """The text of a file that holds one JSON document; at most one character over the limit."""
-    with open_text(path) as file:
-        return file.read(MAX_JSON_CHARACTERS + 1)
+    """`read_text` of a regular file; an `OSError` for a device or a pipe, which could make a rank
+    of a job wait for ever."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open() refuses a folder itself
+        raise OSError(errno.EINVAL, "it is a device or a pipe; copy its content to a file")
+    return read_text(path)
 
 
 def parse_json(text: str) -> Any:

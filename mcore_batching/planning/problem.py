@@ -19,7 +19,7 @@ from functools import cached_property
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks
-from mcore_batching.planning.errors import ConfigError, OversizeSampleError
+from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
 from mcore_batching.planning.integers import check_lengths, require_bool, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Schedule, inflight_tokens
@@ -66,12 +66,20 @@ class Problem:
 
         Raises:
             LengthError: a length is out of range; names the sample.
-            ConfigError: the cap leaves no room for a token, or `forward_only` is no boolean.
+            ConfigError: the cap leaves no room for a token, or an argument has the wrong type.
             OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
         """
         require_bool("forward_only", forward_only, ConfigError)
+        costs = CostModel() if cost_model is None else cost_model
+        for name, value, kind in (
+            ("dims", dims, ParallelDims),
+            ("config", config, PlannerConfig),
+            ("cost_model", costs, CostModel),
+        ):
+            if not isinstance(value, kind):
+                what = f" must be a {kind.__name__}, got {value!r:.60}; pass {kind.__name__}(…)"
+                raise ConfigError(Argument(name), what)
         config.check_max_context_parallel(dims)  # the config alone does not know the ranks
-        costs = cost_model or CostModel()
         problem = cls(tuple(check_lengths(lengths)), dims, config, costs, forward_only)
         if config.max_context_parallel is not None:
             _ = problem.on_ranks[1].capacity  # raises where no token fits

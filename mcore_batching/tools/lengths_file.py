@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
+import io
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from mcore_batching.planning import MAX_LENGTH_TOKENS, Argument, MCoreBatchingError
-from mcore_batching.planning.json_text import open_text, parse_json
+from mcore_batching.planning.json_text import (
+    MAX_JSON_CHARACTERS,
+    bounded_lines,
+    open_text,
+    parse_json,
+)
 
+# Limit of a file: 64 times the samples that a step's search takes by default. Doubled, endless
+# input takes twice as long, and twice 0.3 GB, before it is refused.
+MAX_LINES = 2**23
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -35,37 +46,56 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
             `.ndjson`) or text with one integer per line; `-` for text on standard input.
         column: the CSV column or JSON key; may be left out for a CSV with a single column.
     """
-    return [_length(value, place) for place, value in _values(source, column)]
-
-
-def _values(source: str, column: str | None) -> Iterator[tuple[str, Any]]:
-    """`file:line` and value of each sample."""
     suffix = Path(source).suffix.lower()
     name = "<stdin>" if source == "-" else source
     if column is not None and suffix not in (".csv", *_JSON_SUFFIXES):
         raise LengthsFileError(_COLUMN, f" is for .csv and .jsonl files; leave it out for {name}")
     try:
         # newline="": the csv module splits lines itself, as a quoted cell may hold line ends.
-        opened = open_text(source, newline="") if source != "-" else None
-        with opened or contextlib.nullcontext(sys.stdin) as lines:
+        opened = open_text(source, newline="") if source != "-" else _standard_input()
+        with opened as file:
+            lines, values = _bounded(file, name), _filled
             if suffix == ".csv":
-                yield from _csv_values(lines, name, column)
+                values = partial(_csv_values, name=name, column=column)
             elif suffix in _JSON_SUFFIXES:
-                yield from _json_values(lines, name, column)
-            else:
-                yield from _filled(lines, name)
+                values = partial(_json_values, name=name, column=column)
+            return [_length(value, name, number) for number, value in values(lines)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise LengthsFileError(f"cannot read {name}: {error}") from error
 
 
-def _filled(lines: Iterable[str], name: str) -> Iterator[tuple[str, str]]:
-    """The lines that are not blank, with their places."""
+def _standard_input() -> contextlib.AbstractContextManager[TextIO]:
+    """Standard input, read as files are: as UTF-8 in any locale, without a byte order mark."""
+    if sys.stdin is None:  # `<&-` in a shell
+        raise OSError(errno.EBADF, "standard input is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
+    return contextlib.nullcontext(sys.stdin)
+
+
+def _bounded(file: TextIO, name: str) -> Iterator[str]:
+    """The lines of a file, within the limits on their length and number."""
+    for number, line in enumerate(bounded_lines(file), start=1):
+        if len(line) > MAX_JSON_CHARACTERS:
+            raise LengthsFileError(
+                f"{name}:{number}: longer than {MAX_JSON_CHARACTERS} characters; write one sample "
+                "a line"
+            )
+        if number > MAX_LINES:
+            raise LengthsFileError(
+                f"{name}: more than {MAX_LINES} lines; give the samples of fewer steps"
+            )
+        yield line
+
+
+def _filled(lines: Iterable[str]) -> Iterator[tuple[int, Any]]:
+    """The lines that are not blank, with their numbers."""
     for number, line in enumerate(lines, start=1):
         if text := line.strip():
-            yield f"{name}:{number}", text
+            yield number, text
 
 
-def _csv_values(lines: Iterable[str], name: str, column: str | None) -> Iterator[tuple[str, Any]]:
+def _csv_values(lines: Iterable[str], name: str, column: str | None) -> Iterator[tuple[int, Any]]:
     rows = csv.DictReader(lines)
     columns = list(rows.fieldnames or [])
     if column is None and len(columns) == 1:  # nothing to choose from
@@ -73,12 +103,18 @@ def _csv_values(lines: Iterable[str], name: str, column: str | None) -> Iterator
     if column not in columns:
         raise _no_column(name, column, columns)
     for row in rows:
-        yield f"{name}:{rows.line_num}", row[column]
+        if any(row.get(rows.restkey) or ()):  # 1,024 without quotes
+            raise LengthsFileError(
+                f"{name}:{rows.line_num}: more cells than the heading's {len(columns)}; write "
+                "numbers without commas between their digits"
+            )
+        yield rows.line_num, row[column]
 
 
-def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterator[tuple[str, Any]]:
+def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterator[tuple[int, Any]]:
     # Line by line: a bad one is named, and a file of a million lines is never whole in memory.
-    for place, text in _filled(lines, name):
+    for number, text in _filled(lines):
+        place = f"{name}:{number}"
         try:
             record = parse_json(text)
         except ValueError as error:
@@ -90,7 +126,7 @@ def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterato
             )
         if column not in record:
             raise _no_column(place, column, record)
-        yield place, record[column]
+        yield number, record[column]
 
 
 def _no_column(place: str, column: str | None, known: Iterable[str]) -> LengthsFileError:
@@ -99,7 +135,7 @@ def _no_column(place: str, column: str | None, known: Iterable[str]) -> LengthsF
     return LengthsFileError(f"{place}: {missing}; set ", _COLUMN, choices)
 
 
-def _length(value: Any, place: str) -> int:
+def _length(value: Any, name: str, line: int) -> int:
     number: int | None = None
     if type(value) is int:  # a JSON number; true and 1.0 are none
         number = value
@@ -107,6 +143,7 @@ def _length(value: Any, place: str) -> int:
         number = int(value)
     if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
         raise LengthsFileError(
-            f"{place}: expected a length of 0 to {MAX_LENGTH_TOKENS} tokens, got {value!r:.60}"
+            f"{name}:{line}: expected a length of 0 to {MAX_LENGTH_TOKENS} tokens, got "
+            f"{value!r:.60}"
         )
     return number

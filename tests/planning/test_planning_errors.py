@@ -9,6 +9,7 @@ import pytest
 
 from mcore_batching.planning import (
     ConfigError,
+    CostModel,
     LengthError,
     OversizeSampleError,
     ParallelDims,
@@ -60,6 +61,19 @@ def test_owners_that_are_none_are_named(owners: list[Any], message: str) -> None
 def test_forward_only_is_a_boolean(value: Any) -> None:
     with pytest.raises(ConfigError, match="forward_only must be True or False, got "):
         plan_step([3, 4], ParallelDims(), CONFIG, forward_only=value)
+
+
+@pytest.mark.parametrize("wrong", [None, 0, "a", CONFIG.max_tokens_per_gpu, {}, ParallelDims])
+@pytest.mark.parametrize("name", ["dims", "config", "cost_model"])
+def test_arguments_of_another_type_are_named(name: str, wrong: Any) -> None:
+    given = {"dims": ParallelDims(), "config": CONFIG, "cost_model": CostModel()}
+    if (name, wrong) == ("cost_model", None):
+        assert plan_step([3], **given | {name: wrong}) == plan_step([3], **given)
+        return
+    kind = type(given[name]).__name__
+    with pytest.raises(ConfigError) as caught:
+        plan_step([3], **given | {name: wrong})
+    assert str(caught.value) == f"{name} must be a {kind}, got {wrong!r}; pass {kind}(…)"
 
 
 @pytest.mark.parametrize("value", [0, -3, 2.0, True])

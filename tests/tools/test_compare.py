@@ -257,22 +257,6 @@ def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[0] == heading
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--samples-per-step", "0"], "--samples-per-step must be 1 or more"),
-        (["--cost-model", "/no/file"], "cannot read /no/file"),
-    ],
-)
-def test_command_errors(
-    lengths_file: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["compare", lengths_file, *COMMAND, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_plans_with_too_many_samples_in_a_micro_batch_are_no_plans() -> None:
     config = PlannerConfig(max_tokens_per_gpu=100, max_samples_per_row=3, plan_effort=100)
     found = compare.compare([[10] * 24], ParallelDims(data_parallel=2), config)

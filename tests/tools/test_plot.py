@@ -221,17 +221,10 @@ def test_command(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixtur
     assert "DP2, cap 60 tokens" in out.read_text()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--plot", "a.pdf"], "expected a name that ends in .png or .svg, got a.pdf"),
-        (["--plot", "/no/such/folder/a.png"], "cannot write /no/such/folder/a.png"),
-    ],
-)
-def test_command_errors(
-    lengths_file: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+def test_a_name_of_another_format_is_refused(
+    lengths_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", lengths_file, *PLAN, *arguments]) == 2
+    assert main(["plan", lengths_file, *PLAN, "--plot", "a.pdf"]) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert "expected a name that ends in .png or .svg, got a.pdf" in error
     assert error.count("\n") == 1

@@ -182,22 +182,9 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "faster by" not in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["{records}", "--steps", "0"], "--steps must be 1 or more"),
-        (["/no/such/folder"], "cannot read /no/such/folder"),
-    ],
-)
-def test_replay_command_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    recorded_job(tmp_path, [1.0])
-    words = [word.format(records=tmp_path) for word in arguments]
-    assert main(["replay", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_steps_must_be_one_or_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(tmp_path), "--steps", "0"]) == 2
+    assert "--steps must be 1 or more" in capsys.readouterr().err
 
 
 def test_a_job_whose_times_are_all_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,12 @@ from typing import Any, TextIO
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import Argument, PlanningError
 from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
-from mcore_batching.planning.json_text import open_text, parse_json
+from mcore_batching.planning.json_text import (
+    MAX_JSON_CHARACTERS,
+    bounded_lines,
+    open_text,
+    parse_json,
+)
 from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import StepPlan, step_document
@@ -186,7 +191,7 @@ def read_records(directory: str | Path) -> list[StepRecord]:
 def _read_file(file: Path) -> Iterator[StepRecord]:
     header: dict[str, Any] | None = None
     for number, line in enumerate(_lines(file), 1):
-        if not line.endswith("\n"):
+        if not line.endswith("\n") and len(line) <= MAX_JSON_CHARACTERS:
             return  # cut short when the job was killed
         try:
             raw = parse_json(line)
@@ -206,10 +211,10 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
 
 def _lines(file: Path) -> Iterator[str]:
     try:
-        with open_text(file) as lines:
-            yield from lines
+        with open_text(file) as opened:
+            yield from bounded_lines(opened)
     except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"cannot read {file}: {error}") from None
+        raise RecordError(f"cannot read {file}: {error}") from error
 
 
 def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The `mcore-batching` command: plan, check, compare with others' rules, replay a recorded job.
 
-Exit status: 0 if all is well; 1 if a checked plan is broken; 2 for bad usage, bad input, or a file
-that cannot be read or written; 130 after Ctrl-C; 141 if the reader of the output went away. Errors
-are one line on standard error. A file is written whole or not at all.
+Exit status: 0 if all is well; 1 if a checked plan is broken; 2 for bad usage or bad input; 74 if
+input cannot be read or output cannot be written (a missing file, a full disk, a closed stream); 130
+after Ctrl-C; 141 if the reader of the output went away. Errors are one line on standard error. A
+file is written whole or not at all.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,8 +20,8 @@ from mcore_batching.tools.cli.options import CommandParser, HelpWithDefaults, co
 
 __all__ = ["main"]
 
-# Exit statuses; the last two are 128 and the signal's number, as of a shell's own commands.
-FAULTY, INTERRUPTED, NO_READER = 2, 130, 141
+# Exit statuses; 74 is EX_IOERR of sysexits.h, the last two are 128 plus the signal's number.
+BAD_INPUT, INPUT_OUTPUT, INTERRUPTED, NO_READER = 2, 74, 130, 141
 
 
 def build_parser() -> CommandParser:
@@ -49,21 +51,40 @@ def build_parser() -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with `arguments`, or those of the process, and return the exit status."""
-    options = build_parser().parse_args(arguments)
+    if sys.stdout is None:  # `>&-` in a shell
+        complain("standard output is closed; redirect it to a file or to /dev/null")
+        return INPUT_OUTPUT
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale without UTF-8 has no "²"
     try:
-        status: int = options.run(options)
-        sys.stdout.flush()  # here, where errors are caught, and not when Python exits
-    except MCoreBatchingError as error:
-        complain(error.text(options.spell))
-        return FAULTY
+        try:
+            return _run(arguments)
+        finally:
+            # Errors of a later flush, when Python exits, would change the exit status.
+            sys.stdout.flush()
     except KeyboardInterrupt:
         complain("interrupted")
         return INTERRUPTED
-    except OSError as error:  # of standard input or output
-        # Python flushes again on exit, and would complain once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:  # of standard output
+        _discard_output()
         if isinstance(error, BrokenPipeError):  # `mcore-batching … | head`
             return NO_READER
-        complain(f"input or output failed: {error}")
-        return FAULTY
+        complain(f"cannot write standard output: {error}")
+        return INPUT_OUTPUT
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = build_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except MCoreBatchingError as error:
+        if isinstance(error.__cause__, BrokenPipeError):  # --out /dev/stdout
+            return NO_READER
+        complain(error.text(options.spell))
+        return INPUT_OUTPUT if isinstance(error.__cause__, OSError) else BAD_INPUT
     return status
+
+
+def _discard_output() -> None:
+    """Drop output that could not be written: Python would try to write it again on exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,7 +21,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check; status 1 if an invariant is broken."""
-    text = read(options.plan)  # what cannot be read is bad input, status 2, not a broken plan
+    text = read(options.plan)
     lengths = read_lengths(options.lengths, options.column)
     # Digests come last: a broken invariant says more than "changed after it was written".
     plan = Plan.from_json(text, verify_digest=False)

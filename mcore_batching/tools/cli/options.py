@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mcore_batching.flags import settings_of
 from mcore_batching.planning import (
@@ -17,7 +18,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
 from mcore_batching.planning.errors import printable
-from mcore_batching.planning.json_text import read_document
+from mcore_batching.planning.json_text import read_text
 from mcore_batching.planning.plans.files import write_whole
 
 _SIZES = {
@@ -47,6 +48,12 @@ class CommandParser(argparse.ArgumentParser):
                 flag = [*action.option_strings, str(action.metavar)][0]
                 return flag if argument.value is None else f"{flag}={argument.value}"
         return str(argument)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message and file is sys.stdout:
+            file.write(message)  # argparse's own passes over a full disk in silence
+        else:
+            super()._print_message(message, file)
 
 
 class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
@@ -151,7 +158,7 @@ def cost_model_of(options: argparse.Namespace) -> CostModel | None:
 def read(path: str) -> str:
     """The text of a file of JSON."""
     try:
-        return read_document(path)
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
 
@@ -165,5 +172,8 @@ def write(path: str, text: str) -> None:
 
 
 def complain(message: str) -> None:
-    """One line on standard error, so that logs of many processes stay readable."""
-    print(f"mcore-batching: {printable(' '.join(message.split()))}", file=sys.stderr)
+    """One line on standard error, if it is open: logs of many processes stay readable."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):  # a full disk
+            line = printable(" ".join(message.split()))
+            print(f"mcore-batching: {line}", file=sys.stderr, flush=True)
