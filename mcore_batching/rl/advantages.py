@@ -1,5 +1,11 @@
 """Advantages of response tokens, from the rewards of the trajectories of each group.
 
+    estimator            advantage of reward r among the n rewards of a group
+    grpo                 (r - mean) / (deviation + 1e-6), with n - 1 degrees of freedom
+    dr_grpo              r - mean
+    rloo                 r - mean of the n - 1 others
+    reinforce_baseline   r - mean; with normalization over the step: REINFORCE++-baseline
+
     trajectory_ids  [7, 7, 8]    uids  [a, a, a]    rewards  [0, 1, 0]
     loss_masks  [[1], [1, 0], [1]]
     compute_advantages(batch, "dr_grpo", step_wise=True)    [[0.5], [0.5, 0.0], [-0.5]]
@@ -10,9 +16,10 @@ turns get its advantage, each through its own mask. Padding samples are in no gr
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,27 +32,19 @@ from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA
 from mcore_batching.batch.fields.value_checks import read_indices
 from mcore_batching.planning.errors import Argument, shortened
 from mcore_batching.planning.integers import entries, require_choice
-from mcore_batching.rl.estimators import ESTIMATORS, outcome_advantages
 from mcore_batching.rl.real_samples import indices_by_group, numbers_of, real_indices
 
 Outcome = Literal["last", "sum"]
 
+_EPSILON = 1e-6
+"""Added to a group's deviation, as verl and SkyRL do by default. Doubled, it halves the advantages
+of groups with all but equal rewards, and changes nothing else."""
 _LEAST_VARIANCE = 1e-8
 """Added to a step's variance, so that advantages that are all equal become 0."""
 
 
 class SplitGroupError(BatchError):
     """Groups with samples on several ranks, so that none can compute their statistics."""
-
-
-class _Computed(NamedTuple):
-    """One rank's advantages before they are normalized."""
-
-    advantages: list[Tensor]
-    masks: list[Tensor]
-    steps: list[list[int]]
-    unmasked: list[Tensor]
-    """Advantages of the tokens that count, of each step; no step without normalization."""
 
 
 def compute_advantages(
@@ -64,8 +63,7 @@ def compute_advantages(
         batch: field name to one value per sample: ``total_lengths``, ``response_lengths``,
             ``rewards``, ``uids``, ``trajectory_ids`` with ``step_wise``; optional ``loss_masks``,
             ``is_padding``.
-        estimator: a name of `mcore_batching.rl.estimators`: "grpo", "dr_grpo", "rloo",
-            "reinforce_baseline", "opo" or "maxrl".
+        estimator: "grpo", "dr_grpo", "rloo" or "reinforce_baseline".
         step_wise: True if a sample is one turn; those of a group with one trajectory id are one
             trajectory.
         outcome: reward of a trajectory: of its "last" turn (by ``round_number`` if there is one,
@@ -103,8 +101,21 @@ def compute_advantages(
     _require_local(uids.by_rank)
     if not normalize:
         return advantages
-    own = _Computed(advantages, masks, members, unmasked)
-    return _normalized(own, sums.value, counts.value, group)
+    filled = [max(count, 1) for count in counts.value]  # of none 0.0, never NaN
+    means = [added / count for added, count in zip(sums.value, filled, strict=True)]
+    # Inside an agreement, since ranks wait for each other here.
+    with Consensus(group).agreement("normalizing") as agree:
+        # From deviations: a difference of two large sums of squares would lose its digits.
+        deviations = zip(unmasked, means, strict=True)
+        squares = agree.sum(
+            "squares", [float(((each - mean) ** 2).sum()) for each, mean in deviations]
+        )
+    normalized = [torch.zeros_like(each) for each in advantages]
+    for step, mean, square, count in zip(members, means, squares.value, filled, strict=True):
+        scale = (square / count + _LEAST_VARIANCE) ** -0.5
+        for i in step:
+            normalized[i] = ((advantages[i].double() - mean) * scale * masks[i]).float()
+    return normalized
 
 
 def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:
@@ -148,32 +159,6 @@ def _unmasked(advantages: Sequence[Tensor], masks: Sequence[Tensor], step: Seque
     return torch.cat([advantages[i][masks[i]].double() for i in step])
 
 
-def _normalized(
-    own: _Computed,
-    sums: Sequence[float],
-    counts: Sequence[int],
-    group: dist.ProcessGroup | None,
-) -> list[Tensor]:
-    """This rank's advantages, of mean 0 and variance 1 over each step's unmasked tokens on all
-    ranks, whose sums and numbers are given."""
-    counts = [max(count, 1) for count in counts]  # of none 0.0, never NaN
-    means = [added / count for added, count in zip(sums, counts, strict=True)]
-    # Inside an agreement, since ranks wait for each other here.
-    with Consensus(group).agreement("normalizing") as agree:
-        # From deviations: a difference of two large sums of squares would lose its digits.
-        deviations = zip(own.unmasked, means, strict=True)
-        squares = agree.sum(
-            "squares", [float(((each - mean) ** 2).sum()) for each, mean in deviations]
-        )
-    normalized = [torch.zeros_like(each) for each in own.advantages]
-    of_steps = zip(own.steps, means, squares.value, counts, strict=True)
-    for step, mean, square, count in of_steps:
-        scale = (square / count + _LEAST_VARIANCE) ** -0.5
-        for i in step:
-            normalized[i] = ((own.advantages[i].double() - mean) * scale * own.masks[i]).float()
-    return normalized
-
-
 def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
     """bool ``[response_length]`` for each sample, False throughout for a padding sample."""
     totals, responses = read_lengths(batch)
@@ -201,12 +186,7 @@ def _advantages(
             f"{', '.join(ESTIMATORS)}",
         )
     groups, trajectories = _trajectories(batch, step_wise)
-    found = outcome_advantages(
-        _outcomes(batch, trajectories, outcome),
-        groups,
-        [sum(int(masks[turn].sum()) for turn in turns) for turns in trajectories],
-        estimator,
-    )
+    found = outcome_advantages(_outcomes(batch, trajectories, outcome), groups, estimator)
     # Each turn gets the trajectory's advantage through its own mask.
     advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
     for turns, advantage in zip(trajectories, found, strict=True):
@@ -253,3 +233,52 @@ def _outcomes(
             for numbers, turns in zip(rounds, trajectories, strict=True)
         ]
     return numbers_of(batch, "rewards", last)
+
+
+def outcome_advantages(
+    rewards: Sequence[float], groups: Sequence[Hashable], estimator: str
+) -> list[float]:
+    """The advantage of each trajectory; 0 for one that is alone in its group.
+
+    outcome_advantages([1, 0, 0], ["a", "a", "a"], "rloo")    [1.0, -0.5, -0.5]
+    """
+    advantages = [0.0] * len(rewards)
+    for index, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise BatchError(
+                f"reward {reward} of trajectory {index}, group {groups[index]!r}, is not finite; "
+                "correct it, or drop the trajectory"
+            )
+    for indices in indices_by_group({"groups": groups}, "groups", range(len(rewards))).values():
+        if len(indices) < 2:  # nothing to compare with
+            continue
+        found = ESTIMATORS[estimator]([rewards[index] for index in indices])
+        for index, advantage in zip(indices, found, strict=True):
+            advantages[index] = advantage
+    return advantages
+
+
+def _minus_mean(rewards: Sequence[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards)  # exact: the order of a group's samples is any
+    return [reward - mean for reward in rewards]
+
+
+def _grpo(rewards: Sequence[float]) -> list[float]:
+    centered = _minus_mean(rewards)
+    variance = math.fsum(each**2 for each in centered) / (len(rewards) - 1)
+    return [each / (math.sqrt(variance) + _EPSILON) for each in centered]
+
+
+def _rloo(rewards: Sequence[float]) -> list[float]:
+    # r - (sum - r) / (n - 1) = (r - mean) · n / (n - 1), without a difference of large sums.
+    count = len(rewards)
+    return [each * count / (count - 1) for each in _minus_mean(rewards)]
+
+
+ESTIMATORS: dict[str, Callable[[Sequence[float]], list[float]]] = {
+    "grpo": _grpo,
+    "dr_grpo": _minus_mean,
+    "rloo": _rloo,
+    "reinforce_baseline": _minus_mean,
+}
+"""Advantages by the rewards of a group of two or more, by estimator."""

@@ -24,7 +24,7 @@ from mcore_batching.batch import (
     token_mean,
 )
 from mcore_batching.batch.loss import response_loss_masks, step_totals
-from mcore_batching.rl import pad_batch
+from mcore_batching.rl import pad_batch, required_batch_multiple
 
 PAD, EOS, LAYERS, TOP_K, AXES = 5, 7, 3, 4, 3
 
@@ -371,3 +371,27 @@ def test_verl_fault_sample_means_do_not_count_padding() -> None:
         assert all(not mask.any() for mask in response_loss_masks(row)[3:])
     assert found[0][:2] == found[1][:2]
     assert torch.equal(found[0][2], found[1][2])
+
+
+@pytest.mark.parametrize(
+    ("critic", "actor_trains", "multiple"),
+    [(None, True, 120), (9, True, 360), (None, False, 2), (9, False, 72), (1, False, 8)],
+)
+def test_verl_fault_the_multiple_of_a_batch(
+    critic: int | None, actor_trains: bool, multiple: int
+) -> None:
+    """Padded to the ranks alone, a batch was cut into mini-batches that were not whole."""
+    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
+    more = {"critic_mini_batch_size": critic, "actor_trains": actor_trains}
+    assert required_batch_multiple(**sizes, **more) == multiple
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data_parallel_size", "samples_per_prompt", "actor_mini_batch_size", "critic_mini_batch_size"],
+)
+@pytest.mark.parametrize("value", [0, 1.5, True])
+def test_sizes_of_a_multiple_out_of_range(name: str, value: Any) -> None:
+    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
+    with pytest.raises(BatchError, match=f"{name} must be (an integer|1 or more)"):
+        required_batch_multiple(**{**sizes, name: value})

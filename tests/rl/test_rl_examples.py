@@ -14,7 +14,7 @@ from mcore_batching.rl import (
     response_values,
     unpad,
 )
-from mcore_batching.rl.estimators import outcome_advantages
+from mcore_batching.rl.advantages import outcome_advantages
 from mcore_batching.rl.real_samples import indices_by_group
 
 
@@ -36,7 +36,7 @@ def test_advantages() -> None:
     }
     found = compute_advantages(batch, "dr_grpo", step_wise=True)
     assert [each.tolist() for each in found] == [[0.5], [0.5, 0.0], [-0.5]]
-    rloo = outcome_advantages([1, 0, 0], ["a", "a", "a"], [1, 1, 1], "rloo")
+    rloo = outcome_advantages([1, 0, 0], ["a", "a", "a"], "rloo")
     assert rloo == [1.0, -0.5, -0.5]
 
 
