@@ -138,21 +138,6 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
             "losses get FusedLogits, which only those functions read"
         ),
     },
-    "the pipeline": {
-        "split_backward": _flag(
-            "compute weight gradients of linear layers apart from the backward pass, in time in "
-            "which pipeline stages would wait: of the passes that the plan chooses, none where it "
-            "predicts under 2 %% less time (auto, or no value), or of every pass (all)",
-            nargs="?",
-            const="auto",
-        ),
-        "split_backward_memory": _flag(
-            "activations that a stage may hold under --dynamic-batch-split-backward, over those "
-            "that it holds without; the default, 1.0, is no more",
-            type=float,
-            metavar="FACTOR",
-        ),
-    },
     "faults, and the start": {
         "on_nonfinite": _flag(
             "a loss or gradient of train_step that is NaN or infinite is an error on every rank, "
@@ -230,6 +215,12 @@ _SPELLED = {
 FLAGS = {name: _SPELLED.get(name, PREFIX + name.replace("_", "-")) for name in OPTIONS}
 """Argument of the library to the flag that sets it."""
 
+REMOVED_FLAGS = {
+    f"{PREFIX}split-backward": "backward passes run whole: leave it out",
+    f"{PREFIX}split-backward-memory": "backward passes run whole: leave it out",
+}
+"""Flags of earlier releases, which are refused, and what to do instead."""
+
 _FORMER = {"consensus_timeout_seconds": (f"{PREFIX}rendezvous-timeout-seconds",)}
 
 PLANNER_DEFAULTS = {
@@ -268,7 +259,43 @@ def add_flags(parser: argparse.ArgumentParser, themes: Iterable[str]) -> argpars
             # argparse has no public way to ask whether a flag is there.
             if FLAGS[name] not in parser._option_string_actions:
                 group.add_argument(FLAGS[name], *_FORMER.get(name, ()), **settings_of(name))
+    refuse_removed(parser)
     return parser
+
+
+_NOT_SHOWN: Any = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+
+
+class _Removed(argparse.Action):
+    """Refuses a removed flag in one line."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(_refusal(self.option_strings[0], self.metavar))
+
+
+def refuse_removed(parser: argparse.ArgumentParser, prefix: str = PREFIX) -> None:
+    """Let a parser refuse the removed flags that it lacks; its own begin with `prefix`."""
+    for flag, instead in REMOVED_FLAGS.items():
+        flag = flag.replace(PREFIX, prefix)
+        if flag not in parser._option_string_actions:
+            parser.add_argument(flag, action=_Removed, nargs="*", metavar=instead, **_NOT_SHOWN)
+
+
+def removed_settings(args: Any) -> list[str]:
+    """Refusals of the removed flags that an object of arguments has set."""
+    set_to = {
+        flag: getattr(args, flag.lstrip("-").replace("-", "_"), None) for flag in REMOVED_FLAGS
+    }
+    # YAML reads `off` as False.
+    return [
+        _refusal(flag, REMOVED_FLAGS[flag])
+        for flag, value in set_to.items()
+        if value not in (None, False, "off")
+    ]
+
+
+def _refusal(flag: str, instead: Any) -> str:
+    return f"{flag} is gone: {instead}"
 
 
 def settings_of(name: str) -> dict[str, Any]:

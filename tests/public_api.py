@@ -175,6 +175,8 @@ def flags(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
+        if action.help == argparse.SUPPRESS:  # a removed flag, which is refused
+            continue
         parts = [" ".join(action.option_strings) or action.dest]
         if action.nargs != 0:
             kind = getattr(action.type, "__name__", "str")

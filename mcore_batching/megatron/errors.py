@@ -28,12 +28,12 @@ def refuse(what: str, problems: Iterable[str]) -> None:
         raise DynamicBatchArgumentError(f"{what} cannot run with these settings:{listed}")
 
 
-def fields_to_unset(config: Any, reasons: Mapping[str, str], either: str = "") -> Iterator[str]:
+def fields_to_unset(config: Any, reasons: Mapping[str, str]) -> Iterator[str]:
     """Problems of a configuration's fields that are set, by the flags of the same names."""
     for name, reason in reasons.items():
         # Some releases lack some of the fields.
         if getattr(config, name, None):
-            yield f"{reason}: unset --{name.replace('_', '-')}{either}"
+            yield f"{reason}: unset --{name.replace('_', '-')}"
 
 
 def one_of_each_problem(found: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mcore_batching.planning.errors import Argument, ConfigError
-from mcore_batching.planning.integers import number_up_to, require_choice, set_at_least_one
+from mcore_batching.planning.integers import require_choice, set_at_least_one
 
 if TYPE_CHECKING:
     from mcore_batching.planning.parallel_dims import ParallelDims
@@ -15,18 +15,13 @@ Packing = Literal["auto", "first-fit", "first-fit-decreasing"]
 Balance = Literal["auto", "pipeline", "cost", "tokens", "none"]
 Fill = Literal["split", "placeholder"]
 OnOversize = Literal["own-bin", "error"]
-SplitBackward = Literal["off", "auto", "all"]
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "packing": get_args(Packing),
     "balance": get_args(Balance),
     "fill": get_args(Fill),
     "on_oversize": get_args(OnOversize),
-    "split_backward": get_args(SplitBackward),
 }
-
-MOST_TIMES = 1000
-"""Largest factor of memory: more than any model's activations grow by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +61,6 @@ class PlannerConfig:
     max_context_parallel: int | None = None
     """Largest context-parallel size of a micro-batch under dynamic CP: a power of two, or all data-
     and context-parallel ranks. None: no dynamic CP, all have the size of the dims."""
-    split_backward: SplitBackward = "off"
-    """Backward passes that leave their weight gradients for later (`pipeline.split_backward`):
-    none, as few as end the step soonest, or all."""
-    split_backward_memory: float = 1.0
-    """Most tokens that a stage holds with split passes, over those that the first stage holds with
-    none."""
-    split_backward_held: float = 1.0
-    """Memory that a micro-batch holds until its weight gradients are made, over that before its
-    backward pass: 1; 17 under full recomputation; 2 to 3 where sequence parallelism cuts inputs."""
 
     def __post_init__(self) -> None:
         """Check ranges and choices."""
@@ -83,10 +69,6 @@ class PlannerConfig:
             *("max_samples_per_row", "max_inflight_tokens", "max_context_parallel"),
         )
         set_at_least_one(self, counts, ConfigError)
-        for name in ("split_backward_memory", "split_backward_held"):
-            value = getattr(self, name)
-            number = number_up_to(name, value, MOST_TIMES, ConfigError, or_zero=False)
-            object.__setattr__(self, name, number)
         for name, choices in CHOICES.items():
             require_choice(name, getattr(self, name), choices, ConfigError)
         # "auto" gives way to `packing` or `fill`; "pipeline" was asked for, as they were.

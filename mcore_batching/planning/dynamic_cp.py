@@ -17,10 +17,9 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import deal, order_slots, split_until
-from mcore_batching.planning.plans.plan import MicroBatches, StepPlan
+from mcore_batching.planning.plans.plan import MicroBatches, Sizes, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.shared_rows import layers_of
-from mcore_batching.planning.search.split_backward import Sizes
 from mcore_batching.planning.shard import pack_shard
 
 
@@ -43,7 +42,6 @@ def of_one_size(
         step,
         micro_batches=ranks,
         context_parallel=tuple(tuple(size if each else 1 for each in rank) for rank in ranks),
-        split_backward=tuple(rank for rank in step.split_backward for _ in range(size)),
         dims=dims,
         config=config,
         cost_model=cost_model,

@@ -150,7 +150,7 @@ class InvariantError(PlanningError):
     """A plan that breaks one of the invariants.
 
     Attributes: `invariant`, its name ("exact cover", "cap", "equal count", "split before
-    placeholder", "split backward" or, under dynamic CP, "blocks"); `indices` of the samples
+    placeholder" or, under dynamic CP, "blocks"); `indices` of the samples
     concerned; `step`, `rank` and `slot`, each None where the fault is not in one place.
     """
 

@@ -51,15 +51,12 @@ def set_at_least_one(settings: Any, names: Iterable[str], error: type[MCoreBatch
             object.__setattr__(settings, name, at_least(name, value, 1, error))
 
 
-def number_up_to(
-    name: str, value: Any, most: float, error: type[MCoreBatchingError], *, or_zero: bool = True
-) -> float:
-    """The argument `name` as a float above 0, up to `most`; or 0."""
+def number_up_to(name: str, value: Any, most: float, error: type[MCoreBatchingError]) -> float:
+    """The argument `name` as a float of 0 to `most`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Compared before it becomes a float: an integer of 400 digits is none.
-    if not (is_number and (0 < value <= most or (or_zero and value == 0))):
-        least = "from 0 to" if or_zero else "above 0, up to"
-        raise error(Argument(name), f" must be a number {least} {most:g}, got {value!r:.60}")
+    if not (is_number and 0 <= value <= most):
+        raise error(Argument(name), f" must be a number from 0 to {most:g}, got {value!r:.60}")
     return float(value)
 
 

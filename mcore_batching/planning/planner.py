@@ -3,30 +3,25 @@ none is left out, and the same input gives the same plan everywhere."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 from collections.abc import Hashable, Sequence
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
-from mcore_batching.planning.errors import Argument, ConfigError, InflightBoundError
+from mcore_batching.planning.errors import Argument, ConfigError
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.integers import integer_entries, one_per_sample
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
-from mcore_batching.planning.plans.plan import MicroBatches, Plan, StepPlan
+from mcore_batching.planning.plans.plan import MicroBatches, Plan, Sizes, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
-    Sizes,
     Slots,
-    Splits,
     check_inflight_tokens,
     search,
     search_dynamic,
-    split_backward,
 )
 from mcore_batching.planning.shard import (
     fill_shard,
@@ -35,8 +30,6 @@ from mcore_batching.planning.shard import (
     shard_outlook,
     soonest_counts,
     soonest_filling,
-    split_shard,
-    splits_of_ranks,
     worst_outlook,
 )
 
@@ -133,7 +126,6 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
     """The plan of one step: of `samples` of the batch, ascending, and the rank that holds each of
     the batch's samples (None: they may go to any)."""
     sizes = None
-    split: Splits = ()
     if owners is None:
         problem = batch.subset(samples)
         if batch.config.max_context_parallel is None:
@@ -146,18 +138,8 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         # Each rank's samples are a problem of their own, numbered from 0, and renamed afterwards.
         for sample in samples:
             shards[owners[sample]].append(sample)
-        local, split = _plan_local([batch.subset(shard) for shard in shards])
+        local = _plan_local([batch.subset(shard) for shard in shards])
         ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
-    if owners is None and batch.splits_backward and samples:
-        starts: list[Sequence[MicroBatches]] = [ranks]
-        if batch.config.searches and sizes is None:
-            # Nor may micro-batches grow past what a first stage holds of the plain plan's.
-            held = max(map(batch.inflight_tokens, ranks))
-            bounded = dataclasses.replace(batch.config, max_inflight_tokens=math.ceil(held))
-            again = dataclasses.replace(batch.subset(samples), config=bounded, defers_weights=True)
-            with contextlib.suppress(InflightBoundError):
-                starts.append([_renamed(rank, samples) for rank in _plan_global(again)])
-        ranks, sizes, split = split_backward(batch, starts, sizes)
     return StepPlan(
         micro_batches=ranks,
         num_microbatches=len(ranks[0]),
@@ -165,7 +147,6 @@ def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] 
         dims=batch.dims,
         config=batch.config,
         context_parallel=sizes,
-        split_backward=split,
         scope="global" if owners is None else "local",
         cost_model=batch.cost_model,
         forward_only=batch.forward_only,
@@ -230,10 +211,9 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
     return place(problem, bins, count)
 
 
-def _plan_local(shards: Sequence[Problem]) -> tuple[tuple[MicroBatches, ...], Splits]:
-    """Micro-batches of each rank, made of its own samples, in the number that suits the straggler;
-    their split backward passes. The same calls as in a job (see `shard`), with `max` for the
-    all-reduce."""
+def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
+    """Micro-batches of each rank, made of its own samples, in the number that suits the straggler.
+    The same calls as in a job (see `shard`), with `max` for the all-reduce."""
     packed = [pack_shard(shard) for shard in shards]
     ends = [shard_ends(shard, bins) for shard, bins in zip(shards, packed, strict=True)]
     latest = [max(each) for each in zip(*ends, strict=True)]  # the straggler's, for each count
@@ -245,9 +225,7 @@ def _plan_local(shards: Sequence[Problem]) -> tuple[tuple[MicroBatches, ...], Sp
         worst_outlook(shard_outlook(shard, rank) for shard, rank in zip(shards, ranks, strict=True))
         for ranks in filled
     ]
-    chosen = filled[soonest_filling(outlooks, shards[0].config)]
-    ranks, splits = zip(*map(split_shard, shards, chosen), strict=True)
-    return ranks, splits_of_ranks(splits)
+    return filled[soonest_filling(outlooks, shards[0].config)]
 
 
 def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.costs.cost import CostModel, ordered_sum
+from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
 from mcore_batching.planning.integers import check_lengths, require_bool, round_up
@@ -49,8 +49,6 @@ class Problem:
     """Costs of samples and micro-batches."""
     forward_only: bool
     """True for forward passes alone, as for old and reference log-probs."""
-    defers_weights: bool = False
-    """True to plan as if W of all backward passes ran whenever its stage would wait."""
 
     @classmethod
     def of(
@@ -100,17 +98,11 @@ class Problem:
     @cached_property
     def schedule(self) -> Schedule:
         """The pipeline schedule, with what its passes cost."""
-        # One share for all: W of a micro-batch's fixed cost is left out, the search's clock needs
-        # no more. Floors that people see count each sample's own (`packing.bounds`).
-        share = self.cost_model.weight_share if self.defers_weights else 0.0
-        weights = share * self.cost_model.linear * sum(self.lengths)
         return Schedule(
             dims=self.dims,
             forward_only=self.forward_only,
             backward_ratio=self.cost_model.backward_ratio,
             which_cost=costs_of_chunks(self.cost_model, self.dims)[1],
-            # W of all samples over the cost of their forward passes.
-            deferred_share=weights / (ordered_sum(self.costs) or 1.0),
         )
 
     @cached_property
@@ -251,18 +243,6 @@ class Problem:
         them."""
         kinds = self.costs_of_stages
         return [_cost(*kind, samples) for samples in slots for kind in kinds]
-
-    @property
-    def splits_backward(self) -> bool:
-        """True if backward passes may be split."""
-        has_stages = self.dims.pipeline_parallel > 1
-        return self.config.split_backward != "off" and not self.forward_only and has_stages
-
-    def slot_weights(self, samples: Sequence[int]) -> list[float]:
-        """Cost of the weight gradients of a micro-batch on each kind of stage."""
-        lengths = [self.lengths[sample] for sample in samples]
-        kinds, _ = costs_of_chunks(self.cost_model, self.dims)
-        return [kind.weights(lengths) for kind in kinds]
 
     def weight(self, samples: Sequence[int]) -> float:
         """The quantity that `config.balance` evens out: padded tokens for "tokens", else cost."""

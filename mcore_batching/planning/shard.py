@@ -8,7 +8,7 @@
         worst = all_reduce_max(shard_outlook(problem, micro_batches))
 
 Then `soonest_filling` picks by the worst outlooks (there are two only under a bound on tokens in
-flight), and `split_shard` splits backward passes. `plan_step` with `owners` makes the same calls.
+flight). `plan_step` with `owners` makes the same calls.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
 from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import Clock, SplitStage
+from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     MOST_SLOTS_PER_STAGE,
     Objective,
-    Splits,
     best_slots,
     ends_by_count,
     improve,
-    split_backward,
     steps_of_counts,
 )
 
@@ -201,32 +199,6 @@ def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> 
         least = min(outlook.inflight_tokens for outlook in outlooks)
         raise InflightBoundError(config.max_inflight_tokens, least)
     return min(within, key=lambda index: outlooks[index].end)
-
-
-def split_shard(
-    problem: Problem, micro_batches: MicroBatches
-) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
-    """One rank's micro-batches in the order that suits split backward passes, and the passes of
-    each stage; none in lockstep, where the other ranks would wait for this one's weight
-    gradients."""
-    if not problem.splits_backward or problem.dims.in_lockstep:
-        return micro_batches, ()
-    if problem.num_samples:
-        alone = dataclasses.replace(problem.dims, data_parallel=1)
-        start = [[micro_batches]]
-        ranks, _, split = split_backward(dataclasses.replace(problem, dims=alone), start)
-        if split:
-            return ranks[0], split[0]
-    # Nothing is worth a split here; said of each pass, as other ranks of the plan may have some.
-    stages = range(problem.dims.pipeline_parallel)
-    counts = [len(problem.schedule.order(stage, len(micro_batches))) for stage in stages]
-    return micro_batches, tuple(SplitStage((False,) * n, (0,) * n) for n in counts)
-
-
-def splits_of_ranks(ranks: Iterable[tuple[SplitStage, ...]]) -> Splits:
-    """`StepPlan.split_backward` of what `split_shard` gave each rank."""
-    splits = tuple(ranks)
-    return splits if any(any(stage.split) for rank in splits for stage in rank) else ()
 
 
 def shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:

@@ -7,7 +7,6 @@ like one made a moment ago.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from mcore_batching.planning import (
     Argument,
@@ -17,7 +16,6 @@ from mcore_batching.planning import (
     StepStatistics,
     micro_batch_lower_bound,
     pack_shard,
-    predicted_step_time,
     step_problem,
     step_statistics,
     validate_plan,
@@ -105,8 +103,6 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], spell: Spell, advice: 
         sizes = [row.size for row in step.rows()]
         of_size = [f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes))]
         lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
-    if step.config.split_backward != "off":
-        lines.append(f"backward passes: {_split(step, lengths, statistics)}")
     # Advice plans anew with samples on any rank, which a local plan may not do.
     if step.scope == "global" and advice:
         found = suggestions(step, lengths)
@@ -185,20 +181,6 @@ def _bottleneck(
     yield (
         f"longest sample: {step.sample_indices[longest]}, {problem.lengths[longest]} tokens, on "
         f"rank {owner}"
-    )
-
-
-def _split(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str:
-    if not step.split_backward:
-        return "whole: without a pipeline to fill, or splitting them gains less than 2 %"
-    stages = [stage for rank in step.split_backward for stage in rank]
-    number = sum(sum(stage.split) for stage in stages)
-    # A stage lists its forward passes, too: half of what it runs is backward.
-    of_all = sum(len(stage.split) for stage in stages) // 2
-    whole = predicted_step_time(replace(step, split_backward=()), lengths)
-    return (
-        f"{number} of {of_all} leave weight gradients for later; with none, these micro-batches "
-        f"would end {whole / (statistics.step_time or 1.0):.2f} x as late"
     )
 
 

@@ -23,11 +23,8 @@ from mcore_batching.planning import (
     StepPlan,
     plan_step,
     predicted_step_time,
-    step_problem,
 )
 from mcore_batching.planning.costs.layer_costs import OUTPUT, cut_layers, work_of_layers
-from mcore_batching.planning.plans.statistics import step_clocks
-from mcore_batching.planning.search import split_backward
 
 Changes = tuple[Argument, ...]  # to set together, with their new values
 # What changes, and what to plan with.
@@ -75,13 +72,6 @@ def _trials(
         plan = plan_step(samples, dims, quick, model, forward_only=step.forward_only)
         return predicted_step_time(plan, samples)
 
-    splits = step.config.split_backward != "off"
-    if step.dims.pipeline_parallel > 1 and not step.forward_only and not splits:
-        yield (
-            (),
-            "backward passes split in two: --dynamic-batch-split-backward",
-            functools.partial(_split_backward_time, step, lengths),
-        )
     for changes, dims, config, model in alternatives(step):
         yield changes, "", functools.partial(planned, own, dims, config, model)
     layout = better_layout(step.cost_model, step.dims, own)
@@ -99,16 +89,6 @@ def _trials(
     for other, steps in sizes.items() if number > 1 else ():
         words = f"{other} samples a step instead of {number}, for each sample (another training)"
         yield (), words, functools.partial(per_sample, steps)
-
-
-def _split_backward_time(step: StepPlan, lengths: Sequence[int]) -> float:
-    """End of the same micro-batches with split backward passes."""
-    problem, ranks = step_problem(step, lengths)
-    config = replace(step.config, split_backward="all")
-    problem = replace(problem, config=config)
-    reordered, sizes, splits = split_backward(problem, [ranks], step.context_parallel)
-    split = replace(step, context_parallel=sizes, split_backward=splits)
-    return max(clock.end for clock in step_clocks(split, problem, reordered))
 
 
 def better_layout(

@@ -1,6 +1,6 @@
 """Predicted times of passes against recorded ones, on Megatron's own schedules.
 
-    python tests/benchmarks/bench_pipeline_clock.py [--dynamic-cp | --split-backward]
+    python tests/benchmarks/bench_pipeline_clock.py [--dynamic-cp]
 
 Every pass sleeps in proportion to its cost on top of a tiny model's work, so that a machine with
 few cores keeps the clock of one with many. The simulation is given the costs alone; what the
@@ -11,12 +11,9 @@ other to do so, as Megatron does by itself: the simulation leaves that out. What
 beside its sleep is a smaller share with a larger ``--seconds-per-cost``.
 
 With ``--dynamic-cp`` whole training steps of the same samples, one of them as long as half of the
-others together, are planned with every row on one rank, with dynamic CP, and with backward passes
-split besides: the table has all, and how much sooner each ends than the first, as predicted and as
-recorded. Recorded is the fastest of the repeats, from the first pass to the last of all ranks.
-
-With ``--split-backward`` the same training steps run with whole backward passes and with split
-ones: asleep over gloo, and on clocks that transfers carry, which block as NCCL's do.
+others together, are planned with every row on one rank, and with dynamic CP: the table has both,
+and how much sooner the second ends, as predicted and as recorded. Recorded is the fastest of the
+repeats, from the first pass to the last of all ranks.
 """
 
 from __future__ import annotations
@@ -66,12 +63,7 @@ def main() -> None:
     parser.add_argument("--seconds-per-cost", type=float, default=0.02)
     parser.add_argument("--exchange-shapes", action="store_true")
     parser.add_argument("--dynamic-cp", action="store_true")
-    parser.add_argument("--split-backward", action="store_true")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a step of whole passes")
     options = parser.parse_args()
-    if options.split_backward:
-        split_backward(options.seconds)
-        return
     if options.dynamic_cp:
         dynamic_cp(options.seconds_per_cost)
     else:
@@ -115,7 +107,7 @@ def fixed_rows(seconds_per_cost: float, exchange_shapes: bool) -> None:
 
 
 def dynamic_cp(seconds_per_cost: float) -> None:
-    """A table of steps with every row on one rank, with dynamic CP, and split besides."""
+    """A table of steps with every row on one rank, and with dynamic CP."""
     print(
         f"{'layout':<18}{'rows':<12}{'sizes on rank 0':<17}{'predicted s':>13}{'recorded s':>12}"
         f"{'error':>9}{'mean error of a pass end':>26}{'whole step s':>14}"
@@ -137,47 +129,12 @@ def dynamic_cp(seconds_per_cost: float) -> None:
             print(f"{name:<18}sooner: {predicted:.2f} x predicted, {recorded:.2f} x recorded")
 
 
-SPLIT_LAYOUTS: dict[str, tuple[dict[str, int], float]] = {
-    "PP4": ({"pipeline_parallel": 4}, 1.0),
-    "PP4 x VPP2": ({"pipeline_parallel": 4, "virtual_pipeline": 2}, 1.25),
-    "PP2 x VPP2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, 1.0),
-    "DP2 x PP2": ({"data_parallel": 2, "pipeline_parallel": 2}, 1.0),
-}
-"""Dims, and memory over that of whole passes."""
-
-
-def split_backward(seconds: float) -> None:
-    """A table of steps of whole and of split backward passes."""
-    print(
-        f"{'layout':<12}{'transfers':<12}{'whole: predicted s':>20}{'recorded s':>12}{'error':>8}"
-        f"{'split: predicted s':>20}{'recorded s':>12}{'error':>8}{'ratio':>14}"
-    )
-    for name, (dims, memory) in SPLIT_LAYOUTS.items():
-        for transfers in ("gloo", "blocking"):
-            parameters = {"dims": dims, "seconds": seconds, "memory": memory}
-            parameters["blocking"] = transfers == "blocking"
-            nproc = dims.get("data_parallel", 1) * dims["pipeline_parallel"]
-            label = f"{name}-{transfers}".replace(" ", "-")
-            job = Job(label, "kit.split_clock:asleep", nproc, dims, parameters, 60 + 8 * seconds)
-            ranks = ran(job)
-            row, times = f"{name:<12}{transfers:<12}", []
-            for plan in ("whole", "split"):
-                predicted = ranks[0][plan][0]
-                steps = zip(*(rank[plan][1] for rank in ranks), strict=True)
-                took = min(map(max, steps))
-                row += f"{predicted:>20.2f}{took:>12.2f}{took / predicted - 1:>+8.1%}"
-                times.append((predicted, took))
-            ratios = [split / whole for whole, split in zip(*times, strict=True)]
-            print(f"{row}{ratios[0]:>8.3f}{ratios[1]:>6.3f}", flush=True)
-
-
 def report_steps(name: str, rows: str, clocks: list[Any]) -> tuple[float, float]:
     """One row of the table; predicted and recorded end of the step."""
     predicted = clocks[0]["predicted"]
     expected = [end for clock in clocks for end in clock["pass_ends"]]
     steps = zip(*(clock["passes"] for clock in clocks), strict=True)
-    ended = zip(*(clock["ended"] for clock in clocks), strict=True)
-    until, recorded = min(map(ends_of, steps, ended))
+    until, recorded = min(map(ends_of, steps))
     errors = [abs(r - e) / predicted for r, e in zip(recorded, expected, strict=True)]
     whole = min(max(seconds) for seconds in zip(*(c["step_seconds"] for c in clocks), strict=True))
     sizes = " ".join(map(str, clocks[0]["sizes"]))
@@ -189,10 +146,11 @@ def report_steps(name: str, rows: str, clocks: list[Any]) -> tuple[float, float]
     return predicted, until
 
 
-def ends_of(ranks: Sequence[Any], ended: Sequence[float]) -> tuple[float, list[float]]:
+def ends_of(ranks: Sequence[Any]) -> tuple[float, list[float]]:
     """The end of the last rank, and of each pass of each rank, since the first began."""
     began = min(start for passes in ranks for *_, start, _ in passes)
-    return max(ended) - began, [end - began for passes in ranks for *_, end in passes]
+    ends = [end - began for passes in ranks for *_, end in passes]
+    return max(ends), ends
 
 
 def ran(job: Job) -> list[Any]:

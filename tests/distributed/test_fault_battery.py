@@ -40,16 +40,11 @@ PLANNER: dict[str, dict[str, Any]] = {
     "later, SIGKILL": {"dynamic_batch_exchange": True, "global_batch_size": 5},
     "packed later": {"global_batch_size": 5},
     "packed later, SIGKILL": {"global_batch_size": 5},
-    "layer, backward": {"dynamic_batch_split_backward": "all"},  # where there are stages
-    "weights": {"dynamic_batch_split_backward": "all"},
-    "weights left": {"dynamic_batch_split_backward": "all"},
 }
 """Of layouts and faults. The longest sample is cut over both ranks; others are not."""
 FATAL = {
     "layer, forward": "PipelineFailedError",
     "layer, backward": "PipelineFailedError",
-    "weights": "PipelineFailedError",
-    "weights left": "PipelineFailedError",
     "optimizer": "PipelineFailedError",
     "scheduler": "PipelineFailedError",
     "exchange": "PipelineFailedError",
@@ -115,11 +110,10 @@ def ends(
 
 
 def fatal() -> list[tuple[str, str]]:
-    """Faults and layouts; some need pipeline stages: weight gradients that wait, packing that takes
-    long. Megatron has all groups of rows but those on one of CP2's ranks."""
+    """Faults and layouts; packing takes long with pipeline stages alone. Megatron has all groups of
+    rows but those on one of CP2's ranks."""
     found = [(fault, layout) for fault in FATAL for layout in LAYOUTS if fault != "row groups"]
-    alone = ("weights", "packed")
-    staged = [each for each in found if not each[0].startswith(alone) or "PP2" in each[1]]
+    staged = [each for each in found if not each[0].startswith("packed") or "PP2" in each[1]]
     return [*staged, ("row groups", "CP2")]
 
 

@@ -56,7 +56,6 @@ JOBS = [
         for name, dims in LAYOUTS.items()
     ),
     pytest.param(job("samples-on-device", LAYOUTS["cp2"], samples_on_device=True)),
-    job("split", LAYOUTS["pp2-vpp2"], options={"dynamic_batch_split_backward": "all"}),
 ]
 
 

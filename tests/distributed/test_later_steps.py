@@ -12,7 +12,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2-pp2": {"data_parallel": 2, "pipeline_parallel": 2},
 }
 EXCHANGE = {"dynamic_batch_exchange": True}
-SPLIT = {"dynamic_batch_share_prefixes": True, "dynamic_batch_split_backward": "all"}
+PREFIXES = {"dynamic_batch_share_prefixes": True}
 PLANNERS = {
     "dp2-pp2-exchange": EXCHANGE,
     "dp2-shared-prefixes": {
@@ -34,7 +34,7 @@ def job(layout: str, name: str, function: str, **parameters: Any) -> Job:
     [
         job("dp2-pp2", "dp2-pp2-exchange", "compare", planner=EXCHANGE),
         job("dp2", "dp2-shared-prefixes", "compare", planner=PLANNERS["dp2-shared-prefixes"]),
-        job("dp2-pp2", "dp2-pp2-shared-split", "compare", planner=SPLIT),
+        job("dp2-pp2", "dp2-pp2-shared", "compare", planner=PREFIXES),
     ],
     ids=str,
 )

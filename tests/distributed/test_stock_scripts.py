@@ -42,11 +42,9 @@ RAMP_UP_UNTIL_017 = [
     *("--lr-decay-samples", "160", "--lr-warmup-samples", "16"),
     *("--micro-batch-size", "1", "--eval-iters", "0"),
 ]
-SPLIT_BACKWARD = ["--dynamic-batch-split-backward", "all"]
 LAYOUTS = {
     "pp2": ([*steps(3), *PP2], FLAG, [8, 16, 24]),
     "dp2-exchange": (steps(3), EXCHANGE, [8, 16, 24]),
-    "pp2-split": ([*steps(3), *PP2], [*FLAG, *SPLIT_BACKWARD], [8, 16, 24]),
     "pp2-ramp-up": ([*RAMP_UP_UNTIL_017, *PP2], FLAG, [2, 4, 6, 11, 16, 24]),
     "pp2-schedule": ([*RAMP_UP, *PP2], FLAG, [2, 4, 8, 12, 20, 28, 36]),
     "ep2": ([*steps(3), *EXPERTS, *NO_AUXILIARY_LOSS], FLAG, [8, 16, 24]),
@@ -187,8 +185,6 @@ def checkout_of(release: str) -> Path:
     ("release", "dims"),
     [
         *itertools.product((*RELEASES, *BRANCHES), ("pp2", "dp2-exchange")),
-        pytest.param("core_v0.17.1", "pp2-split", marks=pytest.mark.long),
-        ("main", "pp2-split"),
         ("core_v0.17.1", "pp2-ramp-up"),
         ("core_v0.18.2", "pp2-schedule"),
         *itertools.product(("core_v0.19.0", *BRANCHES), ("ep2",)),

@@ -287,9 +287,6 @@ def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ra
         pytest.param(("pp2-exchange", "pp2-resumed"), 10, id="pp2-exchange"),
         pytest.param(("vpp2", "vpp2-resumed"), 10, id="vpp2", marks=pytest.mark.long),
         pytest.param(("tp2-cp2", "tp2-cp2-resumed"), 10, id="tp2-cp2", marks=pytest.mark.long),
-        pytest.param(
-            ("pp2-all-split", "pp2-all-split-resumed"), 10, id="pp2-split", marks=pytest.mark.long
-        ),
     ],
     indirect=["records"],
 )
@@ -349,7 +346,6 @@ def assert_equal_steps(ranks: Ranks, before: Ranks) -> None:
         for name, counts, marks in (
             # The first step is planned in line, as all of them without planning ahead.
             ("pp2", (0, 1), ()),
-            ("pp2-split", (0, 1), pytest.mark.long),
             ("vpp2", (0, 1), pytest.mark.long),
             ("tp2", (0, 1), pytest.mark.long),
             ("dp4-shared", (0, 1), pytest.mark.long),

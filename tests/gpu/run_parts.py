@@ -111,20 +111,6 @@ PARTS = [
         part("throughput"),
     ),
     Part(
-        "split-backward",
-        "split backward passes on two stages: the same gradients, sooner",
-        on_ranks(2, part("split_backward")),
-        processes=2,
-        engine=False,
-    ),
-    Part(
-        "split-backward-te",
-        "the same with Transformer Engine's layers and their store",
-        on_ranks(2, part("split_backward", "--attention", "te")),
-        processes=2,
-        engine=True,
-    ),
-    Part(
         "ranks-2",
         "DP2, TP2 and CP2 of the exactness matrix",
         pytest(EXACTNESS, "-k", "[dp2-uneven] or [tp2-uneven] or [cp2-uneven]"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from packaging.version import Version
 
 from mcore_batching.flags import (
     DEFAULT_TIMEOUT_SECONDS,
+    REMOVED_FLAGS,
     THEMES,
     add_dynamic_batch_arguments,
     add_flags,
@@ -65,8 +67,6 @@ FLAGS = {
     "--dynamic-batch-record",
     "--dynamic-batch-share-prefixes",
     "--no-dynamic-batch-share-prefixes",
-    "--dynamic-batch-split-backward",
-    "--dynamic-batch-split-backward-memory",
     "--dynamic-batch-no-failure-watch",
     "--dynamic-batch-no-plan-ahead",
     "--dynamic-batch-no-planned-shapes",
@@ -85,7 +85,26 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_flags_are_frozen() -> None:
     parser = add_dynamic_batch_arguments(argparse.ArgumentParser(add_help=False))
-    assert set(parser._option_string_actions) == FLAGS
+    assert set(parser._option_string_actions) - {*REMOVED_FLAGS} == FLAGS
+
+
+@pytest.mark.parametrize("flag", REMOVED_FLAGS)
+@pytest.mark.parametrize("values", [[], ["1"], ["a", "b"]])
+def test_removed_flags_are_refused_in_one_line(
+    flag: str, values: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = f"{flag} is gone: {REMOVED_FLAGS[flag]}"
+    with pytest.raises(SystemExit):
+        parse(flag, *values)
+    assert capsys.readouterr().err.splitlines()[-1].endswith(refusal)
+    assert flag not in add_flags(argparse.ArgumentParser(), THEMES).format_help()
+    attribute = flag.lstrip("-").replace("-", "_")
+    assert not hasattr(parse(), attribute)
+    for off in (None, False, "off"):  # YAML reads `off` as False
+        assert Options.of(SimpleNamespace(**{attribute: off})) == Options.of(SimpleNamespace())
+    for value in ("auto", True, 1.0):
+        with pytest.raises(DynamicBatchArgumentError, match=re.escape(refusal)):
+            Options.of(SimpleNamespace(**{attribute: value}))
 
 
 @pytest.mark.parametrize("tokens", ["0", "-3"])
@@ -120,7 +139,7 @@ def test_every_argument_in_the_table_has_its_flag() -> None:
     parser = add_flags(argparse.ArgumentParser(), THEMES)
     assert set(FLAG_OF.values()) <= set(parser._option_string_actions)
     settings = {field.name for field in dataclasses.fields(PlannerConfig)}
-    assert settings - {"split_backward_held"} <= set(FLAG_OF)  # it is of the model's shape
+    assert settings <= set(FLAG_OF)
 
 
 @pytest.mark.parametrize(

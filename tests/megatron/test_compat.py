@@ -115,13 +115,6 @@ def test_dims_have_the_interleaved_schedules_group(
     assert dims.sequence_parallel
 
 
-def test_engine_linears_have_one_weight_and_can_fuse() -> None:
-    fused, grouped, plain = torch.nn.Linear(1, 1), torch.nn.Module(), torch.nn.Linear(1, 1)
-    fused.fuse_wgrad_accumulation = grouped.fuse_wgrad_accumulation = True
-    chunk = torch.nn.ModuleDict({"fused": fused, "grouped": grouped, "plain": plain})
-    assert compat.layers.engine_linears(chunk) == {"fused": fused}
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -12,7 +12,6 @@ from mcore_batching.megatron.learning.pass_times import (
     MAX_SLOTS,
     SharedTimes,
     TimedStep,
-    TimedWeights,
     costs_of_slots,
     places_of_slots,
 )
@@ -83,21 +82,13 @@ def test_of_many_slots_some_are_told() -> None:
     )
 
 
-def test_a_split_pass_takes_the_time_of_its_weights_too() -> None:
+def test_passes_take_the_time_between_their_marks() -> None:
     order = [Pass("F", 0, 0), Pass("B", 0, 0), Pass("F", 0, 1), Pass("B", 0, 1)]
-    first, second = order[1], order[3]
     marks = [0.0, 1.0, 1.0, 3.0, 4.0, 6.0, 6.0, 10.0]
-    weights = [
-        TimedWeights({first: 0}, 3.0, 3.0),  # of experts without a token
-        TimedWeights({first: 20}, 3.0, 3.5),
-        TimedWeights({first: 40, second: 120}, 10.0, 14.0),
-    ]
-    step = TimedStep([(5,), (9,)], [1, 1], order, marks, weights, None)
+    step = TimedStep([(5,), (9,)], [1, 1], order, marks, None)
     assert step.is_over
-    apart = {Pass("W", 0, 0): 1.5, Pass("W", 0, 1): 3.0}
-    assert step.seconds() == {order[0]: 1.0, first: 3.5, order[2]: 2.0, second: 7.0, **apart}
-    timed = step.timings(step.seconds())
-    assert [timed[slot].weight_seconds for slot in range(2)] == [1.5, 3.0]
-    # Of another chunk's backward pass, which was whole, it is not known.
-    more = step.timings(step.seconds() | {Pass("B", 1, 0): 2.0})
-    assert [more[slot].weight_seconds for slot in range(2)] == [0.0, 3.0]
+    seconds = step.seconds()
+    assert seconds == dict(zip(order, [1.0, 2.0, 2.0, 4.0], strict=True))
+    timed = step.timings(seconds | {Pass("B", 1, 0): 2.0})  # of another chunk of the stage
+    assert [row.forward_seconds for row in timed] == [1.0, 2.0]
+    assert [row.backward_seconds for row in timed] == [4.0, 4.0]

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import Blocks, Schedule, SplitStage
+from mcore_batching.planning.pipeline import Blocks, Schedule
 
 Node = tuple[int, str, int, int]
-"""Stage, F, B or W, chunk, slot."""
+"""Stage, F or B, chunk, slot."""
 Action = tuple[str, Node]
 """``run`` a pass; ``post`` a receive, or ``wait`` for a transfer: of a pass's output."""
 
@@ -25,59 +25,19 @@ def played(
     blocks: Sequence[Blocks] | None = None,
 ) -> dict[tuple[int, Node], tuple[float, float]]:
     """Start and end of each pass of each rank, given costs [slots][ranks] and who shares what."""
-    of_ranks = [list(rank) for rank in zip(*costs, strict=True)]
-    passes = [
-        len(schedule.order(stage, len(costs) // schedule.num_costs))
-        for stage in range(schedule.dims.pipeline_parallel)
-    ]
-    whole = [[SplitStage((False,) * count, (0,) * count) for count in passes] for _ in of_ranks]
-    nothing = [[0.0] * len(costs) for _ in of_ranks]
-    return played_split(of_ranks, nothing, schedule, whole, 0.0, blocks)[0]
-
-
-def played_split(
-    costs: Sequence[Sequence[float]],
-    weights: Sequence[Sequence[float]],
-    schedule: Schedule,
-    splits: Sequence[Sequence[SplitStage]],
-    overhead: float,
-    blocks: Sequence[Blocks] | None = None,
-) -> tuple[
-    dict[tuple[int, Node], tuple[float, float]],
-    dict[tuple[int, int], float],
-    dict[tuple[int, int], list[Node]],
-]:
-    """Start and end of each pass of ranks whose backward passes are split as a plan says, given
-    costs [ranks][slots * kinds] and who shares what; the end of each rank's stages; and all that
-    each of these runs, a W for each part of one."""
-    dims, count = schedule.dims, len(costs[0]) // schedule.num_costs
-    orders: dict[tuple[int, int], list[Node]] = {}
-    for rank, stages in enumerate(splits):
-        for stage, (split, parts) in enumerate(stages):
-            order: list[Node] = []
-            due: list[Node] = []
-            passes = schedule.order(stage, count)
-            for what, is_split, before in zip(passes, split, parts, strict=True):
-                order += [*due[:before], (stage, *what)]
-                del due[:before]
-                due += [(stage, "W", what.chunk, what.slot)] * 8 * is_split
-            orders[rank, stage] = order + due
-    plain = [[(s, *what) for what in schedule.order(s, count)] for s in range(len(splits[0]))]
-    waits = waited_for(plain, dims) if dims.virtual_pipeline > 1 else {}
-    left = {each: list(order) for each, order in orders.items()}
+    dims, count = schedule.dims, len(costs) // schedule.num_costs
+    ranks, stages = range(len(costs[0])), range(dims.pipeline_parallel)
+    orders = [[(s, *what) for what in schedule.order(s, count)] for s in stages]
+    waits = waited_for(orders, dims) if dims.virtual_pipeline > 1 else {}
+    left = {(rank, stage): list(orders[stage]) for rank in ranks for stage in stages}
     times: dict[tuple[int, Node], tuple[float, float]] = {}
     free = dict.fromkeys(left, 0.0)
 
     def took(rank: int, node: Node) -> float:
         stage, kind, chunk, slot = node
         which = schedule.which_cost[stage][chunk] if schedule.which_cost else 0
-        place = slot * schedule.num_costs + which
-        whole = costs[rank][place] * schedule.share(kind if kind != "W" else "B")
-        weight = min(whole, weights[rank][place] * schedule.share("F"))
-        if kind == "W":
-            return weight / 8
-        is_split = kind == "B" and (stage, "W", chunk, slot) in orders[rank, stage]
-        return (whole - weight) * (1 + overhead) if is_split else whole
+        share = (schedule.backward_ratio if kind == "B" else 1.0) / dims.virtual_pipeline
+        return costs[slot * schedule.num_costs + which][rank] * share
 
     while any(left.values()):
         for (rank, stage), nodes in left.items():
@@ -85,7 +45,7 @@ def played_split(
                 continue
             node = nodes[0]
             shared = [range(*each) for each in (blocks[node[3]] if blocks else ())]
-            members = [each for each in shared if rank in each] if node[1] != "W" else []
+            members = [each for each in shared if rank in each]
             together = members[0] if members else range(rank, rank + 1)
             needed = [
                 (each, other)
@@ -101,18 +61,14 @@ def played_split(
             for each in together:
                 left[each, stage].pop(0)
                 free[each, stage] = end
-                # Of all parts of W.
-                first = times.get((each, node), (start, 0.0))[0] if node[1] == "W" else start
-                times[each, node] = first, end
-    return times, free, orders
+                times[each, node] = start, end
+    return times
 
 
 def needs(node: Node, dims: ParallelDims) -> list[Node]:
     """The pass whose result another takes: the model is one row of parts, down and then up."""
     stage, kind, chunk, slot = node
     stages = dims.pipeline_parallel
-    if kind == "W":
-        return [(stage, "B", chunk, slot)]
     part = chunk * stages + stage + (-1 if kind == "F" else 1)
     if part == stages * dims.virtual_pipeline:
         return [(stage, "F", chunk, slot)]

@@ -143,8 +143,8 @@ def test_ends_and_chains_are_those_of_passes_played_before_and_after_changes(ste
 @examples(200)
 @given(steps())
 def test_no_rank_ends_before_what_its_schedule_says(step: Step) -> None:
-    """By its work, or by the way of its longest micro-batch; with uneven stages and split backward
-    passes too."""
+    """By its work, or by the way of its longest micro-batch; with uneven stages
+    too."""
     schedule = step.schedule
     for costs in ([1.0 + slot[0] for slot in step.costs], [1.0] * len(step.costs)):
         end = Clock(costs, schedule).end * (1 + 1e-9)

@@ -32,7 +32,6 @@ for number in range(15):
         max_tokens_per_gpu=16384,
         plan_effort=40,
         max_context_parallel=4 if number in (2, 7) else None,
-        split_backward=("off", "auto", "all")[number // 5],
     )
     model = CostModel(linear=0.1, quadratic=1 / 7000.1, per_micro_batch=0.3, backward_ratio=1.7)
     step = plan_step(lengths, dims, config, model, forward_only=number == 9)

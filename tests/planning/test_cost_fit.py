@@ -63,7 +63,6 @@ def learn(
     rows: Callable[[random.Random], list[tuple[int, ...]]] = rows_of,
     learnt: LearntCosts | None = None,
     shared_rows: Callable[[random.Random], list[tuple[tuple[int, ...], int]]] = no_rows,
-    splits: bool = False,
 ) -> Iterator[LearntCosts]:
     """What is known after each step of a job of two pipelines of two stages."""
     generator = random.Random(1)
@@ -80,16 +79,8 @@ def learn(
                 seconds = SECONDS_PER_UNIT * own.micro_batch(lengths)
                 seconds *= slowness(step, replica, stage, generator) * generator.gauss(1, noise)
                 backward = model.backward_ratio * seconds * generator.gauss(1, noise)
-                weights = 0.0
-                if splits and generator.random() < 0.5:
-                    weights = SECONDS_PER_UNIT * own.weights(lengths) * generator.gauss(1, noise)
                 timed.append(
-                    Timing(
-                        lengths=lengths,
-                        forward_seconds=seconds,
-                        backward_seconds=backward,
-                        weight_seconds=weights,
-                    )
+                    Timing(lengths=lengths, forward_seconds=seconds, backward_seconds=backward)
                 )
             window.append(timed)
             del window[:-WINDOW_STEPS]
@@ -112,19 +103,6 @@ def learn(
         sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
         learnt = relearnt(learnt, sums, shared[-WINDOW_STEPS:])
         yield learnt
-
-
-@pytest.mark.parametrize("layers", ["", "aaaaaV"])
-def test_the_share_of_weight_gradients_is_learnt_where_they_run_apart(layers: str) -> None:
-    costs = (("a", 1.0, 1e-4, 1e-4, 1.0), ("V", 2.0, 0.0, 0.0, 1.0)) if layers else ()
-    truth = CostModel(weight_share=0.8, layers=layers, layer_costs=costs)
-    guess = LearntCosts(cost_model=CostModel(layers=layers, layer_costs=costs))
-    *_, whole = learn(lambda step: truth, learnt=guess)
-    assert whole.cost_model.weight_share == guess.cost_model.weight_share
-    *_, split = learn(lambda step: truth, learnt=guess, splits=True)
-    assert split.cost_model.weight_share == pytest.approx(0.8, rel=1e-3)
-    *_, noisy = learn(lambda step: truth, learnt=guess, splits=True, noise=0.03)
-    assert noisy.cost_model.weight_share == pytest.approx(0.8, rel=0.05)
 
 
 def error(learnt: LearntCosts, truth: CostModel, seed: int = 7) -> float:
@@ -407,7 +385,6 @@ def test_costs_are_learnt_where_the_last_stage_is_known_to_have_more_layers(
             0.0,
         ),
         ("context_parallel_fixed", [0.0, 1.0, 0.0, 0.0, 1e-19], {}, 0.0),
-        ("weight_share", [0.0, 1.0, 0.0, 0.0, 0.0], {"apart": 1e-19, "token_apart": 1.0}, 0.0),
         ("backward_ratio", [0.0, 1.0, 0.0, 0.0, 0.0], {"forward": 1e-19}, 1e18),
         ("seconds_per_unit", [0.0, 1e-19, 0.0, 0.0, 0.0], {}, 1e-18),
     ],
@@ -419,8 +396,7 @@ def test_what_is_learnt_can_be_read_back(
     normal = [[0.0] * 5 for _ in range(5)]
     for unknown in (0, 1, 2, 4):
         normal[unknown][unknown] = 1.0
-    rest = {"forward": 1.0, "backward": 2.0, "count": 3.0}
-    rest |= {"apart": 0.0, "fixed_apart": 0.0, "token_apart": 0.0} | others
+    rest = {"forward": 1.0, "backward": 2.0, "count": 3.0} | others
     model = CostModel(
         quadratic=0.0,
         per_micro_batch=0.0,
@@ -439,7 +415,8 @@ def test_it_travels_as_json() -> None:
     *_, learnt = learn(lambda step: LAUNCHES, num_steps=3)
     data = json.loads(json.dumps(learnt.to_data()))
     assert LearntCosts.from_data(data) == learnt
-    # As written when stages and transfers were learnt, too.
+    # As written when stages, transfers and weight gradients were learnt, too.
+    data["cost_model"] |= {"weight_share": 0.8, "split_backward_overhead": 0.1}
     data |= {"stage_factors": [0.9, 1.1], "transfers": [{"seconds": 1.0}], "num_steps": 3}
     assert LearntCosts.from_data(data) == learnt
 

@@ -215,7 +215,7 @@ def test_stages_of_the_layers_that_they_hold() -> None:
     assert shares[0][1] == shares[1][1]
 
 
-def test_stages_keep_windows_reads_and_weight_gradients_of_their_own() -> None:
+def test_stages_keep_windows_and_reads_of_their_own() -> None:
     near, far = LayerCost(4.0, 2.0, 0.0, 2.0), LayerCost(4.0, 6.0, 6.0, 10.0)
     output = LayerCost(2.0, 0.0, 0.0, 0.0)
     costs = {"n": near, "f": far, "V": output}
@@ -223,7 +223,6 @@ def test_stages_keep_windows_reads_and_weight_gradients_of_their_own() -> None:
     ((first, last), _) = costs_of_chunks(model, ParallelDims(pipeline_parallel=2))
     assert (first.beyond_window, last.beyond_window) == (0.0, 1.0)
     assert last.per_micro_batch == 5 * first.per_micro_batch
-    assert (first.weight_share, last.weight_share) == (1.0, pytest.approx(0.8))
     # Chunks n and f of the first stage, n and fV of the second.
     interleaved = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
     stage = costs_of_stage(model, interleaved, 0)
@@ -236,7 +235,7 @@ def test_stages_keep_windows_reads_and_weight_gradients_of_their_own() -> None:
     ((_, last), _) = costs_of_chunks(
         cost_model("nf|V", costs | {"V": LayerCost()}), ParallelDims(pipeline_parallel=2)
     )
-    assert (last.linear, last.weight_share) == (0.0, 1.0)
+    assert last.linear == 0.0
     assert cut_layers("aaaaaV", 2) == "aaa|aaV"
 
 
@@ -246,7 +245,6 @@ def test_costs_of_samples_by_hand() -> None:
     shared = CostModel().on_ranks(3)
     assert shared.linear == pytest.approx(1.1**2 / 3)
     assert shared.per_micro_batch == 256 + 2 * 64
-    assert CostModel(weight_share=0.5).weights([10, 20]) == 0.5 * (256 + 30)
 
 
 def test_a_hybrid_pattern_cuts_itself() -> None:

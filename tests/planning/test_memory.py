@@ -113,26 +113,6 @@ CONFIG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("recompute", "sequence", "gathers", "held"),
-    [
-        (False, False, True, 1.0),
-        # Of a layer 4·64 values outside, 16·2·(4 + 2) + 3·256 inside; its input alone is 64.
-        (True, False, True, (256 + 960) / 64),
-        # In halves; half of 4 or 2 gathered streams of 64 beside them.
-        (False, True, True, (128 + 480 + 128) / (128 + 480)),
-        (False, True, False, (128 + 480 + 64) / (128 + 480)),
-        (True, True, True, (128 + 480 + 128) / 32),
-    ],
-)
-def test_what_a_split_pass_holds_until_its_weight_gradients_are_made(
-    recompute: bool, sequence: bool, gathers: bool, held: float
-) -> None:
-    dims = ParallelDims(tensor_parallel=2 if sequence else 1, sequence_parallel=sequence)
-    shape = replace(SHAPE, recompute=recompute)
-    assert shape.held_for_weights(dims, gathers_inputs=gathers) == pytest.approx(held)
-
-
 def test_the_shape_in_a_model_s_config_json() -> None:
     shape = replace(SHAPE, head_dim=16)
     assert ModelShape.from_config_json(json.dumps(CONFIG)) == shape

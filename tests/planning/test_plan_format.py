@@ -21,7 +21,6 @@ from mcore_batching.planning import (
     plan_batch,
     plan_step,
 )
-from mcore_batching.planning.pipeline import SplitStage
 
 LENGTHS = [6, 4, 3, 9, 2, 14]
 STEP = StepPlan(
@@ -109,8 +108,6 @@ def test_digest_is_sha256_of_the_canonical_document() -> None:
         {"scope": "local"},
         {"num_microbatches": 3},
         {"sample_indices": (0, 1, 2, 3, 4, 6)},
-        {"split_backward": ((SplitStage((False, True), (0, 0)),),)},
-        {"split_backward": ((SplitStage((False, True), (0, 1)),),)},
     ],
 )
 def test_digest_and_equality_see_every_field(changes: dict[str, Any]) -> None:
@@ -168,6 +165,10 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
         (
             edited(steps=[{**STEP_DOCUMENT, "ranks": [[[0, True]]]}]),
             "a sample index at step 0, rank 0, slot 0 must be an integer of 0 or more, got True",
+        ),
+        (
+            edited(steps=[{**STEP_DOCUMENT, "split_backward": []}]),
+            'step 0 has "split_backward", passes that are no longer split; plan again',
         ),
         (edited(num_samples=7), "; plan again, or pass verify_digest"),
         (edited(digest=None), 'the plan has no "digest"'),

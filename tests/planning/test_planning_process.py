@@ -58,15 +58,13 @@ def becomes_true(condition: Callable[[], bool]) -> bool:
 
 def test_its_plans_are_those_made_here(process: PlanningProcess) -> None:
     shared = PlannerConfig(max_tokens_per_gpu=256, max_context_parallel=2)
-    split = PlannerConfig(max_tokens_per_gpu=256, split_backward="all", split_backward_held=1.5)
-    for config in (REQUEST.config, shared, split):
+    for config in (REQUEST.config, shared):
         request = PlanRequest(REQUEST.lengths, DIMS, config, COSTS)
         plan = process.plan(request)
         assert plan == request.plan()
         assert plan.digest() == request.plan().digest()
-        assert bool(plan.split_backward) == (config == split)
         forward = PlanRequest(REQUEST.lengths, DIMS, config, COSTS, forward_only=True)
-        assert not process.plan(forward).split_backward
+        assert process.plan(forward) == forward.plan()
     own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, process.pid))
     assert its == own + planning_process.NICENESS  # training has the processor first
 

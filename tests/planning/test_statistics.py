@@ -19,7 +19,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.packing.bounds import step_time_floor
-from mcore_batching.planning.pipeline import Clock, split_inflight_tokens
+from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.problem import Problem
@@ -88,18 +88,14 @@ def test_slots_are_compared_across_ranks() -> None:
     pipeline=st.sampled_from([1, 2]),
     expert=st.sampled_from([1, 2]),
     samples_per_row=st.sampled_from([None, 2]),
-    split=st.sampled_from(["off", "all"]),
     layers=st.sampled_from(["", "aabV"]),
 )
-@example(
-    shards=[[40, 1], [1]], pipeline=2, expert=1, samples_per_row=None, split="all", layers=""
-)  # no step ends before the long sample, but for its weight gradients
+@example(shards=[[40, 1], [1]], pipeline=2, expert=1, samples_per_row=None, layers="")
 def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
     shards: list[list[int]],
     pipeline: int,
     expert: int,
     samples_per_row: int | None,
-    split: Any,
     layers: str,
 ) -> None:
     ranks = len(shards) // 2 * 2
@@ -109,9 +105,6 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
         max_tokens_per_gpu=32,
         pad_each_to=2,
         max_samples_per_row=samples_per_row,
-        split_backward=split,
-        split_backward_memory=2.0,
-        split_backward_held=1.5,
     )
     lengths = [length for shard in shards for length in shard]
     owners = [rank for rank, shard in enumerate(shards) for _ in shard]
@@ -123,17 +116,9 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
         problem = Problem.of(shard, dims, config, model)
         first = owners.index(rank) if shard else 0
         rows = [[i - first for i in row] for row in step.micro_batches[rank]]
-        stages = step.split_backward[rank] if step.split_backward else ()
-        parts.append(shard_statistics(problem, rows, stages))
-        held = [problem.held_tokens(row, 1) for row in rows]
-        in_flight.append(
-            [
-                split_inflight_tokens(held, problem.schedule, stages[stage], 1.5, stage=stage)
-                if stages
-                else problem.inflight_tokens(rows, stage=stage)
-                for stage in (0, pipeline - 1)
-            ]
-        )
+        parts.append(shard_statistics(problem, rows))
+        ends = (0, pipeline - 1)
+        in_flight.append([problem.inflight_tokens(rows, stage=stage) for stage in ends])
     figures: dict[str, Any] = {}
     for of_kind, join in enumerate((sum, max)):
         for name, value in parts[0][of_kind].items():

@@ -201,23 +201,6 @@ def test_consecutive_steps() -> None:
         compare.consecutive_steps([3], 0)
 
 
-def test_ours_is_compared_with_its_split_backward_passes() -> None:
-    steps = [LENGTHS[:16], LENGTHS[16:32]]
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
-    plain, split = (
-        {made.name: made.time_over_ours for made in compare.compare(steps, dims, config)}
-        for config in (CONFIG, replace(CONFIG, split_backward="all"))
-    )
-    rules = [name for name in plain if plain[name] and not name.startswith("mcore_batching")]
-    assert len(rules) > 5
-    for name in rules:
-        assert (split[name] or 0.0) > 1.03 * (plain[name] or 0.0), name
-    # As under one size for all, on each rank of a row.
-    dynamic = replace(CONFIG, split_backward="all", max_context_parallel=2)
-    found = compare.compare(steps, replace(dims, data_parallel=1, context_parallel=2), dynamic)
-    assert by_name(found, "CP 2 for all").planned == 2
-
-
 @pytest.fixture
 def lengths_file(tmp_path: Path) -> str:
     path = tmp_path / "lengths.txt"

@@ -14,12 +14,8 @@ from mcore_batching.planning import (
     StepPlan,
     plan_batch,
     plan_step,
-    step_problem,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import Clock, Schedule, SplitClock
-from mcore_batching.planning.plans.statistics import step_clocks
-from mcore_batching.planning.search import split_backward
 from mcore_batching.tools.explain import explain, what_holds_back
 from mcore_batching.tools.suggestions import (
     COMPARED_PLAN_EFFORT,
@@ -109,16 +105,6 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool, bound: int | None)
     assert not {("max_tokens_per_gpu=8192",), ("max_tokens_per_gpu=32768",)} <= set(gains)
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("count", [8, 16, 33])
-def test_split_backward_passes_end_when_zero_bubble_schedules_do(stages: int, count: int) -> None:
-    """ZB-H1 with equal micro-batches: (stages - 1) x (F + B - W) of idle time (Qi et al. 2023)."""
-    schedule = Schedule(dims=ParallelDims(pipeline_parallel=stages))
-    costs, tokens = [2.0] * count, [[1]] * count
-    clock = SplitClock(costs, costs, schedule, [()] * count, tokens=tokens, limit=stages)
-    assert clock.run(clock.all_split) == 2.0 * (stages - 1 + 3 * count)
-
-
 @pytest.mark.parametrize(
     ("layers", "flags", "then"),
     [
@@ -149,43 +135,6 @@ def test_layouts_of_two_stages_and_of_few_layers() -> None:
     assert (flags, cut.layers) == ("--decoder-last-pipeline-num-layers 3", "aaaaa|aaaV")
     for sizes in ({"pipeline_parallel": 1}, {"virtual_pipeline": 2}, {"pipeline_parallel": 9}):
         assert better_layout(model, replace(PP4, **sizes), [100]) is None
-
-
-def test_split_backward_passes_cost_no_more_than_whole_ones() -> None:
-    step = plan_step(MANY, PP4, CONFIG)
-    costs = [
-        [step.cost_model.micro_batch([MANY[i] for i in samples]) for samples in rank]
-        for rank in step.micro_batches
-    ]
-    problem, ranks = step_problem(step, MANY)
-    every = replace(problem, config=replace(problem.config, split_backward="all"))
-    ranks, _, splits = split_backward(every, [ranks])
-    split = replace(step, split_backward=splits)
-    ends = [clock.end for clock in step_clocks(split, problem, ranks)]
-    assert max(ends) < max(Clock(rank, Schedule(dims=PP4)).end for rank in costs)
-    assert all(end > 3 * sum(rank) for end, rank in zip(ends, costs, strict=True))
-    (split,) = [each for each in suggestions(step, MANY) if "split in two" in each.otherwise]
-    assert split.gain == pytest.approx(step_time(step, MANY) / max(ends), rel=1e-12)
-    assert not split.changes
-
-
-@pytest.mark.parametrize("shared", [None, 2])
-def test_split_backward_passes_are_counted_with_their_gain(shared: int | None) -> None:
-    lengths, dims = MANY[:64], replace(PP4, data_parallel=2)
-    config = replace(CONFIG, max_context_parallel=shared, split_backward="all")
-    step = plan_step(lengths, dims, config)
-    later = sum(sum(stage.split) for rank in step.split_backward for stage in rank)
-    whole = step_time(replace(step, split_backward=()), lengths) / step_time(step, lengths)
-    of_all = 2 * 4 * step.num_microbatches
-    assert whole > 1.02
-    assert (
-        f"backward passes: {later} of {of_all} leave weight gradients for later; with none, these "
-        f"micro-batches would end {whole:.2f} x as late"
-    ) in explain(step, lengths, advice=False)
-    whole_plan = plan_step(lengths, dims, CONFIG)
-    assert "backward passes: " not in explain(whole_plan, lengths, advice=False)
-    without = plan_step(lengths, ParallelDims(), replace(CONFIG, split_backward="auto"))
-    assert "backward passes: whole: without a pip" in explain(without, lengths, advice=False)
 
 
 def test_chunks_and_step_sizes_are_suggested_with_their_gains() -> None:

@@ -127,26 +127,6 @@ def test_chunks_have_shades_and_names() -> None:
     assert "forward, odd chunk" in labels
 
 
-def test_weight_gradients_that_wait_have_boxes_of_a_third_colour() -> None:
-    config = PlannerConfig(max_tokens_per_gpu=60, split_backward="all", split_backward_held=1.5)
-    step = planned(LENGTHS, config, pipeline_parallel=2)
-    figure, tooltips = step_figure(step, LENGTHS)
-    drawn = boxes(figure, "pass-")
-    colours = {name: to_hex(box.get_facecolor()) for name, box in drawn.items()}
-    by_kind = [{c for name, c in colours.items() if kind in name} for kind in "FBW"]
-    assert list(map(len, by_kind)) == [1, 1, 1]
-    assert len(set.union(*by_kind)) == 3
-    weights = [name for name in drawn if "W" in name]
-    assert all("weight gradients" in tooltips[f"pass-{name}"] for name in weights)
-    # All the work of the whole passes, in pieces.
-    costs = sum(drawn[name].get_width() for name in drawn if "F" not in name)
-    assert costs == pytest.approx(2 * sum(drawn[n].get_width() for n in drawn if "F" in n))
-    assert "weight gradients" in [text.get_text() for text in figure.legends[0].get_texts()]
-    whole, _ = step_figure(planned(LENGTHS, pipeline_parallel=2), LENGTHS)
-    assert not [name for name in boxes(whole, "pass-") if "W" in name]
-    assert "weight gradients" not in [text.get_text() for text in whole.legends[0].get_texts()]
-
-
 def test_a_large_step_shows_three_ranks() -> None:
     lengths = [10 + i % 37 for i in range(200)]
     for ranks, shown in ((MOST_ROWS // 2, MOST_ROWS // 2), (MOST_ROWS, 3)):

@@ -31,7 +31,6 @@ from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.step_log import (
-    LEFT_BYTES,
     own_figures,
     record_step,
     statistics_of,
@@ -44,7 +43,6 @@ from mcore_batching.megatron.job.job import Job, job_of, raise_first
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.learning.pass_times import mark
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.split_backward.plan import most_left_bytes
 from mcore_batching.megatron.step.model_inputs import changed_inputs, padding_mask
 from mcore_batching.megatron.step.multi_token import (
     LaterLosses,
@@ -151,10 +149,9 @@ class PackedForwardBackward:
         plan_seconds: float,
     ) -> None:
         """End a training step on all ranks, or raise on all what failed on any, and log it."""
-        left_bytes = most_left_bytes(job)
         with job.agreement_after_pipeline("training") as agree:
             raise_first(failed)
-            problem, own = own_figures(schedule, left_bytes)
+            problem, own = own_figures(schedule)
             _, reductions = Statement(figures=own).put_into(agree)
         figures = {name: each.value for name, each in reductions.items()}
         made = statistics_of(schedule, problem, figures)
@@ -166,7 +163,6 @@ class PackedForwardBackward:
             plan_seconds=plan_seconds,
             run=run,
             memory=predicted_memory(made, problem, shape),
-            left_bytes=int(figures[LEFT_BYTES]) if job.options.splits_backward else None,
             learnt=keep_learnt_costs(self._args, job, (speed or 0.0) * made.step_time),
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )

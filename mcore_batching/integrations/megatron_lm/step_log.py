@@ -1,6 +1,6 @@
 """Statistics of a training step's plan, for Megatron's log line, TensorBoard and W&B.
 
-    own_figures(schedule, 0)            each rank's part, sent with the agreement that ends the step
+    own_figures(schedule)               each rank's part, sent with the agreement that ends the step
     statistics_of(schedule, …)          as `step_statistics` of the plan of all ranks
     record_step(...)                    kept until stock code logs
     with_batching_statistics(losses)    the log's entries, of which the README explains five
@@ -30,8 +30,6 @@ PREFIX = "batching/"
 REMEMBERED_STEPS = 32  # in the median of seconds per unit of cost
 # Entries without --dynamic-batch-log-all.
 LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
-# Figure: the most that waited for weight gradients on any rank.
-LEFT_BYTES = "left bytes"
 
 OwnFigures = tuple[Problem, dict[str, Figure]]
 
@@ -42,15 +40,13 @@ _seconds_per_unit: collections.deque[float] = collections.deque(maxlen=REMEMBERE
 _unread: collections.deque[tuple[Any, Any, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
 
 
-def own_figures(schedule: MicroBatchSchedule, left_bytes: int) -> OwnFigures:
+def own_figures(schedule: MicroBatchSchedule) -> OwnFigures:
     """This rank's samples, and its part of the step's figures."""
     lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
     problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
-    figures = {LEFT_BYTES: largest(left_bytes)}
+    figures: dict[str, Figure] = {}
     if not schedule.plans:  # where samples were exchanged, every rank knows the plan of all
-        totals, maxima = shard_statistics(
-            problem, schedule.steps[0], schedule.splits[0] if schedule.splits else ()
-        )
+        totals, maxima = shard_statistics(problem, schedule.steps[0])
         figures |= {name: total(value) for name, value in totals.items()}
         figures |= {name: largest(value) for name, value in maxima.items()}
     return problem, figures
@@ -71,14 +67,13 @@ def record_step(
     plan_seconds: float,
     run: tuple[Any, Any],
     memory: PredictedMemory | None = None,
-    left_bytes: int | None = None,
     learnt: Mapping[str, float] | None = None,
     log_all: bool = False,
 ) -> None:
     """Remember the training step that has just run, of whose plan ``made`` are statistics.
 
-    ``run`` are marks before and after all its passes, on this rank; ``left_bytes`` None where no
-    pass may be split. Predicted seconds that were ``learnt`` replace the median's.
+    ``run`` are marks before and after all its passes, on this rank. Predicted seconds that were
+    ``learnt`` replace the median's.
     """
     # First, as the last step's time is among the values logged with this one.
     _read_times()
@@ -98,8 +93,6 @@ def record_step(
     if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
-    if left_bytes is not None:
-        values["weight gradients left GiB"] = left_bytes / 2**30
     # From the third step on. Stock code averages the first two in one log line, in which each entry
     # must be in both.
     if len(_seconds_per_unit) >= 2:

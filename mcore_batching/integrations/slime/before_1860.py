@@ -85,7 +85,6 @@ def get_data_iterator(
     # A copy, since the framework goes on with its own.
     planning_args = copy.copy(args)
     planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
-    planning_args.dynamic_batch_split_backward = "off"  # which YAML reads as False
     # Of all steps at once: slime takes their counts as a list.
     planning_args.dynamic_batch_no_plan_ahead = True
     planning_args.dynamic_batch_pad_total_to = math.lcm(

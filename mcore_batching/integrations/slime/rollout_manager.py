@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from mcore_batching.flags import FIXED, LEARNT, PLANNER_DEFAULTS
+from mcore_batching.flags import FIXED, LEARNT, PLANNER_DEFAULTS, removed_settings
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import Hook, HookError, is_replacement, replacing
 from mcore_batching.planning import (
@@ -192,8 +192,7 @@ def option_problems(args: Any) -> Iterator[str]:
         )
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
         yield "the framework's context-parallel size is fixed: unset dynamic_batch_context_parallel"
-    if getattr(args, "dynamic_batch_split_backward", None) not in (None, False, "off"):
-        yield "the framework runs backward passes itself: unset dynamic_batch_split_backward"
+    yield from removed_settings(args)
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
         yield (
             "the engine's own train_step alone learns costs: set dynamic_batch_cost_model to "
@@ -207,7 +206,6 @@ def _planner_config(args: Any) -> PlannerConfig:
         name: getattr(args, f"dynamic_batch_{name}", default)
         for name, default in PLANNER_DEFAULTS.items()
     }
-    options["split_backward"] = "off"  # whatever spells it: others are refused
     # get_batch pads each rank's part to this times the tensor-parallel size.
     local = getattr(args, "data_pad_size_multiplier", 1)
     local *= getattr(args, "tensor_model_parallel_size", 1)

@@ -16,7 +16,6 @@ from mcore_batching.megatron.checks.layer_checks import layer_problems
 from mcore_batching.megatron.checks.multi_token import multi_token_problems, unfit_for_later_tokens
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups, shared_row_problems
-from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.errors import fields_to_unset, refuse
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
@@ -66,7 +65,6 @@ def check_settings(args: Any, model: Any) -> None:
     prepare_model(chunks, dims, options.planner_config(dims))
     if options.share_prefixes:
         check_shared_prefixes(chunks)
-    check_split_backward(options, chunks, dims)
 
 
 def check_logits(options: Options, chunks: list[Any]) -> None:

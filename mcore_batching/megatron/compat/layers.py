@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import sys
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -27,22 +25,6 @@ def is_engines_attention(module: Any) -> bool:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     return isinstance(module, TEDotProductAttention)
-
-
-def engine_linears(chunk: Any) -> dict[str, Any]:
-    """Of a model chunk, by name, linear modules of Transformer Engine with one weight."""
-    return {
-        name: module
-        for name, module in chunk.named_modules()
-        if hasattr(module, "fuse_wgrad_accumulation")
-        and isinstance(getattr(module, "weight", None), torch.nn.Parameter)
-    }
-
-
-def debugs_engine() -> bool:
-    """True if Transformer Engine's modules are looked into by its debugging tools."""
-    debugging = sys.modules.get("transformer_engine.debug.pytorch.debug_state")
-    return debugging is not None and bool(debugging.TEDebugState.debug_enabled)
 
 
 def class_of_forward(layer: Any) -> str:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.core
-from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 
 
 @contextlib.contextmanager
@@ -67,57 +66,23 @@ def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> It
         yield
 
 
-def around_passes(mark: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Call a function before and after each pass, as `in_passes` counts them."""
-
-    @contextlib.contextmanager
-    def marked(_: bool) -> Iterator[None]:
-        mark()
-        yield
-        mark()
-
-    return in_passes(marked)
-
-
 @contextlib.contextmanager
-def in_passes(
-    entered: Callable[[bool], contextlib.AbstractContextManager[None]],
-) -> Iterator[None]:
-    """Run each pass of one model chunk, without its transfers, in ``entered(is backward)``."""
+def around_passes(mark: Callable[[], None]) -> Iterator[None]:
+    """Call a function before and after each pass of one model chunk, without its transfers."""
 
-    def inside(step: Callable[..., Any], is_backward: bool) -> Callable[..., Any]:
+    def inside(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def run(*arguments: Any, **options: Any) -> Any:
-            with entered(is_backward):
-                return step(*arguments, **options)
+            mark()
+            result = step(*arguments, **options)
+            mark()
+            return result
 
         return run
 
-    forward = inside(schedules.forward_step, False)
-    backward = inside(schedules.backward_step, True)
+    forward, backward = inside(schedules.forward_step), inside(schedules.backward_step)
     with (
         replaced(schedules, "forward_step", forward),
         replaced(schedules, "backward_step", backward),
     ):
         yield
-
-
-def unknown_to_split_backward(model: Any) -> Iterator[str]:
-    """Functions that split backward passes replace, missing here or with other arguments."""
-    linear = LinearWithGradAccumulationAndAsyncCommunication
-    tensors = {f"tensor_{what}_{whom}" for what in ("send", "recv") for whom in ("prev", "next")}
-    known: list[tuple[Any, str, set[str]]] = [
-        (linear, "forward", {"grad_output_buffer", "wgrad_deferral_limit"}),
-        (linear, "backward", {"ctx", "grad_output"}),
-        (p2p_communication, "_p2p_ops", tensors),
-        (p2p_communication, "_batched_p2p_ops", tensors),
-        (P2PCommunicator, "_communicate_shapes", set(_ASKS_FOR_SHAPES)),
-        (schedules, "forward_step", {"forward_step_func", "data_iterator", "model"}),
-        (schedules, "backward_step", {"input_tensor", "output_tensor", "output_tensor_grad"}),
-    ]
-    groups = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
-    known += [(type(group), "register_grad_ready", {"param"}) for group in groups[:1]]
-    for owner, name, names in known:
-        function = getattr(owner, name, None)
-        if function is None or not names <= inspect.signature(function).parameters.keys():
-            yield f"{owner.__name__}.{name}"

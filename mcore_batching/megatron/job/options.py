@@ -22,6 +22,7 @@ from mcore_batching.flags import (
     PLANNER_DEFAULTS,
     PREFIX,
     flag_of,
+    removed_settings,
 )
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -80,7 +81,13 @@ class Options:
 
     @classmethod
     def of(cls, args: Any) -> Options:
-        """Of Megatron's arguments, or any object with some of them; what is missing is default."""
+        """Of Megatron's arguments, or any object with some of them; what is missing is default.
+
+        Raises:
+            DynamicBatchArgumentError: a removed flag is set.
+        """
+        if problems := removed_settings(args):
+            raise DynamicBatchArgumentError("; ".join(problems))
 
         def given(names: Iterable[str]) -> dict[str, Any]:
             # argparse's destinations: "--max-tokens-per-gpu" is args.max_tokens_per_gpu.
@@ -96,11 +103,6 @@ class Options:
         """Most ranks that may share a row; None without ``--dynamic-batch-context-parallel``."""
         most: int | None = self.planner["max_context_parallel"]
         return most
-
-    @property
-    def splits_backward(self) -> bool:
-        """True if backward passes may be split."""
-        return bool(self.planner["split_backward"] != "off")
 
     @property
     def exchanges_samples(self) -> bool:
@@ -191,8 +193,6 @@ class Options:
                 balance="none",
                 pad_each_to=self.planner["pad_each_to"],
                 pad_total_to=self.planner["pad_total_to"],
-                split_backward=self.planner["split_backward"],
-                split_backward_memory=self.planner["split_backward_memory"],
             )
         if self.max_tokens_per_gpu is None:
             raise DynamicBatchArgumentError(

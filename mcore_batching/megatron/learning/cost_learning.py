@@ -26,7 +26,6 @@ from mcore_batching.megatron.learning.pass_times import (
     MAX_SLOTS,
     SharedTimes,
     TimedStep,
-    TimedWeights,
     costs_of_slots,
     mark,
     places_of_slots,
@@ -99,9 +98,8 @@ class CostLearner:
         return self.learnt.cost_model
 
     @contextlib.contextmanager
-    def timing(self, prepared: PreparedStep, weights: list[TimedWeights]) -> Iterator[None]:
-        """Time the passes of a training step that runs inside; its split backward passes put into
-        `weights` what they leave for later."""
+    def timing(self, prepared: PreparedStep) -> Iterator[None]:
+        """Time the passes of a training step that runs inside."""
         # Around Megatron's own forward and backward step: what a stage waits for its neighbours is
         # outside.
         marks: list[Any] = []
@@ -118,7 +116,7 @@ class CostLearner:
             shares = schedule.has_sizes_of_rows
             self._shared = SharedTimes.of(schedule, step) if shares else None
             sizes = schedule.row_sizes(step) if shares else [1] * len(rows)
-            self._unread.append(TimedStep(rows, sizes, order, marks, weights, self._shared))
+            self._unread.append(TimedStep(rows, sizes, order, marks, self._shared))
 
     def evidence(self, dims: ParallelDims, config: PlannerConfig) -> dict[str, Figure]:
         """This rank's measurements, of the steps that have ended on the device.

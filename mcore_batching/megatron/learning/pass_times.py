@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -114,15 +114,6 @@ class SharedTimes:
         return timings
 
 
-class TimedWeights(NamedTuple):
-    """Weight gradients of split backward passes that ran between two marks without a pass, and the
-    bytes that they were computed from, by the backward pass that left them for later."""
-
-    num_bytes: dict[Pass, int]
-    start: Any
-    end: Any
-
-
 @dataclass(frozen=True)
 class TimedStep:
     """A step's passes as they were marked."""
@@ -131,30 +122,20 @@ class TimedStep:
     sizes: Sequence[int]  # of each, the ranks that share it, under dynamic CP; else 1
     order: list[Pass]
     marks: list[Any]  # before and after each pass
-    weights: list[TimedWeights]  # what split backward passes left for later
     shared: SharedTimes | None  # under dynamic CP alone
 
     @property
     def is_over(self) -> bool:
         """True if the device has got to its end."""
-        return all(map(is_over, self.marks)) and all(is_over(run.end) for run in self.weights)
+        return all(map(is_over, self.marks))
 
     def seconds(self) -> dict[Pass, float]:
-        """The time of each pass, of a split one with its weight gradients, and of these (W)."""
+        """The time of each pass."""
         starts_and_ends = zip(self.marks[::2], self.marks[1::2], strict=True)
-        seconds = {
+        return {
             which: seconds_between(*marks)
             for which, marks in zip(self.order, starts_and_ends, strict=True)
         }
-        for run in self.weights:
-            # Of the same layers, micro-batches take time by their tokens, as they take bytes: none
-            # where all were of experts that got no token.
-            per_byte = seconds_between(run.start, run.end) / (sum(run.num_bytes.values()) or 1)
-            for which, num_bytes in run.num_bytes.items():
-                took, apart = num_bytes * per_byte, which._replace(kind="W")
-                seconds[which] += took
-                seconds[apart] = seconds.get(apart, 0.0) + took
-        return seconds
 
     def timings(self, passes: Mapping[Pass, float]) -> list[Timing]:
         """The times on this stage of each slot's row, its model chunks' together."""
@@ -164,13 +145,10 @@ class TimedStep:
             of_chunks[kind, slot].append(took)
         timings = []
         for slot, (lengths, size) in enumerate(zip(self.rows, self.sizes, strict=True)):
-            backward, weights = of_chunks["B", slot], of_chunks["W", slot]
             timing = Timing(
                 lengths=lengths,
                 forward_seconds=ordered_sum(of_chunks["F", slot]),
-                backward_seconds=ordered_sum(backward),
-                # Of all model chunks or of none: what is compared with it is of all.
-                weight_seconds=ordered_sum(weights) if len(weights) == len(backward) else 0.0,
+                backward_seconds=ordered_sum(of_chunks["B", slot]),
                 context_parallel=size,
             )
             timings.append(timing)

@@ -51,7 +51,7 @@ from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest, rea
 from mcore_batching.megatron.rollout.settings import Settings, check_forward_plan
 from mcore_batching.megatron.rollout.step_shard import Filling, PackedShard, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.rows.shards import MicroBatches, computed_alone, with_hosted
+from mcore_batching.megatron.rows.shards import computed_alone, with_hosted
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import ShardOutlook, soonest_filling
 from mcore_batching.planning.shard import shapes_slots
@@ -122,7 +122,7 @@ def _planned_again(shared: MicroBatchSchedule, job: Job, chunks: list[Any]) -> M
     settings, packed = agreed.result
     # A framework's layout pads samples less than the settings' dims ask for: dims stay.
     unplanned = dataclasses.replace(
-        shared, config=settings.config, consensus=job.consensus, learnt=None, splits=(), plans=()
+        shared, config=settings.config, consensus=job.consensus, learnt=None, plans=()
     )
     return _filled(job.consensus, unplanned, packed, agreed.figures["ends"])
 
@@ -180,7 +180,8 @@ def _filled_alone(rollout: Rollout, packed: PackedShard) -> MicroBatchSchedule:
     [filling] = packed.filled(rollout.latest)
     unplanned = CutSteps.of(rollout).unplanned()
     return dataclasses.replace(
-        _with_steps(unplanned, [packed], [filling.micro_batches]),
+        unplanned,
+        steps=with_hosted((filling.micro_batches,), unplanned.hosts),
         # Of what all ranks know: each one's own plan is compared within its replica.
         plan_digest=digest_of([rollout.shares, rollout.latest]),
         own_digest=digest_of([rollout.batch.total_lengths, filling.micro_batches]),
@@ -249,24 +250,9 @@ def _filled(
         for fillings in agreed.result:
             number = soonest_filling([next(worst) for _ in fillings], unplanned.config)
             chosen.append(fillings[number].micro_batches)
-        return _with_steps(unplanned, packed, chosen)
+        steps = with_hosted(tuple(chosen), unplanned.hosts)
+        return dataclasses.replace(unplanned, steps=steps)
 
     # All that it follows from has been compared: no agreement, unless it fails.
     made = consensus.do_alike("choosing", choose, failure=PlanningFailedError)
     return dataclasses.replace(made, plan_digest=digest_of(figures))
-
-
-def _with_steps(
-    unplanned: MicroBatchSchedule,
-    packed: Sequence[PackedShard],
-    chosen: Sequence[MicroBatches],
-) -> MicroBatchSchedule:
-    """The schedule of chosen micro-batches, in the order that suits their split passes."""
-    if unplanned.config.split_backward == "off":
-        return dataclasses.replace(unplanned, steps=with_hosted(tuple(chosen), unplanned.hosts))
-    split = [each.split(rows) for each, rows in zip(packed, chosen, strict=True)]
-    return dataclasses.replace(
-        unplanned,
-        steps=with_hosted(tuple(rows for rows, _ in split), unplanned.hosts),
-        splits=tuple(stages for _, stages in split),
-    )

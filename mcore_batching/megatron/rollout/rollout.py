@@ -15,7 +15,6 @@ from mcore_batching.batch.agreement.consensus import Agreement, Statement
 from mcore_batching.batch.agreement.figures import Figure, largest, least, total
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
-from mcore_batching.megatron.checks.split_backward import check_split_backward
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
@@ -171,10 +170,8 @@ def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
     if not request.one_step:  # a stock script's evaluation is planned anew in any case
         check_forward_plan(options, settings.config)
     prepare_model(chunks, settings.dims, settings.config)
-    if not request.forward_only:  # of an evaluation no samples share segments, and none are split
-        if options.share_prefixes:
-            check_shared_prefixes(chunks)
-        check_split_backward(options, chunks, settings.dims)
+    if options.share_prefixes and not request.forward_only:  # in an evaluation none share segments
+        check_shared_prefixes(chunks)
     return settings
 
 

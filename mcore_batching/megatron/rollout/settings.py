@@ -8,12 +8,11 @@ from typing import Any
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.flags import FLAGS
-from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.learning.cost_learning import learners_of
-from mcore_batching.megatron.topology import current_dims, first_guess, model_shape
+from mcore_batching.megatron.topology import current_dims, first_guess
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
 
@@ -50,11 +49,6 @@ class Settings:
             )
         dims = current_dims(chunks)
         config = training or job.options.planner_config(dims)
-        if config.split_backward != "off" and not forward_only:
-            shape = model_shape(1, get_model_config(chunks[0]))
-            gathers = any(map(compat.layers.engine_linears, chunks))
-            held = shape.held_for_weights(dims, gathers_inputs=gathers)
-            config = dataclasses.replace(config, split_backward_held=held)
         if forward_only:
             # Activations of forward passes alone are not kept, so their cap may be larger.
             config = job.options.forward_only_config(config, dims)

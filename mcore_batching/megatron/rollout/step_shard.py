@@ -24,9 +24,7 @@ from mcore_batching.planning import (
     shard_outlook,
     soonest_counts,
 )
-from mcore_batching.planning.pipeline import SplitStage
 from mcore_batching.planning.planning_process import Call
-from mcore_batching.planning.shard import split_shard
 
 
 @dataclass(frozen=True)
@@ -82,13 +80,6 @@ class PackedShard:
             for count in soonest_counts(latest, problem.dims, problem.config)
         ]
         return [Filling(self._indices(rows), shard_outlook(problem, rows)) for rows in made]
-
-    def split(self, micro_batches: MicroBatches) -> tuple[MicroBatches, tuple[SplitStage, ...]]:
-        """As `split_shard`, of micro-batches as local sample indices."""
-        place = {index: at for at, index in enumerate(self.shard.indices)}
-        places = tuple(tuple(place[i] for i in indices) for indices in micro_batches)
-        ordered, stages = self.plan(Call(split_shard, (self.shard.problem, places)))
-        return self._indices(ordered), stages
 
     def _indices(self, micro_batches: MicroBatches) -> MicroBatches:
         return tuple(tuple(self.shard.indices[i] for i in places) for places in micro_batches)

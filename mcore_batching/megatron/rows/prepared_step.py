@@ -18,7 +18,6 @@ from mcore_batching.batch.rows.side_by_side import SideBySide
 from mcore_batching.megatron.rows.routing_replay import replayable
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning.pipeline import SplitStage
 
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
 _LOSS_INPUTS = ("labels", "loss_mask", "responses", "later")
@@ -81,7 +80,6 @@ class PreparedStep:
     portable_rows: list[PortableRow]  # the same, ready for the device
     totals: StepTotals  # over all samples of the step on all ranks
     token_weights: Sequence[float]  # sums of the rows' own, over all ranks, by depth
-    split_backward: tuple[SplitStage, ...] = ()  # of each stage of this replica; empty: none
 
     @classmethod
     def of_rows(

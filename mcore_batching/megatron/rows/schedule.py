@@ -25,8 +25,6 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.learning.learnt_costs import LearntCosts
-from mcore_batching.planning.pipeline import SplitStage
-from mcore_batching.planning.shard import splits_of_ranks
 
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 """Kinds of fields that rows are laid out of, which the host does."""
@@ -61,8 +59,6 @@ class MicroBatchSchedule:
             for a placeholder. All ranks have the same number of micro-batches in a step.
         hosts: for each sample the one in whose segment it is computed, itself if in its own; both
             are in the same micro-batch. None: all samples have segments of their own.
-        splits: of every step the split backward passes of each stage of this replica; empty where
-            none may be split, and of exchanged samples, where `plans` have them.
         vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
         own_digest: of this replica's samples and plan, where its ranks have yet to compare it.
@@ -87,7 +83,6 @@ class MicroBatchSchedule:
     learnt: LearntCosts | None = None
     samples_per_step: int | None = None
     hosts: Sequence[int] | None = None
-    splits: tuple[tuple[SplitStage, ...], ...] = ()
     own_digest: str = ""
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()
@@ -96,7 +91,7 @@ class MicroBatchSchedule:
     def shards(self) -> tuple[Shard, ...]:
         """Of every data-parallel rank. A collective over all ranks the first time."""
         # For statistics and records: in training nobody waits for the others' plans.
-        own = Shard(self.own_lengths, self.steps, self.hosts, self.splits)
+        own = Shard(self.own_lengths, self.steps, self.hosts)
         what = "gathering the plans of all ranks"
         return tuple(self.consensus.gather(what, lambda: (None, own))[1])
 
@@ -164,7 +159,6 @@ class MicroBatchSchedule:
         if self.plans:
             return self.plans[step].plan, self.plans[step].lengths
         micro_batches, lengths, hosted_lengths = joined_step(self.shards, step)
-        splits = [shard.splits[step] for shard in self.shards if shard.splits]
         plan = StepPlan(
             micro_batches=micro_batches,
             num_microbatches=len(self.steps[step]),
@@ -174,7 +168,6 @@ class MicroBatchSchedule:
             scope="local",
             cost_model=self.cost_model,
             hosted_lengths=hosted_lengths,
-            split_backward=splits_of_ranks(splits),
         )
         return plan, lengths
 
@@ -183,8 +176,7 @@ class MicroBatchSchedule:
         of which each holds its own."""
         if self.moves is None or later.moves is None:
             digest = digest_of([self.plan_digest, later.plan_digest])
-            steps, splits = self.steps + later.steps, self.splits + later.splits
-            return dataclasses.replace(self, steps=steps, splits=splits, plan_digest=digest)
+            return dataclasses.replace(self, steps=self.steps + later.steps, plan_digest=digest)
         held, theirs = self.num_samples, later.rollout_data
         steps = self.steps + tuple(
             tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
-from mcore_batching.planning.pipeline import SplitStage
 
 MicroBatches = tuple[tuple[int, ...], ...]
 
@@ -38,7 +37,6 @@ class Shard:
     lengths: list[int]
     steps: tuple[MicroBatches, ...]
     hosts: Sequence[int] | None = None
-    splits: tuple[tuple[SplitStage, ...], ...] = ()
 
 
 def joined_step(

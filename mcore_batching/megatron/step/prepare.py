@@ -15,11 +15,9 @@ from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.shared_rows import let_rows_have_groups
 from mcore_batching.megatron.checks.validation import check_logits
 from mcore_batching.megatron.errors import CollationFailedError
-from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.split_backward.plan import planned_split
 from mcore_batching.megatron.topology import model_chunks, prediction_depths
 
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
@@ -40,8 +38,8 @@ def prepare(
     """Collate all micro-batches of a step, and go on only if every rank could.
 
     A collective over all ranks; what ``schedule`` raises, and what fails here, is raised on each.
-    ``model`` is not read before. ``forward_only`` leaves out losses of further tokens and split
-    passes, ``change`` gives the row that model and loss get, ``alike`` what else ranks compare.
+    ``model`` is not read before. ``forward_only`` leaves out losses of further tokens,
+    ``change`` gives the row that model and loss get, ``alike`` what else ranks compare.
     """
     # Under dynamic CP the ranks of a replica run different rows, so each agrees for itself.
     with job.consensus_of_rows.agreement(
@@ -58,9 +56,7 @@ def prepare(
         if found.has_sizes_of_rows:
             let_rows_have_groups(chunks)
         depths = 0 if forward_only else prediction_depths(config)
-        made = PreparedStep.of_rows(found, step, found.rows(step, depths), chunks, change)
-        split = () if forward_only else planned_split(job, found, step)
-        prepared = dataclasses.replace(made, split_backward=split)
+        prepared = PreparedStep.of_rows(found, step, found.rows(step, depths), chunks, change)
         agree.same("plan (sha256)", found.plan_digest)
         agree.same("step", step)
         agree.same("number of micro-batches", len(prepared.rows))
@@ -72,7 +68,6 @@ def prepare(
         for name, value in alike(found).items():
             agree.same(name, value)
         agree.same("samples and plan (sha256)", found.own_digest, within="replica")
-        agree.same("split backward passes (sha256)", digest_of(split), within="replica")
         # What losses divide by, over all ranks, without a collective of its own.
         sums: dict[str, Reduction[Any]] = {}
         for name, value in dataclasses.asdict(prepared.totals).items():

@@ -17,9 +17,6 @@ from mcore_batching.megatron.logits.log_probs import chunks_of_tokens
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.routing_replay import replayed_step
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.split_backward.plan import deferred_weights
-from mcore_batching.megatron.split_backward.split_passes import split_backward
-from mcore_batching.megatron.split_backward.weight_gradients import WeightGradients
 from mcore_batching.megatron.step.transfer_shapes import planned_transfers
 
 
@@ -40,8 +37,7 @@ def run_pipeline(
 
     Args:
         operation: the call, in words.
-        inside: context managers of the caller's around the passes and their split weights; the
-            first is the outermost.
+        inside: context managers of the caller's around the passes; the first is the outermost.
         rows: one iterator per model chunk; None: over the prepared rows.
         schedule: from ``get_forward_backward_func``; None: that which it gives now.
         options: further arguments of the schedule.
@@ -50,17 +46,14 @@ def run_pipeline(
         what the last stage's loss function returned by row; temperatures that it asked for.
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
-    deferred = None if forward_only else deferred_weights(job, prepared)
     around: list[contextlib.AbstractContextManager[Any]] = [
         # Outermost the watch: whatever raises inside of it, the other ranks are told.
         job.watch.reporting(operation),
-        *([] if forward_only else _timed(job, model, prepared, deferred)),
+        *([] if forward_only else _timed(job, model, prepared)),
         planned_transfers(job.options, model, prepared, forward_only=forward_only),
         # Around all passes: the backward ones recompute with what the forward ones told routers.
         replayed_step(model),
         *inside,
-        # Innermost: weight gradients have to be there before any hook reads or adds up gradients.
-        split_backward(model, deferred),
     ]
     with contextlib.ExitStack() as stack:
         for each in around:
@@ -80,13 +73,12 @@ def run_pipeline(
 
 
 def _timed(
-    job: Job, model: list[Any], prepared: PreparedStep, deferred: WeightGradients | None
+    job: Job, model: list[Any], prepared: PreparedStep
 ) -> Iterator[contextlib.AbstractContextManager[Any]]:
     """Contexts that record and time a training step; forward passes alone teach no costs."""
     yield _recorded(job, prepared.schedule, prepared.step)
     if job.options.learns_cost_model:
-        weights = [] if deferred is None else deferred.timed
-        yield learners_of(job).of(model).timing(prepared, weights)
+        yield learners_of(job).of(model).timing(prepared)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ def ordered_sum(values: Iterable[float]) -> float:
 
 _ALSO_WRITTEN = {"seconds_per_unit"}
 """Keys that a job writes beside the coefficients."""
+REMOVED = ("weight_share", "split_backward_overhead")
+"""Fields of earlier releases, of which no plan depends any more; ignored where costs are read."""
 _FIRST = ("linear", "quadratic", "per_micro_batch", "backward_ratio", "window")
 """Fields of the first release; others are left out of the JSON at their defaults."""
 NOT_COSTS = ("window", "layers", "layer_costs")
@@ -63,12 +65,6 @@ class CostModel:
     context_parallel_fixed: float = 64.0
     """Cost of each doubling whatever the micro-batch holds: latency of communication. A quarter of
     `per_micro_batch`, an assumption until a job measures it."""
-    weight_share: float = 1.0
-    """Cost of a micro-batch's weight gradients (W) over its forward cost outside attention, which
-    has no weights: as many multiplications."""
-    split_backward_overhead: float = 0.0
-    """Growth of a backward pass whose W is left for later, by communication of tensor-parallel
-    ranks that W would have hidden: 0.1 to 0.2 with tensor parallelism."""
     beyond_window: float = 0.0
     """Cost of a pair further apart than the window over that of one within it: layers without a
     window, or the indexer of sparse attention."""
@@ -117,6 +113,7 @@ class CostModel:
         raw = parse_json_dict(text, "a cost model in JSON", ConfigError)
         # Unknown keys are refused: a coefficient that is misspelt would be a default.
         known = {option.name for option in fields(cls)}
+        raw = {name: value for name, value in raw.items() if name not in REMOVED}
         needed = {*_FIRST} - {"window"}
         if not needed <= set(raw) <= known | _ALSO_WRITTEN:
             raise ConfigError(
@@ -159,10 +156,6 @@ class CostModel:
         """Forward cost of a micro-batch that holds samples of these lengths [samples], in
         tokens."""
         return self.per_micro_batch + ordered_sum(self.sample(length) for length in lengths)
-
-    def weights(self, lengths: Iterable[int]) -> float:
-        """Cost of the weight gradients of such a micro-batch."""
-        return self.weight_share * (self.per_micro_batch + self.linear * sum(lengths))
 
 
 def in_units_of(model: CostModel, unit: float) -> CostModel:

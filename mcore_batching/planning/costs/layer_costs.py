@@ -177,18 +177,13 @@ def costs_of_chunks(
     of_chunks = [sum_of([costs[each] for each in chunk]) for chunk in cut.split("|")]
     mean = LayerCost(*(each / chunks for each in sum_of(of_chunks)))
     models = [_of_chunk(model, cost, mean) for cost in of_chunks]
-    # The output layer's weight gradients are never left for later: they would hold the logits.
-    if cut.endswith(OUTPUT) and of_chunks[-1].token:
-        share = 1.0 - costs[OUTPUT].token / of_chunks[-1].token
-        models[-1] = replace(models[-1], weight_share=model.weight_share * share)
     # A clock takes a cost of each micro-batch for each kind, and most chunks are alike: in what
     # they hold, not in what it costs, which may be 0 on one rank and not for rows on several.
-    held = [(cost, each.weight_share) for cost, each in zip(of_chunks, models, strict=True)]
-    kinds = list(dict.fromkeys(held))
+    kinds = list(dict.fromkeys(of_chunks))
     if len(kinds) == 1:
         return (model,), ()
-    which = [kinds.index(each) for each in held]
-    of_kinds = tuple(models[held.index(kind)] for kind in kinds)
+    which = [kinds.index(each) for each in of_chunks]
+    of_kinds = tuple(models[of_chunks.index(kind)] for kind in kinds)
     # Chunk 0 of all stages holds the first layers, chunk 1 of all stages the next.
     return of_kinds, tuple(tuple(which[stage::stages]) for stage in range(stages))
 
@@ -211,7 +206,6 @@ def costs_of_stage(model: CostModel, dims: ParallelDims, stage: int) -> CostMode
         quadratic=pair,
         beyond_window=far / pair if pair else 0.0,
         per_micro_batch=mean(lambda each: each.per_micro_batch),
-        weight_share=mean(lambda each: each.weight_share),
     )
 
 

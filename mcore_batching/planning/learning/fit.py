@@ -100,11 +100,10 @@ def evidence(
 
     Returns:
         matrix and right side of the normal equations; sums of forward's and of backward's share of
-        each row's time, and of weights; of rows whose weight gradients ran apart, sums of their
-        share of the time, and of the features that these take time for.
+        each row's time, and of weights.
     """
     costs = range(_NUM_COSTS)
-    sums = [0.0] * (_NUM_COSTS * (_NUM_COSTS + 1) + 6)
+    sums = [0.0] * (_NUM_COSTS * (_NUM_COSTS + 1) + 3)
     mean, stage = learnt.cost_model, stage or learnt.cost_model
     learnt = replace(learnt, cost_model=stage)
     pairs = (
@@ -114,7 +113,6 @@ def evidence(
     )
     # Of the stage's cost what a unit of the mean stage's makes.
     ratios = [own / of_mean if of_mean else 1.0 for own, of_mean in pairs] + [1.0, 1.0]
-    of_weights = stage.weight_share / mean.weight_share if mean.weight_share else 1.0
     compared = _compared(steps, learnt)
     # Off this rank's own usual time, not the model's: a slow rank's rows all count in full.
     usual = _usual(compared) if usual is None else usual
@@ -131,8 +129,6 @@ def evidence(
         x = [share * value / row.seconds for share, value in features]
         terms = [x[i] * x[j] for i in costs for j in costs] + x
         terms += [row.forward_seconds / row.seconds, row.backward_seconds / row.seconds, 1.0]
-        if row.weight_seconds:
-            terms += [row.weight_seconds / row.seconds, x[0] * of_weights, x[1] * of_weights]
         for number, term in enumerate(terms):
             sums[number] += weight * term
     return sums
@@ -169,7 +165,7 @@ def relearnt(
     if learnt.seconds_per_unit is not None or not any(sums):
         both = zip(sums, evidence(shared, learnt, usual=1.0), strict=True)
         sums = [own + together for own, together in both]
-    *sums, forward, backward, count, apart, fixed_apart, token_apart = sums
+    *sums, forward, backward, count = sums
     if not (forward > 0 and backward > 0):
         return learnt  # no rank timed a pass
     n, model, ratio = _NUM_COSTS, learnt.cost_model, backward / forward
@@ -196,9 +192,6 @@ def relearnt(
     fixed, token, pair, change, doubling = costs
     if not 0 < token < math.inf:
         return learnt
-    # Weight gradients over the same rows' forward pass outside attention, where any ran apart.
-    whole = (fixed_apart * fixed + token_apart * token) / (1.0 + ratio)
-    weight_share = min(apart / whole, ratio) if apart > 0.0 < whole else model.weight_share
     overhead = min(model.context_parallel_overhead + change, _MOST_OVERHEAD)
     return LearntCosts(
         cost_model=replace(
@@ -207,7 +200,6 @@ def relearnt(
             quadratic=_bounded(pair / token),
             per_micro_batch=_bounded(fixed / token),
             backward_ratio=_bounded(ratio),
-            weight_share=_bounded(weight_share),
             context_parallel_overhead=_bounded(overhead),
             # Without a shared row the fit tells nothing of it, and a guess in seconds would scale.
             context_parallel_fixed=_bounded(doubling / token if matrix[4][4] else before[4]),

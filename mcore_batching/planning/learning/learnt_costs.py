@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mcore_batching.planning.costs.cost import NOT_COSTS, CostModel
+from mcore_batching.planning.costs.cost import NOT_COSTS, REMOVED, CostModel
 from mcore_batching.planning.errors import ConfigError
 
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
@@ -27,8 +27,6 @@ class Timing:
     """One forward pass."""
     backward_seconds: float
     """The backward pass after it."""
-    weight_seconds: float = 0.0
-    """Of it the weight gradients, where they ran apart; else 0."""
     context_parallel: int = 1
     """Ranks that the row is cut over."""
 
@@ -58,18 +56,19 @@ class LearntCosts:
         """Learnt costs from the dict of `to_data`; other keys, of older releases, are ignored. A
         `ConfigError` if it is none, or has numbers beyond what can be learnt."""
         try:
+            costs = {k: v for k, v in data["cost_model"].items() if k not in REMOVED}
             made = cls(
-                cost_model=CostModel(**data["cost_model"]),
+                cost_model=CostModel(**costs),
                 seconds_per_unit=data["seconds_per_unit"],
             )
-            costs = [v for k, v in asdict(made.cost_model).items() if k not in NOT_COSTS]
+            found = [v for k, v in asdict(made.cost_model).items() if k not in NOT_COSTS]
             speed = made.seconds_per_unit
-            numbers = [each for each in (*costs, 1.0 if speed is None else speed) if each != 0]
+            numbers = [each for each in (*found, 1.0 if speed is None else speed) if each != 0]
             if not all(LEAST_LEARNT <= each <= MOST_LEARNT for each in numbers):
                 raise ValueError(f"numbers must be 0 or from {LEAST_LEARNT:g} to {MOST_LEARNT:g}")
             if made.cost_model.linear == 0 or speed == 0:
                 raise ValueError("linear and seconds_per_unit must be above 0")
-        except (TypeError, KeyError, ValueError, OverflowError) as error:
+        except (AttributeError, TypeError, KeyError, ValueError, OverflowError) as error:
             raise ConfigError(
                 f"expected learnt costs as state_dict gave them, got {data!r:.80} ({error})"
             ) from None

@@ -3,7 +3,6 @@ to the cap and to `max_samples_per_row`."""
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -46,24 +45,17 @@ def micro_batch_lower_bound(problem: Problem) -> int:
     return max(by_tokens, problem.fewest_rows)
 
 
-def step_time_floor(problem: Problem, *, splits: bool = False) -> float:
-    """Lower bound on the makespan of any plan, in units of cost; with `splits`, of those that split
-    backward passes too."""
+def step_time_floor(problem: Problem) -> float:
+    """Lower bound on the makespan of any plan, in units of cost."""
     longest = max(range(problem.num_samples), key=problem.lengths.__getitem__, default=None)
     samples = () if longest is None else (longest,)
-    work, floors = ordered_sum(problem.least_costs), []
+    work = ordered_sum(problem.least_costs)
     # Under dynamic CP a sample's cost on a stage depends on its size, which is not chosen yet.
     of_stages = [] if problem.config.max_context_parallel else works_of_stages(problem)
-    for rows in problem.on_ranks.values():
-        alone, weights = rows.cost(samples), None
-        if splits and problem.dims.in_lockstep:
-            # W takes as long as the longest of its slot, which may be another rank's.
-            weights = rows.cost_model.weight_share * alone
-        elif splits:
-            weights = rows.cost_model.weights(rows.lengths[sample] for sample in samples)
-        floor = floor_of_totals(problem, work, problem.fewest_rows, alone, weights, of_stages)
-        floors.append(floor)
-    return min(floors)
+    return min(
+        floor_of_totals(problem, work, problem.fewest_rows, rows.cost(samples), of_stages)
+        for rows in problem.on_ranks.values()
+    )
 
 
 def works_of_stages(problem: Problem) -> list[float]:
@@ -78,7 +70,6 @@ def floor_of_totals(
     work: float,
     fewest_rows: int,
     costliest_sample: float,
-    weights: float | None = None,
     of_stages: Sequence[float] = (),
 ) -> float:
     """`step_time_floor`, from totals.
@@ -88,15 +79,9 @@ def floor_of_totals(
         work: forward cost of all samples, summed over the ranks that share each.
         fewest_rows: lower bound on the number of micro-batches of all ranks.
         costliest_sample: forward cost of the longest sample alone in a micro-batch.
-        weights: cost of that one's weight gradients, where passes are split.
         of_stages: `works_of_stages`.
     """
     dims, schedule, fixed = problem.dims, problem.schedule, problem.cost_model.per_micro_batch
-    if weights is not None:
-        # The longest's own share, not that of all samples: its W alone is what its way may leave
-        # out, and that of short ones is mostly fixed costs.
-        share = weights / costliest_sample if costliest_sample else 0.0
-        schedule = dataclasses.replace(schedule, deferred_share=share)
     fewest = dims.round_up_num_microbatches(-(-fewest_rows // problem.num_ranks))
     # The largest of three times: a mean rank's work in the fewest micro-batches after the pipeline
     # was filled by an empty one; the longest sample's way through all stages and back; and the

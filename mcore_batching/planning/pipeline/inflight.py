@@ -1,13 +1,12 @@
-"""The tokens in flight on a stage, with passes whole or split."""
+"""The tokens in flight on a stage."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Sequence
 
-from mcore_batching.planning.pipeline.passes import PARTS, Schedule, SplitStage
+from mcore_batching.planning.pipeline.passes import Schedule
 
 
 def inflight_tokens(slot_tokens: Sequence[int], schedule: Schedule, *, stage: int = 0) -> float:
@@ -46,40 +45,6 @@ def slots_in_flight(slot_tokens: Sequence[int], schedule: Schedule) -> list[int]
     chunks = Counter(slot for is_forward, slot in until if is_forward)
     chunks.subtract(slot for is_forward, slot in until if not is_forward)
     return sorted(slot for slot, number in chunks.items() if number)
-
-
-def split_inflight_tokens(
-    slot_tokens: Sequence[int],
-    schedule: Schedule,
-    of_stage: SplitStage,
-    kept: float,
-    *,
-    stage: int = 0,
-) -> float:
-    """`inflight_tokens` where passes are split: a micro-batch is in flight to the end of its W.
-
-    Args:
-        slot_tokens: padded tokens of each micro-batch [num_microbatches].
-        schedule: gives the order of passes.
-        of_stage: what the plan says of the stage.
-        kept: what a micro-batch holds from its backward pass on, over what it holds before.
-        stage: pipeline rank.
-    """
-    held = most = run = 0
-    queue: list[int] = []  # tokens held for W that has not run
-    passes = _held_passes(schedule, stage, len(slot_tokens))
-    for (is_forward, slot), is_split, before in zip(passes, *of_stage, strict=True):
-        run += before
-        while run >= PARTS:  # a micro-batch is let go with the last part of its W, not by parts
-            run -= PARTS
-            held -= queue.pop(0)
-        held += slot_tokens[slot] if is_forward else -slot_tokens[slot]
-        if is_split:
-            # Rounded up as `SplitClock` does, which chose the passes under its limit.
-            queue.append(math.ceil(kept * slot_tokens[slot]))
-            held += queue[-1]
-        most = max(most, held)
-    return most / schedule.dims.virtual_pipeline
 
 
 # Kept: a search under a bound on tokens asks for the same few stages' passes at every move.

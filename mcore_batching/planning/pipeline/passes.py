@@ -2,12 +2,10 @@
 
 The orders are those of `megatron.core.pipeline_parallel.schedules` (1F1B of Narayanan et al.,
 "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, and its interleaved form); a
-test reads them off real runs. Split backward passes are those of zero-bubble schedules (ZB-H1 of Qi
-et al., "Zero Bubble Pipeline Parallelism", 2023), which stock Megatron does not have.
+test reads them off real runs.
 
     F   forward
-    B   backward; where it is split, for the inputs alone, which the stage before waits for
-    W   backward for the weights, which nobody waits for
+    B   backward
 
     1F1B, 2 stages, 3 micro-batches     stage 0   F0 F1 B0 F2 B1 B2     one forward in warm-up
                                         stage 1   F0 B0 F1 B1 F2 B2     none
@@ -22,7 +20,7 @@ from typing import Literal, NamedTuple
 from mcore_batching.planning.errors import Argument, ParallelDimsError
 from mcore_batching.planning.parallel_dims import ParallelDims
 
-Kind = Literal["F", "B", "W"]
+Kind = Literal["F", "B"]
 
 
 class Pass(NamedTuple):
@@ -35,24 +33,6 @@ class Pass(NamedTuple):
     """Number of the micro-batch on its data-parallel rank."""
 
 
-PARTS = 8
-"""Parts of one micro-batch's W, cut between layers, by which plans count."""
-
-
-class SplitStage(NamedTuple):
-    """The passes of one stage of one data-parallel rank in one step.
-
-    Attributes:
-        split: for each forward or backward pass of `Schedule.order(stage, num_microbatches)`, True
-            if it is a backward pass that leaves its W for later.
-        parts_before: for each of them, how many parts of W, of the oldest first, run before it;
-            what is left runs after the last.
-    """
-
-    split: tuple[bool, ...]
-    parts_before: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """A pipeline schedule with the relative costs of its passes."""
@@ -61,21 +41,15 @@ class Schedule:
     """Stages, model chunks and micro-batch group size."""
     forward_only: bool = False
     backward_ratio: float = 2.0
-    """Cost of a whole backward pass over its forward pass."""
+    """Cost of a backward pass over its forward pass."""
     which_cost: tuple[tuple[int, ...], ...] = ()
     """For each model chunk the number of the cost that its passes take, of those of a micro-batch
     [stages][chunks], where chunks hold different layers; empty: there is one cost."""
-    deferred_share: float = 0.0
-    """Part of a backward pass, over its forward pass, that is W and runs whenever its stage would
-    wait, in parts as small as need be: no plan of split backward passes ends sooner."""
 
     def share(self, kind: Kind) -> float:
         """Cost of a pass over the forward cost of its micro-batch on a stage of such chunks."""
         share = 1.0 / self.dims.virtual_pipeline
-        if kind == "F":
-            return share
-        weights = min(self.deferred_share, self.backward_ratio)
-        return share * (weights if kind == "W" else self.backward_ratio - weights)
+        return share if kind == "F" else share * self.backward_ratio
 
     @cached_property
     def num_costs(self) -> int:
@@ -117,9 +91,7 @@ class Schedule:
     def way(self) -> float:
         """Time of one micro-batch through all stages, and back, over its cost on a mean stage."""
         chunks = self.dims.pipeline_parallel * self.dims.virtual_pipeline
-        way = chunks * (self.share("F") + (0.0 if self.forward_only else self.share("B")))
-        # W of the pass that comes last is still to run; of uneven stages the first may hold little.
-        return way if self.which_cost else way + self.share("W")
+        return chunks * (self.share("F") + (0.0 if self.forward_only else self.share("B")))
 
     def least_end(self, work: float, least: float) -> float:
         """No rank with so much work ends its step sooner: each stage waits until it is reached, and
@@ -131,9 +103,8 @@ class Schedule:
         """
         if self.which_cost:  # some stage has as much work as the mean one
             return self.cost_of_passes * work
-        # The last stage waits longest; W may run while a stage would wait at the end.
-        goes_back = not (self.forward_only or self.deferred_share)
-        way = self.share("F") + (self.share("B") if goes_back else 0.0)
+        # The last stage waits longest.
+        way = self.share("F") + (0.0 if self.forward_only else self.share("B"))
         return self.cost_of_passes * work + (self.dims.pipeline_parallel - 1) * way * least
 
     def least_beside(self, count: int) -> float:

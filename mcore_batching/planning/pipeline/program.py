@@ -95,7 +95,6 @@ class Program:
         sends = _waits_for_sends(schedule, orders)
         number: dict[Place, int] = {}
         newest, at = [0 for _ in stages], [0 for _ in stages]
-        behind = [0 for _ in stages]
         unfinished = list(stages)
         while unfinished:
             before = len(number)
@@ -110,23 +109,9 @@ class Program:
                 slot = schedule.place_of_cost(*place)
                 number[place] = newest[stage] = self._add(place, slot, (newest[stage], *waits))
                 at[stage] += 1
-                if schedule.deferred_share:
-                    behind[stage] = self._with_weights(place, behind[stage], newest[stage])
             unfinished = [stage for stage in unfinished if at[stage] < len(orders[stage])]
             if len(number) == before:
                 raise ParallelDimsError(f"{schedule} waits for itself; this is a bug")
-
-    def _with_weights(self, place: Place, behind: int, ended: int) -> int:
-        """Add when a stage is done with a pass, which has number `ended`, and with all W so far, if
-        W takes what time the stage waits: the stage's work since it last had no W left. `behind` is
-        what this returned for the stage's pass before; 0 before its first W."""
-        stage, what = place
-        slot = self._schedule.place_of_cost(*place)
-        if behind:
-            behind = self._add(place, slot, (behind,))
-        if what.kind == "B":
-            return self._add((stage, what._replace(kind="W")), slot, (behind, ended))
-        return behind
 
     def _joint(self, waits: Iterable[int]) -> int:
         """Add a joint, which ends with the last of its waits."""
@@ -165,8 +150,7 @@ def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
     [numbers]."""
     # Schedules that differ in shares of costs or ranks alone share one program.
     one_rank = replace(schedule.dims, data_parallel=1, context_parallel=1, expert_parallel=1)
-    deferred = float(schedule.deferred_share > 0.0)
-    alike = replace(schedule, dims=one_rank, backward_ratio=1.0, deferred_share=deferred)
+    alike = replace(schedule, dims=one_rank, backward_ratio=1.0)
     made = _programs(alike, count)
     shares = [schedule.share(place[1].kind) if place else 1.0 for place in made.places]
     return made, numbers(shares)

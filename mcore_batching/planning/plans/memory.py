@@ -10,7 +10,7 @@ fragments, communication buffers and what a kernel needs meanwhile are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_batching.planning.costs.layers_of import Layers, config_of_json
@@ -99,21 +99,6 @@ class ModelShape:
         inside = dim * 2 * (self.heads + (self.groups or self.heads))
         inside += (3 if self.gated else 2) * self.ffn
         return layers * self.bytes_per_value * (outside + inside / dims.tensor_parallel)
-
-    def held_for_weights(self, dims: ParallelDims, *, gathers_inputs: bool) -> float:
-        """Memory that a layer holds for its weight gradients after a split backward pass, over that
-        before it. With `gathers_inputs`, under sequence parallelism, inputs are kept as all ranks'
-        tokens, as by Transformer Engine's layers, not as a rank's own."""
-        before = self.activation_bytes_per_token(dims, layers=1.0)
-        if not self.recompute and not dims.sequence_parallel:
-            return 1.0
-        kept = replace(self, recompute=False).activation_bytes_per_token(dims, layers=1.0)
-        if dims.sequence_parallel:
-            # Of two inputs and two outputs of layers between which ranks hold their own tokens,
-            # outputs' gradients are gathered, and so may inputs be.
-            cut = 1.0 - 1.0 / dims.tensor_parallel
-            kept += (4 if gathers_inputs else 2) * self.bytes_per_value * self.hidden * cut
-        return kept / before
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

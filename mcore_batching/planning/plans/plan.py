@@ -14,12 +14,13 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import LengthError, PlanFormatError, shortened
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import SplitStage
 from mcore_batching.planning.plans import plan_document
 
 Scope = Literal["global", "local"]
 MicroBatches = tuple[tuple[int, ...], ...]
 """One rank's micro-batches in slot order: sample indices each, `()` for a placeholder."""
+Sizes = tuple[tuple[int, ...], ...]
+"""As `StepPlan.context_parallel`."""
 
 MOST_SHOWN = 16
 """Entries of a list that `str(plan)` prints: a plan of 1024 ranks would fill the screen."""
@@ -57,12 +58,9 @@ class StepPlan:
     """Sizes of the parallel groups it was made for."""
     config: PlannerConfig
     """The options it was made with."""
-    context_parallel: tuple[tuple[int, ...], ...] | None = None
+    context_parallel: Sizes | None = None
     """Context-parallel size of each micro-batch [ranks][num_microbatches]; None without dynamic CP.
     Ranks 4 to 7 share a row of size 4 of rank 6."""
-    split_backward: tuple[tuple[SplitStage, ...], ...] = ()
-    """Split backward passes, and when their W runs [ranks][stages], equal on tensor-parallel ranks;
-    empty: none are split."""
     scope: Scope = "global"
     """"global": samples may go to any rank; "local": each stays on the rank that held it."""
     cost_model: CostModel = field(default_factory=CostModel, compare=False)
@@ -269,11 +267,6 @@ def step_document(step: StepPlan) -> dict[str, Any]:
     }
     if step.context_parallel is not None:
         document["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
-    if step.split_backward:
-        document["split_backward"] = [
-            [[list(map(int, split)), list(parts)] for split, parts in stages]
-            for stages in step.split_backward
-        ]
     return document
 
 

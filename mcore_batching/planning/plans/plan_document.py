@@ -9,8 +9,6 @@ Optional keys:
 - `sample_indices` of a step: the samples of one step out of a batch;
 - `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
   micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
-- `split_backward` of a step: for each rank and stage, which passes are split (1) and how many parts
-  of W run before each [ranks][stages][2][passes];
 - `lengths_digest`: SHA-256 of the lengths, by which `check` tells them from others; not covered by
   `digest`.
 """
@@ -28,7 +26,6 @@ from mcore_batching.planning.errors import PlanFormatError, PlanningError
 from mcore_batching.planning.integers import as_integer, check_lengths
 from mcore_batching.planning.json_text import parse_json_dict
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import SplitStage
 
 FORMAT = "mcore-batching/plan"
 VERSION = 1
@@ -42,9 +39,6 @@ NEWER_OPTIONS = {
     "max_samples_per_row",
     "max_inflight_tokens",
     "max_context_parallel",
-    "split_backward",
-    "split_backward_memory",
-    "split_backward_held",
 }
 """Added since version 1 of the format. Left out at their defaults: old plans keep their digests."""
 
@@ -122,6 +116,11 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
     steps = _json(raw.get("steps"), list, '"steps"')
     if not steps:
         raise PlanFormatError('"steps" must hold at least one step, got an empty list')
+    for index, step in enumerate(steps):
+        if isinstance(step, dict) and "split_backward" in step:
+            raise PlanFormatError(
+                f'step {index} has "split_backward", passes that are no longer split; plan again'
+            )
     for key in ("digest", "lengths_digest"):
         if not isinstance(raw.get(key), str | None):
             raise PlanFormatError(f'"{key}" must be a string, got {raw[key]!r:.80}')
@@ -156,7 +155,6 @@ def _read_step(raw: Any, index: int, of_all: dict[str, Any]) -> dict[str, Any]:
         "num_microbatches": _count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
         "micro_batches": ranks,
         "context_parallel": _read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
-        "split_backward": _read_split(raw.get("split_backward"), where),
         "sample_indices": (
             None if samples is None else _indices(samples, f'{where}, "sample_indices"')
         ),
@@ -184,24 +182,6 @@ def _read_sizes(
             f'{what} must hold a size of 1 or more for each micro-batch of "ranks", got {raw!r:.80}'
         )
     return sizes
-
-
-def _read_split(raw: Any, where: str) -> tuple[tuple[SplitStage, ...], ...]:
-    """Split passes of each rank and stage; empty if left out."""
-    what = f'"split_backward" of {where}'
-    ranks = []
-    # How long the lists of passes must be is the schedule's to say, which `validate_plan` asks.
-    for rank in _json([] if raw is None else raw, list, what):
-        stages = []
-        for stage in _json(rank, list, what):
-            if len(_json(stage, list, what)) != 2:
-                raise PlanFormatError(f"{what} must hold two lists for each stage")
-            split, parts = (_indices(each, what) for each in stage)
-            if not set(split) <= {0, 1}:
-                raise PlanFormatError(f"{what} must say 0 or 1 of each pass")
-            stages.append(SplitStage(tuple(map(bool, split)), parts))
-        ranks.append(tuple(stages))
-    return tuple(ranks)
 
 
 def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Settings:

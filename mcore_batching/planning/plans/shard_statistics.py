@@ -1,6 +1,6 @@
 """Statistics of a step where samples stay on their rank, and each rank knows its own alone.
 
-totals, maxima = shard_statistics(problem, micro_batches, stages)      on each rank
+totals, maxima = shard_statistics(problem, micro_batches)           on each rank
 joined_statistics(problem, {summed totals} | {maxima over ranks})   as `step_statistics`
 """
 
@@ -12,22 +12,19 @@ from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.packing.bounds import floor_of_totals, works_of_stages
-from mcore_batching.planning.pipeline import Clock, SplitStage, clock_of_rank
-from mcore_batching.planning.plans.statistics import StepStatistics, tokens_in_flight
+from mcore_batching.planning.pipeline import Clock, inflight_tokens
+from mcore_batching.planning.plans.statistics import StepStatistics
 from mcore_batching.planning.problem import Problem
 
 
 def shard_statistics(
-    problem: Problem,
-    micro_batches: Sequence[Sequence[int]],
-    stages: Sequence[SplitStage] = (),
+    problem: Problem, micro_batches: Sequence[Sequence[int]]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One rank's part of `joined_statistics`.
 
     Args:
         problem: of the rank's samples.
         micro_batches: its own, in slot order.
-        stages: its split backward passes, as `split_shard` gives them; empty: there are none.
 
     Returns:
         numbers by name to sum over data-parallel ranks, and numbers by name to take the maximum of;
@@ -39,8 +36,6 @@ def shard_statistics(
     tokens = [problem.row_tokens(samples) for samples in micro_batches]
     held = [each or problem.placeholder_tokens for each in tokens]
     work, last, schedule = ordered_sum(costs), problem.dims.pipeline_parallel - 1, problem.schedule
-    weights = [each for samples in micro_batches for each in problem.slot_weights(samples)]
-    overhead = problem.cost_model.split_backward_overhead
     totals: dict[str, Any] = {
         "num_samples": problem.num_samples,
         "num_placeholders": sum(not samples for samples in micro_batches),
@@ -54,13 +49,11 @@ def shard_statistics(
     }
     maxima: dict[str, Any] = {
         "heaviest_rank_cost": work,
-        "step_time": clock_of_rank(on_stages, weights, schedule, stages, overhead=overhead).end,
-        "peak_inflight_tokens": tokens_in_flight(problem, held, stages, 0),
-        "last_stage_inflight_tokens": tokens_in_flight(problem, held, stages, last),
+        "step_time": Clock(on_stages, schedule).end,
+        "peak_inflight_tokens": inflight_tokens(held, schedule),
+        "last_stage_inflight_tokens": inflight_tokens(held, schedule, stage=last),
         "largest_row_tokens": max(held),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
-        "sample weights": problem.cost_model.weights([max(problem.lengths, default=0)]),
-        "split passes": sum(sum(stage.split) for stage in stages),
         "slot costs": costs,
     }
     if works := works_of_stages(problem):
@@ -92,7 +85,6 @@ def joined_statistics(problem: Problem, joined: Mapping[str, Any]) -> StepStatis
             joined["cost of samples"],
             rows,
             alone,
-            joined["sample weights"] if joined["split passes"] else None,
             joined.get("works of stages", ()),
         ),
     )

@@ -6,7 +6,6 @@ import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TypeVar
 
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
@@ -15,13 +14,8 @@ from mcore_batching.planning.integers import entries
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import (
     Clock,
-    SplitClock,
-    SplitStage,
-    blocks_of,
-    clock_of_rank,
     clocks_of,
     inflight_tokens,
-    split_inflight_tokens,
 )
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.problem import Problem
@@ -142,9 +136,9 @@ def step_statistics(
         mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=max(clock.end for clock in step_clocks(step, problem, ranks)),
-        floor_time=step_time_floor(problem, splits=bool(step.split_backward)),
-        peak_inflight_tokens=_most_held(step, problem, held, 0),
-        last_stage_inflight_tokens=_most_held(step, problem, held, last),
+        floor_time=step_time_floor(problem),
+        peak_inflight_tokens=_most_held(problem, held, 0),
+        last_stage_inflight_tokens=_most_held(problem, held, last),
         largest_row_tokens=max(map(max, held)),
         hosted_samples=len(step.hosted_lengths),
         hosted_tokens=sum(step.hosted_lengths),
@@ -233,46 +227,17 @@ def _of_slots(
     ]
 
 
-def _most_held(
-    step: StepPlan, problem: Problem, held: Sequence[Sequence[int]], stage: int
-) -> float:
+def _most_held(problem: Problem, held: Sequence[Sequence[int]], stage: int) -> float:
     """Most tokens in flight on a stage of any rank, given those of micro-batches [ranks][slots]."""
-    if not step.split_backward or problem.forward_only:
-        # A set: most ranks of a large job hold the same, and counting them takes long.
-        return max(tokens_in_flight(problem, rank, (), stage) for rank in set(map(tuple, held)))
-    of_ranks = zip(held, step.split_backward, strict=True)
-    return max(tokens_in_flight(problem, *of_rank, stage) for of_rank in of_ranks)
+    # A set: most ranks of a large job hold the same, and counting them takes long.
+    ranks = set(map(tuple, held))
+    return max(inflight_tokens(rank, problem.schedule, stage=stage) for rank in ranks)
 
 
-def tokens_in_flight(
-    problem: Problem, held: Sequence[int], stages: Sequence[SplitStage], stage: int
-) -> float:
-    """Most tokens in flight on a stage of one rank, given those of its micro-batches [slots] and
-    its split backward passes (empty: there are none)."""
-    schedule, kept = problem.schedule, problem.config.split_backward_held
-    if not stages:
-        return inflight_tokens(held, schedule, stage=stage)
-    return split_inflight_tokens(held, schedule, stages[stage], kept, stage=stage)
-
-
-def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> Sequence[Clock | SplitClock]:
+def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock]:
     """The clocks of a step, as `clocks_of`; arguments as in `micro_batch_costs`."""
     costs = costs_on_stages(step, problem, ranks)
-    if not step.split_backward or problem.forward_only:
-        return clocks_of(costs, problem.schedule, step.context_parallel)
-    on_ranks = problem.on_ranks
-    weights = _of_slots(step, ranks, lambda samples, size: on_ranks[size].slot_weights(samples))
-    schedule, overhead = problem.schedule, problem.cost_model.split_backward_overhead
-    if problem.dims.in_lockstep:  # all ranks wait in every slot: one clock of the slots' maxima
-        costs, weights = ([[*map(max, zip(*of, strict=True))]] for of in (costs, weights))
-    elif step.context_parallel is not None:  # ranks wait for those that they share rows with
-        takes, of_w = (list(chain(*zip(*of, strict=True))) for of in (costs, weights))
-        blocks = blocks_of(step.context_parallel)
-        clock = SplitClock(takes, of_w, schedule, blocks, overhead=overhead)
-        clock.follow(step.split_backward)
-        return [clock]
-    of_ranks = zip(costs, weights, step.split_backward, strict=False)  # in lockstep of the first
-    return [clock_of_rank(t, w, schedule, split, overhead=overhead) for t, w, split in of_ranks]
+    return clocks_of(costs, problem.schedule, step.context_parallel)
 
 
 def _ratio(value: float, mean: float) -> float:

@@ -5,8 +5,6 @@ A plan that passes
 - keeps every micro-batch to the cap and to `max_samples_per_row`;
 - gives every rank the same number of micro-batches, one that the schedule can run;
 - has no placeholder on a rank that could split a micro-batch, but under `fill="placeholder"`;
-- splits backward passes alone, runs no part of W before its backward pass, and holds no more on any
-  stage than `split_backward_memory` times what the first stage holds with none split;
 - under dynamic CP: ranks that share a row of size c are a block from a multiple of c on and list
   the same samples; a placeholder has size 1.
 """
@@ -19,14 +17,7 @@ from functools import partial
 
 from mcore_batching.planning.errors import InvariantError, shortened
 from mcore_batching.planning.integers import check_lengths
-from mcore_batching.planning.pipeline import (
-    PARTS,
-    Schedule,
-    inflight_tokens,
-    split_inflight_tokens,
-)
 from mcore_batching.planning.plans.plan import Plan, StepPlan
-from mcore_batching.planning.plans.statistics import held_tokens, step_problem
 from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
 
 Broken = Callable[..., InvariantError]
@@ -81,8 +72,6 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], broken: Broken) -> No
     _check_cap(step, lengths, broken)
     if step.config.fill == "split":
         _check_split_before_placeholder(step, broken)
-    if step.split_backward:
-        _check_split_backward(step, lengths, broken)
 
 
 def _placed(step: StepPlan) -> list[int]:
@@ -212,41 +201,3 @@ def _check_split_before_placeholder(step: StepPlan, broken: Broken) -> None:
                 fault += f"{shortened(samples)} share a micro-batch"
                 where = {"indices": samples, "rank": rank, "slot": slot}
                 raise broken("split before placeholder", fault, **where)
-
-
-def _check_split_backward(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
-    dims, config = step.dims, step.config
-    stages = range(dims.pipeline_parallel)
-
-    def check(fine: bool, fault: str, rank: int | None = None) -> None:
-        if not fine:
-            raise broken("split backward", fault, rank=rank)
-
-    check(config.split_backward != "off", "passes are split, but split_backward='off'")
-    schedule = Schedule(dims=dims)
-    orders = [schedule.order(stage, step.num_microbatches) for stage in stages]
-    check(len(step.split_backward) == len(step.micro_batches), "every rank must have its passes")
-    problem, ranks = step_problem(step, lengths)
-    held = held_tokens(step, problem, ranks)
-    first = max(inflight_tokens(tokens, schedule) for tokens in held)
-    for rank, of_stages in enumerate(step.split_backward):
-        check(len(of_stages) == len(stages), f"there are {len(stages)} stages", rank)
-        for stage, (order, (split, parts)) in enumerate(zip(orders, of_stages, strict=True)):
-            where = f"stage {stage} runs {len(order)} passes"
-            check(len(split) == len(parts) == len(order), where, rank)
-            due = 0  # parts of W whose backward pass has run, and that have not
-            for number, (what, is_split) in enumerate(zip(order, split, strict=True)):
-                due -= parts[number]
-                where = f"pass {number} of stage {stage}"
-                check(due >= 0 <= parts[number], f"{where} comes after W that is not due", rank)
-                check(what.kind == "B" or not is_split, f"{where} is no backward pass", rank)
-                due += PARTS * is_split
-            # A later stage may hold what the first one does: memory is the same on all devices.
-            most = split_inflight_tokens(
-                held[rank], schedule, of_stages[stage], config.split_backward_held, stage=stage
-            )
-            plain = inflight_tokens(held[rank], schedule, stage=stage)
-            may = max(plain, config.split_backward_memory * first)
-            check(
-                most <= may, f"stage {stage} holds {most:.0f} tokens, it may hold {may:.0f}", rank
-            )

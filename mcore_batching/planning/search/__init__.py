@@ -5,8 +5,8 @@
 alone. Reading order: `objective` (what is minimised), `targets` (how large each slot is to be),
 `deal` (samples are dealt to targets), `steps` (in rounds that even out ranks), `choice` (numbers of
 slots and shapes that are tried), `pipelines` (what a change costs a step), `moves` (single samples
-are moved), `one_rank` (a rank that keeps its samples), `split_backward` (which backward passes are
-split). Under dynamic CP: `shared_rows` (what is simulated) and `dynamic_cp`.
+are moved), `one_rank` (a rank that keeps its samples). Under dynamic CP: `shared_rows` (what is
+simulated) and `dynamic_cp`.
 """
 
 from mcore_batching.planning.search.choice import search
@@ -14,21 +14,17 @@ from mcore_batching.planning.search.dynamic_cp import check_inflight_tokens, sea
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.one_rank import best_slots, ends_by_count
-from mcore_batching.planning.search.split_backward import Sizes, Splits, split_backward
 from mcore_batching.planning.search.steps import MOST_SLOTS_PER_STAGE, steps_of_counts
 
 __all__ = [
     "MOST_SLOTS_PER_STAGE",
     "Objective",
-    "Sizes",
     "Slots",
-    "Splits",
     "best_slots",
     "check_inflight_tokens",
     "ends_by_count",
     "improve",
     "search",
     "search_dynamic",
-    "split_backward",
     "steps_of_counts",
 ]

@@ -28,9 +28,6 @@ twice as long to plan as on equal stages; with half of it steps end 0.4 % later 
 with more than that half as much sooner."""
 GOOD_ENOUGH = 1.0001
 """The search stops at a step within 0.01 % of a bound that no plan beats."""
-GOOD_ENOUGH_TO_SPLIT = 1.001
-"""Within 0.1 % where backward passes are to be split, which is as much as is given up for fewer of
-them. At 0.01 % a step that ends by its longest sample takes 40 times as long to plan as without."""
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][slots]."""
@@ -84,8 +81,7 @@ class Objective:
         self.max_inflight_tokens = bound
         if bound is not None:
             self.effort *= EFFORT_UNDER_BOUND
-        enough = GOOD_ENOUGH_TO_SPLIT if problem.defers_weights else GOOD_ENOUGH
-        self._floor = max(step_time_floor(problem), way_of_longest(problem)) * enough
+        self._floor = max(step_time_floor(problem), way_of_longest(problem)) * GOOD_ENOUGH
 
     @property
     def spent(self) -> bool:

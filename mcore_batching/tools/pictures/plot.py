@@ -35,7 +35,6 @@ RANK_GAP = 0.8  # between two ranks, in rows
 PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
     "F": ("forward", ("#3b6fb6", "#7ea6d9")),
     "B": ("backward", ("#d9762b", "#efae78")),
-    "W": ("weight gradients", ("#4f9a5b", "#94c79c")),
 }
 IDLE = "#ededed"
 BLOCK = "#e8a200"
@@ -142,7 +141,7 @@ def _draw_rank_passes(
     # About as wide as two digits, at this width of the figure.
     widest_digits = timeline.end / 150
     several_chunks = any(timed.chunk for timed in rank.passes)
-    for number, timed in enumerate(rank.passes):
+    for timed in rank.passes:
         is_placeholder = rank.num_samples[timed.slot] == 0
         width, row = timed.end - timed.start, top + timed.stage
         style: dict[str, Any] = {"edgecolor": "white"}
@@ -150,8 +149,6 @@ def _draw_rank_passes(
         if is_placeholder:
             style = PLACEHOLDER
         gid = f"pass-{rank.rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.kind}"
-        if timed.kind == "W":
-            gid += f"-{number}"  # one W may run in several pieces
         _add_box(axes, (timed.start, row + 0.06), width, 0.88, linewidth=0.4, gid=gid, **style)
         tooltips[gid] = _pass_text(rank, timed, several_chunks)
         if not is_placeholder and width > widest_digits:
@@ -241,8 +238,7 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
     kinds = (", even chunk", ", odd chunk") if step.dims.virtual_pipeline > 1 else ("",)
     handles = [
         Patch(facecolor=colour, label=f"{name}{which}")
-        for kind, (name, colours) in PASSES.items()
-        if kind != "W" or step.split_backward
+        for name, colours in PASSES.values()
         for which, colour in zip(kinds, colours, strict=False)
     ]
     if step.context_parallel is not None:

@@ -29,7 +29,6 @@ from mcore_batching.batch.messages import RankMessages
 from mcore_batching.megatron import get_data_iterator, train_step
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout import maker
-from mcore_batching.megatron.split_backward import linear_layers, weight_gradients
 from mcore_batching.planning import ParallelDims
 
 STOPPED_SECONDS = 15
@@ -81,14 +80,6 @@ def _backward(job: _Job) -> None:
         output[0].register_hook(job.raises)
 
     job.layer.register_forward_hook(hook)
-
-
-def _weights(job: _Job) -> None:
-    linear_layers.add_weight_gradient = job.raises
-
-
-def _flush(job: _Job) -> None:
-    weight_gradients.WeightGradients.flush = job.raises
 
 
 def _optimizer(job: _Job) -> None:
@@ -188,8 +179,6 @@ def _slow(job: _Job) -> None:
 FAULTS: dict[str, Callable[[_Job], None]] = {
     "layer, forward": _forward,
     "layer, backward": _backward,
-    "weights": _weights,
-    "weights left": _flush,
     "optimizer": _optimizer,
     "scheduler": _scheduler,
     "exchange": _exchange,

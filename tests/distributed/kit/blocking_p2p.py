@@ -11,8 +11,6 @@ of calls that gloo lets pass may be a deadlock on GPUs. Under `blocking_p2p`, as
 
 On a GPU `wait` holds up the stream and not the host, but also whatever is posted after it: for the
 order of transfers that is the same as holding up the host, which is done here.
-
-Transfers take no time but gloo's, or that of a `Link`.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,37 +42,11 @@ Transfer = tuple[bool, torch.Tensor, int]
 """Whether it sends, the tensor, the other rank's global number."""
 
 
-class Clock(Protocol):
-    """Time that this process's passes and transfers move, from one start on all ranks."""
-
-    def now(self) -> float:
-        """Seconds since the start."""
-
-    def wait_until(self, seconds: float) -> None:
-        """Move it there, unless it is later."""
-
-
-@dataclass
-class Link:
-    """What transfers between neighbours take.
-
-    Attributes:
-        seconds: of a tensor.
-        clock: on which it takes them; None: it sleeps.
-    """
-
-    seconds: Callable[[torch.Tensor], float] = lambda tensor: 0.0
-    clock: Clock | None = None
-
-
 class _Stream:
     """Operations on one communicator, each begun when the one before it has ended."""
 
-    def __init__(
-        self, group: Any, peers: Sequence[int], tag: int, seconds: float, link: Link
-    ) -> None:
-        self._group, self._tag, self._link = group, tag, link
-        self._free = 0.0
+    def __init__(self, group: Any, peers: Sequence[int], tag: int, seconds: float) -> None:
+        self._group, self._tag = group, tag
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Has none of the stand-in's modes, which look functions up by name, and in a deadlock does
         # not keep the process from ending.
@@ -84,70 +54,56 @@ class _Stream:
         signals = [(sends, _signal(), peer) for peer in peers for sends in (True, False)]
         self._submit(signals, _START).result(seconds)
 
-    def post(self, transfers: Sequence[Transfer]) -> concurrent.futures.Future[float]:
-        """Queue an operation of transfers that run together; its end, if there is a clock."""
+    def post(self, transfers: Sequence[Transfer]) -> concurrent.futures.Future[None]:
+        """Queue an operation of transfers that run together."""
         return self._submit(transfers, self._tag)
 
     def close(self) -> None:
         """End the thread, once it has nothing to do."""
         self._queue.put(None)
 
-    def _submit(self, transfers: Sequence[Transfer], tag: int) -> concurrent.futures.Future[float]:
-        posted: concurrent.futures.Future[float] = concurrent.futures.Future()
-        now = 0.0 if self._link.clock is None else self._link.clock.now()
-        self._queue.put((transfers, tag, now, posted))
+    def _submit(self, transfers: Sequence[Transfer], tag: int) -> concurrent.futures.Future[None]:
+        posted: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._queue.put((transfers, tag, posted))
         return posted
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            transfers, tag, now, posted = item
+            transfers, tag, posted = item
             try:
-                posted.set_result(self._run(transfers, tag, now))
+                posted.set_result(self._run(transfers, tag))
             except Exception as exception:
                 posted.set_exception(exception)
 
-    def _run(self, transfers: Sequence[Transfer], tag: int, now: float) -> float:
-        works, others = [], []
-        begins = torch.tensor([max(now, self._free)], dtype=torch.float64, device="cpu")
+    def _run(self, transfers: Sequence[Transfer], tag: int) -> None:
+        works = []
         for sends, tensor, peer in transfers:
-            # The receiver's time tells the sender that it has begun, and the other way round.
-            other = torch.zeros_like(begins)
-            others.append(other)
+            # Each side signals to the other that it has begun.
             given, taken = (_BEGUN, _BEGINS) if sends else (_BEGINS, _BEGUN)
-            works.append(_isend(begins, peer, group=self._group, tag=tag + given))
-            works.append(_irecv(other, peer, group=self._group, tag=tag + taken))
+            works.append(_isend(_signal(), peer, group=self._group, tag=tag + given))
+            works.append(_irecv(_signal(), peer, group=self._group, tag=tag + taken))
             move = _isend if sends else _irecv
             works.append(move(tensor, peer, group=self._group, tag=tag))
         for work in works:
             work.wait()
-        lasts = [0.0 if tag == _START else self._link.seconds(tensor) for _, tensor, _ in transfers]
-        if self._link.clock is None:
-            time.sleep(max(lasts))
-        ends = [max(begins, other) + last for other, last in zip(others, lasts, strict=True)]
-        self._free = float(max(ends))
-        return self._free
 
 
 class _Request:
     """What Megatron waits on."""
 
-    def __init__(
-        self, posted: concurrent.futures.Future[float], seconds: float, link: Link
-    ) -> None:
-        self._posted, self._seconds, self._link = posted, seconds, link
+    def __init__(self, posted: concurrent.futures.Future[None], seconds: float) -> None:
+        self._posted, self._seconds = posted, seconds
 
     def wait(self) -> bool:
-        end = self._posted.result(self._seconds)
-        if self._link.clock is not None:
-            self._link.clock.wait_until(end)
+        self._posted.result(self._seconds)
         return True
 
 
 class _Device:
     """The streams of this rank, and what was posted on them."""
 
-    def __init__(self, seconds: float, link: Link) -> None:
-        self._seconds, self._link = seconds, link
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._streams: dict[tuple[Any, int | None], _Stream] = {}
         self._posted: list[_Request] = []
 
@@ -186,25 +142,23 @@ class _Device:
                 [peer] if of_pair else sorted(others),
                 _SINGLE if of_pair else _BATCH,
                 self._seconds,
-                self._link,
             )
         posted = self._streams[group, peer].post(transfers)
-        self._posted.append(_Request(posted, self._seconds, self._link))
+        self._posted.append(_Request(posted, self._seconds))
         return self._posted[-1]
 
 
 @contextlib.contextmanager
-def blocking_p2p(seconds: float = 20.0, link: Link | None = None) -> Iterator[None]:
+def blocking_p2p(seconds: float = 20.0) -> Iterator[None]:
     """Let this process's point-to-point transfers block as NCCL's do. On the CPU stand-in alone.
 
     Megatron's `P2PCommunicator` and the stand-in's copies of what is sent go through it.
 
     Args:
         seconds: a rank that is held up for longer raises a `TimeoutError`.
-        link: what transfers take; None: nothing.
     """
     assert cpu_emulation.is_enabled()
-    device = _Device(seconds, link or Link())
+    device = _Device(seconds)
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "isend", device.isend),
         (dist, "irecv", device.irecv),

@@ -290,11 +290,10 @@ def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
         def planned(rollout: dict[str, Any] = data, **changes: Any) -> Any:
             return framework.get_data_iterator(arguments(shape, **changes), model, rollout)
 
-        off = {"dynamic_batch_split_backward": False}  # as YAML reads it
-        iterators, counts = planned(**off)
+        iterators, counts = planned()
 
         def forward(iterators: Any, **changes: Any) -> Any:
-            args = arguments(shape, **off, **changes)
+            args = arguments(shape, **changes)
             return framework.forward_only(framework.log_probs, args, model, iterators, counts)
 
         hook_path = {"custom_megatron_before_log_prob_hook_path": "module.function"}

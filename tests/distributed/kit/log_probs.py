@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.exactness import arguments, log_probs_of
+from kit.model import MAX_SEQUENCE_LENGTH, model_options, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY, make_samples, take
-from kit.split_backward import small_model
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals, token_mean
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
 from mcore_batching.batch.rows.pack import pack
@@ -25,6 +27,7 @@ from mcore_batching.megatron import (
     response_log_probs_and_entropy,
     train_step,
 )
+from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import ParallelDims
 
 
@@ -146,14 +149,29 @@ class _Operations(TorchDispatchMode):
         return result
 
 
+def _small_model(dims: ParallelDims, ddp: dict[str, Any], **settings: Any) -> list[Any]:
+    """A dense model of random weights on a layout, in Megatron's data-parallel wrapper."""
+    model = build_model(
+        transformer_config("dense", **pipeline_config(dims) | settings),
+        vocab_size=VOCABULARY,
+        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp),
+        **model_options("dense", dims.pipeline_parallel * dims.virtual_pipeline),
+    )
+    get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+    return model
+
+
 class _Job:
     """A model and a step over its samples, without an update."""
 
     def __init__(self, dims: dict[str, Any], dtype: torch.dtype, **options: Any) -> None:
         self.dims = ParallelDims(**dims)
-        half = {"bf16": True} if dtype is torch.bfloat16 else {}
+        half: dict[str, Any] = {}
+        if dtype is torch.bfloat16:
+            half = {"bf16": True, "params_dtype": dtype, "pipeline_dtype": dtype}
         ddp = {"overlap_grad_reduce": True}
-        self.model = small_model(dims, ddp=ddp, init_method_std=0.2, **half, **options)
+        self.model = _small_model(self.dims, ddp, init_method_std=0.2, **half, **options)
         self.touched: set[str] = set()
         for name, parameter in self.model[0].named_parameters():
             parameter.register_hook(lambda grad, name=name: self.touched.add(name))

@@ -52,7 +52,6 @@ FIXED = ["--dynamic-batch-cost-model", "fixed"]
 """For runs that are compared bit for bit: costs that are learnt would give them other plans."""
 
 
-ALL_SPLIT = ["--dynamic-batch-split-backward", "all"]
 NOT_AHEAD = "--dynamic-batch-no-plan-ahead"
 PLANNING_FAULTS = ("killed", "stopped", "late", "absent", "lost")
 
@@ -160,13 +159,6 @@ JOBS = {
             function="train_and_resume",
             relaunches=False,
         ),
-        job("pp2-all-split", *steps(10), *PP2, *EXCHANGE, *FIXED, *ALL_SPLIT),
-        job(
-            "pp2-all-split-resumed",
-            *(*steps(10), *PP2, *EXCHANGE, *FIXED, *ALL_SPLIT, *saved("pp2-split", every=5)),
-            function="train_and_resume",
-            relaunches=False,
-        ),
         job("vpp2-placeholders", *steps(5), *VPP2, *ONE_ROW),
         job("dp4-padded", *steps(10)),
         job("tp2-cp2", *steps(10), *TP2_CP2, *FLAG, *FIXED),
@@ -240,7 +232,6 @@ JOBS = {
             ),
             seconds=1200.0,
         ),
-        *ahead("pp2-split", *steps(5), *PP2, *ALL_SPLIT),
         *ahead("vpp2", *steps(5), *VPP2, blocking=True),
         *ahead("tp2", *steps(5), *TP2),
         *ahead("dp4-shared", *steps(5), *SHARED, "4"),
