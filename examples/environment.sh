@@ -2,8 +2,9 @@
 # Sourced by quickstart.sh, tests/run.sh and .ci/run: finds a Python, makes an environment with the
 # pinned versions of torch and megatron-core, installs this package into it.
 #
-# An environment counts as complete once its stamp is written; one whose making was interrupted is
-# made anew. A directory that none of these scripts made is never touched.
+# An environment counts as complete once its stamp is written; where its first making was
+# interrupted it is made anew. One that works is never removed: another Python gets an environment
+# of its own. A directory that none of these scripts made is never touched.
 
 mcb_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # Versions of Python that will do, the best first; a script that needs more leaves some out.
@@ -105,24 +106,37 @@ print(hashlib.sha256(json.dumps(declared, sort_keys=True).encode()).hexdigest()[
 PYTHON
 }
 
-# Make DIRECTORY an environment that has this package with EXTRAS ("megatron,plot"), if it is not
-# one already. Afterwards DIRECTORY/bin/python runs it.
+# The version of an environment that these scripts completed and that still runs; else nothing.
+mcb_complete_version_of() { # DIRECTORY
+    local version
+    [ -f "$1/mcore_batching.complete" ] || return 0
+    version=$(mcb_version_of "$1/bin/python") || return 0
+    # Under an interpreter that was replaced by a newer version the packages are out of reach.
+    [ ! -d "$1/lib/python$version" ] || echo "$version"
+}
+
+# Make an environment that has this package with EXTRAS ("megatron,plot"), if there is none, and set
+# mcb_environment to it: DIRECTORY, or DIRECTORY-3.12 beside it where DIRECTORY has another version
+# than $MCORE_BATCHING_PYTHON, or one that will not do. Afterwards $mcb_environment/bin/python runs.
 mcb_ensure_environment() { # DIRECTORY EXTRAS
-    local directory=$1 extras=$2 python key stamp unfinished has_key has_root has_extras extra missing
+    local directory=$1 extras=$2 python found version key stamp unfinished has_key has_root has_extras
+    local extra missing
+    found=$(mcb_complete_version_of "$directory")
+    if [ -z "$found" ] || [ -n "${MCORE_BATCHING_PYTHON:-}" ] || ! mcb_will_do "$found"; then
+        python=$(mcb_find_python) || exit 1
+        version=$(mcb_version_of "$python")
+        while [ -n "$found" ] && [ "$found" != "$version" ]; do
+            directory=$directory-$version # the other one, which works, stays as it is
+            found=$(mcb_complete_version_of "$directory")
+        done
+    fi
+    [ -z "$found" ] || python=$directory/bin/python
+    mcb_environment=$directory
     stamp=$directory/mcore_batching.complete
     unfinished=$directory/mcore_batching.unfinished
-    if [ -f "$stamp" ] && ! mcb_version_of "$directory/bin/python" >/dev/null; then
-        echo "the Python of $directory is gone; making it anew"
-        rm -rf "$directory"
-    fi
-    if [ -f "$stamp" ] && [ -z "${MCORE_BATCHING_PYTHON:-}" ]; then
-        python=$directory/bin/python
-    else
-        python=$(mcb_find_python) || exit 1
-    fi
     key=$(mcb_environment_key "$python") || mcb_fail "$python is no usable Python"
 
-    if [ -f "$stamp" ]; then
+    if [ -n "$found" ]; then
         { read -r has_key; read -r has_root; read -r has_extras; } <"$stamp"
         missing=
         for extra in ${extras//,/ }; do
@@ -130,27 +144,23 @@ mcb_ensure_environment() { # DIRECTORY EXTRAS
         done
         [ "$has_key$has_root$missing" = "$key$mcb_root" ] && return 0
         extras=$(printf '%s\n' "$extras,$has_extras" | tr , '\n' | sort -u | paste -sd, -)
-        if [ "$has_key" != "$key" ]; then
-            python=$(mcb_find_python) || exit 1
-            rm -rf "$directory"
-        fi
-    elif [ -f "$unfinished" ]; then
-        echo "$directory was left unfinished; making it anew"
+        # No key until all is installed: an interrupted change is made again.
+        printf '%s\n' changing "$has_root" "$has_extras" >"$stamp"
+    elif [ -f "$stamp" ] || [ -f "$unfinished" ]; then
+        echo "$directory was left unfinished, or its Python is gone; making it anew"
         rm -rf "$directory"
     elif [ -n "$(ls -A "$directory" 2>/dev/null)" ]; then
         mcb_fail "$directory exists and is not an environment that these scripts made: remove it," \
             "or name another directory in MCORE_BATCHING_VENV"
     fi
 
-    if [ ! -x "$directory/bin/python" ]; then
+    if [ -z "$found" ]; then
         mcb_make_folder "$directory" 'set MCORE_BATCHING_VENV to'
         echo "making $directory with $("$python" --version) ($python)"
         touch "$unfinished"
         "$python" -m venv "$directory" ||
             mcb_fail "$python cannot make environments (on Debian and Ubuntu: install python3-venv)"
     fi
-    touch "$unfinished"
-    rm -f "$stamp"
     mcb_install "$directory/bin/python" "$extras" ||
         mcb_fail "installing into $directory failed (see above); run again once the cause is gone"
     printf '%s\n' "$key" "$mcb_root" "$extras" >"$stamp"

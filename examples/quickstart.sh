@@ -59,9 +59,8 @@ fi
 : "${nproc:=$((dp * pp * tp * cp))}"
 
 mcb_make_folder "$out" 'set --out to'
-environment=${MCORE_BATCHING_VENV:-$mcb_root/.venv}
-mcb_ensure_environment "$environment" megatron,plot
-python=$environment/bin/python
+mcb_ensure_environment "${MCORE_BATCHING_VENV:-$mcb_root/.venv}" megatron,plot
+python=$mcb_environment/bin/python
 
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$gpus" -lt "$nproc" ]; then

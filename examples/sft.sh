@@ -54,24 +54,16 @@ done
 
 # megatron-core has no wheel with megatron.training, the stock entry point, for Python 3.11.
 mcb_versions=(3.12 3.13)
-environment=${MCORE_BATCHING_VENV:-$mcb_root/.venv}
 python=${MCORE_BATCHING_PYTHON:-}
-if [ -z "$python" ] && [ -f "$environment/mcore_batching.complete" ]; then
-    python=$environment/bin/python
-fi
 if [ -n "$python" ] && [ "$(mcb_version_of "$python")" = 3.11 ]; then
-    if [ -n "${MCORE_BATCHING_PYTHON:-}${MCORE_BATCHING_VENV:-}" ]; then
-        echo "sft.sh: $python is Python 3.11, whose newest megatron-core (0.16.1) ships without" \
-            "megatron.training, the stock entry point that this example is about. Name a Python" \
-            "3.12 or 3.13 in MCORE_BATCHING_PYTHON, or another folder in MCORE_BATCHING_VENV;" \
-            "examples/quickstart.sh runs on 3.11." >&2
-        exit 3
-    fi
-    environment=$mcb_root/.venv-sft # .venv, made by quickstart.sh, stays as it is
+    echo "sft.sh: $python is Python 3.11, whose newest megatron-core (0.16.1) ships without" \
+        "megatron.training, the stock entry point that this example is about. Name a Python" \
+        "3.12 or 3.13 in MCORE_BATCHING_PYTHON; examples/quickstart.sh runs on 3.11." >&2
+    exit 3
 fi
 mcb_make_folder "$out" 'set --out to'
-mcb_ensure_environment "$environment" megatron,plot
-python=$environment/bin/python
+mcb_ensure_environment "${MCORE_BATCHING_VENV:-$mcb_root/.venv}" megatron,plot
+python=$mcb_environment/bin/python
 
 backend=nccl
 gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')

@@ -5,15 +5,14 @@
 #
 # --long runs the tests marked so as well, and three times as many random cases.
 # MCORE_BATCHING_VENV names the environment (default: .venv), MCORE_BATCHING_PYTHON the interpreter
-# it is made with.
+# it is made with; where it has another one, say 3.12, that environment is .venv-3.12.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source-path=SCRIPTDIR/../examples
 . "$here/../examples/environment.sh"
 
-environment=${MCORE_BATCHING_VENV:-$mcb_root/.venv}
-mcb_ensure_environment "$environment" megatron,dev
-python=$environment/bin/python
+mcb_ensure_environment "${MCORE_BATCHING_VENV:-$mcb_root/.venv}" megatron,dev
+python=$mcb_environment/bin/python
 export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cd "$mcb_root" || exit 1
 if ! [ -w "$mcb_root" ]; then # no caches beside the sources

@@ -66,7 +66,8 @@ def test_its_plans_are_those_made_here(process: PlanningProcess) -> None:
         forward = PlanRequest(REQUEST.lengths, DIMS, config, COSTS, forward_only=True)
         assert process.plan(forward) == forward.plan()
     own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, process.pid))
-    assert its == own + planning_process.NICENESS  # training has the processor first
+    # Training has the processor first; no process is nicer than 19.
+    assert its == min(19, own + planning_process.NICENESS)
 
 
 def test_what_the_planner_refuses_is_said_and_the_process_stays(process: PlanningProcess) -> None:

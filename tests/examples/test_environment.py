@@ -1,0 +1,181 @@
+"""The environments of the scripts: what is made, changed, and never removed. No package is
+installed: the interpreters are scripts that keep a list of what they were asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from kit.patience import patience
+
+ENVIRONMENT_SH = Path(__file__).resolve().parents[2] / "examples" / "environment.sh"
+
+PYTHON = """#!/bin/bash
+version={version}
+case "$*" in
+    "-m venv "*) mkdir -p "$3/bin" "$3/lib/python$version"; cp "$0" "$3/bin/python" ;;
+    "-m pip "*) [ ! -e "{folder}/offline" ] && echo "$0" >>"{folder}/installed" ;;
+    "- "*) cat >/dev/null; echo "key of $version$(cat "{folder}/pins" 2>/dev/null)" ;;
+    *) echo "$version" ;;
+esac
+"""
+
+
+class Machine:
+    """A folder with interpreters, and the scripts' function that makes environments in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.venv = folder / "venv"
+
+    def python(self, version: str) -> Path:
+        path = self.folder / "bin" / f"python{version}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(PYTHON.format(version=version, folder=self.folder))
+        path.chmod(0o755)
+        return path
+
+    def ensure(
+        self, *, named: Path | None = None, extras: str = "megatron", versions: str = "3.12 3.11"
+    ) -> tuple[int, str]:
+        """The status, and the environment that is used, or the error."""
+        ensure = f"mcb_versions=({versions}); mcb_ensure_environment {self.venv} {extras}"
+        path = f"{self.folder / 'bin'}:/usr/bin:/bin"
+        given = {"MCORE_BATCHING_PYTHON": str(named)} if named else {}
+        done = subprocess.run(
+            ["bash", "-c", f'. {ENVIRONMENT_SH}; {ensure} >/dev/null; echo "$mcb_environment"'],
+            capture_output=True,
+            text=True,
+            timeout=patience(30),
+            env={"PATH": path, "HOME": str(self.folder), **given},
+        )
+        return done.returncode, (done.stdout or done.stderr).strip()
+
+    def installs(self) -> list[str]:
+        """The environments that packages were installed into, since the last call."""
+        path = self.folder / "installed"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return sorted({str(Path(line).parents[1].name) for line in lines})
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = Machine(tmp_path)
+    for version in ("3.11", "3.12"):
+        machine.python(version)
+    return machine
+
+
+def marked(environment: Path) -> Path:
+    """A file in an environment, there as long as nobody removes it."""
+    mark = environment / "mine"
+    mark.touch()
+    return mark
+
+
+def test_an_environment_is_made_once(machine: Machine) -> None:
+    assert machine.ensure() == (0, str(machine.venv))
+    assert machine.installs() == ["venv"]
+    mark = marked(machine.venv)
+    assert machine.ensure() == (0, str(machine.venv))
+    # One of the same version fits, whichever interpreter it was made with.
+    assert machine.ensure(named=machine.python("3.12")) == (0, str(machine.venv))
+    assert machine.installs() == []
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("has", ["3.11", "3.12"])
+def test_a_python_that_does_not_fit_gets_an_environment_of_its_own(
+    machine: Machine, has: str
+) -> None:
+    """One example, run with another Python, deleted the environment of the other example."""
+    machine.ensure(named=machine.python(has))
+    mark = marked(machine.venv)
+    other = {"3.11": "3.12", "3.12": "3.11"}[has]
+    beside = f"{machine.venv}-{other}"
+    machine.installs()
+    for _ in range(2):
+        assert machine.ensure(named=machine.python(other)) == (0, beside)
+    assert machine.installs() == [Path(beside).name]
+    # Without a name the first one is used, as before.
+    assert machine.ensure() == (0, str(machine.venv))
+    assert machine.installs() == []
+    assert mark.exists()
+
+
+def test_an_environment_of_a_version_that_will_not_do_stays(machine: Machine) -> None:
+    """The fine-tuning example needs 3.12, the quickstart runs on 3.11."""
+    machine.ensure(named=machine.python("3.11"))
+    mark = marked(machine.venv)
+    assert machine.ensure(versions="3.12 3.13") == (0, f"{machine.venv}-3.12")
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("change", ["pins", "extras"])
+@pytest.mark.parametrize("offline", [False, True])
+def test_changes_are_installed_into_what_is_there(
+    machine: Machine, change: str, offline: bool
+) -> None:
+    machine.ensure()
+    mark = marked(machine.venv)
+    if change == "pins":
+        (machine.folder / "pins").write_text("2")
+    extras = "plot" if change == "extras" else "megatron"
+    machine.installs()
+    if offline:
+        (machine.folder / "offline").touch()
+        status, text = machine.ensure(extras=extras)
+        assert status == 1
+        assert f"installing into {machine.venv} failed" in text
+        (machine.folder / "offline").unlink()
+        if change == "pins":  # nor is it taken for complete once the old pins are back
+            (machine.folder / "pins").unlink()
+    assert machine.ensure(extras=extras) == (0, str(machine.venv))
+    assert machine.installs() == ["venv"]
+    assert machine.ensure() == (0, str(machine.venv))  # the extras of both are kept
+    assert machine.ensure(extras=extras) == (0, str(machine.venv))
+    assert machine.installs() == []
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("broken", ["unfinished", "python gone", "python replaced"])
+def test_an_environment_that_does_not_work_is_made_anew(machine: Machine, broken: str) -> None:
+    if broken == "unfinished":
+        (machine.folder / "offline").touch()
+        assert machine.ensure()[0] == 1
+        (machine.folder / "offline").unlink()
+    else:
+        machine.ensure()
+        python = machine.venv / "bin" / "python"
+        python.unlink()
+        if broken == "python replaced":  # a link to a python3 that became another version
+            os.link(machine.python("3.11"), python)
+    mark = marked(machine.venv)
+    machine.installs()
+    assert machine.ensure() == (0, str(machine.venv))
+    assert machine.installs() == ["venv"]
+    assert not mark.exists()
+
+
+def test_a_folder_of_somebody_else_is_never_touched(machine: Machine) -> None:
+    machine.venv.mkdir()
+    mark = marked(machine.venv)
+    status, text = machine.ensure()
+    assert status == 1
+    assert "is not an environment that these scripts made: remove it" in text
+    assert mark.exists()
+    assert machine.installs() == []
+
+
+def test_a_python_that_does_not_run_or_has_no_pins_is_refused(machine: Machine) -> None:
+    for named, text in {
+        machine.folder / "absent": "does not run",
+        machine.python("3.9"): "is Python 3.9; megatron-core has wheels for 3.11, 3.12 and 3.13",
+    }.items():
+        status, found = machine.ensure(named=named)
+        assert status == 1
+        assert text in found
+    assert not machine.venv.exists()
