@@ -149,13 +149,16 @@ class _Operations(TorchDispatchMode):
         return result
 
 
-def _small_model(dims: ParallelDims, ddp: dict[str, Any], **settings: Any) -> list[Any]:
+def _small_model(
+    dims: ParallelDims, ddp: dict[str, Any], *, tied: bool = False, **settings: Any
+) -> list[Any]:
     """A dense model of random weights on a layout, in Megatron's data-parallel wrapper."""
     model = build_model(
         transformer_config("dense", **pipeline_config(dims) | settings),
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp),
+        share_embeddings_and_output_weights=tied,
         **model_options("dense", dims.pipeline_parallel * dims.virtual_pipeline),
     )
     get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
@@ -219,7 +222,7 @@ def fused_against_plain(dims: dict[str, Any], tied: bool) -> dict[str, Any]:
         return share, {"entropy": token_mean(entropies, row, totals)}
 
     def constant(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
-        return torch.ones((), device=row.tokens.device), {}
+        return torch.zeros((), device=row.tokens.device), {}
 
     _, plain = job.step(both)
     _, fused = job.step(both, **on)
@@ -257,7 +260,7 @@ def settings_of_a_step() -> dict[str, Any]:
     some = next(job.model[0].parameters())
 
     def constant(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
-        return torch.ones((), device=logits.device), {}
+        return torch.zeros((), device=logits.device), {}
 
     def beside(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
         return some.float().sum(), {}
@@ -265,7 +268,7 @@ def settings_of_a_step() -> dict[str, Any]:
     def infinite(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
         with torch.no_grad():
             logits.fill_(float("inf"))
-        return logits.new_ones(()), {}
+        return logits.new_zeros(()), {}
 
     for name, loss in (("constant", constant), ("beside", beside), ("infinite", infinite)):
         seen, gradients = job.step(loss)
