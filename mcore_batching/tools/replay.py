@@ -23,7 +23,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.costs.cost import in_units_of
 from mcore_batching.planning.plans.records import StepRecord
-from mcore_batching.tools.suggestions import Changes, alternatives
+from mcore_batching.tools.explain import Changes, alternatives
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ STEP = plan_step(LENGTHS, DIMS, CONFIG)
 
 
 def test_explain_counts_micro_batches_by_their_ranks() -> None:
-    said = explain(STEP, LENGTHS, advice=False)
+    said = explain(STEP, LENGTHS, advice_seconds=0)
     assert "41 samples on 4 ranks: " in said
     shared = sum(row.size == 4 for row in STEP.rows())
     assert re.search(rf"micro-batches by context-parallel size: .*{shared} of size 4$", said, re.M)
