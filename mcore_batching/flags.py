@@ -81,11 +81,10 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
             "how long to search for a plan: simulated passes of a micro-batch per sample"
         ),
         "cost_model": _flag(
-            "what samples and micro-batches cost on these devices. auto, the default: learnt from "
-            "the times of training's own passes; fixed, the default under --deterministic-mode: "
-            "by the model's shape, so that plans, and with them rounding, are the same in every "
-            "run; or a file of JSON, as the cost_model.json that a job writes under "
-            "--dynamic-batch-record",
+            "what samples and micro-batches cost on these devices. fixed, the default: by the "
+            "model's shape, so that plans, and with them rounding, are the same in every run; "
+            "auto: learnt from the times of training's own passes, without expert parallelism; or "
+            "a file of JSON, as the cost_model.json that a job writes under --dynamic-batch-record",
             metavar="auto|fixed|FILE",
         ),
     },

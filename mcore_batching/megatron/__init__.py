@@ -27,7 +27,6 @@ from mcore_batching.megatron.errors import (
     PlanningFailedError,
 )
 from mcore_batching.megatron.job.row_groups import context_parallel_group
-from mcore_batching.megatron.learning.cost_learning import CostLearner, cost_learner
 from mcore_batching.megatron.logits.fused_output import FusedLogits
 from mcore_batching.megatron.logits.log_probs import (
     response_log_probs,
@@ -53,7 +52,6 @@ if cpu_emulation.is_requested():
 __all__ = [
     "CollationFailedError",
     "CollectiveError",
-    "CostLearner",
     "DataIterator",
     "DynamicBatchArgumentError",
     "ForwardFailedError",
@@ -68,7 +66,6 @@ __all__ = [
     "add_fields",
     "check_settings",
     "context_parallel_group",
-    "cost_learner",
     "forward_only",
     "get_data_iterator",
     "packed_hybrid_stack_spec",

@@ -20,8 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.learning.fit import evidence, relearnt
-from mcore_batching.planning.learning.learnt_costs import LearntCosts, Timing
+from mcore_batching.planning.learn import LearntCosts, TimedRow
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table
@@ -64,24 +63,15 @@ def sources(data: Path) -> Iterator[tuple[str, list[int], int]]:
 def learnt_model(truth: CostModel, steps: Sequence[Sequence[int]], cap: int) -> CostModel:
     """What a job knows that starts from the default and times these steps."""
     generator = random.Random(9)
-    learnt = LearntCosts(cost_model=DEFAULT)
-    windows: list[list[list[Timing]]] = [[] for _ in range(DIMS.data_parallel)]
+    learnt = LearntCosts(shape=DEFAULT, cost_model=DEFAULT)
     for lengths in steps:
         plan = planned(tuple(lengths), cap, learnt.cost_model)
-        for window, rank in zip(windows, plan.micro_batches, strict=True):
-            rows = []
-            for samples in rank:
-                held = tuple(lengths[i] for i in samples)
-                forward, backward = (
-                    1e-6 * truth.micro_batch(held) * ratio * generator.gauss(1, NOISE)
-                    for ratio in (1.0, truth.backward_ratio)
-                )
-                rows.append(
-                    Timing(lengths=held, forward_seconds=forward, backward_seconds=backward)
-                )
-            window.append(rows)
-        parts = [evidence(window, learnt) for window in windows]
-        learnt = relearnt(learnt, [sum(numbers) for numbers in zip(*parts, strict=True)])
+        rows = []
+        for samples in (samples for rank in plan.micro_batches for samples in rank):
+            held = tuple(lengths[i] for i in samples)
+            seconds = 1e-6 * truth.micro_batch(held) * (1 + truth.backward_ratio)
+            rows.append(TimedRow(held, seconds * generator.gauss(1, NOISE)))
+        learnt = learnt.after(learnt.evidence(rows, DEFAULT))
     return learnt.cost_model
 
 

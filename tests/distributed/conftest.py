@@ -25,7 +25,6 @@ KINDS_ASKED_FOR = (
     *HYBRID,
     *MULTI_TOKEN,
     "dense-trained",
-    "moe-trained",
 )
 """Beside `KINDS`, where some test asks for them; trained: several steps in a row."""
 

@@ -631,7 +631,6 @@ def test_rows_of_several_sizes_equal_reference(
         assert_computed_once(job, ranks)
 
 
-EP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}
 CHANGING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dp2-pp2": ("dense", LAYOUTS["dp2-pp2"][2], {}),
     "dp2-pp2-vpp2": ("dense", LAYOUTS["dp2-pp2-vpp2"][2], {}),
@@ -639,7 +638,6 @@ CHANGING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cp2-pp2": ("dense", LAYOUTS["cp2-pp2"][2], {}),
     "dp2-pp2-exchange": ("dense", LAYOUTS["dp2-pp2"][2], {"dynamic_batch_exchange": True}),
     "dp4-shared": ("dense", LAYOUTS["dp4"][2], {"dynamic_batch_context_parallel": 4}),
-    "ep2-pp2": ("moe", EP2_PP2, {"dynamic_batch_exchange": True}),
 }
 """Layouts, kinds of models and settings in which plans follow costs that change."""
 

@@ -17,7 +17,7 @@ import pytest
 from kit.battery import SLOW_SECONDS, STOPPED_SECONDS
 from kit.forked import End, run_forked
 from kit.harness import Job, JobFailedError, results, run_jobs
-from kit.stock_jobs import FIXED, FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
+from kit.stock_jobs import FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
 from mcore_batching.megatron.job.failure_watch import EXIT_CODE
 
@@ -161,7 +161,7 @@ def test_killed_in_a_checkpoint_and_resumed(tmp_path: Path) -> None:
     for layout, flags in RESUMED.items():
         name = name_of("checkpoint", layout)
         saved = str(tmp_path / f"{name}-saved")
-        words = [*steps(6, evaluations=0), *flags, *FLAG, *FIXED]
+        words = [*steps(6, evaluations=0), *flags, *FLAG]
         saves = [*words, "--save", saved, "--save-interval", "2"]
         whole.append(job(f"{name}-whole", *words))
         each = job(f"{name}-killed", *saves, function="killed_in_checkpoint")

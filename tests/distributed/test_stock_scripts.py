@@ -6,7 +6,6 @@ import importlib.util
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -287,59 +286,3 @@ def logs_are_equal(checkout: Path, dims: str, model: list[str], **script: str) -
     assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)
     for line, expected in zip(flagged, padded, strict=True):
         assert line == pytest.approx(expected, rel=2e-6)
-
-
-def patched(checkout: Path, release: str, tree: Path) -> Path:
-    """A copy of a checkout with a release's patch in it."""
-    for name in ("megatron", "tools"):
-        shutil.copytree(checkout / name, tree / name)
-    for script in checkout.glob("*.py"):
-        shutil.copy(script, tree)
-    done = subprocess.run(
-        ["git", "apply", str(REPOSITORY / "patches" / f"{release}.patch")],
-        cwd=tree,
-        # Outside any repository, or git would leave out what lies beside it.
-        env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return tree
-
-
-def logged(line: str, name: str) -> str | None:
-    """A figure of the plugin's in a line of the log, as it was printed."""
-    found = re.findall(rf"batching/{name}: +(\S+)", line)
-    return found[0] if found else None
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("release", "patch"),
-    [
-        *((release, own) for release in RELEASES for own in (None, release)),
-        ("main", "core_v0.19.0"),
-    ],
-)
-@needs_checkouts
-def test_a_resumed_script_plans_by_what_was_learnt(
-    release: str, patch: str | None, tmp_path: Path
-) -> None:
-    """Through the launcher, and in a tree that carries the calls itself."""
-    checkout, launch = checkout_of(release), LAUNCHER
-    if patch is not None:
-        (tmp_path / "tree").mkdir()
-        checkout = patched(checkout, patch, tmp_path / "tree")
-        (tmp_path / "launch.py").write_text(WITHOUT_LAUNCHER)
-        launch = [str(tmp_path / "launch.py")]
-    words = [*steps(6, evaluations=0), *PP2, *FLAG]
-    folder = str(tmp_path / "saved")
-    whole = printed(checkout, [*words, "--save", folder, "--save-interval", "4"], launch)
-    resumed = printed(checkout, [*words, "--load", folder, "--ckpt-step", "4"], launch)
-    assert (len(whole), len(resumed)) == (6, 2)
-    for name in ("micro-batch cost", "quadratic cost", "backward over forward"):
-        guess, saved, first = (logged(line, name) for line in (whole[0], whole[3], resumed[0]))
-        assert None is not guess != saved == first
-    # The first step of a job that knows nothing has no prediction.
-    assert logged(whole[0], "predicted step seconds") is None
-    assert float(logged(resumed[0], "predicted step seconds") or 0.0) > 0

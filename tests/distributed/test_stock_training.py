@@ -160,16 +160,6 @@ def test_learnt_costs_change_no_loss(records: list[Ranks]) -> None:
 
 
 @pytest.mark.long
-@runs("pp2-learnt-resumed")
-def test_a_resumed_run_knows_what_was_learnt(records: list[Ranks]) -> None:
-    whole, resumed = (records[0][-1][name]["steps"] for name in ("whole", "resumed"))
-    saved, first = whole[4]["batching"], resumed[0]["batching"]
-    for name in ("micro-batch cost", "quadratic cost", "backward over forward"):
-        assert whole[0]["batching"][name] != saved[name] == first[name]
-    assert first["predicted step seconds"] > 0
-
-
-@pytest.mark.long
 @runs("pp2-two-samples-padded", "pp2-two-samples")
 def test_micro_batch_size_2(records: list[Ranks]) -> None:
     padded, flagged = records

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from mcore_batching.megatron.learning.pass_times import is_over, mark, seconds_between
+from mcore_batching.megatron.timing import is_over, mark, seconds_between
 
 pytestmark = [
     pytest.mark.gpu,

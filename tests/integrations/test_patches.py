@@ -29,7 +29,6 @@ PATCHES = REPOSITORY / "patches"
 RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 FILES = {
     "megatron/training/arguments.py",
-    "megatron/training/checkpointing.py",
     "megatron/training/training.py",
     "pretrain_gpt.py",
 }
@@ -112,7 +111,7 @@ def test_insertions_only_with_one_line_of_context(release: str) -> None:
     lines = [line for line in lines_of(release) if not line.startswith(("--- ", "+++ "))]
     assert not [line for line in lines if line.startswith("-")]
     files = [file.split("\n@@ ")[1:] for file in "\n".join(lines).split("diff --git ")[1:]]
-    assert [len(hunks) for hunks in files] == [2, 1, 4, 1]
+    assert [len(hunks) for hunks in files] == [2, 4, 1]
     for hunks in files:
         inserted = 0
         for hunk in hunks:
@@ -128,7 +127,7 @@ def test_insertions_only_with_one_line_of_context(release: str) -> None:
 def test_calls_only_what_the_plugin_has(release: str) -> None:
     added = [line[1:].strip() for line in lines_of(release) if line[:1] == "+"]
     imports = [line.split() for line in added if line.startswith("from ")]
-    assert len(imports) == 8
+    assert len(imports) == 7
     for _, module, _, *names in imports:
         assert module == megatron_lm.__name__
         assert {name.rstrip(",") for name in names} <= set(megatron_lm.__all__)
@@ -166,7 +165,6 @@ def test_applies_to_main_where_it_belongs(tmp_path: Path) -> None:
         "next_batch": "get_batch",
         "add_arguments": "add_megatron_arguments",
         "check_arguments": "validate_args",
-        "take_over_learnt_costs": "check_checkpoint_args",
         "with_batching_statistics": "training_log",
         "datasets_provider_for": "build_train_valid_test_data_iterators",
         "wrap_forward_backward train": "train",
@@ -187,7 +185,7 @@ def calls(path: Path) -> Iterator[tuple[str, str]]:
 
 def test_applies_to_the_wheel(tmp_path: Path) -> None:
     patched = patched_training(tmp_path)
-    for name in ("arguments.py", "checkpointing.py", "training.py"):
+    for name in ("arguments.py", "training.py"):
         assert "mcore_batching" in (patched / name).read_text()
         assert "mcore_batching" not in (wheel_training() / name).read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from mcore_batching import CostModel, ParallelDims, PlannerConfig, plan_step, step_statistics
 from mcore_batching.integrations.megatron_lm import step_log, with_batching_statistics
+from mcore_batching.planning.learn import LearntCosts
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 
 LENGTHS = [9, 6, 4, 2]
@@ -113,3 +115,13 @@ def test_the_time_of_a_step_that_is_not_over_is_read_a_step_later() -> None:
     assert logged == [0.0, 2.0]
     ends[1].over = True
     assert float(with_batching_statistics(LOSSES)["batching/step seconds"]) == 5.0
+
+
+def test_learnt_costs_and_what_they_predict_are_entries() -> None:
+    costs = CostModel(quadratic=0.5, per_micro_batch=7.0)
+    learnt = LearntCosts(shape=CostModel(), cost_model=costs)
+    known = {"quadratic cost": 0.5, "micro-batch cost": 7.0}
+    assert step_log.learnt_entries(None, 4.0) == {}
+    assert step_log.learnt_entries(learnt, 4.0) == known
+    learnt = dataclasses.replace(learnt, seconds_per_unit=0.25)
+    assert step_log.learnt_entries(learnt, 4.0) == known | {"predicted step seconds": 1.0}

@@ -181,16 +181,13 @@ def test_cost_model_from_a_file(tmp_path: Path) -> None:
             Options.of(parse("--dynamic-batch-cost-model", str(wrong))).given_cost_model()
 
 
-def test_costs_are_learnt_unless_others_are_asked_for() -> None:
-    packs = "--use-dynamic-batch-size"
-    assert Options.of(SimpleNamespace()).learns_cost_model
-    assert Options.of(parse(packs)).learns_cost_model
-    assert not Options.of(parse()).learns_cost_model
-    assert not Options.of(parse(packs, "--dynamic-batch-cost-model", "fixed")).learns_cost_model
-    deterministic = {"use_dynamic_batch_size": True, "deterministic_mode": True}
-    assert not Options.of(SimpleNamespace(**deterministic)).learns_cost_model
-    asked = deterministic | {"dynamic_batch_cost_model": "auto"}
-    assert Options.of(SimpleNamespace(**asked)).learns_cost_model
+def test_costs_are_learnt_where_that_is_asked_for() -> None:
+    packs, flag = "--use-dynamic-batch-size", "--dynamic-batch-cost-model"
+    assert not Options.of(SimpleNamespace()).learns_cost_model
+    assert not Options.of(parse(packs)).learns_cost_model
+    assert not Options.of(parse(packs, flag, "fixed")).learns_cost_model
+    assert not Options.of(parse(flag, "auto")).learns_cost_model  # nothing is packed
+    assert Options.of(parse(packs, flag, "auto")).learns_cost_model
 
 
 def test_planner_config_from_flags() -> None:

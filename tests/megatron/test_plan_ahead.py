@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from mcore_batching.batch import StepTotals
 from mcore_batching.batch.agreement.consensus import Agreement
-from mcore_batching.batch.agreement.figures import least
+from mcore_batching.batch.agreement.figures import least, rank_total
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import FailureWatch
 from mcore_batching.megatron.rollout import plan_ahead
@@ -35,7 +35,7 @@ from mcore_batching.planning import (
     PlannerConfig,
     PlanningError,
 )
-from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.learn import LearntCosts
 from mcore_batching.planning.planning_process import PlanRequest
 
 SETTINGS = Settings(ParallelDims(), PlannerConfig(max_tokens_per_gpu=64), CostModel())
@@ -255,21 +255,19 @@ def test_a_step_is_taken_if_all_ranks_made_it_of_the_same(
     assert says == [least(int(is_of_these and settings is SETTINGS))]
 
 
-@pytest.mark.parametrize(("shares_rows", "experts"), [(True, 1), (False, 1), (False, 2)])
 def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
-    ahead: PlansAhead, shares_rows: bool, experts: int
+    ahead: PlansAhead,
 ) -> None:
     begin(ahead, request(LENGTHS))
-    config = PlannerConfig(max_tokens_per_gpu=64, max_context_parallel=2 if shares_rows else None)
-    dims = ParallelDims(data_parallel=2, expert_parallel=experts)
-    figures = {"passes": least(1)}
-    learner = mock.Mock(evidence=mock.Mock(return_value=figures))
-    before = Settings(dims, config, CostModel(), LearntCosts(cost_model=CostModel()))
+    config, dims = PlannerConfig(max_tokens_per_gpu=64), ParallelDims(data_parallel=2)
+    learner = mock.Mock(evidence=mock.Mock(return_value=[1.0]))
+    learnt = LearntCosts(shape=CostModel(), cost_model=CostModel())
+    before = Settings(dims, config, CostModel(), learnt)
 
     def agree(stage: str, work: Any, say: Any) -> Agreement[Any]:
         result = work()
-        assert figures.items() <= say(result).figures.items()
-        return Agreement(result, {}, {"made ahead": 0, "passes": 3})
+        assert say(result).figures["pass times"] == rank_total([1.0])
+        return Agreement(result, {}, {"made ahead": 0, "pass times": [3.0]})
 
     job: Any = SimpleNamespace(
         options=SimpleNamespace(learns_cost_model=True), consensus=SimpleNamespace(agree=agree)
@@ -282,8 +280,8 @@ def test_measurements_are_agreed_on_and_costs_are_those_of_the_step_s_beginning(
         taken, settings = ahead.take(job, [], None, is_of_these=False)
     assert taken is None
     assert settings is before
-    learner.evidence.assert_called_once_with(dims, config)
-    learner.learn.assert_called_once_with({"made ahead": 0, "passes": 3})
+    learner.evidence.assert_called_once_with(dims)
+    learner.learn.assert_called_once_with([3.0])
 
 
 def test_thread_and_process_end_with_the_job() -> None:

@@ -11,7 +11,6 @@ from mcore_batching.integrations.megatron_lm.arguments import (
 )
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
 from mcore_batching.integrations.megatron_lm.install import Installation, install
-from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learnt_costs
 from mcore_batching.integrations.megatron_lm.packed_batches import next_batch
 from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
@@ -26,7 +25,6 @@ __all__ = [
     "datasets_provider_for",
     "install",
     "next_batch",
-    "take_over_learnt_costs",
     "with_batching_statistics",
     "wrap_forward_backward",
 ]

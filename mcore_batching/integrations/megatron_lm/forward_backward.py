@@ -26,11 +26,11 @@ from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.fields.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.arguments import FLAG, NO_NON_LOSS_DATA, is_on
-from mcore_batching.integrations.megatron_lm.learnt_costs import keep_learnt_costs
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.step_log import (
+    learnt_entries,
     own_figures,
     record_step,
     statistics_of,
@@ -41,7 +41,6 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.job import Job, job_of, raise_first
 from mcore_batching.megatron.job.row_groups import row_group
-from mcore_batching.megatron.learning.pass_times import mark
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.model_inputs import changed_inputs, padding_mask
 from mcore_batching.megatron.step.multi_token import (
@@ -50,6 +49,7 @@ from mcore_batching.megatron.step.multi_token import (
     predict_later_tokens,
 )
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
+from mcore_batching.megatron.timing import mark
 from mcore_batching.megatron.topology import model_chunks, model_shape
 from mcore_batching.planning.plans.memory import predicted_memory
 
@@ -156,14 +156,12 @@ class PackedForwardBackward:
         figures = {name: each.value for name, each in reductions.items()}
         made = statistics_of(schedule, problem, figures)
         shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
-        # By what was known when the step was planned, 0 where that was nothing.
-        speed = schedule.learnt.seconds_per_unit if schedule.learnt else None
         record_step(
             made,
             plan_seconds=plan_seconds,
             run=run,
             memory=predicted_memory(made, problem, shape),
-            learnt=keep_learnt_costs(self._args, job, (speed or 0.0) * made.step_time),
+            learnt=learnt_entries(schedule.learnt, made.step_time),
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )
 

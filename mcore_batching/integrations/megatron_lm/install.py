@@ -23,7 +23,6 @@ from mcore_batching.integrations.megatron_lm.arguments import (
     check_training,
 )
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
-from mcore_batching.integrations.megatron_lm.learnt_costs import take_over_learnt_costs
 from mcore_batching.integrations.megatron_lm.script_batches import (
     declare_batch_fields,
     restore_batches,
@@ -114,7 +113,6 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
         yield training, "train", _checked
         yield training, "evaluate", _checked
         yield training, "training_log", _training_log
-        yield _module("checkpointing"), "check_checkpoint_args", _check_checkpoint_args
         # Megatron's attention without Transformer Engine would let tokens see other samples.
         yield backends, "DotProductAttention", PackedAttention
 
@@ -138,14 +136,6 @@ def _build_data_iterators(original: Function, provider: Any) -> Any:
 
 def _training_log(original: Function, loss_dict: Any, *rest: Any, **options: Any) -> Any:
     return original(with_batching_statistics(loss_dict), *rest, **options)
-
-
-def _check_checkpoint_args(original: Function, saved: Any, *rest: Any, **options: Any) -> Any:
-    from megatron.training import get_args
-
-    checked = original(saved, *rest, **options)
-    take_over_learnt_costs(get_args(), saved)
-    return checked
 
 
 def _checked(original: Function, *arguments: Any, **options: Any) -> Any:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from mcore_batching.batch.agreement.figures import Figure, largest, total
-from mcore_batching.megatron.learning.pass_times import is_over, seconds_between
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.timing import is_over, seconds_between
 from mcore_batching.planning import StepStatistics, step_statistics
+from mcore_batching.planning.learn import LearntCosts
 from mcore_batching.planning.plans.memory import PredictedMemory
 from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
 from mcore_batching.planning.problem import Problem
@@ -102,6 +103,22 @@ def record_step(
     _last_step.clear()
     _last_step.update(values if log_all else {name: values[name] for name in LOGGED})
     _unread.append((*run, made.step_time))
+
+
+def learnt_entries(learnt: LearntCosts | None, step_time: float) -> dict[str, float]:
+    """Entries of costs as they were known when the step was planned; none where nothing was.
+
+    Args:
+        learnt: of the schedule.
+        step_time: of the plan, in units of cost.
+    """
+    if learnt is None:
+        return {}
+    costs = learnt.cost_model
+    entries = {"quadratic cost": costs.quadratic, "micro-batch cost": costs.per_micro_batch}
+    if learnt.seconds_per_unit is not None and step_time:
+        entries["predicted step seconds"] = learnt.seconds_per_unit * step_time
+    return entries
 
 
 def _read_times() -> None:

@@ -75,7 +75,6 @@ class Options:
     seq_length: int = 1
     pad_token_id: Any = None
     padded_vocab_size: int | None = None
-    deterministic_mode: bool = False
     check_for_nan_in_loss_and_grad: bool = True
     distributed_timeout_minutes: float | None = None
 
@@ -129,12 +128,9 @@ class Options:
 
     @property
     def learns_cost_model(self) -> bool:
-        """True if costs are learnt from training's own passes: unless asked for others."""
-        # Measured times differ from run to run, and so would plans and the order of additions.
-        default = FIXED if self.deterministic_mode else LEARNT
-        chosen = default if self.cost_model is None else self.cost_model
+        """True if costs are learnt from training's own passes."""
         # Rows that are never packed have no use for them.
-        return chosen == LEARNT and bool(self.use_dynamic_batch_size)
+        return self.cost_model == LEARNT and bool(self.use_dynamic_batch_size)
 
     def checked_chunk_tokens(self) -> int:
         """Tokens of which log-probs and entropies hold float32 logits at a time."""

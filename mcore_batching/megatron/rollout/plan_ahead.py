@@ -25,15 +25,15 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_batching.batch.agreement.consensus import Statement
-from mcore_batching.batch.agreement.figures import least
+from mcore_batching.batch.agreement.figures import least, rank_total
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.failure_watch import POLL_SECONDS
 from mcore_batching.megatron.job.job import Job, say
-from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.rollout.maker import Ahead, Make, Maker, RolloutAhead
 from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.timing import learners_of
 from mcore_batching.planning import CostModel, PlanningError
 from mcore_batching.planning.planning_process import Request
 
@@ -131,14 +131,13 @@ class PlansAhead:
             figures = {"made ahead": least(int(made is not None))}
             if learner is None:
                 return Statement(figures=figures)
-            evidence = learner.evidence(settings.dims, settings.config)
-            equal = {"what was learnt of costs": learner.state_dict()}
-            return Statement(equal=equal, figures=figures | evidence)
+            figures["pass times"] = rank_total(learner.evidence(settings.dims))
+            return Statement(figures=figures)
 
         agreed = job.consensus.agree("next step", work, says)
         settings, made = agreed.result
         if learner is not None:
-            learner.learn(agreed.figures)
+            learner.learn(agreed.figures["pass times"])
         if made is None or not agreed.figures["made ahead"]:
             return None, settings
         schedule = dataclasses.replace(made.schedule, learnt=settings.learnt)

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 from mcore_batching.batch import Schema
 from mcore_batching.batch.agreement.consensus import Agreement, Statement
-from mcore_batching.batch.agreement.figures import Figure, largest, least, total
+from mcore_batching.batch.agreement.figures import Figure, largest, least, rank_total, total
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.validation import prepare_model
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.learning.cost_learning import CostLearner, learners_of
 from mcore_batching.megatron.rollout.maker import IN_LINE, Plan
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
 from mcore_batching.megatron.rollout.settings import Settings, check_forward_plan, say_oversize
 from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
+from mcore_batching.megatron.timing import CostLearner, learners_of
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel
 
@@ -112,11 +112,10 @@ def read_rollout(request: RolloutRequest) -> Rollout:
     )
     settings, own = agreed.result
     if request.learns:
-        request.learner.learn(agreed.figures)
-        learnt = request.learner.learnt
+        learnt = request.learner.learn(agreed.figures["pass times"])
         # What packs at once has packed before these figures were heard: the plan is of the costs
         # before, and the next batch's of these.
-        if learnt is not None and not request.packs_at_once:
+        if not request.packs_at_once:
             settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
     if not request.forward_only:  # of forward passes alone training has said it already
         say_oversize(request.job, settings, agreed.figures["longest sample"])
@@ -199,9 +198,7 @@ def _statement(request: RolloutRequest, settings: Settings, own: _Own) -> Statem
     equal[FLAGS["share_prefixes"]] = bool(options.share_prefixes)
     figures = _counted(request, own) | {"ranks without data": largest(int(batch is None))}
     if request.learns:
-        # A rank that went on from another checkpoint would plan by other costs ever after.
-        equal["what was learnt of costs"] = request.learner.state_dict()
-        figures |= request.learner.evidence(settings.dims, settings.config)
+        figures["pass times"] = rank_total(request.learner.evidence(settings.dims))
     return Statement(
         equal=equal,
         figures=figures,

@@ -11,10 +11,10 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.job import Job
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.learning.cost_learning import learners_of
+from mcore_batching.megatron.timing import learners_of
 from mcore_batching.megatron.topology import current_dims, first_guess
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
-from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.learn import LearntCosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Settings:
         guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
         if not job.options.learns_cost_model:
             return cls(dims, config, guess)
-        learner = learners_of(job).of(chunks)
-        return cls(dims, config, learner.begin(guess), learner.learnt)
+        learnt = learners_of(job).of(chunks).begin(guess, dims)
+        return cls(dims, config, learnt.cost_model, learnt)
 
     def comparable(self) -> dict[str, Any]:
         """Each setting by its own name, so that an error says which one differs."""

@@ -24,7 +24,7 @@ from mcore_batching.planning import (
     sample_multiple_tokens,
 )
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.learning.learnt_costs import LearntCosts
+from mcore_batching.planning.learn import LearntCosts
 
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 """Kinds of fields that rows are laid out of, which the host does."""

@@ -12,12 +12,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.learning.cost_learning import learners_of
 from mcore_batching.megatron.logits.log_probs import chunks_of_tokens
 from mcore_batching.megatron.rows.prepared_step import PreparedStep
 from mcore_batching.megatron.rows.routing_replay import replayed_step
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.transfer_shapes import planned_transfers
+from mcore_batching.megatron.timing import learners_of
 
 
 def run_pipeline(

@@ -15,7 +15,6 @@ from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import CAP_TOKENS, make_samples, share, take
 from mcore_batching.megatron import get_data_iterator, schedule_of, train_step
-from mcore_batching.megatron.learning.pass_times import rows_of
 from mcore_batching.planning import CostModel, ParallelDims
 
 COSTS = [
@@ -45,21 +44,20 @@ def compare(
     optimizer = adam(model, distributed=False)
     settings = {
         "max_tokens_per_gpu": 2 * CAP_TOKENS // shape.context_parallel,
-        "dynamic_batch_cost_model": None,  # learnt where nothing else is asked for
+        "dynamic_batch_cost_model": "auto",
     }
     args = arguments(shape, **settings | (planner or {}))
     samples = make_samples()
     replica = parallel_state.get_data_parallel_rank()
     data = take(samples, share(samples, spread, replica, shape.data_parallel))
-    costs = HiddenCosts(1e-5, sleeps=False)
+    costs = HiddenCosts(1e-5)
     costs.chunks = shape.virtual_pipeline
     seen = []
     with own_clock(costs):
         for number, step in enumerate(expected["trajectory"]):
             iterators, counts = get_data_iterator(args, model, data)
             schedule = schedule_of(iterators)
-            costs.rows, costs.sizes = rows_of(schedule, 0), schedule.row_sizes(0)
-            costs.model = COSTS[2 * number // len(expected["trajectory"])]
+            costs.follow(schedule, COSTS[2 * number // len(expected["trajectory"])])
             with passes_of(model, costs.takes):
                 result = train_step(packed_objective, args, model, iterators, counts, optimizer)
             seen.append(

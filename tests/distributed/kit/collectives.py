@@ -158,7 +158,7 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
     optimizer = adam(model, distributed=False)
     shape = ParallelDims(**dims)
     args, exchanging = arguments(shape), arguments(shape, dynamic_batch_exchange=True)
-    learning = arguments(shape, padded_vocab_size=VOCABULARY, dynamic_batch_cost_model=None)
+    learning = arguments(shape, padded_vocab_size=VOCABULARY, dynamic_batch_cost_model="auto")
     samples = my_samples(dims)
     on_one = samples if dist.get_rank() < shape.data_parallel else None
     phases: dict[str, dict[str, int]] = {}

@@ -27,7 +27,7 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.learning.pass_times import rows_of
+from mcore_batching.megatron.timing import rows_alone
 from mcore_batching.planning import ParallelDims, step_statistics
 
 TOTALS = [4, 9, 15, 24]
@@ -111,7 +111,7 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         "printed": printed,
         "hosts": list(schedule.hosts or ()),
         "cut hosts": list(cut.hosts or ()),
-        "rows": rows_of(schedule, 0),
+        "rows": rows_alone(schedule, 0),
         "samples": [statistics.num_samples, statistics.hosted_samples],
         "tokens": [statistics.real_tokens, statistics.hosted_tokens],
         "errors": errors,

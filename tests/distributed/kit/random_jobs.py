@@ -26,8 +26,7 @@ from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
 from kit.samples import VOCABULARY
 from kit.shared_rows import mixed_sizes
-from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat
-from mcore_batching.megatron.learning import pass_times
+from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, timing
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
@@ -222,8 +221,8 @@ def _clock(job: Mapping[str, Any]) -> Iterator[None]:
         "backwards": lambda: -time.perf_counter(),
         "absurd": lambda: stream.choice([math.nan, math.inf, -math.inf, -1e30, 1e300, 0.0]),
     }
-    own, pass_times.time = pass_times.time, SimpleNamespace(perf_counter=clocks[job["clock"]])
+    own, timing.time = timing.time, SimpleNamespace(perf_counter=clocks[job["clock"]])
     try:
         yield
     finally:
-        pass_times.time = own
+        timing.time = own

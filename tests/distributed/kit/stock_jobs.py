@@ -48,8 +48,7 @@ SHARED = [
     "--dynamic-batch-context-parallel",
 ]
 """Samples of up to 192 tokens do not fit on one rank."""
-FIXED = ["--dynamic-batch-cost-model", "fixed"]
-"""For runs that are compared bit for bit: costs that are learnt would give them other plans."""
+LEARNT = ["--dynamic-batch-cost-model", "auto"]
 
 
 NOT_AHEAD = "--dynamic-batch-no-plan-ahead"
@@ -115,7 +114,7 @@ def ahead(name: str, *words: str, faults: tuple[str, ...] = (), **parameters: An
 
     Evaluation, which draws from another iterator, comes in between.
     """
-    words = (*words, *EXCHANGE, *FIXED, "--eval-interval", "2")
+    words = (*words, *EXCHANGE, "--eval-interval", "2")
     planned = functools.partial(job, function="train_ahead", **parameters)
     yield planned(f"{name}-ahead", *words)
     yield planned(f"{name}-not-ahead", *words, NOT_AHEAD)
@@ -127,44 +126,39 @@ JOBS = {
     each.name: each
     for each in (
         job("pp2-padded", *steps(20), *PP2),
-        job("pp2", *steps(20), *PP2, *FLAG, *FIXED, *HALF_THE_CAP_TO_EVALUATE),
-        job("pp2-exchange", *steps(10), *PP2, *EXCHANGE, *FIXED),
+        job("pp2", *steps(20), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
+        job("pp2-exchange", *steps(10), *PP2, *EXCHANGE),
         job(
             "pp2-overlapped-reduction",
             *(*steps(5), *PP2, *EXCHANGE, "--overlap-grad-reduce"),
             *("--use-distributed-optimizer", "--overlap-param-gather"),
         ),
-        job("pp2-learnt", *steps(5), *PP2, *EXCHANGE),
-        job(
-            "pp2-learnt-resumed",
-            *(*steps(10), *PP2, *EXCHANGE, *saved("pp2-learnt", every=5)),
-            function="train_and_resume",
-        ),
+        job("pp2-learnt", *steps(5), *PP2, *EXCHANGE, *LEARNT),
         job("pp2-two-samples-padded", *steps(10, micro_batch_size=2), *PP2),
         job("pp2-two-samples", *steps(10, micro_batch_size=2), *PP2, *FLAG),
         job("pp2-ramp-up-padded", *RAMP_UP, *PP2),
         job("pp2-ramp-up", *RAMP_UP, *PP2, *FLAG),
         job(
             "pp2-resumed",
-            *(*steps(10), *PP2, *EXCHANGE, *FIXED, *saved("pp2", every=5)),
+            *(*steps(10), *PP2, *EXCHANGE, *saved("pp2", every=5)),
             function="train_and_resume",
         ),
-        job("pp2-blocking", *steps(10), *PP2, *EXCHANGE, *FIXED, function="train_blocking"),
+        job("pp2-blocking", *steps(10), *PP2, *EXCHANGE, function="train_blocking"),
         job("vpp2-padded", *steps(10), *VPP2),
-        job("vpp2", *steps(10), *VPP2, *FLAG, *FIXED),
-        job("vpp2-blocking", *steps(10), *VPP2, *FLAG, *FIXED, function="train_blocking"),
+        job("vpp2", *steps(10), *VPP2, *FLAG),
+        job("vpp2-blocking", *steps(10), *VPP2, *FLAG, function="train_blocking"),
         job(
             "vpp2-resumed",
-            *(*steps(10), *VPP2, *FLAG, *FIXED, *saved("vpp2", every=5)),
+            *(*steps(10), *VPP2, *FLAG, *saved("vpp2", every=5)),
             function="train_and_resume",
             relaunches=False,
         ),
         job("vpp2-placeholders", *steps(5), *VPP2, *ONE_ROW),
         job("dp4-padded", *steps(10)),
-        job("tp2-cp2", *steps(10), *TP2_CP2, *FLAG, *FIXED),
+        job("tp2-cp2", *steps(10), *TP2_CP2, *FLAG),
         job(
             "tp2-cp2-resumed",
-            *(*steps(10), *TP2_CP2, *FLAG, *FIXED, *saved("tp2-cp2", every=5)),
+            *(*steps(10), *TP2_CP2, *FLAG, *saved("tp2-cp2", every=5)),
             function="train_and_resume",
             relaunches=False,
         ),
@@ -189,7 +183,7 @@ JOBS = {
         ),
         job(
             "pp2-rerun",
-            *(*steps(5), *PP2, *FLAG, *FIXED, "--rerun-mode", "validate_results"),
+            *(*steps(5), *PP2, *FLAG, "--rerun-mode", "validate_results"),
             *("--variant", "rejected"),
             script=VARIANTS,
         ),
@@ -210,16 +204,16 @@ JOBS = {
         *ahead("pp2", *steps(5), *PP2, faults=PLANNING_FAULTS),
         job(
             "pp2-early-exit",
-            *(*steps(5), *PP2, *EXCHANGE, *FIXED, "--eval-interval", "2", "--exit-interval", "3"),
+            *(*steps(5), *PP2, *EXCHANGE, "--eval-interval", "2", "--exit-interval", "3"),
             function="train_ahead",
         ),
         *(
             job(f"pauses-{name}", *(*steps(10), *PP2, *words), function="pauses", seconds=seconds)
             for name, seconds, words in (
                 ("padded", 0.0, ["--micro-batch-size", "2"]),
-                ("short-plans", 0.2, [*EXCHANGE, *FIXED]),
-                ("long-plans", 1.0, [*EXCHANGE, *FIXED]),
-                ("long-plans-not-ahead", 1.0, [*EXCHANGE, *FIXED, NOT_AHEAD]),
+                ("short-plans", 0.2, [*EXCHANGE]),
+                ("long-plans", 1.0, [*EXCHANGE]),
+                ("long-plans-not-ahead", 1.0, [*EXCHANGE, NOT_AHEAD]),
             )
         ),
         dataclasses.replace(

@@ -34,7 +34,7 @@ def main() -> None:
     dtype = torch.bfloat16 if setting.on_gpu() else torch.float32
     model = setting.bare_model(dims, sizes, options.attention, dtype)
     data = setting.samples(lengths, sizes.vocabulary)
-    packed = setting.arguments(cap)
+    packed = setting.arguments(cap, dynamic_batch_cost_model="auto")
     padded = setting.arguments(cap, dynamic_batch_pad_each_to=max(lengths))
     packed_seconds, predicted = _seconds(packed, model, data)
     padded_seconds, _ = _seconds(padded, model, data)

@@ -1,1 +1,0 @@
-"""Costs of passes, learnt while training runs."""

@@ -1,0 +1,178 @@
+"""Times of passes, and costs learnt from them under ``--dynamic-batch-cost-model auto``.
+
+Every forward and backward pass of every model chunk is timed where it runs, in `train_step` and in
+stock training. All ranks add up what they measured with the planning of the next step, and go on
+with the same costs (`planning.learn`). A row that several ranks share teaches nothing: they wait
+for each other inside of it. With expert parallelism all rows are such, so it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
+
+from mcore_batching.flags import FIXED, FLAGS, LEARNT
+from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job.job import Job
+from mcore_batching.megatron.rows.prepared_step import PreparedStep
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.rows.shards import computed_alone
+from mcore_batching.megatron.topology import model_chunks
+from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning.costs.layer_costs import costs_of_stage
+from mcore_batching.planning.learn import LearntCosts, TimedRow
+from mcore_batching.planning.pipeline import Pass, Schedule
+
+_MOST_UNREAD_STEPS = 8
+"""Steps whose passes may be under way on the device before the oldest one's times are dropped."""
+
+
+def mark() -> Any:
+    """Now: on a GPU, when its current stream gets here."""
+    if cpu_emulation.is_enabled():
+        return time.perf_counter()
+    # Not the host's clock: it only launches kernels, far ahead of the device.
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def is_over(mark: Any) -> bool:
+    """True if the device has got to a mark."""
+    return isinstance(mark, float) or bool(mark.query())
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Between two marks that the device has got to."""
+    if isinstance(start, float):
+        return float(end - start)
+    return float(start.elapsed_time(end)) / 1e3  # CUDA counts milliseconds
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step's passes as they were marked."""
+
+    rows: Sequence[tuple[int, ...]]  # lengths of each micro-batch's samples; () to leave it out
+    order: Sequence[Pass]
+    marks: Sequence[Any]  # before and after each pass
+
+    @property
+    def is_over(self) -> bool:
+        """True if the device has got to its end."""
+        return all(map(is_over, self.marks))
+
+    def timed_rows(self) -> list[TimedRow]:
+        """The time of each row, its passes through all of the stage's model chunks together."""
+        seconds = [0.0] * len(self.rows)
+        starts_and_ends = zip(self.marks[::2], self.marks[1::2], strict=True)
+        for each, marks in zip(self.order, starts_and_ends, strict=True):
+            seconds[each.slot] += seconds_between(*marks)
+        return [
+            TimedRow(lengths, took)
+            for lengths, took in zip(self.rows, seconds, strict=True)
+            if lengths
+        ]
+
+
+class CostLearner:
+    """Costs of one model, and the times that they are learnt from.
+
+    `learnt` is the same on every rank; None before the first planning.
+    """
+
+    def __init__(self) -> None:
+        self.learnt: LearntCosts | None = None
+        self._is_warm = False
+        self._unread: deque[TimedStep] = deque(maxlen=_MOST_UNREAD_STEPS)
+
+    def begin(self, shape: CostModel, dims: ParallelDims) -> LearntCosts:
+        """What is known by now: before anything was learnt, costs by the model's shape.
+
+        Raises:
+            DynamicBatchArgumentError: with expert parallelism.
+        """
+        if dims.in_lockstep:
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['cost_model']} {LEARNT} learns from passes in which no rank waits, and "
+                "expert-parallel ranks wait for each other in every one: set it to "
+                f"{FIXED}, or to a file of costs"
+            )
+        if self.learnt is None:
+            self.learnt = LearntCosts(shape=shape, cost_model=shape)
+        return self.learnt
+
+    @contextlib.contextmanager
+    def timing(self, prepared: PreparedStep) -> Iterator[None]:
+        """Time the passes of a training step that runs inside."""
+        # Around Megatron's own forward and backward step: what a stage waits for its neighbours is
+        # outside.
+        marks: list[Any] = []
+        with compat.schedules.around_passes(lambda: marks.append(mark())):
+            yield
+        # The first step of a process compiles kernels and allocates memory.
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        rows = rows_alone(prepared.schedule, prepared.step)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        order = Schedule(dims=prepared.schedule.dims).order(stage, len(rows))
+        if len(marks) == 2 * len(order):  # else the schedule is none that is known here
+            self._unread.append(TimedStep(rows, order, marks))
+
+    def evidence(self, dims: ParallelDims) -> list[float]:
+        """This rank's part in the next costs, to be added up over all ranks: of steps that were not
+        read yet, and that have ended on the device."""
+        assert self.learnt is not None
+        rows: list[TimedRow] = []
+        # On a GPU a step is over some time after it was launched: what is not is read next time,
+        # without waiting for it here.
+        while self._unread and self._unread[0].is_over:
+            rows += self._unread.popleft().timed_rows()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        return self.learnt.evidence(rows, costs_of_stage(self.learnt.shape, dims, stage))
+
+    def learn(self, evidence: Sequence[float]) -> LearntCosts:
+        """What is known once all ranks' `evidence` was added up."""
+        assert self.learnt is not None
+        self.learnt = self.learnt.after(evidence)
+        return self.learnt
+
+
+def rows_alone(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:
+    """Lengths of the sequences of each of this rank's rows; () where ranks share the row."""
+    rows = computed_alone(schedule.steps[step], schedule.hosts)
+    sizes = schedule.row_sizes(step) if schedule.has_sizes_of_rows else [1] * len(rows)
+    return [
+        tuple(schedule.own_lengths[i] for i in indices) if size == 1 else ()
+        for indices, size in zip(rows, sizes, strict=True)
+    ]
+
+
+class CostLearners:
+    """The learners of a job's models, each with costs of its own, as an actor and a critic."""
+
+    def __init__(self) -> None:
+        # Weak keys: ranks collect garbage at different times, so what a dead model has learnt goes
+        # to nobody.
+        self._of_models: weakref.WeakKeyDictionary[Any, CostLearner] = weakref.WeakKeyDictionary()
+
+    def of(self, model: Any) -> CostLearner:
+        """The learner of a model."""
+        chunk = unwrap_model(model_chunks(model)[0])
+        return self._of_models.setdefault(chunk, CostLearner())
+
+
+def learners_of(job: Job) -> CostLearners:
+    """Of a job; they learn where `Options.learns_cost_model` is true."""
+    return job.memory.only(CostLearners)

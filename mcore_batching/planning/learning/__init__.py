@@ -1,1 +1,0 @@
-"""Costs of passes, learnt from the times of a job's own."""

@@ -1,0 +1,45 @@
+"""Times of passes become times of rows, whatever chunks they ran through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.timing import CostLearner, TimedStep
+from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning.pipeline import Pass
+
+ORDER = [Pass(kind, chunk, slot) for kind in ("F", "B") for chunk in (0, 1) for slot in (0, 1, 2)]
+
+
+class Unfinished:
+    """A mark of a device that has not got to it."""
+
+    def query(self) -> bool:
+        return False
+
+
+def marks() -> list[Any]:
+    """Slot n takes n + 1 s a pass, backward passes twice as long; between passes 100 s pass."""
+    found, now = [], 0.0
+    for each in ORDER:
+        took = (each.slot + 1.0) * (2 if each.kind == "B" else 1)
+        found += [now, now + took]
+        now += took + 100.0
+    return found
+
+
+def test_a_row_takes_its_passes_through_all_chunks() -> None:
+    step = TimedStep([(5,), (), (3, 4)], ORDER, marks())
+    assert step.is_over
+    assert [tuple(row) for row in step.timed_rows()] == [((5,), 6.0), ((3, 4), 18.0)]
+    assert not TimedStep([(5,)], ORDER, [*marks()[:-1], Unfinished()]).is_over
+
+
+def test_expert_parallel_ranks_are_refused() -> None:
+    learner, shape = CostLearner(), CostModel()
+    with pytest.raises(DynamicBatchArgumentError, match="set it to fixed, or to a file"):
+        learner.begin(shape, ParallelDims(data_parallel=2, expert_parallel=2))
+    assert learner.begin(shape, ParallelDims(data_parallel=2)).cost_model is shape
