@@ -44,7 +44,7 @@ def sample_metrics(
         if not all(isinstance(name, str) for name in names):
             raise BatchError(Argument("fields"), f" must hold names of fields, got {names!r:.60}")
         numbers = [numbers_of(batch, name, real) for name in names]
-        agree.same("fields", names)
+        agree.same("fields", list(names))
         # Sums and counts travel, not means: ranks have different numbers of samples.
         counts = agree.sum("counts", [len(each) for each in numbers])
         sums = agree.sum("sums", [sum(each) for each in numbers])

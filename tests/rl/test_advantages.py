@@ -1,4 +1,4 @@
-"""The guarantees of advantages: against plain Python, and in two processes with gloo."""
+"""The guarantees of advantages, against plain Python; of several ranks: test_ranks.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from advantages_worker import STEPS, compute_all, turns_of
 from batch_cases import make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spawned import reports_of_group
+from ranks_worker import STEPS, turns_of
 
 from mcore_batching.batch import BatchError, OrderError, SchemaError
 from mcore_batching.rl import compute_advantages, pad_batch
@@ -133,24 +132,18 @@ def test_the_last_turn_is_the_last_by_number_where_there_are_numbers() -> None:
         compute_advantages(batch, step_wise=True, outcome=torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_trajectories_are_told_apart_by_value() -> None:
+def test_trajectories_and_single_sequences() -> None:
+    """Ids of tensors count by value; without ids a sample is a trajectory."""
     batch = two_trajectories()
     expected = compute_advantages(batch, step_wise=True)
-    batch["trajectory_ids"] = torch.tensor(batch["trajectory_ids"])
-    batch["uids"] = torch.tensor([3] * 4)
-    assert all(map(torch.equal, compute_advantages(batch, step_wise=True), expected))
-
-
-def test_single_sequences_are_trajectories_of_one_sample() -> None:
-    batch = two_trajectories()
-    del batch["trajectory_ids"]
-    found = compute_advantages(batch, "rloo")
+    ids = {"trajectory_ids": torch.tensor([5, 5, 5, 6]), "uids": torch.tensor([3] * 4)}
+    assert all(map(torch.equal, compute_advantages(batch | ids, step_wise=True), expected))
+    found = compute_advantages(batch | {"trajectory_ids": None}, "rloo")
     assert [each.tolist()[0] for each in found] == pytest.approx([-1 / 3, -1 / 3, 1, -1 / 3])
     batch["trajectory_ids"] = [0, 1, 2, 3]
-    assert all(map(torch.equal, compute_advantages(batch, "rloo", step_wise=True), found))
-
-
-def test_several_samples_of_a_trajectory_need_step_wise() -> None:
+    for step_wise in (True, False):
+        again = compute_advantages(batch, "rloo", step_wise=step_wise)
+        assert all(map(torch.equal, again, found))
     with pytest.raises(
         BatchError, match=r"trajectory 5 has 3 samples \(0, 1, 2\).*set step_wise=True"
     ):
@@ -218,12 +211,21 @@ def plain_zscores(batch: dict[str, Any], step: list[int]) -> list[list[float]]:
     ]
 
 
-def test_normalisation_is_by_step() -> None:
-    batch = turns_of(0)
-    found = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS, normalize=True)
-    for step in STEPS:
+@pytest.mark.parametrize("rewards", [None, [3e7, 3e7, 3e7 + 4, 0.0, 0.0, 9.0]])
+@pytest.mark.parametrize("steps", [STEPS, [[3, 1], [0]], None])
+def test_normalisation_is_by_step(rewards: Any, steps: Any) -> None:
+    """Also of large values, where differences of sums lose their digits; without steps all samples
+    are one."""
+    batch = turns_of(0) | ({"rewards": rewards} if rewards else {})
+    found = compute_advantages(batch, "dr_grpo", step_wise=True, steps=steps, normalize=True)
+    for step in steps or [list(range(6))]:
         for i, expected in zip(step, plain_zscores(batch, step), strict=True):
             assert found[i].tolist() == pytest.approx(expected, **ROUNDING)
+
+
+def test_steps_and_the_samples_of_none() -> None:
+    batch = turns_of(0)
+    found = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS, normalize=True)
     none = compute_advantages(batch, "dr_grpo", step_wise=True, steps=[], normalize=True)
     assert not torch.cat(none).any()
     default = compute_advantages(batch, "reinforce_baseline", step_wise=True, steps=STEPS)
@@ -252,13 +254,6 @@ def test_steps_hold_each_sample_once_at_most(steps: Any, text: str) -> None:
         compute_advantages(turns_of(0), step_wise=True, steps=3)  # type: ignore[arg-type]
 
 
-def test_normalisation_of_large_values_keeps_its_digits() -> None:
-    batch = turns_of(0) | {"rewards": [3e7, 3e7, 3e7 + 4, 0.0, 0.0, 9.0]}
-    found = compute_advantages(batch, "dr_grpo", step_wise=True, steps=STEPS[:1], normalize=True)
-    for value, expected in zip(found, plain_zscores(batch, STEPS[0]), strict=False):
-        assert value.tolist() == pytest.approx(expected, **ROUNDING)
-
-
 def test_rewards_are_numbers() -> None:
     """float() would read "1"."""
     batch = turns_of(0)
@@ -270,16 +265,6 @@ def test_rewards_are_numbers() -> None:
     compute_advantages({**batch, "rewards": rewards}, step_wise=True, outcome="sum")
 
 
-def test_without_steps_the_batch_is_one() -> None:
-    batch = turns_of(0)
-    found = compute_advantages(batch, "dr_grpo", step_wise=True, normalize=True)
-    expected = plain_zscores(batch, list(range(6)))
-    assert all(
-        value.tolist() == pytest.approx(wanted, **ROUNDING)
-        for value, wanted in zip(found, expected, strict=True)
-    )
-
-
 def test_advantages_are_where_the_masks_are() -> None:
     """As on a GPU: what is made without naming a device is on another one than the masks."""
     expected = compute_advantages(turns_of(0), step_wise=True, steps=[*STEPS, []], normalize=True)
@@ -287,37 +272,3 @@ def test_advantages_are_where_the_masks_are() -> None:
     with torch.device("meta"):
         found = compute_advantages(batch, step_wise=True, steps=[*STEPS, []], normalize=True)
     assert all(map(torch.equal, found, expected))
-
-
-def test_all_masked_is_zero_not_nan() -> None:
-    found = compute_advantages(turns_of(0, masked=True), step_wise=True, normalize=True)
-    assert all(each.tolist() == [0.0] * len(each) for each in found)
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: Any) -> list[Any]:
-    return reports_of_group(compute_all, 2, tmp_path_factory.mktemp("advantages"))
-
-
-@pytest.mark.parametrize("case", ["both", "one rank is masked"])
-def test_statistics_of_a_step_are_those_of_all_ranks(reports: list[Any], case: str) -> None:
-    shards = [turns_of(rank, masked=case != "both" and rank == 1) for rank in (0, 1)]
-    together = {key: list(shards[0][key]) + list(shards[1][key]) for key in shards[0]}
-    for step in STEPS:
-        wanted = plain_zscores(together, [*step, *(6 + i for i in step)])
-        found = [reports[rank][case][i].tolist() for rank in (0, 1) for i in step]
-        for value, expected in zip(found, wanted, strict=True):
-            assert value == pytest.approx(expected, **ROUNDING)
-
-
-def test_skyrl_fault_hang_or_nan_where_all_is_masked(reports: list[Any]) -> None:
-    for report in reports:
-        assert all(each.tolist() == [0.0] * len(each) for each in report["all masked"])
-    assert all(each.tolist() == [0.0] * len(each) for each in reports[1]["one rank is masked"])
-    assert any(each.any() for each in reports[0]["one rank is masked"])
-
-
-def test_what_is_wrong_on_one_rank_is_an_error_on_all(reports: list[Any]) -> None:
-    for report in reports:
-        assert "rank 0: SchemaError: field 'rewards': expected 6 values" in report["error", "field"]
-        assert "rank 1: number of steps is 1, on rank 0 it is 2" in report["error", "steps"]

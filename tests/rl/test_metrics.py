@@ -1,15 +1,12 @@
-"""The guarantees of metrics: in one process, and in two with gloo."""
+"""The guarantees of metrics; of several ranks: test_ranks.py."""
 
 from __future__ import annotations
 
-import statistics as plain
 from typing import Any
 
 import pytest
 import torch
 from batch_cases import make_samples
-from metrics_worker import batch_of, reduce_all
-from spawned import reports_of_group
 
 from mcore_batching.batch import BatchError, SchemaError
 from mcore_batching.rl import pad_batch, real_samples, sample_metrics
@@ -76,39 +73,3 @@ def test_verl_fault_metrics_of_a_batch_that_is_all_padding() -> None:
 def test_a_metric_of_what_is_no_number_a_sample_is_refused(values: Any) -> None:
     with pytest.raises(SchemaError, match=r"'rewards'.*: expected .* per sample"):
         sample_metrics({"total_lengths": [2, 2], "rewards": values}, ["rewards"])
-
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: Any) -> list[Any]:
-    return reports_of_group(reduce_all, 2, tmp_path_factory.mktemp("masked"))
-
-
-@pytest.mark.parametrize("case", ["some", "one rank", "all"])
-def test_metrics_of_two_ranks(reports: list[Any], case: str) -> None:
-    rewards = [
-        reward
-        for rank in (0, 1)
-        for reward, tag in zip(
-            batch_of(case, rank)["rewards"], batch_of(case, rank)["is_padding"], strict=True
-        )
-        if not tag
-    ]
-    expected = (
-        {
-            "rewards/mean": plain.fmean(rewards),
-            "rewards/max": max(rewards),
-            "rewards/min": min(rewards),
-        }
-        if rewards
-        else {}
-    )
-    assert [report["metrics", case] for report in reports] == [expected] * 2
-
-
-def test_what_is_wrong_on_one_rank_is_an_error_on_all(reports: list[Any]) -> None:
-    for report in reports:
-        for name, text in (
-            ("field", "SchemaError: field 'rewards': expected 2 values, one per sample"),
-            ("tags", "SchemaError: field 'is_padding': expected 2 values, one per sample"),
-        ):
-            assert f"rank 1: {text}" in report["error", name]

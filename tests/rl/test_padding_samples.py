@@ -92,54 +92,6 @@ def test_divisible_minimal_and_untouched(
     DEFAULT_SCHEMA.validate(result)
 
 
-def test_every_field_by_its_kind() -> None:
-    batch = padded(3, 5, response_token_id=EOS)
-    for i in (3, 4):
-        assert batch["tokens"][i].tolist() == [PAD, EOS]
-        assert (batch["total_lengths"][i], batch["response_lengths"][i]) == (2, 1)
-        assert batch["max_seq_lens"][i] == 2
-        assert batch["rewards"][i] == 0.0
-        assert isinstance(batch["rewards"][i], float)
-        assert batch["advantages"][i].tolist() == [0.0]
-        assert batch["advantages"][i].dtype == torch.float64
-        assert equal(batch["values"][i], torch.zeros(1, 2, dtype=torch.bfloat16))
-        assert batch["rollout_top_p_token_offsets"][i].tolist() == [0, 0]
-        assert batch["metadata"][i] is None
-        assert batch["sample_indices"][i] < 0
-
-
-def test_verl_position_ids_have_the_axes_of_the_source() -> None:
-    expected = torch.tensor([[0, 1]] * AXES, dtype=torch.int32)
-    assert equal(padded()["position_ids"][4], expected)
-    flat = make_samples([(4, 2)])
-    flat["position_ids"] = [torch.arange(4)]
-    assert equal(pad_batch(flat, 2, pad_token_id=PAD)["position_ids"][1], torch.tensor([0, 1]))
-    for lists in ([0, 1, 2, 3], [[0, 1, 2, 3]] * 2):
-        flat["position_ids"] = [lists]
-        expected_list = [0, 1] if lists[0] == 0 else [[0, 1], [0, 1]]
-        assert pad_batch(flat, 2, pad_token_id=PAD)["position_ids"][1].tolist() == expected_list
-
-
-def test_verl_fault_routed_experts_are_distinct_per_slot() -> None:
-    experts = padded()["rollout_routed_experts"][3]
-    assert (experts.shape, experts.dtype) == ((1, LAYERS, TOP_K), torch.uint8)
-    assert experts.tolist() == [[[0, 1, 2, 3]] * LAYERS]
-
-
-def test_shape_of_routed_experts_is_taken_from_a_sample_that_shows_it() -> None:
-    """A first sample of one token has no rows, and as a list no trailing shape either."""
-    batch = make_samples([(1, 1), (3, 1)])
-    batch["rollout_routed_experts"] = [[], [[[0, 0], [0, 0]]] * 2]
-    experts = pad_batch(batch, 3, pad_token_id=PAD)["rollout_routed_experts"]
-    assert experts[2].tolist() == [[[0, 1]] * 2]
-
-
-def test_verl_multimodal_inputs_are_there_but_empty() -> None:
-    batch = padded()
-    assert batch["multimodal_train_inputs"][3] == {}
-    assert batch["multimodal_train_inputs"][3] is not batch["multimodal_train_inputs"][4]
-
-
 def test_fabricated_values_share_memory_with_nothing() -> None:
     batch = padded(3, 6)
     before = copy.deepcopy(batch)
@@ -148,6 +100,7 @@ def test_fabricated_values_share_memory_with_nothing() -> None:
     for key in batch:
         if batch[key] is not None:
             assert equal(batch[key][:3] + batch[key][4:], before[key][:3] + before[key][4:]), key
+    assert batch["multimodal_train_inputs"][3] is not batch["multimodal_train_inputs"][4]
 
 
 def test_tags_of_the_batch_are_respected() -> None:
@@ -163,16 +116,18 @@ def test_tags_of_the_batch_are_respected() -> None:
         (["a", "padding-0"], str),
         ([4, 4], int),
         ([torch.tensor(3), torch.tensor(-1)], int),
+        ([3, 3], int),
         ([3, "x"], str),
         ([None, None], str),
         ([("a", 1), ("b", 2)], str),
     ],
 )
 def test_new_uids_are_of_the_type_of_the_others(uids: list[Any], kind: type) -> None:
-    batch = {**make_samples([(4, 2), (3, 1)]), "uids": uids, "trajectory_ids": uids}
+    names = ("uids", "trajectory_ids", "uid", "prompt_uid")  # the last two are verl's and SkyRL's
+    batch = make_samples([(4, 2), (3, 1)]) | dict.fromkeys(names, uids)
     result = pad_batch(batch, 4, pad_token_id=PAD)
     fresh = result["uids"][2:]
-    assert fresh == result["trajectory_ids"][2:]
+    assert all(result[name][2:] == fresh for name in names)
     assert {type(each) for each in fresh} == {kind}
     assert len({*map(str, fresh), *map(str, uids)}) == 2 + len({*map(str, uids)})
     assert all(-(2**63) <= each < 0 for each in fresh if isinstance(each, int))
@@ -208,43 +163,71 @@ def test_identifiers_leave_the_random_state_of_the_training_alone() -> None:
     assert torch.equal(torch.get_rng_state(), states[1])
 
 
-VERL_AND_SKYRL = {
-    "input_ids": ([[4, 5, 6, 7], [4, 5, 6]], torch.tensor([PAD, EOS])),
-    "sequences": ([torch.arange(4), torch.arange(3)], torch.tensor([PAD, EOS])),
-    "attention_mask": ([[1] * 4, [1] * 3], torch.tensor([1, 1])),
-    "router_padding_mask": (
+BFLOAT = torch.bfloat16
+FILLS: list[tuple[str, Any, Any]] = [
+    ("total_lengths", [4, 3], 2),
+    ("response_lengths", [2, 1], 1),
+    ("tokens", [[4, 5, 6, 7], [4, 5, 6]], torch.tensor([PAD, EOS])),
+    ("loss_masks", [[1, 1], [1]], torch.tensor([0])),
+    ("rewards", [1.0, 2.0], 0.0),
+    ("max_seq_lens", [64, 64], 2),
+    ("advantages", [torch.ones(2).double(), torch.ones(1).double()], torch.zeros(1).double()),
+    ("values", [torch.ones(n, 2, dtype=BFLOAT) for n in (2, 1)], torch.zeros(1, 2, dtype=BFLOAT)),
+    ("rollout_top_p_token_offsets", [[0, 1, 2], [0, 1]], torch.tensor([0, 0])),
+    ("metadata", [{"turn": 1}, {"turn": 2}], None),
+    ("multimodal_train_inputs", [{"pixels": torch.ones(4)}, None], {}),
+    # Positions have the axes of the batch's, and one expert for each slot.
+    ("position_ids", [torch.arange(4), torch.arange(3)], torch.tensor([0, 1])),
+    ("position_ids", [[0, 1, 2, 3], [0, 1, 2]], torch.tensor([0, 1])),
+    ("position_ids", [[[0] * 4] * 2, [[0] * 3] * 2], torch.tensor([[0, 1]] * 2)),
+    (
+        "position_ids",
+        [torch.zeros(3, n, dtype=torch.int32) for n in (4, 3)],
+        torch.tensor([[0, 1]] * 3, dtype=torch.int32),
+    ),
+    (
+        "rollout_routed_experts",
+        [torch.zeros(n, 2, 3, dtype=torch.uint8) for n in (3, 2)],
+        torch.tensor([[[0, 1, 2]] * 2], dtype=torch.uint8),
+    ),
+    # of verl and SkyRL: zeros masked the two tokens, and no trajectory ended with the sample
+    ("input_ids", [[4, 5, 6, 7], [4, 5, 6]], torch.tensor([PAD, EOS])),
+    ("sequences", [torch.arange(4), torch.arange(3)], torch.tensor([PAD, EOS])),
+    ("attention_mask", [[1] * 4, [1] * 3], torch.tensor([1, 1])),
+    (
+        "router_padding_mask",
         [torch.zeros(4).bool(), torch.zeros(3).bool()],
         torch.tensor([True, True]),
     ),
-    "responses": ([[6, 7], [6]], torch.tensor([EOS])),
-    "response_ids": ([torch.tensor([6, 7]), torch.tensor([6])], torch.tensor([EOS])),
-    "prompts": ([[4, 5], [4, 5]], [PAD]),
-    "prompt_token_ids": ([torch.tensor([4, 5])] * 2, torch.tensor([PAD])),
-    "prompt_ids": ([["Why?"], ["Who?"]], None),
-    "prompt": (["Why?", "Who?"], None),
-    "response_mask": ([[1, 1], [1]], torch.tensor([0])),
-    "loss_mask": ([[1, 1], [1]], torch.tensor([0])),
-    "token_level_rewards": ([[0.0, 1.0], [1.0]], torch.tensor([0.0])),
-    "rollout_logprobs": ([[-1.0, -2.0], [-1.0]], torch.tensor([0.0])),
-    "is_last_step": ([False, True], True),
-    "num_turns": ([2, 1], 0),
-}
+    ("responses", [[6, 7], [6]], torch.tensor([EOS])),
+    ("response_ids", [torch.tensor([6, 7]), torch.tensor([6])], torch.tensor([EOS])),
+    ("prompts", [[4, 5], [4, 5]], [PAD]),
+    ("prompt_token_ids", [torch.tensor([4, 5])] * 2, torch.tensor([PAD])),
+    ("prompt_ids", [["Why?"], ["Who?"]], None),
+    ("prompt", ["Why?", "Who?"], None),
+    ("response_mask", [[1, 1], [1]], torch.tensor([0])),
+    ("loss_mask", [[1, 1], [1]], torch.tensor([0])),
+    ("token_level_rewards", [[0.0, 1.0], [1.0]], torch.tensor([0.0])),
+    ("rollout_logprobs", [[-1.0, -2.0], [-1.0]], torch.tensor([0.0])),
+    ("is_last_step", [False, True], True),
+    ("num_turns", [2, 1], 0),
+]
 
 
-@pytest.mark.parametrize("name", VERL_AND_SKYRL)
-def test_names_of_verl_and_skyrl_have_their_meaning(name: str) -> None:
-    """Zeros masked a padding sample's two tokens, and no trajectory ended with it."""
-    values, expected = VERL_AND_SKYRL[name]
+@pytest.mark.parametrize(("name", "values", "expected"), FILLS, ids=[name for name, *_ in FILLS])
+def test_the_value_of_a_padding_sample(name: str, values: Any, expected: Any) -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), name: values}
     result = pad_batch(batch, 3, pad_token_id=PAD, response_token_id=EOS)
     assert equal(result[name][2], expected)
     assert type(result[name][2]) is type(expected)
 
 
-def test_uid_of_verl_and_skyrl_is_new_in_every_padding_sample() -> None:
-    batch = {**make_samples([(4, 2), (3, 1)]), "uid": ["a", "a"], "prompt_uid": [3, 3]}
-    result = pad_batch(batch, 4, pad_token_id=PAD)
-    assert len(set(result["uid"])) == len(set(result["prompt_uid"])) == 3
+def test_shape_of_routed_experts_is_taken_from_a_sample_that_shows_it() -> None:
+    """A first sample of one token has no rows, and as a list no trailing shape either."""
+    batch = make_samples([(1, 1), (3, 1)])
+    batch["rollout_routed_experts"] = [[], [[[0, 0], [0, 0]]] * 2]
+    experts = pad_batch(batch, 3, pad_token_id=PAD)["rollout_routed_experts"]
+    assert experts[2].tolist() == [[[0, 1]] * 2]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +277,7 @@ def test_rewards_of_response_tokens_are_one_per_response_token() -> None:
 )
 def test_a_declaration_by_kind_alone_keeps_the_fill(name: str, kind: Kind) -> None:
     """The attention of a padding sample was masked, and it had no uid."""
-    values = {"uid": [3, 3]} | {key: values for key, (values, _) in VERL_AND_SKYRL.items()}
+    values = {"uid": [3, 3]} | {key: values for key, values, _ in FILLS}
     batch = {**make_samples([(4, 2), (3, 1)]), name: values[name]}
     results = {
         text: pad_batch(batch, 3, schema, pad_token_id=PAD, identifier_seed=0)
@@ -323,14 +306,10 @@ def test_numpy_and_lists() -> None:
         "tokens": [numpy.arange(4), numpy.arange(3)],
         "total_lengths": numpy.array([4, 3]),
         "response_lengths": torch.tensor([2, 1]),
-        "loss_masks": [[1, 1], [1]],
-        "position_ids": [numpy.zeros((2, 4), int), numpy.zeros((2, 3), int)],
     }
     result = pad_batch(batch, 3, pad_token_id=PAD)
     assert result["tokens"][2].tolist() == [PAD, PAD]
     assert (int(result["total_lengths"][2]), int(result["response_lengths"][2])) == (2, 1)
-    assert result["loss_masks"][2].tolist() == [0]
-    assert result["position_ids"][2].tolist() == [[0, 1], [0, 1]]
 
 
 def test_no_samples_are_refused_with_what_to_do() -> None:
