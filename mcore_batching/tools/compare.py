@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -30,9 +30,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.planning.groups import steps_of_batch
-from mcore_batching.tools.rules.dynamic_cp_rule import megatron_dynamic_plan
-from mcore_batching.tools.rules.rule_parts import RuleFailureError
-from mcore_batching.tools.rules.rules import RULES, Rule, rule_plan
+from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
 
 # This package's search, one of its plainer modes, or another framework's rule.
 Kind = Literal["ours", "mode", "peer"]
@@ -71,10 +69,12 @@ class Outcome:
     time_over_ours_at_best_cap: float | None
 
 
-def planners(dims: ParallelDims, config: PlannerConfig, cost_model: CostModel) -> Iterator[Planner]:
+def planners(
+    dims: ParallelDims, config: PlannerConfig, cost_model: CostModel, rules: Mapping[str, Rule]
+) -> Iterator[Planner]:
     """This package's search first, then its plainer modes, then the rules.
 
-    Under dynamic CP also each context-parallel size for all, and Megatron's rule for dynamic CP.
+    Under dynamic CP also each context-parallel size for all.
     """
 
     def mode(balance: Any) -> PlanFunction:
@@ -92,11 +92,6 @@ def planners(dims: ParallelDims, config: PlannerConfig, cost_model: CostModel) -
         for size in sizes:
             plan = partial(one_size, size, dims, cost_model)
             yield Planner(name=f"CP {size} for all", kind="mode", plan=plan, fills_up=False)
-        yield Planner(
-            name="Megatron default_dynamic_cp",
-            kind="peer",
-            plan=lambda lengths, config: megatron_dynamic_plan(lengths, dims, config, cost_model),
-        )
         # The rules know one size for all: the dims', or the largest below it that rows may have.
         rows = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
 
@@ -106,7 +101,7 @@ def planners(dims: ParallelDims, config: PlannerConfig, cost_model: CostModel) -
             return made
         return of_one_size(made, dims, config, cost_model)
 
-    for name, rule in RULES.items():
+    for name, rule in rules.items():
         yield Planner(name=name, kind="peer", plan=partial(by_rule, rule))
 
 
@@ -137,9 +132,10 @@ def compare(
     dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel | None = None,
+    rules: Mapping[str, Rule] = RULES,
 ) -> list[Outcome]:
-    """Plan every step [steps][samples], in tokens, by every planner; the cost model weighs all
-    plans."""
+    """Plan every step [steps][samples], in tokens, by every planner and by these rules of others;
+    the cost model weighs all plans."""
     model = cost_model or CostModel()
     caps = [config.max_tokens_per_gpu]
     mean = sum(map(sum, steps)) / max(1, sum(map(len, steps)))
@@ -151,10 +147,10 @@ def compare(
     # Our first plan loads the loops that numba compiled, where it is installed: seconds of no
     # planner's own. One of fewer samples, or with less effort, does not reach them all.
     for lengths in steps[:1]:
-        _planned(next(planners(dims, config, model)), lengths, config, model, caps[0])
+        _planned(next(planners(dims, config, model, rules)), lengths, config, model, caps[0])
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
-    for planner in planners(dims, config, model):
+    for planner in planners(dims, config, model, rules):
         made = [_planned(planner, lengths, config, model, caps[0]) for lengths in steps]
         ours = ours or made  # `planners` yields this package's search first
         planned = [step for step in made if step.failure is None]

@@ -37,6 +37,7 @@ from bench_step_time import (
     mean,
     sources,
 )
+from dynamic_cp_rule import megatron_dynamic_plan
 from step_bound import step_time_bound
 
 from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, StepPlan, plan_step
@@ -44,8 +45,7 @@ from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.report import Table
-from mcore_batching.tools.rules.dynamic_cp_rule import megatron_dynamic_plan
-from mcore_batching.tools.rules.rule_parts import RuleFailureError
+from mcore_batching.tools.rules import RuleFailureError
 
 
 @dataclass(frozen=True)

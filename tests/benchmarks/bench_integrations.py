@@ -30,9 +30,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
-from rule_originals import verl
+from verl_original import verl_original
 
 from mcore_batching.integrations.slime import hook_schedule
 from mcore_batching.planning import (
@@ -46,8 +44,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table
-from mcore_batching.tools.rules.rule_parts import karmarkar_karp
-from mcore_batching.tools.rules.rules import verl_work
+from mcore_batching.tools.rules import karmarkar_karp, verl_work
 
 Ranks = Sequence[MicroBatches]
 Planner = Callable[[list[int], ParallelDims, int], Ranks]
@@ -113,7 +110,7 @@ def slime_planner(source: str, *, ours: bool, by_flops: bool = False) -> Planner
 
 def verl_planner(source: str) -> Planner:
     """verl's ``rearrange_micro_batches`` on every rank."""
-    original = verl(Path(source))
+    original = verl_original(Path(source))
 
     def plan(lengths: list[int], dims: ParallelDims, cap: int) -> Ranks:
         ranks = original(Problem.of(lengths, dims, PlannerConfig(max_tokens_per_gpu=cap)))

@@ -31,13 +31,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from other_rules import ALL_RULES
+
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.compare import Outcome, compare
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.report import Table
-from mcore_batching.tools.rules.rule_parts import RuleFailureError
-from mcore_batching.tools.rules.rules import RULES, rule_plan
+from mcore_batching.tools.rules import RuleFailureError, rule_plan
 
 MODEL = CostModel()
 LITTLE_EFFORT = 250
@@ -148,7 +149,7 @@ def measure(source: Lengths, samples: int, dims: ParallelDims, draws: int) -> li
     drawn = [source.draw(samples, seed) for seed in range(draws)]
     cap = max(cap for _, cap in drawn)
     steps = [lengths for lengths, _ in drawn]
-    return compare(steps, dims, PlannerConfig(max_tokens_per_gpu=cap), MODEL)
+    return compare(steps, dims, PlannerConfig(max_tokens_per_gpu=cap), MODEL, ALL_RULES)
 
 
 def over_ours(time: float | None, cap: int | None = None) -> str:
@@ -241,7 +242,7 @@ def random_problems(seeds: Sequence[int], pools: Sequence[Lengths]) -> int:
         config = PlannerConfig(max_tokens_per_gpu=cap)
         plan, _ = timed_plan(lengths, dims, config)
         end = predicted_step_time(plan, lengths)
-        for name, rule in RULES.items():
+        for name, rule in ALL_RULES.items():
             try:
                 theirs = predicted_step_time(rule_plan(rule, lengths, dims, config), lengths)
             except RuleFailureError:

@@ -29,7 +29,7 @@ from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective, best_slots, search
 from mcore_batching.planning.search.deal import EFFORT_OF_DEAL
 from mcore_batching.planning.search.objective import EFFORT
-from mcore_batching.tools.rules.rules import RULES, rule_plan
+from mcore_batching.tools.rules import RULES, rule_plan
 
 ROUNDING = 1e-9
 """Costs are added in another order here than in the search."""

@@ -24,7 +24,7 @@ from mcore_batching.planning import (
 from mcore_batching.tools import compare
 from mcore_batching.tools.cli import compare as compare_command
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.rules.rules import RULES, rule_plan
+from mcore_batching.tools.rules import RULES, rule_plan
 
 GENERATOR = random.Random(0)
 LENGTHS = [min(900, round(GENERATOR.lognormvariate(5, 1))) for _ in range(64)]
@@ -106,11 +106,11 @@ def test_a_rule_is_shown_at_the_given_cap_and_at_its_own_best_below() -> None:
 
     def over_ours(cap: int) -> float:
         under = replace(config, max_tokens_per_gpu=cap)
-        plans = [rule_plan(RULES["NeMo-RL"], step, DIMS, under) for step in steps]
+        plans = [rule_plan(RULES["first-fit in order"], step, DIMS, under) for step in steps]
         both = zip(plans, steps, ends, strict=True)
         return sum(predicted_step_time(plan, step) / end for plan, step, end in both) / 2
 
-    theirs = by_name(found, "NeMo-RL")
+    theirs = by_name(found, "first-fit in order")
     assert theirs.time_over_ours == pytest.approx(over_ours(4000))
     assert theirs.best_cap is not None
     assert theirs.time_over_ours_at_best_cap == pytest.approx(over_ours(theirs.best_cap))
@@ -128,7 +128,7 @@ def test_the_best_cap_of_shared_rows_may_be_below_the_mean_length(most: int | No
     """A micro-batch holds it on each of its ranks."""
     dims = ParallelDims(data_parallel=2, pipeline_parallel=4, context_parallel=4)
     config = replace(CONFIG, max_tokens_per_gpu=40_000, max_context_parallel=most)
-    best_cap = by_name(compare.compare([[4000] * 64], dims, config), "NeMo-RL").best_cap
+    best_cap = by_name(compare.compare([[4000] * 64], dims, config), "first-fit in order").best_cap
     assert best_cap is not None
     assert best_cap < 4000
 
@@ -144,7 +144,7 @@ def test_no_cap_is_a_rules_best_under_which_it_lacks_a_plan() -> None:
     """Under a cap below 40 it has none for the second step, and an end sooner for the first."""
     steps = [[10] * 32, [10] * 14 + [40] * 2]
     found = compare.compare(steps, DIMS, CONFIG_OF_100)
-    theirs = by_name(found, "NeMo-RL")
+    theirs = by_name(found, "verl 0.9")
     assert (theirs.planned, theirs.failure) == (2, None)
     assert theirs.best_cap is not None
     assert theirs.best_cap >= 40
@@ -189,7 +189,7 @@ def test_every_planner_is_shown_where_dynamic_cp_lacks_a_rules_size(
     config = PlannerConfig(max_tokens_per_gpu=4096, max_context_parallel=most, plan_effort=1)
     found = compare.compare([[5000, 1091, 590, 554, 1131, 524]], dims, config)
     assert by_name(found, compare.OURS).planned
-    assert len(found) == len(list(compare.planners(dims, config, CostModel())))
+    assert len(found) == len(list(compare.planners(dims, config, CostModel(), RULES)))
 
 
 def test_consecutive_steps() -> None:
@@ -218,7 +218,7 @@ def test_a_rules_refusal_names_the_flag(
     lengths_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["compare", lengths_file, *COMMAND[2:], "--max-tokens-per-gpu", "800"]) == 0
-    refused = "AReaL's packer raises; set --max-tokens-per-gpu so that every sample fits"
+    refused = "at least the longest sample; set --max-tokens-per-gpu so that every sample fits"
     assert refused in capsys.readouterr().out
 
 

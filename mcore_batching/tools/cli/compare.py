@@ -41,9 +41,9 @@ own best cap  --max-tokens-per-gpu, up to the given one, under which the planner
 def add_arguments(parser: CommandParser) -> None:
     """The command's arguments."""
     parser.description = (
-        "Plan the same steps with this planner, its plainer modes and the rules of other "
-        "frameworks, and predict how long each step takes, under the cap and under the best "
-        "cap below it for each."
+        "Plan the same steps with this planner, its plainer modes and others' rules (first-fit, "
+        "verl's, Megatron's dp_balanced), and predict how long each step takes, under the cap "
+        "and under the best cap below it for each."
     )
     add_lengths(parser)
     add_dims(parser)

@@ -1,57 +1,29 @@
-"""Other frameworks' packing rules, written from their description, to compare plans with.
-
-A rule takes one step's `Problem` and returns the micro-batches of each rank, equally many on all.
-Sizes are padded tokens, which this package's cap counts. A micro-batch over the cap holds one
-sample. Where the framework crashes, asserts or hangs, the rule raises `RuleFailureError`. Tests
-hold the rules against the frameworks' own functions.
-"""
+"""Rules of further frameworks, for the benchmarks: slime, NeMo-RL and AReaL."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, StepPlan
-from mcore_batching.tools.rules.rule_parts import (
+from mcore_batching.planning import Problem
+from mcore_batching.tools.rules import (
+    RULES,
     Bins,
+    Rule,
     dealt,
     karmarkar_karp,
-    legal_count,
-    longest_first,
     moved_out,
     packed_in_order,
     refuse_oversize,
     refuse_uneven,
     too_few,
+    verl_work,
 )
 
-Rule = Callable[[Problem], list[Bins]]
 
-
-def rule_plan(
-    rule: Rule, lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
-) -> StepPlan:
-    """One step as another framework's rule plans it, by the cap and padding of the config.
-
-    A `RuleFailureError` where the framework crashes on this input, there are no samples, or the
-    interleaved schedule cannot run the rule's count of micro-batches.
-    """
-    # Whether an oversize sample is an error is the rule's to say, not the config's.
-    problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"))
-    ranks = rule(problem) if problem.num_samples else []
-    return StepPlan(
-        micro_batches=tuple(tuple(map(tuple, rank)) for rank in ranks),
-        num_microbatches=legal_count(ranks, dims),
-        sample_indices=tuple(range(problem.num_samples)),
-        dims=dims,
-        config=config,
-    )
-
-
-def first_fit_in_order(problem: Problem) -> list[Bins]:
-    """First-fit over all samples in order, dealt round-robin; a sample over the cap runs alone."""
-    return dealt(packed_in_order(problem), problem.num_ranks)
+def longest_first(samples: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Samples by descending size, equal ones in their order."""
+    return sorted(samples, key=lambda i: -sizes[i])
 
 
 def slime(problem: Problem) -> list[Bins]:
@@ -77,43 +49,6 @@ def slime(problem: Problem) -> list[Bins]:
     work = [sum(verl_work(problem.lengths[i]) for i in samples) for samples in bins]
     ranks = karmarkar_karp(work, problem.num_ranks, equal_count=True)
     return [[bins[index] for index in rank] for rank in ranks]
-
-
-def verl(problem: Problem) -> list[Bins]:
-    """verl 0.9: samples to ranks, then to micro-batches, each by Karmarkar-Karp over work.
-
-    Every rank gets equally many samples and parts them into ⌈tokens / cap⌉ micro-batches, the most
-    of any rank. They run with the costliest in the middle.
-    """
-    refuse_oversize(problem, "verl asserts that max_token_len is at least the longest sample")
-    sizes, cap, group = problem.tokens, problem.capacity, problem.dims.slots_per_group
-    work = [verl_work(length) for length in problem.lengths]
-    shards = []
-    for shard in karmarkar_karp(work, problem.num_ranks, equal_count=True):
-        # verl's own order on a rank, costliest in the middle; it decides ties further down.
-        ascending = sorted(shard, key=lambda i: (work[i], i))
-        shards.append(ascending[::2] + ascending[1::2][::-1])
-    needed = [min(len(shard), -(-sum(sizes[i] for i in shard) // cap)) for shard in shards]
-    count, heaviest = -(-max(needed) // group) * group, cap + 1
-    # Parts of even work need not keep to the cap: more of them, until all do.
-    while heaviest > cap:
-        ranks = [
-            [[shard[i] for i in part] for part in karmarkar_karp([work[i] for i in shard], count)]
-            for shard in shards
-        ]
-        heaviest = max(sum(sizes[i] for i in part) for rank in ranks for part in rank)
-        count += group
-    for rank, shard in zip(ranks, shards, strict=True):
-        # Descending work dealt to both ends from the middle: light ones fill and drain a pipeline.
-        rank.sort(key=lambda part: (sum(work[i] for i in part), shard.index(part[0])), reverse=True)
-        rank[:] = rank[::2][::-1] + rank[1::2]
-    return ranks
-
-
-def verl_work(length: int) -> int:
-    """verl's work of a sample of `length` tokens, in units of 1/24576 of a token's."""
-    # Integers: sums compare equal in whatever order they were added, as ties must.
-    return 24576 * length + length * length
 
 
 def nemo_rl(problem: Problem) -> list[Bins]:
@@ -212,30 +147,4 @@ def _at_least(samples: Sequence[int], minimum: int, problem: Problem) -> Bins:
     return bins
 
 
-def megatron_dp_balanced(problem: Problem) -> list[Bins]:
-    """Megatron-Core's `dp_balanced`: close a micro-batch once the next sample does not fit.
-
-    The count is made a multiple of ranks × group by moving samples off the end, then dealt.
-    """
-    refuse_oversize(problem, "Megatron-Core packs it regardless, or an empty row first")
-    bins: Bins = []
-    room = -1
-    for sample, size in enumerate(problem.tokens):
-        if size > room:
-            bins.append([])
-            room = problem.capacity
-        bins[-1].append(sample)
-        room -= size
-    multiple = problem.num_ranks * problem.dims.slots_per_group
-    return dealt(moved_out(bins, range(len(bins))[::-1], multiple), problem.num_ranks)
-
-
-# Without dynamic CP, in the order in which tables list them.
-RULES: dict[str, Rule] = {
-    "first-fit in order": first_fit_in_order,
-    "slime": slime,
-    "verl 0.9": verl,
-    "NeMo-RL": nemo_rl,
-    "AReaL": areal,
-    "Megatron dp_balanced": megatron_dp_balanced,
-}
+ALL_RULES: dict[str, Rule] = RULES | {"slime": slime, "NeMo-RL": nemo_rl, "AReaL": areal}

@@ -1,21 +1,124 @@
-"""Parts that several frameworks' rules share: dealing, splitting off, differencing, refusals."""
+"""Other frameworks' packing rules, written from their description, to compare plans with.
+
+A rule takes one step's `Problem` and returns the micro-batches of each rank, equally many on all.
+Sizes are padded tokens, which this package's cap counts. A micro-batch over the cap holds one
+sample. Where the framework crashes, asserts or hangs, the rule raises `RuleFailureError`. Tests
+hold the rules against the frameworks' own functions.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from mcore_batching.planning import Argument, ParallelDims, PlanningError, Problem
+from mcore_batching.planning import (
+    Argument,
+    ParallelDims,
+    PlannerConfig,
+    PlanningError,
+    Problem,
+    StepPlan,
+)
 from mcore_batching.planning.packing.packing import first_fit
 
 # Samples of each micro-batch, as positions in the problem.
 Bins = list[list[int]]
+Rule = Callable[[Problem], list[Bins]]
 # Of each set its sum, its number of items, and these in the order in which they came together.
 Sets = list[tuple[int, int, list[int]]]
 
 
 class RuleFailureError(PlanningError):
     """Another framework's rule crashes, asserts or hangs on this input."""
+
+
+def rule_plan(
+    rule: Rule, lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
+) -> StepPlan:
+    """One step as another framework's rule plans it, by the cap and padding of the config.
+
+    A `RuleFailureError` where the framework crashes on this input, there are no samples, or the
+    interleaved schedule cannot run the rule's count of micro-batches.
+    """
+    # Whether an oversize sample is an error is the rule's to say, not the config's.
+    problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"))
+    ranks = rule(problem) if problem.num_samples else []
+    return StepPlan(
+        micro_batches=tuple(tuple(map(tuple, rank)) for rank in ranks),
+        num_microbatches=legal_count(ranks, dims),
+        sample_indices=tuple(range(problem.num_samples)),
+        dims=dims,
+        config=config,
+    )
+
+
+def first_fit_in_order(problem: Problem) -> list[Bins]:
+    """First-fit over all samples in order, dealt round-robin; a sample over the cap runs alone."""
+    return dealt(packed_in_order(problem), problem.num_ranks)
+
+
+def verl(problem: Problem) -> list[Bins]:
+    """verl 0.9: samples to ranks, then to micro-batches, each by Karmarkar-Karp over work.
+
+    Every rank gets equally many samples and parts them into ⌈tokens / cap⌉ micro-batches, the most
+    of any rank. They run with the costliest in the middle.
+    """
+    refuse_oversize(problem, "verl asserts that max_token_len is at least the longest sample")
+    sizes, cap, group = problem.tokens, problem.capacity, problem.dims.slots_per_group
+    work = [verl_work(length) for length in problem.lengths]
+    shards = []
+    for shard in karmarkar_karp(work, problem.num_ranks, equal_count=True):
+        # verl's own order on a rank, costliest in the middle; it decides ties further down.
+        ascending = sorted(shard, key=lambda i: (work[i], i))
+        shards.append(ascending[::2] + ascending[1::2][::-1])
+    needed = [min(len(shard), -(-sum(sizes[i] for i in shard) // cap)) for shard in shards]
+    count, heaviest = -(-max(needed) // group) * group, cap + 1
+    # Parts of even work need not keep to the cap: more of them, until all do.
+    while heaviest > cap:
+        ranks = [
+            [[shard[i] for i in part] for part in karmarkar_karp([work[i] for i in shard], count)]
+            for shard in shards
+        ]
+        heaviest = max(sum(sizes[i] for i in part) for rank in ranks for part in rank)
+        count += group
+    for rank, shard in zip(ranks, shards, strict=True):
+        # Descending work dealt to both ends from the middle: light ones fill and drain a pipeline.
+        rank.sort(key=lambda part: (sum(work[i] for i in part), shard.index(part[0])), reverse=True)
+        rank[:] = rank[::2][::-1] + rank[1::2]
+    return ranks
+
+
+def verl_work(length: int) -> int:
+    """verl's work of a sample of `length` tokens, in units of 1/24576 of a token's."""
+    # Integers: sums compare equal in whatever order they were added, as ties must.
+    return 24576 * length + length * length
+
+
+def megatron_dp_balanced(problem: Problem) -> list[Bins]:
+    """Megatron-Core's `dp_balanced`: close a micro-batch once the next sample does not fit.
+
+    The count is made a multiple of ranks × group by moving samples off the end, then dealt.
+    """
+    refuse_oversize(problem, "Megatron-Core packs it regardless, or an empty row first")
+    bins: Bins = []
+    room = -1
+    for sample, size in enumerate(problem.tokens):
+        if size > room:
+            bins.append([])
+            room = problem.capacity
+        bins[-1].append(sample)
+        room -= size
+    multiple = problem.num_ranks * problem.dims.slots_per_group
+    return dealt(moved_out(bins, range(len(bins))[::-1], multiple), problem.num_ranks)
+
+
+# In the order in which tables list them.
+RULES: dict[str, Rule] = {
+    "first-fit in order": first_fit_in_order,
+    "verl 0.9": verl,
+    "Megatron dp_balanced": megatron_dp_balanced,
+}
 
 
 def karmarkar_karp(
@@ -61,11 +164,6 @@ def packed_in_order(problem: Problem) -> Bins:
     """First-fit in the order of the samples; one over the cap fills a bin by itself."""
     # A sample cut to the cap leaves no room, so it stays alone without a case of its own.
     return first_fit([min(size, problem.capacity) for size in problem.tokens], problem.capacity)
-
-
-def longest_first(samples: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Samples by descending size, equal ones in their order."""
-    return sorted(samples, key=lambda i: -sizes[i])
 
 
 def moved_out(bins: Bins, order: Sequence[int], multiple: int) -> Bins:

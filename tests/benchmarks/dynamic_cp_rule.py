@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from other_rules import longest_first
+
 from mcore_batching.planning import Argument, CostModel, ParallelDims, PlannerConfig, StepPlan
-from mcore_batching.tools.rules.rule_parts import RuleFailureError, legal_count, longest_first
+from mcore_batching.tools.rules import RuleFailureError, legal_count
 
 
 @dataclass
