@@ -1,0 +1,324 @@
+"""The planning worker: the plans made in line, whatever happens to it, and gone with its parent."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_batching import CostModel, ParallelDims, PlannerConfig, PlanningError
+from mcore_batching.planning import OversizeSampleError, worker
+from mcore_batching.planning.worker import MOST_FAILURES, PlanningWorker, PlanRequest
+
+DIMS = ParallelDims(data_parallel=4, pipeline_parallel=2)
+COSTS = CostModel(quadratic=0.3, per_micro_batch=11.0)
+REQUEST = PlanRequest(
+    tuple(17 * (7 * number % 31) + 1 for number in range(48)),
+    DIMS,
+    PlannerConfig(max_tokens_per_gpu=1024, plan_effort=10),
+    COSTS,
+)
+REPOSITORY = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 60.0
+
+
+@pytest.fixture
+def planner() -> Iterator[PlanningWorker]:
+    planner = PlanningWorker()
+    yield planner
+    planner.close()
+
+
+def becomes_true(condition: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> bool:
+    given_up = time.monotonic() + seconds
+    while not condition() and time.monotonic() < given_up:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_gone(pid: int) -> bool:
+    """True if no such process runs; one that nobody waited for has ended as well."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def starts_with(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Run `code` in the worker after its imports."""
+    code = "import os, resource, time\nimport mcore_batching.planning.worker as it\n" + code
+    start = worker._START.replace("\nserve()\n", f"\n{code}\nserve()\n")
+    assert start != worker._START
+    monkeypatch.setattr(worker, "_START", start)
+
+
+def test_its_plans_are_those_made_in_line(planner: PlanningWorker) -> None:
+    shared = dataclasses.replace(REQUEST.config, max_tokens_per_gpu=256, max_context_parallel=2)
+    requests = [
+        REQUEST,
+        dataclasses.replace(REQUEST, forward_only=True),
+        dataclasses.replace(REQUEST, config=shared),
+        dataclasses.replace(REQUEST, lengths=()),
+        # A request and a plan are larger than a pipe's buffer.
+        PlanRequest(
+            tuple(100_000 + number % 9973 for number in range(30_000)),
+            DIMS,
+            PlannerConfig(max_tokens_per_gpu=2**20, balance="none", packing="first-fit"),
+            COSTS,
+        ),
+    ]
+    tickets = [planner.submit(request) for request in requests]
+    for ticket, request in zip(tickets, requests, strict=True):
+        plan, own = ticket.result(LIMIT_SECONDS), request.plan()
+        assert ticket.is_ready
+        assert (plan, plan.digest()) == (own, own.digest())
+        assert (plan.cost_model, plan.forward_only) == (own.cost_model, own.forward_only)
+        assert ticket.result() is plan
+    assert planner.complaint() is None
+
+
+def test_what_the_planner_refuses_is_raised_as_itself(planner: PlanningWorker) -> None:
+    config = PlannerConfig(max_tokens_per_gpu=16, on_oversize="error")
+    request = dataclasses.replace(REQUEST, config=config)
+    with pytest.raises(PlanningError) as own:
+        request.plan()
+    ticket, pid = planner.submit(request), planner.pid
+    with pytest.raises(OversizeSampleError) as raised:
+        ticket.result(LIMIT_SECONDS)
+    assert str(raised.value) == str(own.value)
+    assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert (planner.pid, planner.complaint()) == (pid, None)
+
+
+def kill(by: int) -> Callable[[int], None]:
+    return lambda pid: os.kill(pid, by)
+
+
+def nothing(pid: int) -> None:
+    assert pid
+
+
+SLEEPS = "it.plan_step = lambda *given, **named: time.sleep(1000)"
+DAMAGES = "to_bytes = it.plan_to_bytes\nit.plan_to_bytes = lambda plan: to_bytes(plan)[:-1] + b'!'"
+OTHER_RANKS = """
+import dataclasses
+from mcore_batching.planning.planner import plan_step
+it.plan_step = lambda lengths, dims, *given, **named: plan_step(
+    lengths, dataclasses.replace(dims, data_parallel=2), *given, **named
+)
+"""
+NO_MEMORY = """
+it.plan_step = lambda *given, **named: bytearray(2**34)
+resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "fault", "complaint"),
+    [
+        ("", kill(signal.SIGKILL), "was ended by signal 9"),
+        ("", kill(signal.SIGTERM), "was ended by signal 15"),
+        ("", kill(signal.SIGSTOP), "took more than 0.5 s"),
+        (SLEEPS, nothing, "took more than 0.5 s"),
+        (SLEEPS, kill(signal.SIGSTOP), "took more than 0.5 s"),
+        ("os._exit(3)", nothing, "ended with exit code 3"),
+        ("raise RuntimeError", nothing, "ended with exit code 1"),
+        ("it.plan_step = None", nothing, "raised TypeError"),
+        (NO_MEMORY, nothing, "raised MemoryError"),
+        ("os.write(1, b'a line of somebody else')", nothing, "the start of no answer"),
+        ("os.close(1); time.sleep(1000)", nothing, "closed its pipes"),
+        ("it._write(sys.stdout.buffer, b'')", nothing, "sent no answer"),
+        (DAMAGES, nothing, "sent .* bytes that are no plan"),
+        (OTHER_RANKS, nothing, "sent a plan for 2 ranks"),
+    ],
+)
+def test_after_a_fault_the_plan_is_made_in_line_and_the_reason_is_given_once(
+    planner: PlanningWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    fault: Callable[[int], None],
+    complaint: str,
+) -> None:
+    starts_with(monkeypatch, code)
+    wait = 0.5 if "0.5" in complaint else LIMIT_SECONDS
+    reasons = []
+    for _ in range(MOST_FAILURES + 2):
+        ticket, second = planner.submit(REQUEST), planner.submit(REQUEST)
+        pid = planner.pid
+        if pid is not None:
+            fault(pid)
+        assert ticket.result(wait) == second.result(wait) == REQUEST.plan()
+        assert pid is None or is_gone(pid)
+        reasons.append(planner.complaint() or "")
+    assert pid is None
+    assert re.search(complaint, reasons[0])
+    assert "failed 3 times" in reasons[MOST_FAILURES]
+    assert "".join(reasons) == reasons[0] + reasons[MOST_FAILURES]
+
+
+@pytest.mark.parametrize("executable", [None, "", "/nowhere/python", str(REPOSITORY), "/bin/true"])
+def test_without_a_python_plans_are_made_in_line(
+    planner: PlanningWorker, monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
+    monkeypatch.setattr("sys.executable", executable)
+    for _ in range(MOST_FAILURES + 1):
+        assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert planner.complaint() is not None
+    assert planner.complaint() is None
+
+
+def test_without_memory_for_its_start_plans_are_made_in_line(
+    planner: PlanningWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**24, 2**24))\n"
+    monkeypatch.setattr(worker, "_START", limit + worker._START)
+    assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert "the planning worker" in (planner.complaint() or "")
+
+
+def test_a_request_that_cannot_be_sent_is_planned_in_line(planner: PlanningWorker) -> None:
+    class Costs(CostModel):
+        """No other process can import it."""
+
+    request = dataclasses.replace(REQUEST, cost_model=Costs())
+    assert planner.submit(request).result(LIMIT_SECONDS) == request.plan()
+    assert "Costs" in (planner.complaint() or "")
+
+
+def test_failures_count_only_where_no_plan_came_between(
+    planner: PlanningWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2 * MOST_FAILURES + 2):
+        with monkeypatch.context() as patch:
+            if number % 2:
+                starts_with(patch, "os._exit(3)")
+            assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+        assert (planner.pid is None) == bool(number % 2)
+        planner.close()
+
+
+def test_its_surroundings_are_not_its_parents(
+    planner: PlanningWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No modules of the working directory or PYTHONPATH, no open files, no Ctrl-C, no torch."""
+    for name in ("random", "json", "mcore_batching", "sitecustomize", "__main__"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONSTARTUP", str(tmp_path / "random.py"))
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    report = tmp_path / "report"
+    starts_with(
+        monkeypatch,
+        f"print(*os.listdir('/proc/self/fd'), *sys.modules, file=open({str(report)!r}, 'w'))",
+    )
+    with (tmp_path / "inherited").open("w") as inherited:
+        os.set_inheritable(inherited.fileno(), True)
+        assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    pid = planner.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGINT)
+    assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert (planner.pid, planner.complaint()) == (pid, None)
+    assert os.getpgid(pid) == pid  # Ctrl-C is for the terminal's group
+    words = report.read_text().split()
+    files = [word for word in words if word.isdecimal()]
+    assert len(files) <= 5, files  # three of its own, the report, the folder that is listed
+    packages = {word.split(".")[0] for word in words}
+    assert "mcore_batching" in packages
+    assert not packages & {"torch", "megatron", "numpy", "numba"}
+    of_this = {word.split(".")[1] for word in words if word.startswith("mcore_batching.")}
+    assert of_this == {"planning", "_version"}
+
+
+def test_the_users_script_is_not_run_again_also_under_nice(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "print('runs', flush=True)\n"
+        "from mcore_batching.planning.worker import PlanningWorker\n"
+        "from test_worker import REQUEST\n"
+        "planner = PlanningWorker()\n"
+        f"plan = planner.submit(REQUEST).result({LIMIT_SECONDS})\n"
+        "print(plan == REQUEST.plan(), planner.complaint(), planner.pid is not None)\n"
+    )
+    done = subprocess.run(
+        ["nice", "-n", "10", sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": FOLDERS},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "runs\nTrue None True\n"), done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_fork_of_its_parent_does_not_end_it(planner: PlanningWorker) -> None:
+    planner.submit(REQUEST).result(LIMIT_SECONDS)
+    pid = planner.pid
+    fork = os.fork()
+    if fork == 0:
+        planner.close()
+        os._exit(0)
+    assert os.waitpid(fork, 0)[1] == 0
+    assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert (planner.pid, planner.complaint()) == (pid, None)
+
+
+OWNER = """
+import os, signal, sys, time
+from mcore_batching.planning import worker
+from test_worker import REQUEST, SLEEPS
+
+moment, is_stopped = sys.argv[1:]
+if moment == "plans":
+    sleeps = f"import mcore_batching.planning.worker as it, time\\n{SLEEPS}"
+    worker._START = worker._START.replace("\\nserve()", f"\\n{sleeps}\\nserve()")
+planner = worker.PlanningWorker()
+ticket = planner.submit(REQUEST)
+if moment == "waits":
+    ticket.result()
+elif moment == "plans":
+    time.sleep(1)
+if is_stopped == "True":
+    os.kill(planner.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, planner.pid, os.WSTOPPED | os.WNOWAIT)
+# It keeps the worker's input open, as a worker of a data loader may.
+fork = os.fork()
+if fork:
+    print(planner.pid, fork, flush=True)
+time.sleep(1000)
+"""
+FOLDERS = f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}"
+
+
+@pytest.mark.parametrize("is_leader", [True, False], ids=["own session", "session of others"])
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["runs", "stopped"])
+@pytest.mark.parametrize("moment", ["starts", "plans", "waits"])
+def test_it_is_gone_with_a_parent_that_is_killed(
+    moment: str, is_stopped: bool, is_leader: bool
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, moment, str(is_stopped)],
+        env=os.environ | {"PYTHONPATH": FOLDERS},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=is_leader,
+    ) as owner:
+        assert owner.stdout is not None
+        pid, fork = map(int, owner.stdout.readline().split())
+        try:
+            assert not is_gone(pid)
+            owner.kill()
+            owner.wait()
+            assert becomes_true(lambda: is_gone(pid))
+        finally:
+            os.kill(fork, signal.SIGKILL)
