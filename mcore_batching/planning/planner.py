@@ -4,7 +4,7 @@ none is left out, and the same input gives the same plan everywhere."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
@@ -83,6 +83,7 @@ def plan_batch(
     groups: Sequence[Hashable] | None = None,
     groups_per_step: int | None = None,
     forward_only: bool = False,
+    on_step: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan the steps of one batch, cut by `samples_per_step` or by `groups_per_step`; else one
     step.
@@ -92,6 +93,7 @@ def plan_batch(
         samples_per_step: samples of each step over all ranks; the last step takes the rest.
         groups: the group (uid) of each sample [samples], with `groups_per_step`.
         groups_per_step: groups of each step over all ranks, as in `group_steps`.
+        on_step: called after each step with the number of steps planned, and of all steps.
 
     Raises:
         As `plan_step`; LengthError also for steps or groups that do not fit the samples.
@@ -108,8 +110,12 @@ def plan_batch(
         problem.num_samples, samples_per_step, groups, groups_per_step
     )
     _check_search(config, max(map(len, samples_of_steps)))
-    steps = tuple(_plan_samples(problem, samples, owners) for samples in samples_of_steps)
-    return Plan(steps=steps, num_samples=problem.num_samples)
+    steps: list[StepPlan] = []
+    for samples in samples_of_steps:
+        steps.append(_plan_samples(problem, samples, owners))
+        if on_step is not None:
+            on_step(len(steps), len(samples_of_steps))
+    return Plan(steps=tuple(steps), num_samples=problem.num_samples)
 
 
 def _check_search(config: PlannerConfig, num_samples: int) -> None:

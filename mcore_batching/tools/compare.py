@@ -133,9 +133,11 @@ def compare(
     config: PlannerConfig,
     cost_model: CostModel | None = None,
     rules: Mapping[str, Rule] = RULES,
+    on_planner: Callable[[int, int], None] | None = None,
 ) -> list[Outcome]:
     """Plan every step [steps][samples], in tokens, by every planner and by these rules of others;
-    the cost model weighs all plans."""
+    the cost model weighs all plans. After each planner `on_planner` is called with the number of
+    those that are done, and of all."""
     model = cost_model or CostModel()
     caps = [config.max_tokens_per_gpu]
     mean = sum(map(sum, steps)) / max(1, sum(map(len, steps)))
@@ -146,11 +148,12 @@ def compare(
         caps.append(int(caps[-1] * CAP_STEP))
     # Our first plan loads the loops that numba compiled, where it is installed: seconds of no
     # planner's own. One of fewer samples, or with less effort, does not reach them all.
+    all_planners = list(planners(dims, config, model, rules))
     for lengths in steps[:1]:
-        _planned(next(planners(dims, config, model, rules)), lengths, config, model, caps[0])
+        _planned(all_planners[0], lengths, config, model, caps[0])
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
-    for planner in planners(dims, config, model, rules):
+    for planner in all_planners:
         made = [_planned(planner, lengths, config, model, caps[0]) for lengths in steps]
         ours = ours or made  # `planners` yields this package's search first
         planned = [step for step in made if step.failure is None]
@@ -176,6 +179,8 @@ def compare(
                 time_over_ours_at_best_cap=_over(best, ours),
             )
         )
+        if on_planner is not None:
+            on_planner(len(outcomes), len(all_planners))
     return outcomes
 
 

@@ -6,7 +6,7 @@ All times are in units of cost, which `seconds_per_unit` makes seconds.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -120,13 +120,18 @@ def spread_out(steps: Sequence[ReplayedStep], count: int) -> list[ReplayedStep]:
     return [steps[(2 * i + 1) * len(steps) // (2 * count)] for i in range(count)]
 
 
-def better_plans(steps: Sequence[ReplayedStep], plan_effort: int) -> list[Alternative]:
+def better_plans(
+    steps: Sequence[ReplayedStep],
+    plan_effort: int,
+    on_step: Callable[[int, int], None] | None = None,
+) -> list[Alternative]:
     """Today's plan of the same steps, then those for other caps and dims on the same GPUs, by gain.
 
-    What any of the steps cannot be planned with is left out.
+    What any of the steps cannot be planned with is left out. After each step `on_step` is called
+    with the number of those that are done, and of all.
     """
     times: dict[Changes, list[float]] = {}
-    for step in steps:
+    for number, step in enumerate(steps, 1):
         lengths = step.record.lengths
         for changes, dims, config, model in [((), *step.setting), *alternatives(step.record.plan)]:
             # Whatever the job planned by, alternatives are searched.
@@ -137,6 +142,8 @@ def better_plans(steps: Sequence[ReplayedStep], plan_effort: int) -> list[Altern
             except PlanningError:
                 continue  # a sample does not fit
             times.setdefault(changes, []).append(predicted_step_time(plan, lengths))
+        if on_step is not None:
+            on_step(number, len(steps))
     recorded = sum(step.predicted for step in steps)
     found = [
         Alternative(changes=changes, time=sum(taken), recorded_time=recorded)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from kit.patience import patience
 
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.plans.files import write_whole
-from mcore_batching.tools.cli import main
+from mcore_batching.tools.cli import compare, main, plan, progress, replay
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "\ufeff".encode()
@@ -231,3 +234,45 @@ def test_a_file_is_written_whole_or_stays_as_it_was(
         "plan.json": "new",
         "link": "new",
     }
+
+
+def test_long_work_shows_a_bar_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    shown = []
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        with progress.progress("planning") as count:
+            for done in (None, 3):
+                if done:
+                    count(done, 10)
+                time.sleep(0.2)
+        shown.append(capsys.readouterr())
+    assert (shown[0].out, shown[0].err, shown[1].out) == ("", "", "")
+    first, *_, bar, _, last, end = shown[1].err.lstrip("\r").split("\r")
+    assert re.fullmatch(r"planning: \d s *", first)
+    assert re.fullmatch(r"planning: \[#{9} {21}\] 3/10, \d s *", bar)
+    assert {len(first), len(bar)} == {79}
+    assert (last, end) == (" " * 79, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [("plan --samples-per-step 2", 3), ("compare --plan-effort 1", 7), ("replay", 2)],
+)
+def test_commands_count_the_parts_of_their_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, parts: int
+) -> None:
+    counted = []
+
+    @contextlib.contextmanager
+    def collecting(_: str) -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: counted.append((done, total))
+
+    name, *words = command.split()
+    module = {"plan": plan, "compare": compare, "replay": replay}[name]
+    monkeypatch.setattr(module, "progress", collecting)
+    monkeypatch.chdir(folder)
+    assert main([*COMMANDS[name].split(), *words][: 2 if name == "replay" else None]) == 0
+    assert counted == [(done, parts) for done in range(1, parts + 1)]

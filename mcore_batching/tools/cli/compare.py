@@ -16,6 +16,7 @@ from mcore_batching.tools.cli.options import (
     cost_model_of,
     made_of,
 )
+from mcore_batching.tools.cli.progress import progress
 from mcore_batching.tools.compare import OURS, Outcome, compare, consecutive_steps
 from mcore_batching.tools.lengths_file import read_lengths
 
@@ -55,7 +56,8 @@ def run(options: argparse.Namespace) -> int:
     dims, config = made_of(ParallelDims, options), made_of(PlannerConfig, options)
     lengths = read_lengths(options.lengths, options.column)
     steps = consecutive_steps(lengths, options.samples_per_step)
-    outcomes = compare(steps, dims, config, cost_model_of(options))
+    with progress("comparing") as on_planner:
+        outcomes = compare(steps, dims, config, cost_model_of(options), on_planner=on_planner)
     sizes = sorted({len(step) for step in steps})  # the last step may hold fewer
     samples = " to ".join([*map(str, sizes[:-1]), counted(sizes[-1], "sample")])
     print(f"{counted(len(steps), 'step')} of {samples}, {report.dims_line(dims, config)}")

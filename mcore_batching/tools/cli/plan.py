@@ -30,6 +30,7 @@ from mcore_batching.tools.cli.options import (
     read,
     write,
 )
+from mcore_batching.tools.cli.progress import progress
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.pictures.plot import check_picture, draw_step
@@ -81,14 +82,16 @@ def run(options: argparse.Namespace) -> int:
         check_picture(options.plot)
     lengths = read_lengths(options.lengths, options.column)
     started = time.process_time()
-    plan = plan_batch(
-        lengths,
-        dims,
-        config,
-        cost_model,
-        samples_per_step=options.samples_per_step,
-        forward_only=options.forward_only,
-    )
+    with progress("planning") as on_step:
+        plan = plan_batch(
+            lengths,
+            dims,
+            config,
+            cost_model,
+            samples_per_step=options.samples_per_step,
+            forward_only=options.forward_only,
+            on_step=on_step,
+        )
     advice_seconds = 0.0 if options.no_advice else time.process_time() - started
     # The checker shares no code with the planner: a plan that it refuses is never written.
     validate_plan(plan, lengths)
@@ -124,7 +127,9 @@ def _print(
             f"({memory.logit_bytes / 2**30:.2f} GiB of it for logits)"
         )
     if len(plan.steps) == 1:
-        print(explain(plan.steps[0], lengths, options.spell, advice_seconds=advice_seconds))
+        with progress("looking for advice"):
+            text = explain(plan.steps[0], lengths, options.spell, advice_seconds=advice_seconds)
+        print(text)
     else:
         print(report.packing_line(plan, lengths))
         if not options.no_advice:

@@ -16,6 +16,7 @@ from mcore_batching.tools.cli.options import (
     add_options,
     add_search,
 )
+from mcore_batching.tools.cli.progress import progress
 
 # Default of --steps. Each is planned up to eight times: time grows with it, and gains of single
 # steps even out.
@@ -77,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
         _print_steps(alike, factor)
         # All alternatives for the same few steps, so that gains can be compared.
         planned = replay.spread_out(alike, most)
-        found = replay.better_plans(planned, options.plan_effort)
+        with progress("planning the steps again") as on_step:
+            found = replay.better_plans(planned, options.plan_effort, on_step)
         if found:
             print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
             print(_alternative_table(found, len(planned), factor, plans))
