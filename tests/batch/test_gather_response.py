@@ -115,27 +115,6 @@ def test_labels_and_masks_lie_where_responses_are_gathered_from(
         assert torch.equal(masks[i], response_loss_masks(row)[i])
 
 
-def test_a_token_without_predecessor_has_value_zero_and_no_gradient() -> None:
-    row = single([(3, 3)])
-    stream = torch.tensor([5.0, 6.0, 7.0], requires_grad=True)
-    (values,) = gather_response(stream, row)
-    assert values.tolist() == [0, 5, 6]
-    (values * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
-    assert stream.grad is not None
-    assert stream.grad.tolist() == [10, 100, 0]
-    assert owned_response_mask(row)[0].tolist() == [False, True, True]
-
-
-def test_an_empty_response_hangs_on_the_graph() -> None:
-    row = single([(4, 0), (1, 0)])
-    stream = torch.rand(5, requires_grad=True)
-    values = gather_response(stream, row)
-    assert [value.shape for value in values] == [(0,), (0,)]
-    torch.cat(values).sum().backward()
-    assert stream.grad is not None
-    assert stream.grad.tolist() == [0] * 5
-
-
 def test_a_nan_in_padding_or_prompt_stays_there() -> None:
     row = single([(4, 2), (2, 1)])
     stream = torch.full((6,), torch.nan)

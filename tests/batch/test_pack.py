@@ -68,27 +68,12 @@ def require_equals_plain_row(samples: dict, size: int, align: int, row_align: in
         assert row.cu_seqlens.tolist() == [0, *np.cumsum(samples["total_lengths"])]
         assert row.total_lengths == samples["total_lengths"]
         assert row.response_lengths == samples["response_lengths"]
+        assert row.sample_indices == tuple(range(row.num_samples))
+        assert row.num_samples == len(samples["tokens"])
         masks = [later(plain.loss_mask, plain.offsets, depth) for depth in range(3)]
         assert row.token_weights == tuple(map(sum, masks))
         if size > 1:
             assert all(offset % (2 * size) == 0 for offset in plain.offsets)
-
-
-def test_the_worked_example_of_the_module() -> None:
-    samples = {
-        "tokens": [torch.tensor([1, 2, 3]), torch.tensor([4, 5])],
-        "total_lengths": [3, 2],
-        "response_lengths": [2, 1],
-    }
-    (row,) = pack_on_all_ranks(samples, sample_alignment_tokens=2, row_alignment_tokens=8)
-    assert row.tokens.tolist() == [[1, 2, 3, PAD, 4, 5, PAD, PAD]]
-    assert row.labels.tolist() == [[2, 3, PAD, PAD, 5, PAD, PAD, PAD]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]
-    assert row.loss_mask.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
-    assert row.padding_mask.int().tolist() == [[0, 0, 0, 1, 0, 0, 1, 1]]
-    assert row.cu_seqlens_padded.tolist() == [0, 4, 6, 8]
-    assert row.cu_seqlens.tolist() == [0, 3, 5]
-    assert (row.max_seqlen, row.num_samples, row.sample_indices) == (4, 2, (0, 1))
 
 
 def test_types() -> None:
@@ -117,14 +102,6 @@ def test_any_batch(
 ) -> None:
     align = (2 * size if size > 1 else 1) * sample_factor
     require_equals_plain_row(make_samples(shapes), size, align, math.lcm(align, pad_total_to))
-
-
-def test_a_response_without_prompt_does_not_wrap_around() -> None:
-    """slime pads the mask by ``prompt_length - 1``: at -1 it loses the wrong token."""
-    samples = make_samples([(3, 3), (2, 1), (2, 2)])
-    samples["loss_masks"] = [torch.tensor(mask) for mask in ([5, 6, 7], [8], [9, 4])]
-    (row,) = pack_on_all_ranks(samples)
-    assert row.loss_mask.tolist() == [[6, 7, 0, 8, 0, 4, 0]]
 
 
 def test_no_samples_are_refused_with_what_to_do() -> None:

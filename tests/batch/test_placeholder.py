@@ -15,6 +15,7 @@ from mcore_batching.batch.rows import placeholder
 SCHEMA = DEFAULT_SCHEMA.declare("hidden", Kind.PER_TOKEN).declare(
     "scores", Kind.PER_RESPONSE_TOKEN, length_offset=1
 )
+SCHEMA = SCHEMA.declare("experts", Kind.ROUTED_EXPERTS)
 
 EXAMPLES: dict[str, Any] = {
     "tokens": torch.tensor([3, 4, 5], dtype=torch.int32),
@@ -115,6 +116,10 @@ def test_a_rank_without_samples_has_the_default(key: str, batch: Any) -> None:
         ("position_ids", torch.arange(3), torch.tensor([0])),
         ("rewards", np.float32(2.5), 0.0),
         ("rewards", [1.5, 2], torch.zeros(2)),
+        # Zeros, as verl has them, send every slot of the token to expert 0.
+        ("experts", torch.zeros(3, 2, 4).short(), torch.tensor([[[0, 1, 2, 3]] * 2]).short()),
+        ("experts", np.zeros((3, 2, 3), np.int16), torch.tensor([[[0, 1, 2]] * 2]).short()),
+        ("experts", [[[0, 0]] * 2] * 3, torch.tensor([[[0, 1]] * 2])),
     ],
     ids=str,
 )
@@ -127,23 +132,6 @@ def test_lists_arrays_and_other_shapes(key: str, example: Any, expected: Any) ->
 def test_the_first_value_that_is_there_is_the_example() -> None:
     batch = {"raw_reward": [None, torch.zeros(4)]}
     assert make_placeholder(SCHEMA, ["raw_reward"], batch)["raw_reward"][0].shape == (4,)
-
-
-@pytest.mark.parametrize(
-    "example",
-    [
-        torch.zeros(3, 2, 4, dtype=torch.int16),
-        np.zeros((3, 2, 4), dtype=np.int16),
-        np.zeros((3, 2, 4)).astype(int).tolist(),
-    ],
-    ids=["tensor", "array", "list"],
-)
-def test_experts_differ_from_slot_to_slot(example: Any) -> None:
-    """verl fills with zeros, which sends every slot of the token to expert 0."""
-    schema = SCHEMA.declare("experts", Kind.ROUTED_EXPERTS)
-    (value,) = make_placeholder(schema, ["experts"], {"experts": [example]})["experts"]
-    assert value.dtype == torch.as_tensor(example).dtype
-    assert value.tolist() == [[[0, 1, 2, 3]] * 2]
 
 
 def test_values_are_fabricated_without_gradients() -> None:

@@ -10,8 +10,8 @@ from batch_cases import make_samples, merge_packed, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack, token_mean
-from mcore_batching.batch.loss import response_loss_masks, step_totals
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
+from mcore_batching.batch.loss import response_loss_masks
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
 
 
@@ -50,14 +50,6 @@ def test_the_row_and_the_loss_weigh_every_token_alike(
                 if owned:
                     stream[offsets[i] + total - response + j - 1] = expected[j]
     assert torch.stack(streams).sum(0).tolist() == full
-
-
-def test_a_fabricated_row_weighs_nothing_whatever_it_holds() -> None:
-    samples = make_samples([(4, 3)]) | {"loss_masks": [torch.ones(3)]}
-    (row,) = rows_of(samples, 1, sample_indices=(), is_placeholder=True)
-    assert response_loss_masks(row)[0].tolist() == [0.0] * 3
-    (real,) = rows_of(samples, 1)
-    assert token_mean([torch.ones(3)], row, step_totals([real])).item() == 0.0
 
 
 @pytest.mark.parametrize("size", [1, 2])

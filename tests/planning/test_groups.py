@@ -122,6 +122,13 @@ def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
         group_steps(["a", "b"], 1, is_padding=is_padding)
 
 
+@pytest.mark.parametrize("groups", ["ab", b"ab", {"a": 0, "b": 1}, {1, 2}, 3, None])
+def test_groups_without_an_order_are_refused(groups: Any) -> None:
+    """A text would be cut into characters, a dict into its keys, a set into any order."""
+    with pytest.raises(LengthError, match="groups must be a sequence, got"):
+        group_steps(groups, 1)
+
+
 def test_arguments_out_of_range() -> None:
     with pytest.raises(LengthError, match="groups_per_step must be 1 or more, got 0"):
         group_steps(["a"], 0)
