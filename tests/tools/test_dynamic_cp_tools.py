@@ -95,7 +95,6 @@ def test_the_picture_frames_blocks(tmp_path: Path) -> None:
     assert shared
     for row in shared:
         assert f'id="block-{row.rank}-{row.slot}"' in text
-    assert "tokens on 4 ranks)" in text
     assert "ranks that share a row" in text
 
 

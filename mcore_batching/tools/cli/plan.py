@@ -64,8 +64,8 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw the first step's time line and the fill of each micro-batch, to a .png file, or "
-        "to an .svg file, where a browser tells of each pass under the pointer",
+        help="draw the first step's time line and the fill of each micro-batch, to a .png or "
+        "an .svg file",
     )
 
 

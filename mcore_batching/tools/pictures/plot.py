@@ -1,21 +1,19 @@
 """The picture of a step: its passes over time, and how full each micro-batch is.
 
 Up to `MOST_ROWS` stages over all ranks are drawn one row each; beyond, those of the slowest, the
-median and the fastest rank. Times are the predicted ones of `step_timeline`. In an .svg a browser
-shows a line of text under the pointer. matplotlib is imported only to draw.
+median and the fastest rank. Times are the predicted ones of `step_timeline`. matplotlib is
+imported only to draw.
 """
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_batching.planning import MCoreBatchingError, StepPlan, step_statistics
-from mcore_batching.planning.pipeline import Kind, Operation
+from mcore_batching.planning.pipeline import Kind
 from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.tools.pictures.timeline import RankTimeline, StepTimeline, step_timeline
@@ -59,12 +57,11 @@ def check_picture(path: str | Path) -> None:
 def draw_step(step: StepPlan, lengths: Sequence[int], path: str | Path) -> None:
     """Draw one step, of whose plan the cap may be broken, into a .png or .svg file."""
     check_picture(path)
-    figure, tooltips = step_figure(step, lengths)
-    _save(figure, path, tooltips)
+    _save(step_figure(step, lengths), path)
 
 
-def step_figure(step: StepPlan, lengths: Sequence[int]) -> tuple[Figure, dict[str, str]]:
-    """The picture as a matplotlib figure, and a line of text for each of its boxes by `gid`."""
+def step_figure(step: StepPlan, lengths: Sequence[int]) -> Figure:
+    """The picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
     timeline, statistics = step_timeline(step, lengths), step_statistics(step, lengths)
@@ -78,8 +75,7 @@ def step_figure(step: StepPlan, lengths: Sequence[int]) -> tuple[Figure, dict[st
     heights.append(min(3.2, max(1.2, 0.2 * num_ranks + 0.5)))
     figure = Figure(figsize=(13, sum(heights) + 1.5), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=heights)
-    tooltips: dict[str, str] = {}
-    _draw_passes(above, timeline, shown, tooltips)
+    _draw_passes(above, timeline, shown)
     above.axvline(statistics.floor_time, color="#333333", linestyle=(0, (4, 3)), linewidth=1)
     above.set_xlim(0, timeline.end * 1.002 or 1.0)
     above.set_xlabel("predicted time, in units of cost (dashed: no plan ends before)")
@@ -89,7 +85,7 @@ def step_figure(step: StepPlan, lengths: Sequence[int]) -> tuple[Figure, dict[st
     if step.context_parallel is not None:
         cap = step.config.max_tokens_per_gpu  # the timeline has each rank's part of a shared row
         _draw_blocks(below, step)
-    _draw_fill(figure, below, timeline, cap, tooltips)
+    _draw_fill(figure, below, timeline, cap)
     summary = (
         f"{counted(statistics.num_samples, 'sample')}, "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank, "
@@ -99,14 +95,13 @@ def step_figure(step: StepPlan, lengths: Sequence[int]) -> tuple[Figure, dict[st
     title = dims_line(step.dims, step.config)
     figure.suptitle(f"{title}\n{summary}", fontsize=11, x=0.01, ha="left")
     _add_legend(figure, step)
-    return figure, tooltips
+    return figure
 
 
 def _draw_passes(
     axes: Axes,
     timeline: StepTimeline,
     shown: Sequence[tuple[str, RankTimeline]],
-    tooltips: dict[str, str],
 ) -> None:
     """One row per stage, one box per pass; the ranks of `shown`, with their labels, top down."""
     stages = timeline.stages
@@ -115,7 +110,7 @@ def _draw_passes(
         top = number * height
         # Idle is the background: passes cover all of a row but the bubble.
         _add_box(axes, (0, top), timeline.end, stages, facecolor=IDLE, edgecolor="none", zorder=0)
-        _draw_rank_passes(axes, timeline, rank, top, tooltips)
+        _draw_rank_passes(axes, timeline, rank, top)
         for text, place, align in (
             (label, -0.035, "right"),
             (f"{rank.busy:.0%} busy", 1.005, "left"),
@@ -134,13 +129,10 @@ def _draw_passes(
     axes.spines[:].set_visible(False)
 
 
-def _draw_rank_passes(
-    axes: Axes, timeline: StepTimeline, rank: RankTimeline, top: float, tooltips: dict[str, str]
-) -> None:
+def _draw_rank_passes(axes: Axes, timeline: StepTimeline, rank: RankTimeline, top: float) -> None:
     """The boxes of one rank, whose first stage is the row at `top`."""
     # About as wide as two digits, at this width of the figure.
     widest_digits = timeline.end / 150
-    several_chunks = any(timed.chunk for timed in rank.passes)
     for timed in rank.passes:
         is_placeholder = rank.num_samples[timed.slot] == 0
         width, row = timed.end - timed.start, top + timed.stage
@@ -150,39 +142,18 @@ def _draw_rank_passes(
             style = PLACEHOLDER
         gid = f"pass-{rank.rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.kind}"
         _add_box(axes, (timed.start, row + 0.06), width, 0.88, linewidth=0.4, gid=gid, **style)
-        tooltips[gid] = _pass_text(rank, timed, several_chunks)
         if not is_placeholder and width > widest_digits:
             _add_text(axes, timed.start + width / 2, row + 0.52, str(timed.slot), fontsize=5.5)
 
 
-def _pass_text(rank: RankTimeline, timed: Operation, several_chunks: bool) -> str:
-    name, _ = PASSES[timed.kind]
-    chunk = f" chunk {timed.chunk}" if several_chunks else ""
-    return (
-        f"rank {rank.rank} stage {timed.stage}{chunk}: {name} of {_slot_text(rank, timed.slot)}, "
-        f"{timed.start:.0f} to {timed.end:.0f}"
-    )
-
-
-def _slot_text(rank: RankTimeline, slot: int) -> str:
-    """A micro-batch in words: `slot 3 (2 samples, 900 tokens)`."""
-    samples = rank.num_samples[slot]
-    if not samples:
-        return f"slot {slot} (placeholder)"
-    shared = f" on {rank.sizes[slot]} ranks" if rank.sizes[slot] > 1 else ""
-    return f"slot {slot} ({counted(samples, 'sample')}, {rank.tokens[slot]} tokens{shared})"
-
-
-def _draw_fill(
-    figure: Figure, axes: Axes, timeline: StepTimeline, cap: int, tooltips: dict[str, str]
-) -> None:
+def _draw_fill(figure: Figure, axes: Axes, timeline: StepTimeline, cap: int) -> None:
     """Ranks by slots: padded tokens of each micro-batch over the cap."""
     from matplotlib import colormaps
 
     fills = [[tokens / cap for tokens in rank.tokens] for rank in timeline.ranks]
     # Another framework's plan, or an oversize sample, can be over the cap.
     shades = colormaps["viridis"].with_extremes(over=OVER_CAP)
-    # One image for the colours; the boxes above it are transparent and carry the lines of text.
+    # One image for the colours; the boxes above it are transparent.
     drawn = axes.imshow(fills, aspect="auto", cmap=shades, vmin=0, vmax=1)
     cells = len(fills) * len(fills[0])
     for row, rank in enumerate(timeline.ranks):
@@ -191,7 +162,6 @@ def _draw_fill(
             empty = not rank.num_samples[slot]
             style = PLACEHOLDER if empty else {"facecolor": "none", "edgecolor": "white"}
             _add_box(axes, (slot - 0.5, row - 0.5), 1, 1, linewidth=0.6, gid=gid, **style)
-            tooltips[gid] = f"rank {rank.rank} {_slot_text(rank, slot)}: {fill:.0%} of the cap"
             if cells <= MOST_NUMBERED_CELLS and not empty:
                 ink = "#222222" if 0.6 < fill <= 1 else "white"
                 _add_text(axes, slot, row, f"{100 * fill:.0f}", fontsize=6, color=ink)
@@ -220,7 +190,7 @@ def _draw_blocks(axes: Axes, step: StepPlan) -> None:
 def _add_box(
     axes: Axes, corner: tuple[float, float], width: float, height: float, **style: Any
 ) -> None:
-    """A rectangle. An .svg keeps its `gid`, by which a browser finds its line of text."""
+    """A rectangle."""
     from matplotlib.patches import Rectangle
 
     axes.add_patch(Rectangle(corner, width, height, **style))
@@ -247,23 +217,15 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
 
 
-def _save(figure: Figure, path: str | Path, tooltips: Mapping[str, str]) -> None:
+def _save(figure: Figure, path: str | Path) -> None:
     import matplotlib
-
-    def with_title(match: re.Match[str]) -> str:
-        text = tooltips.get(match[1])
-        return match[0] if text is None else f"{match[0]}<title>{escape(text)}</title>"
 
     ending, picture = Path(path).suffix[1:], io.BytesIO()
     # No date and no random ids: the same figure gives the same text.
     metadata = {"Date": None} if ending == "svg" else None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mcore_batching"}):
         figure.savefig(picture, format=ending, dpi=150, metadata=metadata)
-    content = picture.getvalue()
-    if ending == "svg":
-        # Browsers show a group's title under the pointer; matplotlib writes none.
-        content = re.sub(r'<g id="([^"]*)">', with_title, content.decode()).encode()
     try:
-        write_whole(path, content)
+        write_whole(path, picture.getvalue())
     except OSError as error:
         raise PlotError(f"cannot write {path}: {error.strerror}; name another file") from error
