@@ -64,9 +64,6 @@ def test_the_time_line_ends_when_the_step_does_and_blocks_begin_together(experts
             for rank in timeline.ranks[row.rank : row.rank + row.size]
         }
         assert len(starts) == 1
-    assert timeline.ranks[0].sizes == tuple(
-        step.row_size(0, s) for s in range(step.num_microbatches)
-    )
     cap = CONFIG.max_tokens_per_gpu
     assert max(max(rank.tokens) for rank in timeline.ranks) <= cap
 

@@ -209,16 +209,6 @@ def costs_of_stage(model: CostModel, dims: ParallelDims, stage: int) -> CostMode
     )
 
 
-def work_of_layers(model: CostModel, lengths: Sequence[int]) -> dict[str, float]:
-    """Cost of samples of these lengths in a layer of each letter, relative to each other."""
-    costs = {letter: LayerCost(*cost) for letter, *cost in model.layer_costs}
-    mean = sum_of([costs[each] for each in model.layers if each != "|"])
-    return {
-        letter: ordered_sum(map(_of_chunk(model, cost, mean).sample, lengths))
-        for letter, cost in costs.items()
-    }
-
-
 def sum_of(costs: Sequence[LayerCost]) -> LayerCost:
     """Of all of them, added from first to last."""
     return functools.reduce(LayerCost.__add__, costs, LayerCost())

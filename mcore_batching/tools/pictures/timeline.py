@@ -19,10 +19,9 @@ class RankTimeline:
     # Stage after stage, each in the order it runs. With expert parallelism a pass ends with this
     # rank's own work, before its slot does.
     passes: tuple[Operation, ...]
-    # Of each micro-batch: padded tokens (under dynamic CP of this rank's part of it), its
-    # context-parallel size and its samples, 0 for a placeholder.
+    # Of each micro-batch: padded tokens (under dynamic CP of this rank's part of it) and its
+    # samples, 0 for a placeholder.
     tokens: tuple[int, ...]
-    sizes: tuple[int, ...]
     num_samples: tuple[int, ...]
     busy: float  # share of the makespan in which its stages work, 1 less the bubble
 
@@ -71,7 +70,6 @@ def step_timeline(step: StepPlan, lengths: Sequence[int]) -> StepTimeline:
                 rank=rank,
                 passes=tuple(passes[rank]),
                 tokens=tuple(tokens),
-                sizes=sizes,
                 num_samples=tuple(map(len, micro_batches)),
                 busy=work / (end * stages) if end else 0.0,
             )
