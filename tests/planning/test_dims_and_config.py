@@ -153,12 +153,37 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
             {"on_oversize": "drop"},
             "on_oversize must be one of 'own-bin', 'error', got 'drop'",
         ),
+        (
+            {"balance": "pipeline", "packing": "first-fit"},
+            "balance='pipeline' packs by itself; set packing='auto' and fill='split', or "
+            "balance='cost'",
+        ),
+        (
+            {"balance": "pipeline", "fill": "placeholder"},
+            "balance='pipeline' packs by itself; set packing='auto' and fill='split', or "
+            "balance='cost'",
+        ),
     ],
 )
 def test_config_refuses(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PlannerConfig(**{"max_tokens_per_gpu": 10, **options})
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("most", "instead"), [(3, 2), (5, 4), (8, 4), (7, 4)])
+def test_most_ranks_of_a_row_are_a_power_of_two_or_all(most: int, instead: int) -> None:
+    dims = ParallelDims(data_parallel=3, context_parallel=2)
+    for legal in (None, 1, 2, 4, 6):
+        PlannerConfig(max_tokens_per_gpu=10, max_context_parallel=legal).check_max_context_parallel(
+            dims
+        )
+    with pytest.raises(ConfigError) as caught:
+        plan_step([3], dims, PlannerConfig(max_tokens_per_gpu=10, max_context_parallel=most))
+    assert str(caught.value) == (
+        f"max_context_parallel must be a power of two or all 6 ranks, got {most}; set "
+        f"max_context_parallel to {instead}"
+    )
 
 
 def test_cap_counts_all_context_parallel_ranks() -> None:
@@ -212,6 +237,29 @@ def test_cost_model_refuses(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CostModel(**{name: value})
     assert str(caught.value) == f"{name} must be a number from 0 to 1e+100, {message}"
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        {"layers": "ab", "layer_costs": (("a", 1.0, 1.0, 1.0, 1.0),)},
+        {"layers": 3},
+        {"layers": "a", "layer_costs": (("a", 1.0, 1.0, 1.0),)},
+        {"layers": "a", "layer_costs": (("a", 1.0, 1.0, 1.0, -1.0),)},
+        {"layers": "a", "layer_costs": (("a", 1.0, 1.0, 1.0, float("nan")),)},
+        {"layers": "a", "layer_costs": (("a", 1.0, 1.0, 1.0, 1e101),)},
+        {"layers": "a", "layer_costs": (("a", "x", 1.0, 1.0, 1.0),)},
+        {"layers": "a", "layer_costs": 7},
+    ],
+)
+def test_costs_of_layers_are_four_numbers_of_each_letter(costs: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="layer_costs must have four numbers of 0 or more for ea"):
+        CostModel(**costs)
+
+
+def test_what_lies_beyond_a_window_is_a_share() -> None:
+    with pytest.raises(ConfigError, match=r"beyond_window must be 1 or less, got 1\.5"):
+        CostModel(window=4, beyond_window=1.5)
 
 
 COSTS = CostModel(linear=2.0, quadratic=0.5, per_micro_batch=3.0, backward_ratio=1.5, window=7)
