@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
-from mcore_batching.megatron.attention.specs import uses_transformer_engine
+from mcore_batching.megatron.specs import uses_transformer_engine
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
     pipeline_config,

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import add_dynamic_batch_arguments
 from mcore_batching.megatron import cpu_emulation as cpu_emulation  # before megatron.core
-from mcore_batching.megatron.attention.packed_attention import PackedAttention
-from mcore_batching.megatron.attention.specs import hybrid_spec as _hybrid_spec
-from mcore_batching.megatron.attention.specs import (
-    packed_layer_spec,
-    packed_mtp_block_spec,
-    use_packed_attention,
-)
+from mcore_batching.megatron.attention import PackedAttention
 from mcore_batching.megatron.checks.validation import check_settings, prepare_packed_model
 from mcore_batching.megatron.errors import (
     CollationFailedError,
@@ -37,6 +31,12 @@ from mcore_batching.megatron.rollout.data_iterator import (
     DataIterator,
     get_data_iterator,
     schedule_of,
+)
+from mcore_batching.megatron.specs import hybrid_spec as _hybrid_spec
+from mcore_batching.megatron.specs import (
+    packed_layer_spec,
+    packed_mtp_block_spec,
+    use_packed_attention,
 )
 from mcore_batching.megatron.step.forward_only import forward_only
 from mcore_batching.megatron.step.train_step import TrainStepResult, train_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_batching.megatron.attention.segments import (
+from mcore_batching.megatron.attention import (
     KernelRow,
     attend_run_by_run,
     attention_runs,

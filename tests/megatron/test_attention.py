@@ -24,25 +24,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mcore_batching import megatron
-from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention import segments, specs
-from mcore_batching.megatron.attention.packed_attention import (
+from mcore_batching.megatron import attention, compat, specs
+from mcore_batching.megatron.attention import (
+    EVERYTHING,
+    KernelRow,
     PackedAttention,
     _geometry,
     _sinks,
-    host_cu_seqlens,
-)
-from mcore_batching.megatron.attention.segments import (
-    EVERYTHING,
-    KernelRow,
     attend_run_by_run,
     attention_runs,
     causal_attention,
+    host_cu_seqlens,
     why_not_variable_length,
     zigzag_restore_index,
 )
-from mcore_batching.megatron.attention.specs import SequenceParallelNorm, hybrid_spec
 from mcore_batching.megatron.cpu_emulation import _RANDOM_NUMBERS
+from mcore_batching.megatron.specs import SequenceParallelNorm, hybrid_spec
 
 SCALE = 0.3
 
@@ -307,7 +304,7 @@ def test_runs_reach_the_variable_length_kernel_whole(
     lengths = [4, 12, 8]
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 24, key_heads, 8, generator=generator, dtype=torch.float64)
-    monkeypatch.setattr(segments, "variable_length_kernel", lambda: dense_kernel)
+    monkeypatch.setattr(attention, "variable_length_kernel", lambda: dense_kernel)
     for rank in range(size):
         runs = attention_runs(offsets(lengths), size, rank)
         query = torch.randn(24 // size, 4, 8, generator=generator, dtype=torch.float64)
@@ -339,7 +336,7 @@ def test_what_the_variable_length_kernel_cannot_take_has_a_reason(
 
 
 def test_an_older_pytorch_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "variable_length_kernel", lambda: None)
+    monkeypatch.setattr(attention, "variable_length_kernel", lambda: None)
     with FakeTensorMode():
         query = torch.empty(3, 2, 64, dtype=torch.bfloat16, device="cuda")
         assert "has none with scale, window_size and enable_gqa" in why_not_variable_length(

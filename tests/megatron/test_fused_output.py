@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.megatron.logits.log_probs import _options, chunks_of_tokens
-from mcore_batching.megatron.logits.token_statistics import Options, StatisticsOfProduct
+from mcore_batching.megatron.logits.log_probs import (
+    Options,
+    StatisticsOfProduct,
+    _options,
+    chunks_of_tokens,
+)
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step, step_statistics
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 

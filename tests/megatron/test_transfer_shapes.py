@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mcore_batching.megatron import DynamicBatchArgumentError, compat
-from mcore_batching.megatron.step.transfer_shapes import PlannedTransfers, planned_transfers
+from mcore_batching.megatron.step.run_pipeline import PlannedTransfers, planned_transfers
 from mcore_batching.planning import ParallelDims
 
 

@@ -27,8 +27,7 @@ from mcore_batching.planning.costs.layer_costs import (
     mamba,
     sparse_attention,
 )
-from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
-from mcore_batching.planning.costs.uneven_stages import layers_of_chunks
+from mcore_batching.planning.costs.layers_of import config_of_json, first_guess, layers_of_chunks
 
 TINY: dict[str, Any] = {
     "hidden_size": 4,

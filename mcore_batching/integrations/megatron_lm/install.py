@@ -31,7 +31,7 @@ from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provid
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.integrations.replacements import Function, Hook
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 _installed: Installation | None = None

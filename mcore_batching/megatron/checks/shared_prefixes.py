@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.flags import FLAGS
-from mcore_batching.megatron.attention.packed_attention import CAUSAL
+from mcore_batching.megatron.attention import CAUSAL
 from mcore_batching.megatron.errors import one_of_each_problem, refuse
 
 _FLAG = FLAGS["share_prefixes"]

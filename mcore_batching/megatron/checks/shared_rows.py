@@ -10,7 +10,7 @@ from megatron.core.utils import unwrap_model
 
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import PlannerConfig
 

@@ -22,13 +22,13 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import compat, cpu_emulation
-from mcore_batching.megatron.attention.specs import (
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.specs import (
     NO_HYBRID_MODEL,
     hybrid_spec,
     packed_layer_spec,
     packed_mtp_block_spec,
 )
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 

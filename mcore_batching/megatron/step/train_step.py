@@ -30,7 +30,6 @@ from mcore_batching.megatron.logits.log_probs import logits_of_shape
 from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
 from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.step.chunk_forward import run_for_losses
 from mcore_batching.megatron.step.loss_shares import (
     CollectedShares,
     WatchedTotals,
@@ -44,7 +43,7 @@ from mcore_batching.megatron.step.loss_shares import (
 from mcore_batching.megatron.step.multi_token import LaterLosses
 from mcore_batching.megatron.step.nonfinite import faults, gradients_measured, is_checked
 from mcore_batching.megatron.step.prepare import prepare
-from mcore_batching.megatron.step.run_pipeline import run_pipeline
+from mcore_batching.megatron.step.run_pipeline import run_for_losses, run_pipeline
 from mcore_batching.megatron.step.weight_update import WeightUpdate
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 

@@ -18,9 +18,8 @@ from kit.model import quick_model
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.step.chunk_forward import run_for_losses
 from mcore_batching.megatron.step.prepare import prepare
-from mcore_batching.megatron.step.transfer_shapes import planned_transfers
+from mcore_batching.megatron.step.run_pipeline import planned_transfers, run_for_losses
 from mcore_batching.planning import ParallelDims
 
 Operation = list[Any]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kit.cpu_kernels import stand_in_for_kernels
 from kit.stand_ins import stood_in
-from mcore_batching.megatron.attention.specs import SequenceParallelNorm
+from mcore_batching.megatron.specs import SequenceParallelNorm
 
 with stood_in("triton"):  # whose kernels are for inference
     from megatron.core.ssm import mamba_mixer

@@ -29,9 +29,9 @@ from mcore_batching.megatron import (
     train_step,
     use_packed_attention,
 )
-from mcore_batching.megatron.attention.specs import uses_transformer_engine
 from mcore_batching.megatron.compat.layers import gpt_layer_spec
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.specs import uses_transformer_engine
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,
     initialize_model_parallel,

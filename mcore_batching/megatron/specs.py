@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_batching.megatron import compat, cpu_emulation
-from mcore_batching.megatron.attention.packed_attention import PackedAttention
+from mcore_batching.megatron.attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import prediction_depths
 

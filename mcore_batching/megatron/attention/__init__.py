@@ -1,1 +1,0 @@
-"""Attention over packed rows without Transformer Engine, and layer specs with it."""
