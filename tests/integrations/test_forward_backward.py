@@ -16,6 +16,7 @@ from mcore_batching.integrations.megatron_lm.forward_backward import (
     PackedForwardBackward,
     check_loss,
     row_given,
+    with_deferred_errors,
 )
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.megatron import DynamicBatchArgumentError
@@ -91,6 +92,33 @@ def test_refused_losses(result: Any, message: str) -> None:
 
 def test_a_loss_as_a_sum_with_its_count_passes() -> None:
     check_loss((torch.ones(()), torch.ones(()), {"lm loss": torch.ones(2)}))
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "requires_grad", "failure"),
+    [
+        (2.0, 3, True, "the loss is detached from the logits"),
+        (0.0, 3, True, None),  # what a loss function leaves out
+        (2.0, 0, True, None),  # of no trained tokens
+        (2.0, 3, False, None),  # evaluation
+    ],
+)
+def test_a_detached_loss_trains_nothing(
+    value: float, count: int, requires_grad: bool, failure: str | None
+) -> None:
+    """Stages before waited for a gradient, or momentum alone moved the weights."""
+    output = torch.ones(2, requires_grad=requires_grad)
+    failed: list[Exception] = []
+    job: Any = SimpleNamespace(defer=lambda failed, error, row: failed.append(error))
+    given = torch.tensor(value), torch.tensor(count), {}
+    step = with_deferred_errors(
+        lambda *_: (output, lambda tensor: given), failed, job, lambda row: None
+    )
+    _, loss = step(rows(), Chunk(None))
+    share, _, _ = loss(output)
+    assert [str(error).partition(",")[0] for error in failed] == ([failure] if failure else [])
+    assert share.requires_grad == requires_grad
+    assert failed or float(share) == value
 
 
 class Chunk(torch.nn.Module):

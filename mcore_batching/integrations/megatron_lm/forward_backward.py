@@ -42,6 +42,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.job import Job, job_of, raise_first
 from mcore_batching.megatron.job.row_groups import row_group
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.step.loss_shares import attached, check_trains
 from mcore_batching.megatron.step.model_inputs import changed_inputs, padding_mask
 from mcore_batching.megatron.step.multi_token import (
     LaterLosses,
@@ -186,6 +187,11 @@ def with_deferred_errors(
             try:
                 result = loss_function(output_tensor, *arguments, **keywords)
                 check_loss(result)
+                share, count, report = result
+                if output_tensor.requires_grad and not share.requires_grad:
+                    check_trains(share, int(count), output_tensor)
+                    # Of a constant 0 the stages before wait for a gradient, too.
+                    result = attached(share, output_tensor), count, report
             except Exception as exception:
                 # Raised in the middle of the pipeline, it would leave the other ranks waiting.
                 job.defer(failed, exception, data_iterator.current)
