@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mcore_batching.planning import ParallelDims, PlannerConfig, StepPlan
+from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, StepPlan, local
+from mcore_batching.planning.local import fill_local, pack_local
 from mcore_batching.tools.lengths_file import read_lengths
 
 
@@ -79,6 +80,28 @@ def least_count(wanted: int, dims: ParallelDims) -> int:
     while not megatron_runs(count, dims):
         count += 1
     return count
+
+
+def plan_locally(
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, owners: Sequence[int]
+) -> StepPlan:
+    """The plan of ranks that agree on the largest count and move no sample, in one process."""
+    ranks = range(dims.data_parallel)
+    shards = [[i for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
+    problems = [Problem.of([lengths[i] for i in shard], dims, config) for shard in shards]
+    packed = list(map(pack_local, problems))
+    count = max(map(local.least_count, problems, packed))
+    filled = [fill_local(problems[rank], packed[rank], count) for rank in ranks]
+    return StepPlan(
+        micro_batches=tuple(
+            tuple(tuple(shard[i] for i in samples) for samples in rows)
+            for shard, rows in zip(shards, filled, strict=True)
+        ),
+        num_microbatches=count,
+        sample_indices=tuple(range(len(lengths))),
+        dims=dims,
+        config=config,
+    )
 
 
 def broken_invariants(step: StepPlan, lengths: Sequence[int]) -> set[str]:

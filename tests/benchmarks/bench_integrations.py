@@ -5,9 +5,9 @@
 
 LENGTHS are files of one length a line; DIR a checkout (slime since its pull request 1926) or a
 folder with verl (an unpacked wheel, a checkout). The frameworks' own functions plan every step;
-verl's all-reduces over ranks are carried out by a loop. slime is hooked; what hooked verl plans on
-its ranks is `plan_step` with the samples' owners (`test_verl_micro_batches.py`), of samples that
-verl's own balancing dealt out; SkyRL's likewise, of samples in the order in which it deals them.
+verl's all-reduces over ranks are carried out by a loop. slime is hooked; hooked verl plans on its
+ranks by `planning/local.py` (`test_verl_micro_batches.py`), of samples that verl's own balancing
+dealt out; SkyRL likewise, of samples in the order in which it deals them.
 
 Figures: the predicted end of the step under the framework's own plan over that under ours, a
 mean over the steps that both planned; steps with a micro-batch of several samples over the cap;
@@ -30,6 +30,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from planning_cases import plan_locally
 from verl_original import verl_original
 
 from mcore_batching.integrations.slime import hook_schedule
@@ -39,7 +42,6 @@ from mcore_batching.planning import (
     PlannerConfig,
     Problem,
     StepPlan,
-    plan_step,
     predicted_step_time,
 )
 from mcore_batching.tools.lengths_file import read_lengths
@@ -128,7 +130,7 @@ def on_verls_ranks(lengths: list[int], dims: ParallelDims, cap: int) -> Ranks:
         for sample in shard:
             owners[sample] = rank
     config = PlannerConfig(max_tokens_per_gpu=cap)
-    return plan_step(lengths, dims, config, owners=owners).micro_batches
+    return plan_locally(lengths, dims, config, owners).micro_batches
 
 
 def skyrl_planner(source: str) -> Planner:
@@ -166,7 +168,7 @@ def skyrl_owners(lengths: list[int], dims: ParallelDims) -> list[int]:
 def on_skyrls_ranks(lengths: list[int], dims: ParallelDims, cap: int) -> Ranks:
     """This package's micro-batches of the samples that SkyRL deals to each rank."""
     config = PlannerConfig(max_tokens_per_gpu=cap)
-    return plan_step(lengths, dims, config, owners=skyrl_owners(lengths, dims)).micro_batches
+    return plan_locally(lengths, dims, config, skyrl_owners(lengths, dims)).micro_batches
 
 
 def end_of(ranks: Ranks, lengths: list[int], dims: ParallelDims, cap: int) -> float:

@@ -38,9 +38,6 @@ JOBS = [
     job_of("pp2-vpp2", INTERLEAVED),
     job_of("pp2-vpp2-too-few", INTERLEAVED, num_samples=3, group=4),
     job_of("tp2-sp", {"tensor_parallel": 2, "sequence_parallel": True}),
-    job_of("dp2-turns", {"data_parallel": 2}, turns=3),
-    job_of("pp2-turns", {"pipeline_parallel": 2}, turns=3),
-    job_of("tp2-sp-turns", {"tensor_parallel": 2, "sequence_parallel": True}, turns=3),
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
 
-from mcore_batching.integrations import shards
+from mcore_batching.integrations import local
 from mcore_batching.integrations.skyrl import hook
 
 CASES = {
@@ -39,17 +39,17 @@ def iterate_all(rank: int, size: int, store: str, results: str) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     report: dict[str, Any] = {}
-    packings = shards.pack_shard
+    packing = local.pack_local
     with own_skyrl() if SOURCE else small_skyrl(Path(f"{results}.{rank}.skyrl")), hook():
         workers = importlib.import_module(f"{WORKERS}.worker_utils")
         for case, lengths in CASES.items():
             if case == "planning fails" and rank:
-                shards.pack_shard = lambda problem: 1 // 0  # type: ignore[assignment]
+                local.pack_local = lambda problem: 1 // 0  # type: ignore[assignment]
             try:
                 made = workers.get_microbatch_iterator(batch_of(lengths[rank]), 1, CAP)
                 report[case] = made._microbatches, made._num_padding_microbatches, len(made)
             except Exception as error:
                 report[case] = f"{type(error).__name__}: {error}"
-            shards.pack_shard = packings
+            local.pack_local = packing
     torch.save(report, f"{results}.{rank}")
     dist.destroy_process_group()

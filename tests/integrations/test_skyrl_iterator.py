@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from planning_cases import real_lengths
+from planning_cases import plan_locally, real_lengths
 from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
 from skyrl_worker import batch_of, iterate_all
 from spawned import reports_of
@@ -24,7 +24,7 @@ from spawned import reports_of
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.skyrl import hook
-from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
+from mcore_batching.planning import ParallelDims, PlannerConfig
 
 LENGTHS = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
 
@@ -75,7 +75,7 @@ def test_in_a_pipeline_it_is_the_plan_of_the_rank(
     )
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
     config = PlannerConfig(max_tokens_per_gpu=120)
-    step = plan_step(LENGTHS, ParallelDims(pipeline_parallel=4), config, owners=[0] * 12)
+    step = plan_locally(LENGTHS, ParallelDims(pipeline_parallel=4), config, [0] * 12)
     with hook():
         made = workers.TokenBasedBatchIterator(batch_of(LENGTHS), max_tokens_per_microbatch=120)
     assert made._microbatches == [list(samples) for samples in step.micro_batches[0]]
@@ -147,11 +147,6 @@ def test_another_iterator_is_refused_by_name(
     importlib.invalidate_caches()
     with pytest.raises(HookError, match=message):
         hook()
-
-
-def test_shared_prefixes_are_refused_by_name() -> None:
-    with pytest.raises(HookError, match=r"leave out share_prefixes"):
-        hook(share_prefixes=True)
 
 
 def test_ranks_have_equally_many_and_errors_of_one_are_raised_on_all(tmp_path: Path) -> None:

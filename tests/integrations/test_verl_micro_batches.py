@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples
+from planning_cases import examples, plan_locally
 from spawned import reports_of
 from verl_package import forget, small_verl
 from verl_worker import CAP, CASES, batch_of, rearrange_all
@@ -23,7 +23,7 @@ from verl_worker import CAP, CASES, batch_of, rearrange_all
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.verl import hook, micro_batches
-from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
+from mcore_batching.planning import ParallelDims, PlannerConfig
 
 __all__ = ["small_verl"]
 
@@ -34,7 +34,7 @@ def rearranged(
     """Without verl, of dense tensors."""
     batch = batch_of(lengths) | (fields or {})
     with mock.patch.object(micro_batches, "_select", selected):
-        return micro_batches.rearrange_micro_batches(None, None, batch, cap, **options)
+        return micro_batches.rearrange_micro_batches(None, batch, cap, **options)
 
 
 def selected(batch: dict[str, torch.Tensor], samples: list[int]) -> dict[str, torch.Tensor]:
@@ -139,7 +139,7 @@ def test_in_a_pipeline_it_is_the_plan_of_the_rank(monkeypatch: pytest.MonkeyPatc
     dims = ParallelDims(
         pipeline_parallel=4, context_parallel=2, tensor_parallel=2, sequence_parallel=True
     )
-    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=60), owners=[0] * 12)
+    step = plan_locally(lengths, dims, PlannerConfig(max_tokens_per_gpu=60), [0] * 12)
     _, indices = rearranged(lengths, 120)
     assert indices == [list(samples) for samples in step.micro_batches[0]]
     for samples in indices:  # padded to multiples of 8, as verl pads for both

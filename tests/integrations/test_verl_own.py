@@ -1,4 +1,4 @@
-"""verl's plugin, shared prefixes, and verl's own functions around micro-batches of this package.
+"""verl's plugin, and verl's own functions around micro-batches of this package.
 
 verl's own functions take part where ``MCORE_BATCHING_VERL_SOURCE`` names a folder with verl, an
 unpacked wheel of 0.9.1 or a checkout, and tensordict is installed.
@@ -19,10 +19,9 @@ import pytest
 import torch
 from kit.patience import patience
 from verl_package import SOURCE, own_verl, small_verl
-from verl_worker import batch_of
 
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.verl import hook, shared_prefixes
+from mcore_batching.integrations.verl import hook
 
 __all__ = ["own_verl", "small_verl"]
 
@@ -62,106 +61,18 @@ def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
     assert module.rearrange_micro_batches.__wrapped__ is not None
 
 
-def test_shared_prefixes_alone_turn_nothing_on_and_say_so(
+def test_prefixes_to_be_shared_are_refused_by_name(
     small_verl: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setenv("MCORE_BATCHING_VERL_SHARE_PREFIXES", "1")
-    monkeypatch.delenv("MCORE_BATCHING_VERL", raising=False)
-    with pytest.raises(HookError, match="by itself: set MCORE_BATCHING_VERL=1, too"):
-        load_plugin()
-    assert "verl keeps its own micro-batches" in capfd.readouterr().err
+    for value in ("1", ""):
+        monkeypatch.setenv("MCORE_BATCHING_VERL", value)
+        with pytest.raises(HookError, match="unset MCORE_BATCHING_VERL_SHARE_PREFIXES"):
+            load_plugin()
+        assert "verl keeps its own micro-batches" in capfd.readouterr().err
     monkeypatch.setenv("MCORE_BATCHING_VERL", "0")
-    for value in ("1", "true"):  # 0 turns both off
-        monkeypatch.setenv("MCORE_BATCHING_VERL_SHARE_PREFIXES", value)
-        load_plugin()
-    assert capfd.readouterr() == ("", "")
-
-
-def test_the_plugin_shares_prefixes_in_verls_megatron_engine_alone(
-    small_verl: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MCORE_BATCHING_VERL", "1")
-    monkeypatch.setenv("MCORE_BATCHING_VERL_SHARE_PREFIXES", "1")
-    monkeypatch.delitem(sys.modules, "megatron.core.parallel_state", raising=False)
     load_plugin()
-    module = importlib.import_module("verl.utils.seqlen_balancing")
-    with pytest.raises(HookError, match="unset MCORE_BATCHING_VERL_SHARE_PREFIXES"):
-        module.rearrange_micro_batches(batch_of([60, 30]), max_token_len=100)
-
-
-def test_sharing_replaces_verls_forward_and_refuses_the_fused_one(small_verl: Path) -> None:
-    pytest.importorskip("megatron.core")
-    hooked = hook(share_prefixes=True)
-    forward = importlib.import_module("verl.models.mcore.model_forward")
-    fused = importlib.import_module("verl.models.mcore.model_forward_fused")
-    shared_prefixes._replace_forward(hooked)
-    with pytest.raises(HookError, match="set it to False"):
-        fused.fused_forward_model_engine()
-    images = {"pixel_values": 1}
-    model = torch.nn.Linear(1, 1)
-    model.config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
-    with pytest.raises(HookError, match="images"):
-        forward.gptmodel_forward_model_engine(model, torch.zeros(1), images)
-    hooked.undo()
-    assert forward.gptmodel_forward_model_engine(None, None, images) == "own forward"
-    assert fused.fused_forward_model_engine() == "own fused forward"
-
-
-@pytest.mark.parametrize(
-    ("settings", "options", "message"),
-    [
-        ({"enable_routing_replay": True}, {}, "set router_replay off"),
-        ({"hidden_dropout": 0.1}, {}, "set --hidden-dropout 0"),
-        ({}, {"multi_modal_inputs": {"pixel_values": 1}}, "images"),
-        ({}, {"vision_model": True}, "images"),
-        ({}, {"mtp_enable_train": True}, "multi-token prediction"),
-        ({}, {"local_cp_size": 2}, "dynamic context parallelism"),
-        ({}, {"logits_processor_args": {"teacher": 1}}, "also passes teacher"),
-    ],
-)
-def test_what_cannot_share_prefixes_is_refused_by_name(
-    settings: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    pytest.importorskip("megatron.core")
-    model = torch.nn.Linear(1, 1)
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    vars(model).update(
-        config=SimpleNamespace(**plain | settings), position_embedding_type="learned_absolute"
-    )
-    given = {"multi_modal_inputs": {}} | options
-    with pytest.raises(HookError, match=message):
-        shared_prefixes._forward(lambda *_: pytest.fail("ran"), model, torch.zeros(1), **given)
-    with pytest.raises(HookError, match="use_fused_kernels"):
-        shared_prefixes._refuse_fused()
-
-
-def test_the_forward_computes_hosts_alone_and_other_temperatures_themselves() -> None:
-    pytest.importorskip("megatron.core")
-    model = torch.nn.Linear(1, 1)
-    settings = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
-    vars(model).update(config=settings, position_embedding_type="rope")
-    whole = torch.arange(1.0, 9.0, requires_grad=True)
-    rows = [whole[:2], whole[:5], whole[:3], whole[:5]]
-    temperature = [torch.full((len(row),), 1.0 + (i == 2)) for i, row in enumerate(rows)]
-    ran: list[int] = []
-
-    def forward(_model: Any, input_ids: Any, _inputs: Any, _processor: Any, given: Any) -> Any:
-        pairs = zip(input_ids.unbind(), given["temperature"].unbind(), strict=True)
-        outputs = [row.cumsum(0) / each for row, each in pairs]
-        ran.extend(map(len, outputs))
-        return {"sums": nested(outputs)}
-
-    given = {"temperature": nested(temperature), "loss_mask": None}
-    outputs = shared_prefixes._forward(forward, model, nested(rows), {}, None, given)
-    assert sorted(ran) == [3, 5]
-    expected = [row.cumsum(0) / each for row, each in zip(rows, temperature, strict=True)]
-    for one, other in zip(outputs["sums"].unbind(), expected, strict=True):
-        torch.testing.assert_close(one, other)
-    gradients = [
-        torch.autograd.grad(sum(map(torch.sum, each)), whole, retain_graph=True)[0]
-        for each in ([outputs["sums"].values()], expected)
-    ]
-    torch.testing.assert_close(*gradients)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_verl_finds_the_plugin() -> None:

@@ -52,17 +52,7 @@ def index_select_tensor_dict(batch, indices):
         made[key] = torch.nested.as_nested_tensor([rows[i] for i in indices], layout=torch.jagged)
     return made
 """
-FORWARD = """
-def gptmodel_forward_model_engine(model, input_ids, multi_modal_inputs, logits_processor=None):
-    return "own forward"
-"""
-FUSED = """
-def fused_forward_model_engine(vision_model=False):
-    return "own fused forward"
-"""
 FILES = {
-    "models/mcore/model_forward": FORWARD,
-    "models/mcore/model_forward_fused": FUSED,
     "utils/seqlen_balancing": BALANCING,
     "utils/tensordict_utils": SELECTING,
     "utils/device": "def get_device_name(): return 'cpu'\n",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_batching.integrations import shards
+from mcore_batching.integrations import local
 from mcore_batching.integrations.verl import micro_batches
 
 CASES: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
@@ -40,20 +40,20 @@ def rearrange_all(rank: int, size: int, store: str, results: str) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     micro_batches._select = lambda batch, samples: {k: v[samples] for k, v in batch.items()}
-    packings = shards.pack_shard
+    packing = local.pack_local
     report: dict[str, Any] = {}
     for case, (lengths, options) in CASES.items():
         if case == "planning fails" and rank:
-            shards.pack_shard = lambda problem: 1 // 0
+            local.pack_local = lambda problem: 1 // 0
         batch = batch_of(lengths[rank])
         if case == "batch cannot be read" and rank:
             del batch["attention_mask"]
         try:
             _, report[case] = micro_batches.rearrange_micro_batches(
-                None, None, batch, CAP, dist.group.WORLD, **options
+                None, batch, CAP, dist.group.WORLD, **options
             )
         except Exception as error:
             report[case] = f"{type(error).__name__}: {error}"
-        shards.pack_shard = packings
+        local.pack_local = packing
     torch.save(report, f"{results}.{rank}")
     dist.destroy_process_group()

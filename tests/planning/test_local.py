@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given
-from planning_cases import Case, broken_invariants, cases, examples, least_count
+from planning_cases import (
+    Case,
+    broken_invariants,
+    cases,
+    examples,
+    least_count,
+    plan_locally,
+)
 
 from mcore_batching.planning import (
     CostModel,
@@ -35,33 +42,15 @@ EMPTY = Case([], ParallelDims(data_parallel=3), PlannerConfig(max_tokens_per_gpu
 
 
 def planned(case: Case) -> StepPlan:
-    """The plan of ranks that share one number: what a job's ranks do, in one process."""
     owners = case.owners
     if owners is None:
         owners = [index % case.dims.data_parallel for index in range(len(case.lengths))]
-    shards = [[i for i, o in enumerate(owners) if o == r] for r in range(case.dims.data_parallel)]
-    problems = [
-        Problem.of([case.lengths[i] for i in shard], case.dims, case.config) for shard in shards
-    ]
-    packed = [pack_local(problem) for problem in problems]
-    count = max(map(local.least_count, problems, packed))
-    filled = [
-        fill_local(problem, rows, count) for problem, rows in zip(problems, packed, strict=True)
-    ]
-    ranks = tuple(
-        tuple(tuple(shard[i] for i in samples) for samples in rows)
-        for shard, rows in zip(shards, filled, strict=True)
-    )
-    for shard, rows in zip(shards, ranks, strict=True):
-        assert sorted(i for samples in rows for i in samples) == shard  # none leaves its rank
-        assert rows[-1] or not shard  # a placeholder is last only where there is no sample
-    return StepPlan(
-        micro_batches=ranks,
-        num_microbatches=count,
-        sample_indices=tuple(range(len(case.lengths))),
-        dims=case.dims,
-        config=case.config,
-    )
+    step = plan_locally(case.lengths, case.dims, case.config, owners)
+    for rank, rows in enumerate(step.micro_batches):
+        samples = sorted(sample for row in rows for sample in row)
+        assert samples == [i for i, owner in enumerate(owners) if owner == rank]  # none moves
+        assert rows[-1] or not samples  # a placeholder is last only where there is no sample
+    return step
 
 
 @examples(700)

@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_batching.integrations.replacements import Hook, HookError, replacing
+from mcore_batching.integrations.replacements import Hook, replacing
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
@@ -44,7 +44,6 @@ def hook(
     microbatch_group_size: int | None = None,
     expert_parallel: int = 1,
     model: Any = None,
-    share_prefixes: bool = False,
 ) -> Hook:
     """Teach NeMo-RL's ``get_packer`` the name `ALGORITHM`. Call it in the driver's process.
 
@@ -54,19 +53,15 @@ def hook(
         model: its config, whose layers are what samples cost: names and values, as in Hugging
             Face's ``config.json`` or Megatron's config; an object with ``to_dict``; or the path of
             a ``config.json`` or of its folder. None: the default costs.
-        share_prefixes: refused.
 
     Returns:
         the replaced names; its ``undo`` puts NeMo-RL's own back.
 
     Raises:
-        HookError: it is hooked already, or has another signature in this version; prefixes are to
-            be shared.
+        HookError: it is hooked already, or has another signature in this version.
         ConfigError: the model's config cannot be read, or lacks a size.
         ParallelDimsError: a size is below 1, or sizes do not fit together.
     """
-    if share_prefixes:
-        raise HookError("a packer is told lengths, not tokens, to share: leave out share_prefixes")
     experts = at_least("expert_parallel", expert_parallel, 1, ParallelDimsError)
     dims = ParallelDims(
         data_parallel=experts,  # at least: the packer is told how many

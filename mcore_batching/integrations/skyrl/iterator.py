@@ -8,7 +8,8 @@ Guarantees
   SkyRL.
 - All ranks have the same number: micro-batches are split first, then SkyRL's padding ones are
   added at the end.
-- In a pipeline, order and contents are those with which the slowest rank's step ends first.
+- A pipeline has at least three micro-batches a stage where samples allow; small ones come first and
+  last.
 - An error in planning on one rank is raised on all, and so is a Megatron worker's model that cannot
   run packed rows.
 """
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.consensus import Consensus
 from mcore_batching.integrations.dims import job_dims
+from mcore_batching.integrations.local import caller_with, check_model, plan_locally
 from mcore_batching.integrations.replacements import (
     Hook,
     HookError,
@@ -31,7 +33,6 @@ from mcore_batching.integrations.replacements import (
     check_signature,
     replacing,
 )
-from mcore_batching.integrations.shards import caller_with, checked_costs, planned_shard
 from mcore_batching.planning import PlannerConfig
 
 _MODULE = "skyrl.backends.skyrl_train.workers.worker_utils"
@@ -41,18 +42,15 @@ _NAMES = ("_token_counts", "_microbatches", "_sync_num_microbatches", "_num_padd
 _REORDER = "reorder_and_combine_batches"
 
 
-def hook(*, share_prefixes: bool = False) -> Hook:
+def hook() -> Hook:
     """Replace the iterator in every loaded module of SkyRL. On all ranks or none.
 
     Returns:
         the replaced names; its ``undo`` puts SkyRL's own back.
 
     Raises:
-        HookError: it is hooked already, is another one in this version of SkyRL, or
-            ``share_prefixes`` is set.
+        HookError: it is hooked already, or is another one in this version of SkyRL.
     """
-    if share_prefixes:
-        raise HookError("SkyRL reads a segment for each sample: leave out share_prefixes")
     module = importlib.import_module(_MODULE)
     original = getattr(module, _CLASS, None)
     where = f"{_MODULE}.{_CLASS}"
@@ -88,19 +86,16 @@ def _sync_num_microbatches(original: Callable[..., Any], self: Any) -> int:
     """
     del original
     consensus = Consensus(dist.group.WORLD if dist.is_initialized() else None)
-    # Other workers have one stage: what samples cost changes no plan's end.
+    # Of Megatron's workers; the others have models of their own.
     worker = caller_with("actor_module")
-    costs = None
-    if worker is not None:
-        packs_rows = worker.model.remove_microbatch_padding
-        costs = checked_costs(worker.actor_module, consensus, packs_rows=packs_rows)
-    planned = planned_shard(
+    if worker is not None and worker.model.remove_microbatch_padding:
+        check_model(worker.actor_module, consensus)
+    planned = plan_locally(
         self._token_counts,
         # SkyRL's cap is for all context-parallel ranks together, in tokens without padding.
         job_dims(data_parallel=1, context_parallel=1, tensor_parallel=1, expert_parallel=1),
         PlannerConfig(max_tokens_per_gpu=self._max_tokens_per_microbatch),
         consensus,
-        cost_model=costs,
     )
     self._microbatches = [list(samples) for samples in planned if samples]
     return len(planned)

@@ -7,7 +7,8 @@ Guarantees
   context parallelism included.
 - All ranks of ``dp_group`` have the same number, at least ``min_num_micro_batch`` and a multiple of
   ``num_batches_divided_by``.
-- In a pipeline, order and contents are those with which the slowest rank's step ends first.
+- A pipeline has at least three micro-batches a stage where samples allow; small ones come first and
+  last.
 - Too few samples are no error: the rank repeats its shortest sample, with a loss mask of zeros, in
   micro-batches that would be empty; `restore_dynamic_batch` drops these rows.
 - An error in planning on one rank is raised on all of the group; a model of verl's Megatron engine
@@ -26,13 +27,10 @@ import torch.distributed as dist
 
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.consensus import Consensus
-from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.integrations.dims import job_dims
+from mcore_batching.integrations.local import caller_with, check_model, plan_locally
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.shards import caller_with, checked_costs, planned_shard
-from mcore_batching.integrations.verl.shared_prefixes import SharedPrefixes
 from mcore_batching.planning import (
-    CostModel,
     LengthError,
     MicroBatches,
     ParallelDims,
@@ -46,7 +44,6 @@ _Function = Callable[..., Any]
 
 
 def rearrange_micro_batches(
-    sharing: SharedPrefixes | None,
     original: _Function,
     batch: Any,
     max_token_len: int,
@@ -59,7 +56,7 @@ def rearrange_micro_batches(
 ) -> tuple[list[Any], list[list[int]]]:
     """The rank's micro-batches, and the samples in each. A collective over ``dp_group``.
 
-    All but ``sharing`` (None: no sample is computed in another) and verl's function is as in verl.
+    All but ``original``, verl's function, is as in verl.
 
     Raises:
         LengthError: on every rank, for a sample over the cap or a rank without samples.
@@ -76,26 +73,13 @@ def rearrange_micro_batches(
     multiple = num_batches_divided_by or 1
     # Every step below is agreed on: a rank that raised alone would leave the others waiting.
     consensus = Consensus(group)
-    costs = _costs_of_engine() if agrees else None
+    if agrees:
+        _check_model_of_engine()
     lengths = _checked_lengths(batch, max_token_len, consensus)
-    hosts: Sequence[int] = range(len(lengths))
-    if sharing is not None:
-        with consensus.agreement("finding prefixes"):
-            hosts = sharing.hosts(batch)
-    # Hosts alone are packed, by their own lengths: what they host takes no room.
-    members = samples_of_hosts(hosts)
-    held = sorted(members)
     dims, config = _settings(max_token_len, multiple, group)
-    planned = planned_shard(
-        [lengths[i] for i in held],
-        dims,
-        config,
-        consensus,
-        cost_model=costs,
-        fewest=min_num_micro_batch or 1,
-        multiple=multiple,
+    chosen = plan_locally(
+        lengths, dims, config, consensus, fewest=min_num_micro_batch or 1, multiple=multiple
     )
-    chosen = tuple(tuple(i for place in row for i in members[held[place]]) for row in planned)
     _check_repeated(batch, chosen, consensus)
     return _filled(batch, lengths, chosen)
 
@@ -134,15 +118,12 @@ def restore_dynamic_batch(
     return restored
 
 
-def _costs_of_engine() -> CostModel | None:
-    """Of the model of verl's Megatron engine, which calls; raises where it cannot pack rows."""
+def _check_model_of_engine() -> None:
+    """Raise where verl's Megatron engine calls and its model cannot run packed rows."""
     engine = caller_with("tf_config")
-    if engine is None:  # other engines have one stage: what samples cost changes no plan's end
-        return None
-    # Of all stages, which must fail together: `dp_group` holds one alone.
-    everywhere = Consensus(dist.group.WORLD)
-    packs_rows = engine.engine_config.use_remove_padding
-    return checked_costs(engine.module, everywhere, packs_rows=packs_rows)
+    if engine is not None and engine.engine_config.use_remove_padding:
+        # Over all stages, which must fail together: `dp_group` holds one alone.
+        check_model(engine.module, Consensus(dist.group.WORLD))
 
 
 def _lengths(batch: Any) -> list[int]:

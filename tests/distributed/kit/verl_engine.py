@@ -60,7 +60,6 @@ def compare(
     source: str,
     num_samples: int = 10,
     group: int = 0,
-    turns: int = 0,
 ) -> dict[str, Any]:
     """One mini-batch through verl's engine with its own micro-batches, and with the hooked.
 
@@ -70,7 +69,6 @@ def compare(
         source: folder with verl.
         num_samples: of all data-parallel ranks.
         group: micro-batches that a model chunk runs before the next, under the hook alone.
-        turns: samples that are made of each, all but one of its beginnings, shared under the hook.
 
     Returns:
         largest relative differences of ``outputs`` and ``gradients``; both ``losses``, ``counts``
@@ -82,14 +80,11 @@ def compare(
     replica = parallel_state.get_data_parallel_rank()
     share = num_samples // shape.data_parallel
     mine = SAMPLES[:num_samples][replica * share : (replica + 1) * share]
-    data = _batch(mine, turns)
+    data = _batch(mine)
     lengths = data["input_ids"].offsets().diff().tolist()
-    rows = {tuple(row.tolist()) for row in data["input_ids"].unbind()}
-    hosts = [row for row in rows if not any(row == o[: len(row)] != o for o in rows)]
-    distinct = sum(map(len, hosts)) + lengths[0]  # the first has a temperature of its own
     run = functools.partial(_step, engine_class, tensors, loss, shape, reference, data)
     own = run(0)
-    with hook(share_prefixes=bool(turns)) as hooked:
+    with hook() as hooked:
         assert len(hooked.hooked) == 5, hooked
         ours = run(group)
     outputs = zip(own["outputs"], ours["outputs"], strict=True)
@@ -102,7 +97,7 @@ def compare(
         "losses": [own["loss"], ours["loss"]],
         "counts": [own["count"], ours["count"]],
         "tokens": [own["tokens"], ours["tokens"]],
-        "expected_tokens": [sum(lengths), distinct if turns else sum(lengths)],
+        "expected_tokens": [sum(lengths)] * 2,
         "samples": len(lengths),
         "last_stage": is_last_stage(),
     }
@@ -215,28 +210,16 @@ def _step(
     }
 
 
-def _batch(samples: list[int], turns: int) -> dict[str, torch.Tensor]:
-    """These of the kit's samples, nested; the first token of each is a prompt's.
-
-    Args:
-        samples: of `make_samples`.
-        turns: so many beginnings of each, itself the longest, dealt out; 0: itself alone.
-    """
+def _batch(samples: list[int]) -> dict[str, torch.Tensor]:
+    """These of the kit's samples, nested; the first token of each is a prompt's."""
     whole = make_samples()
     device = torch.device(torch.cuda.current_device())
-    tokens = [
-        whole["tokens"][i][: -(-len(whole["tokens"][i]) * part // (turns or 1))].to(device)
-        for part in (range(1, turns + 1) if turns else (1,))
-        for i in samples
-    ]
+    tokens = [whole["tokens"][i].to(device) for i in samples]
     masks = [
         torch.arange(len(row), device=device) * (i + 3) % 7 > 1 for i, row in enumerate(tokens)
     ]
-    temperature = torch.ones(len(tokens), device=device)
-    if turns:
-        temperature[0] = 2.0  # begins another sample, and may not be computed in it
     return {
         "input_ids": torch.nested.as_nested_tensor(tokens, layout=torch.jagged),
         "loss_mask": torch.nested.as_nested_tensor(masks, layout=torch.jagged),
-        "temperature": temperature,
+        "temperature": torch.ones(len(tokens), device=device),
     }
