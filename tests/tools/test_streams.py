@@ -102,7 +102,7 @@ WRITERS = {
     "plan-pipe": "cat plan.json",
     "pipe": "cat lengths.txt",
     "costs-pipe": "cat marked-costs.json",
-    "records-pipe": "cat records/*.jsonl",
+    "records-pipe": r"printf '\357\273\277' | cat - records/*.jsonl",
 }
 
 
