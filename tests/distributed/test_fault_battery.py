@@ -31,6 +31,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2 VPP2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "DP2 PP2": (4, {"data_parallel": 2, "pipeline_parallel": 2}),
 }
+WITHOUT_AGENT = {
+    f"{name}, no agent": (2, {dim: 2})
+    for name, dim in [
+        ("TP2", "tensor_parallel"),
+        ("CP2", "context_parallel"),
+        ("DP2", "data_parallel"),
+        ("PP2", "pipeline_parallel"),
+    ]
+}
+"""Rank 0 hosts the job's store, as under srun, has the fault and ends at once."""
 PLANNER: dict[str, dict[str, Any]] = {
     "DP2 shared": {"dynamic_batch_context_parallel": 2},
     "exchange": {"dynamic_batch_exchange": True},
@@ -90,20 +100,21 @@ def ends(
     chosen |= {("none", layout): None for fault, layout in chosen if fault in SURVIVED}
     jobs = []
     for fault, layout in chosen:
-        nproc, dims = LAYOUTS[layout]
+        nproc, dims = (LAYOUTS | WITHOUT_AGENT)[layout]
+        agent = layout not in WITHOUT_AGENT
         parameters = {"dims": dims, "reference": references["dense"], "fault": fault}
         parameters["planner"] = PLANNER.get(layout, {}) | PLANNER.get(fault, {})
-        jobs.append(
-            Job(name_of(fault, layout), "kit.battery:train", nproc, dims, parameters, SECONDS + 60)
-        )
+        parameters["faulty"] = -1 if agent else 0
+        name, limit = name_of(fault, layout), SECONDS + 60
+        jobs.append(Job(name, "kit.battery:train", nproc, dims, parameters, limit, agent))
     found = run_forked(jobs, tmp_path_factory.mktemp("battery"))
     yield found
-    lines = [f"{'fault':21s} {'layout':10s} {'seconds':>7s}  ends"]
+    lines = [f"{'fault':21s} {'layout':13s} {'seconds':>7s}  ends"]
     for fault, layout in sorted(chosen):
         ranks = found[name_of(fault, layout)]
         how = ", ".join(f"{each.error or 'exit'} {each.exit_code}" for each in ranks)
         seconds = max(each.seconds for each in ranks)
-        lines.append(f"{fault:21s} {layout:10s} {seconds:7.1f}  {how}")
+        lines.append(f"{fault:21s} {layout:13s} {seconds:7.1f}  {how}")
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print("\n" + "\n".join(lines))
@@ -134,6 +145,26 @@ def test_every_rank_ends_with_the_named_error(
         assert faulty.exit_code == -9
     else:
         assert faulty.error == error, faulty
+
+
+def without_agent() -> list[tuple[str, str]]:
+    """Functions of the output run on the last stage alone, which rank 0 of a pipeline is not."""
+    found = [(each, name) for each in ("loss", "function") for name in WITHOUT_AGENT]
+    in_layer = [("layer, forward", name) for name in WITHOUT_AGENT]
+    return [*(each for each in found if "PP2" not in each[1]), *in_layer]
+
+
+@pytest.mark.parametrize(("fault", "layout"), without_agent())
+def test_without_an_agent_every_rank_names_the_rank_that_hosts_the_store(
+    fault: str, layout: str, ends: dict[str, list[End]]
+) -> None:
+    """The store ends with rank 0: it used to go before the others had read the cause."""
+    for rank in ends[name_of(fault, layout)]:
+        assert rank.exit_code == (1 if rank.error else EXIT_CODE), rank
+        assert "rank 0: " in rank.message, rank
+        assert "out of memory, on purpose" in rank.message, rank
+        assert "rank 1: " not in rank.message, rank
+        assert rank.seconds < SECONDS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

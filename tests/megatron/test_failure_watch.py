@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import subprocess
@@ -59,6 +60,88 @@ def test_another_rank_raises_the_first_cause_wherever_it_comes_by_next() -> None
     for _ in range(2):
         with pytest.raises(PipelineFailedError, match="rank 1: step: KeyError"), ours.waiting():
             pytest.fail("must not begin")
+
+
+CLOSED = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+
+
+@pytest.mark.parametrize("lost", [CLOSED, dist.DistNetworkError("Broken pipe")])
+def test_a_lost_connection_waits_for_the_report_of_the_rank_that_closed_it(
+    lost: Exception,
+) -> None:
+    """The connection may be lost first; the rank that lost it used to name itself."""
+    ours, theirs = two_ranks()
+    late = threading.Timer(0.3, raised_by, (theirs, KeyError("x")))
+    late.start()
+    reported = pytest.raises(PipelineFailedError, match="rank 1: step: KeyError")
+    with reported as info, ours.waiting():
+        raise lost
+    late.join()
+    assert info.value.__cause__ is lost
+
+
+def test_a_lost_connection_that_nobody_explains_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failure_watch, "PEER_SECONDS", 0.1)
+    assert "rank 0: step: RuntimeError: [gloo" in str(raised_by(two_ranks()[0], CLOSED))
+
+
+@pytest.mark.parametrize(("agent", "named"), [("", "rank 0: its process has ended"), ("True", "")])
+def test_a_lost_store_names_the_rank_that_hosted_it(
+    agent: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself and, from a loss, where ranks that share a micro-batch would join."""
+
+    class Gone:
+        def _raise(self, *unused: Any) -> Any:
+            raise dist.DistNetworkError("Broken pipe")
+
+        add = check = compare_set = _raise
+
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    watch = FailureWatch(Gone(), 1, num_ranks=2)
+    assert not watch.is_joined("loss", 2)
+    assert (named or "rank 1: step: RuntimeError: [gloo") in str(raised_by(watch, CLOSED))
+
+
+@pytest.mark.parametrize("ending", [KeyError, SystemExit])
+def test_the_rank_that_hosts_the_store_stays_until_others_have_read(
+    ending: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_watch, "LINGER_SECONDS", patience(20))
+    store = dist.HashStore()
+    ours = FailureWatch(store, 0, num_ranks=2, hosted=store)
+    theirs = FailureWatch(store, 1, num_ranks=2)
+    read = threading.Event()
+
+    def reads_late() -> None:
+        time.sleep(0.5)
+        read.set()
+        with contextlib.suppress(PipelineFailedError):
+            theirs.raise_reported()
+
+    late = threading.Thread(target=reads_late)
+    late.start()
+    begun = time.monotonic()
+    with pytest.raises((PipelineFailedError, SystemExit)), ours.reporting("step"):
+        raise ending("on purpose")
+    assert read.is_set()
+    late.join()
+    assert time.monotonic() - begun < patience(10)
+
+
+def test_it_stays_for_a_bounded_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_watch, "LINGER_SECONDS", 0.3)
+    store = dist.HashStore()
+    ours = FailureWatch(store, 0, num_ranks=2, hosted=store)
+    begun = time.monotonic()
+    raised_by(ours, KeyError("x"))
+    assert time.monotonic() - begun > 0.25
+    begun = time.monotonic()
+    with pytest.raises(PipelineFailedError):
+        ours.raise_reported()
+    assert time.monotonic() - begun < 0.25
 
 
 def test_a_rank_that_gets_free_raises_though_nothing_raised_in_it() -> None:

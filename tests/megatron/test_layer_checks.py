@@ -162,6 +162,16 @@ def test_a_layer_with_a_forward_pass_of_its_own_may_know_packed_rows() -> None:
     assert problems(torch.nn.Linear(1, 1)) == ""
 
 
+@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])
+def test_samples_that_share_tokens_have_no_dropout(name: str) -> None:
+    chunk: Any = torch.nn.ModuleList()
+    chunk.config = SimpleNamespace(**{"hidden_dropout": 0.0, "attention_dropout": 0.0, name: 0.1})
+    chunk.position_embedding_type = "rope"
+    mend = f"would share dropout: set --{name.replace('_', '-')} 0"
+    with pytest.raises(DynamicBatchArgumentError, match=mend):
+        check_shared_prefixes([chunk])
+
+
 def test_layers_that_are_alike_are_refused_once() -> None:
     """Of a hundred lines, each of another layer, nobody finds the setting that is wrong as well."""
     chunk: Any = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))

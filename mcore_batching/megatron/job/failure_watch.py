@@ -13,6 +13,10 @@ prints the error and ends with `EXIT_CODE` after `GRACE_SECONDS`. In both cases 
 started again. An exception in the loss function leaves the pipeline only where not all ranks that
 share the micro-batch raise within `ALIKE_SECONDS`: the others may wait for it inside the loss.
 
+Without torchrun's agent (srun, mpirun) rank 0 hosts the store. Once it has failed, or has read of a
+failure, it stays for up to `LINGER_SECONDS`, until every rank has read the cause. A rank that
+loses a connection does not report itself: it waits `PEER_SECONDS` for the cause on another rank.
+
 The main thread pays for two events per call; the thread asks the store every
 `POLL_SECONDS`, and only while the main thread is inside one of the engine's calls.
 """
@@ -25,6 +29,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -34,7 +39,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_batching.batch.errors import described, readable
+from mcore_batching.batch.errors import CollectiveError, described, readable
 from mcore_batching.megatron.errors import PipelineFailedError
 
 POLL_SECONDS = 0.5
@@ -46,12 +51,22 @@ need one or two; doubled, a rank that waits in gloo ends that much later."""
 ALIKE_SECONDS = 3.0
 """Most time between the exceptions of ranks that share a micro-batch; beyond it, they are taken for
 different ones, and the pipeline is left."""
+LINGER_SECONDS = 6.0
+"""Most time that rank 0 keeps the store that it hosts for ranks that have not read the cause. They
+read it within `POLL_SECONDS` while they wait for others; one that is elsewhere may miss it."""
+PEER_SECONDS = 3.0
+"""Time for another rank's report after a lost connection. The connection may be lost before the
+report is there; a rank that was killed reports nothing, and costs this time once."""
 EXIT_CODE = 86
 """Any that neither Python, a signal nor torchrun uses."""
 
 _RANKS_PER_POLL_SECONDS = 1024
 """Of larger jobs each rank asks the store less often, which then has 2,000 questions a second."""
 _FAILURE = "failure"
+_NUM_READERS = "readers of the failure"
+_LOST_CONNECTION = re.compile(
+    r"gloo/transport|connection (was )?(closed|reset)|broken pipe|NCCL.*remote", re.IGNORECASE
+)
 
 
 class FailureWatch:
@@ -62,11 +77,17 @@ class FailureWatch:
             anybody waits on it. None: there is no watch; ranks that wait for a failed one time out.
         rank: this rank.
         num_ranks: of the job; beyond a thousand, each asks the store less often.
+        hosted: the store's server, if it ends with this process or when nothing refers to it.
     """
 
-    def __init__(self, store: Any, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self, store: Any, rank: int = 0, num_ranks: int = 1, *, hosted: Any = None
+    ) -> None:
         self._store = store
         self._rank = rank
+        self._num_ranks = num_ranks
+        self._hosted = hosted
+        self._reading = threading.Lock()  # each rank counts once as a reader
         self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / _RANKS_PER_POLL_SECONDS)
         self._failure: dict[int, str] | None = None
         self._num_pipelines = 0
@@ -94,6 +115,8 @@ class FailureWatch:
             yield
         except Exception as exception:
             # A rank that ends closes its connections: what this one sees is not the first cause.
+            if _is_lost_connection(exception):
+                self._is_explained()
             with contextlib.suppress(RuntimeError):
                 self._read()
             self._raise_known(exception)
@@ -117,6 +140,8 @@ class FailureWatch:
             except BaseException as exception:
                 # Of SystemExit and KeyboardInterrupt, too: the others may wait for this rank.
                 self.report(operation, exception)
+                if not isinstance(exception, Exception):  # else `waiting` lingers
+                    self._linger()
                 raise
 
     def is_joined(self, what: str, how_many: int) -> bool:
@@ -127,16 +152,19 @@ class FailureWatch:
         self._times[what] += 1
         key = f"{self._num_pipelines}/{what} {self._times[what]}"
         given_up = time.monotonic() + ALIKE_SECONDS
-        self._store.add(key, 1)  # a store adds atomically, and adding 0 reads
-        while self._store.add(key, 0) < how_many:
-            if time.monotonic() > given_up:
-                return False
-            time.sleep(0.02)
+        try:
+            self._store.add(key, 1)  # a store adds atomically, and adding 0 reads
+            while self._store.add(key, 0) < how_many:
+                if time.monotonic() > given_up:
+                    return False
+                time.sleep(0.02)
+        except RuntimeError:  # the store is gone: what failed here says more than that
+            return False
         return True
 
     def report(self, operation: str, exception: BaseException) -> None:
         """Let all ranks know of a failure on this one; any thread may."""
-        if self._store is None:
+        if self._store is None or (_is_lost_connection(exception) and self._is_explained()):
             return
         text = f"{operation}: {_described(exception)}"
         note = json.dumps({"rank": self._rank, "text": text})
@@ -154,14 +182,46 @@ class FailureWatch:
             self._read()
         self._raise_known(None)
 
+    def _is_explained(self) -> bool:
+        """True once another rank has reported why this one lost a connection."""
+        given_up = time.monotonic() + PEER_SECONDS
+        while not self._failure and time.monotonic() < given_up:
+            try:
+                self._read()
+            except RuntimeError:
+                # Where rank 0 hosts the store, it ended without a report, or before this rank came.
+                text = "its process has ended, and the job's store with it: see its own output"
+                self._failure = {0: text} if not _has_agent() else None
+                break
+            time.sleep(0.05)
+        return self._failure is not None
+
     def _read(self) -> None:
-        if self._store is not None and not self._failure and self._store.check([_FAILURE]):
-            note = json.loads(self._store.get(_FAILURE))
-            self._failure = {note["rank"]: note["text"]}
+        if self._store is None:
+            return
+        with self._reading:
+            if not self._failure and self._store.check([_FAILURE]):
+                note = json.loads(self._store.get(_FAILURE))
+                self._failure = {note["rank"]: note["text"]}
+                self._store.add(_NUM_READERS, 1)
+
+    def _linger(self) -> None:
+        """Keep the store that this process hosts until all ranks have read the cause."""
+        if self._hosted is None:
+            return
+        given_up = time.monotonic() + LINGER_SECONDS
+        with contextlib.suppress(RuntimeError):
+            self._read()
+            while time.monotonic() < given_up:
+                if self._store.add(_NUM_READERS, 0) >= self._num_ranks:
+                    break
+                time.sleep(0.02)
+        self._hosted = None  # once
 
     def _raise_known(self, cause: Exception | None) -> None:
         if self._failure is not None:
             self._abort()
+            self._linger()
             # Of an error that a StopIteration causes, contextlib raises the StopIteration.
             hidden = isinstance(cause, StopIteration)
             raise PipelineFailedError(self._failure) from (None if hidden else cause)
@@ -179,6 +239,8 @@ class FailureWatch:
         # In a thread of its own: an abort may itself wait, for a kernel that never ends.
         self._releasing.start()
         given_up = time.monotonic() + GRACE_SECONDS
+        if self._hosted is not None:
+            given_up += LINGER_SECONDS
         while self._inside.is_set():
             if time.monotonic() > given_up:
                 self._end()
@@ -237,7 +299,22 @@ def watch_of_world() -> FailureWatch:
         return NO_WATCH
     # A job that makes its groups anew in the same processes must not read the former failure.
     own = dist.distributed_c10d.PrefixStore(f"mcore_batching/failure_watch/{number}", store.clone())
-    return FailureWatch(own, dist.get_rank(), dist.get_world_size())
+    # The server itself, too: an abort drops Megatron's references to it.
+    hosted = store if dist.get_rank() == 0 and not _has_agent() else None
+    return FailureWatch(own, dist.get_rank(), dist.get_world_size(), hosted=hosted)
+
+
+def _has_agent() -> bool:
+    """Whether a process of torchrun hosts the store, which outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_lost_connection(exception: BaseException) -> bool:
+    """Whether another rank ended, as far as this rank's exception shows."""
+    if isinstance(exception, CollectiveError) or not isinstance(exception, RuntimeError):
+        return False
+    is_of_store = isinstance(exception, dist.DistNetworkError)
+    return is_of_store or bool(_LOST_CONNECTION.search(described(exception)))
 
 
 def _described(exception: BaseException) -> str:

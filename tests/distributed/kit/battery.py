@@ -1,4 +1,4 @@
-"""Three steps of training, and a fault in the second, on the last rank."""
+"""Three steps of training, and a fault in the second, on the last rank or on rank 0."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
-from kit.exactness import arguments
+from kit.exactness import arguments, log_probs_of
 from kit.faults import my_samples, small_model
 from kit.forked import at_fault
 from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.batch.messages import RankMessages
-from mcore_batching.megatron import get_data_iterator, train_step
+from mcore_batching.megatron import forward_only, get_data_iterator, train_step
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout import maker
 from mcore_batching.planning import ParallelDims
@@ -47,6 +47,7 @@ class _Job:
         self.data: dict[str, list[Any]] | None = my_samples(dims)
         self.optimizer = adam(self.model, distributed=False)
         self.loss: Callable[..., Any] = packed_objective
+        self.outputs: Callable[..., Any] = log_probs_of
         self.scheduler: Any = None
 
     @property
@@ -140,6 +141,10 @@ def _loss(job: _Job) -> None:
     job.loss = job.raises
 
 
+def _function(job: _Job) -> None:
+    job.outputs = job.raises
+
+
 def _not_finite(job: _Job) -> None:
     def loss(*given: Any) -> Any:
         at_fault(job.folder)
@@ -190,6 +195,7 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
     "gathering": _gathering,
     "row groups": _row_groups,
     "loss": _loss,
+    "function": _function,
     "loss is NaN": _not_finite,
     "other settings": _settings,
     "no data": _no_data,
@@ -205,10 +211,12 @@ def train(
     fault: str,
     folder: str,
     planner: dict[str, Any] | None = None,
+    faulty: int = -1,
 ) -> list[Any]:
     """The metrics of three steps, each planned anew, with the fault in the second.
 
-    ``fault`` may also be "none", or "disk full": on rank 0, which records.
+    ``fault`` may also be "none", or "disk full": on rank 0, which records. ``faulty`` is the rank
+    at fault, -1 the last.
     """
     job = _Job(dims, reference, folder, planner or {})
     if fault == "disk full":
@@ -216,7 +224,7 @@ def train(
     found = []
     warned: list[str] = []
     for step in range(3):
-        if step == 1 and fault in FAULTS and dist.get_rank() == dist.get_world_size() - 1:
+        if step == 1 and fault in FAULTS and dist.get_rank() == faulty % dist.get_world_size():
             FAULTS[fault](job)
         if step == 1 and fault == "disk full" and dist.get_rank() == 0:
             # Python ignores SIGXFSZ: writing raises, to the standard error as well.
@@ -224,6 +232,8 @@ def train(
             warnings.simplefilter("always")
             resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         iterators, counts = get_data_iterator(job.args, job.model, job.data)
+        if fault == "function":
+            forward_only(job.outputs, job.args, job.model, iterators, counts)
         result = train_step(
             job.loss,
             job.args,

@@ -1,7 +1,8 @@
 """Jobs that end processes: each has ranks of its own, and how they ended is what it brings back.
 
-Nobody ends the others when one rank ends, as torchrun would. The rank at fault stays alive after it
-has caught its error, as a script may, until all others have ended.
+Nobody ends the others when one rank ends, as torchrun would. With torchrun's store the rank at
+fault, the last, stays alive after it has caught its error, as a script may, until all others have
+ended. Without an agent rank 0 is at fault, hosts the store, and ends at once.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def main() -> None:
     for job in json.loads((scratch / "jobs.json").read_text()):
         folder = scratch / job["name"]
         folder.mkdir()
-        fork = fork_ranks(job["nproc"])
+        fork = fork_ranks(job["nproc"], agent=job["agent"])
         if fork.rank is not None:
             sys.exit(_rank(job, fork.rank, folder))
         ends[job["name"]] = _ends(fork.ranks, job["seconds"], folder)
@@ -135,7 +136,8 @@ def _rank(job: dict[str, Any], rank: int, folder: Path) -> int:
         dist.barrier()
         dist.destroy_process_group()
         return 0
-    while rank == job["nproc"] - 1 and not (folder / "released").exists():
+    stays = job["agent"] and rank == job["nproc"] - 1
+    while stays and not (folder / "released").exists():
         time.sleep(0.05)
     return 1
 

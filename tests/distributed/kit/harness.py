@@ -41,6 +41,7 @@ class Job:
         dims: arguments of `ParallelDims`; None: Megatron's groups are not set up.
         parameters: keyword arguments, JSON values.
         seconds: time after which the job counts as hanging.
+        agent: False: rank 0 hosts the store and has the fault (`kit.forked` alone).
     """
 
     name: str
@@ -49,6 +50,7 @@ class Job:
     dims: dict[str, Any] | None = None
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = JOB_SECONDS
+    agent: bool = True
 
     def __str__(self) -> str:
         return self.name

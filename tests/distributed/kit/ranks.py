@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import time
 
 import torch.distributed as dist
@@ -21,24 +22,29 @@ class Fork:
     Attributes:
         rank: of a rank; None in the process that forked them.
         ranks: process to rank, of those started so far.
-        store: process of the store, alone as torchrun's agent is.
+        store: process of the store, alone as torchrun's agent is; None: rank 0 hosts it.
     """
 
     rank: int | None
     ranks: dict[int, int]
-    store: int
+    store: int | None
 
     def kill(self) -> None:
         """End the ranks that are left, and the store."""
-        for process in (*self.ranks, self.store):
+        for process in (*self.ranks, *([] if self.store is None else [self.store])):
             with contextlib.suppress(ChildProcessError, ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
 
 
-def fork_ranks(nproc: int) -> Fork:
-    """Start so many ranks, with the variables that torchrun would set. Returns in each of them."""
-    store, port = _store()
+def fork_ranks(nproc: int, *, agent: bool = True) -> Fork:
+    """Start so many ranks, with the variables that torchrun would set. Returns in each of them.
+
+    Args:
+        nproc: number of ranks.
+        agent: False: rank 0 hosts the store, as under srun and mpirun.
+    """
+    store, port = _store() if agent else (None, _free_port())
     ranks: dict[int, int] = {}
     for rank in range(nproc):
         process = os.fork()
@@ -49,12 +55,19 @@ def fork_ranks(nproc: int) -> Fork:
                 "WORLD_SIZE": str(nproc),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_USE_AGENT_STORE": str(agent),
                 "TORCHELASTIC_RESTART_COUNT": "0",
             }
             return Fork(rank, ranks, store)
         ranks[process] = rank
     return Fork(None, ranks, store)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _store() -> tuple[int, int]:
