@@ -52,81 +52,60 @@ def deal(
     objective.effort -= EFFORT_OF_DEAL * (len(order) + passes * len(sizes))
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     fixed, capacity = problem.cost_model.per_micro_batch, problem.capacity
-    lacking = _Lacking(sizes, objective, per_rank)
+    # Of each slot the cost beyond its target, below 0 while it lacks some, and its number.
+    heap = [(fixed - size, slot) for slot, size in enumerate(sizes) if size > fixed]
+    if not heap:
+        heap = [(fixed - size, slot) for slot, size in enumerate(sizes) if size >= 0.0]
+    heapq.heapify(heap)
+    waiting: list[tuple[int, float, int]] = []
+    """Slots without room for the last sample, the most room first."""
+    spills = per_rank > 1 and not problem.dims.in_lockstep
+    spilt, counted = [0.0] * len(targets), [0.0] * len(sizes)
+    """What each rank's slots got beyond their targets, and how much of it each slot has less."""
     slots: Slots = [[] for _ in sizes]
-    room = lacking.room
+    room = [capacity] * len(sizes)
+    # Written out, as every sample of every deal passes through.
     for sample in order:
-        size = tokens[sample]
         # An oversize sample asks for a whole slot, which then has room for no other.
-        slot = lacking.most(size if size < capacity else capacity)
-        if slot < 0:
+        size = tokens[sample]
+        wanted = size if size < capacity else capacity
+        while waiting and -waiting[0][0] >= wanted:
+            heapq.heappush(heap, heapq.heappop(waiting)[1:])
+        while heap:
+            beyond, slot = heap[0]
+            if room[slot] < wanted:
+                heapq.heappop(heap)
+                heapq.heappush(waiting, (-room[slot], beyond, slot))
+                continue
+            if spills:
+                # Counted only when a slot comes to the top: to sort a rank's slots anew at each
+                # spill would take as long as the deal.
+                less = spilt[slot // per_rank] - counted[slot]
+                if less > 0.0:
+                    counted[slot] += less
+                    heapq.heapreplace(heap, (beyond + less, slot))
+                    continue
+            break
+        else:
             return None
         own = slots[slot]
         own.append(sample)
         # Less than nothing in a slot that may take no further sample.
         room[slot] = -1 if len(own) >= most else room[slot] - size
-        lacking.give(costs[sample])
+        cost = costs[sample]
+        after = beyond + cost
+        if spills and after > 0.0:
+            spill = (after if beyond < 0.0 else cost) / (per_rank - 1)
+            spilt[slot // per_rank] += spill
+            counted[slot] += spill
+        heapq.heapreplace(heap, (after, slot))
     over = [
-        fixed + ordered_sum(costs[sample] for sample in own) - size
+        fixed + ordered_sum([costs[sample] for sample in own]) - size
         for own, size in zip(slots, sizes, strict=True)
     ]
     for _ in range(passes):
         swap(slots, over, room, problem)
     return [slots[first : first + per_rank] for first in range(0, len(slots), per_rank)]
-
-
-class _Lacking:
-    """Slots of all ranks while samples are dealt to them, the one that lacks most of its target
-    first."""
-
-    def __init__(self, targets: Sequence[float], objective: Objective, per_rank: int) -> None:
-        fixed = objective.problem.cost_model.per_micro_batch
-        heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size > fixed]
-        if not heap:
-            heap = [(fixed - size, slot) for slot, size in enumerate(targets) if size >= 0.0]
-        heapq.heapify(heap)
-        self.heap = heap
-        """Of each slot the cost beyond its target, below 0 while it lacks some, and its number."""
-        self.room = [objective.problem.capacity] * len(targets)
-        """Tokens that fit [slots]."""
-        # Slots without room for the last sample, the most room first.
-        self._waiting: list[tuple[int, float, int]] = []
-        self._per_rank = per_rank
-        self._spills = per_rank > 1 and not objective.problem.dims.in_lockstep
-        self._spilt = [0.0] * (len(targets) // per_rank)
-        self._counted = [0.0] * len(targets)
-
-    def most(self, wanted: int) -> int:
-        """The slot that lacks most of those with room for `wanted` tokens; -1 if none has."""
-        heap, waiting, room = self.heap, self._waiting, self.room
-        while waiting and -waiting[0][0] >= wanted:
-            _, beyond, slot = heapq.heappop(waiting)
-            heapq.heappush(heap, (beyond, slot))
-        while heap:
-            beyond, slot = heap[0]
-            # Counted only when a slot comes to the top: to sort a rank's slots anew at each spill
-            # would take as long as the deal.
-            less = self._spilt[slot // self._per_rank] - self._counted[slot]
-            if room[slot] < wanted:
-                heapq.heappop(heap)
-                heapq.heappush(waiting, (-room[slot], beyond, slot))
-            elif less > 0.0:
-                self._counted[slot] += less
-                heapq.heapreplace(heap, (beyond + less, slot))
-            else:
-                return slot
-        return -1
-
-    def give(self, cost: float) -> None:
-        """So much to the slot that `most` found; what it gets beyond its target, the other slots of
-        its rank are to have less."""
-        before, slot = self.heap[0]
-        beyond = before + cost
-        if beyond > 0.0 and self._spills:
-            spill = (beyond if before < 0.0 else cost) / (self._per_rank - 1)
-            self._spilt[slot // self._per_rank] += spill
-            self._counted[slot] += spill
-        heapq.heapreplace(self.heap, (beyond, slot))
 
 
 def swap(slots: Slots, over: list[float], room: list[int], problem: Problem) -> None:
