@@ -2,7 +2,8 @@
 
 Standard library only. Reading order: `parallel_dims`, `config` and `costs/` (what a plan depends
 on), `problem` (all of it together), `plans/` (the result), `planner` (from one to the other),
-`shard` (the part of one rank), `search/` (the step that ends first), `pipeline/` (when passes end).
+`local` (samples that stay on their rank), `search/` (the step that ends first), `pipeline/` (when
+passes end).
 """
 
 from mcore_batching.planning.config import CHOICES, PlannerConfig
@@ -21,6 +22,7 @@ from mcore_batching.planning.errors import (
 )
 from mcore_batching.planning.groups import LastStep, group_steps
 from mcore_batching.planning.integers import MAX_LENGTH_TOKENS, at_least
+from mcore_batching.planning.local import fill_local, least_count, pack_local
 from mcore_batching.planning.packing.bounds import micro_batch_lower_bound
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import plan_batch, plan_step
@@ -36,7 +38,6 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.shard import (
     ShardOutlook,
     fill_shard,
-    pack_shard,
     shard_ends,
     shard_outlook,
     soonest_counts,
@@ -71,10 +72,12 @@ __all__ = [
     "StepPlan",
     "StepStatistics",
     "at_least",
+    "fill_local",
     "fill_shard",
     "group_steps",
+    "least_count",
     "micro_batch_lower_bound",
-    "pack_shard",
+    "pack_local",
     "plan_batch",
     "plan_step",
     "predicted_step_time",

@@ -15,12 +15,12 @@ from itertools import chain
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
+from mcore_batching.planning.local import pack_local
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import deal, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, Sizes, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.shared_rows import layers_of
-from mcore_batching.planning.shard import pack_shard
 
 
 def of_one_size(
@@ -57,7 +57,7 @@ def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], S
     ranks, least, alone = problem.num_ranks, problem.least_sizes, problem.on_ranks[1]
     layers = layers_of([sample for sample, size in enumerate(least) if size > 1], least, ranks)
     short = [sample for sample, size in enumerate(least) if size == 1]
-    bins = [tuple(short[i] for i in samples) for samples in pack_shard(alone.subset(short))]
+    bins = [tuple(short[i] for i in samples) for samples in pack_local(alone.subset(short))]
     taken = sum(size for size in least if size > 1)  # places, one on each rank of a block
     count = problem.dims.round_up_num_microbatches(-(-(len(bins) + taken) // ranks))
     if problem.config.fill == "split":

@@ -12,6 +12,7 @@ from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
 from mcore_batching.planning.errors import Argument, ConfigError
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.integers import integer_entries, one_per_sample
+from mcore_batching.planning.local import pack_local
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, Plan, Sizes, StepPlan
@@ -25,7 +26,6 @@ from mcore_batching.planning.search import (
 )
 from mcore_batching.planning.shard import (
     fill_shard,
-    pack_shard,
     shard_ends,
     shard_outlook,
     soonest_counts,
@@ -208,7 +208,7 @@ def _plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
 
 def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
     """Micro-batches packed under the cap and spread over ranks, without a search."""
-    bins = pack_shard(problem)
+    bins = pack_local(problem)
     ranks = problem.dims.data_parallel
     count = problem.dims.round_up_num_microbatches(-(-len(bins) // ranks))
     # Splits are cheaper than placeholders: half of a row on each of two ranks, not all on one.
@@ -220,7 +220,7 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
 def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
     """Micro-batches of each rank, made of its own samples, in the number that suits the straggler.
     The same calls as in a job (see `shard`), with `max` for the all-reduce."""
-    packed = [pack_shard(shard) for shard in shards]
+    packed = [pack_local(shard) for shard in shards]
     ends = [shard_ends(shard, bins) for shard, bins in zip(shards, packed, strict=True)]
     latest = [max(each) for each in zip(*ends, strict=True)]  # the straggler's, for each count
     filled = [

@@ -1,7 +1,7 @@
 """Planning for samples that stay where they are: the part of one data-parallel rank.
 
     problem = Problem.of(lengths, dims, config, cost_model)    # this rank's samples alone
-    bins = pack_shard(problem)
+    bins = pack_local(problem)
     latest = all_reduce_max(shard_ends(problem, bins))
     for count in soonest_counts(latest, dims, config):
         micro_batches = fill_shard(problem, bins, count)
@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
-from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
@@ -40,32 +39,11 @@ MOST_COUNTED_MICRO_BATCHES = 1 << 16
 fewer tokens each. Counts grow by a seventh: doubling it adds six to 79 that are tried."""
 
 
-def pack_shard(problem: Problem) -> list[list[int]]:
-    """Samples packed under the cap: of each micro-batch, ascending, in the order in which packing
-    opened them, then each oversize sample alone."""
-    fitting = [i for i in range(problem.num_samples) if i not in problem.oversize]
-    sizes = [problem.tokens[i] for i in fitting]
-    # "auto" is the rule that needs fewer micro-batches, the first of equals.
-    rules = {"first-fit-decreasing": first_fit_decreasing, "first-fit": first_fit}
-    packed = min(
-        (
-            rule(sizes, problem.capacity, max_items=problem.config.max_samples_per_row)
-            for name, rule in rules.items()
-            if problem.config.packing in (name, "auto")
-        ),
-        key=len,
-    )
-    return [
-        *(sorted(fitting[item] for item in items) for items in packed),
-        *([sample] for sample in sorted(problem.oversize)),
-    ]
-
-
 def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
     """Predicted ends of one rank's step for each number of micro-batches that ranks choose among.
 
     Returns:
-        number of `bins` (of `pack_shard`), and of samples; where a search shapes micro-batches for
+        number of `bins` (of `pack_local`), and of samples; where a search shapes micro-batches for
         a pipeline, then the end with `len(bins)` micro-batches and with each number to choose from,
         infinite where the samples do not fit. Ends are in units of cost.
     """
@@ -115,7 +93,7 @@ def fill_shard(
 
     Args:
         problem: of this rank's own samples.
-        bins: samples of each micro-batch, as from `pack_shard`; may be none.
+        bins: samples of each micro-batch, as from `pack_local`; may be none.
         num_microbatches: the largest ``len(bins)`` of all ranks, or more.
 
     Returns:

@@ -25,7 +25,7 @@ from mcore_batching.planning import (
     StepPlan,
     StepStatistics,
     micro_batch_lower_bound,
-    pack_shard,
+    pack_local,
     plan_step,
     predicted_step_time,
     step_problem,
@@ -146,7 +146,7 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
             f"each of its ranks, {needed} per rank"
         )
     elif step.scope == "global":
-        num_bins, bound = len(pack_shard(problem)), micro_batch_lower_bound(problem)
+        num_bins, bound = len(pack_local(problem)), micro_batch_lower_bound(problem)
         needed = -(-num_bins // step.dims.data_parallel)
         reason = (
             f"packing under the cap of {step.config.cap_tokens(step.dims)} tokens takes "
@@ -155,7 +155,7 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
         )
     else:
         shards = [problem.subset(sorted(i for samples in rank for i in samples)) for rank in ranks]
-        counts = [len(pack_shard(shard)) for shard in shards]
+        counts = [len(pack_local(shard)) for shard in shards]
         needed = max(1, *counts)
         rank = counts.index(max(counts))
         reason = (

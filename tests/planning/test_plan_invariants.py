@@ -31,7 +31,7 @@ from mcore_batching.planning import (
     PlannerConfig,
     Problem,
     StepPlan,
-    pack_shard,
+    pack_local,
     plan_batch,
     plan_step,
 )
@@ -107,14 +107,14 @@ def test_equal_count(case: Case) -> None:
     assert {len(rank) for rank in step.micro_batches} == {step.num_microbatches}
     assert megatron_runs(step.num_microbatches, case.dims)
     if case.owners is None:
-        num_bins = len(pack_shard(Problem.of(case.lengths, case.dims, case.config)))
+        num_bins = len(pack_local(Problem.of(case.lengths, case.dims, case.config)))
         needed = -(-num_bins // case.dims.data_parallel)
     else:
         shards = [
             [length for length, o in zip(case.lengths, case.owners, strict=True) if o == rank]
             for rank in range(case.dims.data_parallel)
         ]
-        needed = max(len(pack_shard(Problem.of(shard, case.dims, case.config))) for shard in shards)
+        needed = max(len(pack_local(Problem.of(shard, case.dims, case.config))) for shard in shards)
     if case.config.searches:
         # As many as end the step soonest; these can be fewer than a packing finds, too.
         assert step.num_microbatches >= least_count(fewest(case), case.dims)
@@ -153,7 +153,7 @@ def test_split_before_placeholder(case: Case) -> None:
 def test_placeholder_fill_never_splits(case: Case) -> None:
     step = planned(case)
     if case.owners is None:
-        packed = pack_shard(Problem.of(case.lengths, case.dims, case.config))
+        packed = pack_local(Problem.of(case.lengths, case.dims, case.config))
         real = [s for rank in step.micro_batches for s in rank if s]
         assert sorted(real) == sorted(map(tuple, packed))
     for micro_batches in step.micro_batches:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,7 +19,7 @@ from mcore_batching.planning import (
     Problem,
     ShardOutlook,
     fill_shard,
-    pack_shard,
+    pack_local,
     plan_step,
     shard_ends,
     shard_outlook,
@@ -45,7 +44,7 @@ def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
     problems = [
         Problem.of([case.lengths[i] for i in shard], case.dims, case.config) for shard in shards
     ]
-    bins = list(map(pack_shard, problems))
+    bins = list(map(pack_local, problems))
     ends = [shard_ends(problem, packed) for problem, packed in zip(problems, bins, strict=True)]
     latest = [max(each) for each in zip(*ends, strict=True)]
     choices = [
@@ -88,7 +87,7 @@ def test_the_count_is_the_one_at_which_the_latest_rank_ends_soonest(
 ) -> None:
     """Not the most that any rank would choose for itself, nor the fewest that hold the samples."""
     problems = _uneven_ranks(seed, ranks, stages, samples)
-    bins = list(map(pack_shard, problems))
+    bins = list(map(pack_local, problems))
     ends = list(map(shard_ends, problems, bins))
 
     def agreed(of: list[list[float]]) -> int:
@@ -113,7 +112,7 @@ def test_the_fewest_are_taken_where_more_only_cost_more() -> None:
     """15 is none of the counts that ends are told for, and 16 the next."""
     config = PlannerConfig(max_tokens_per_gpu=200)
     problem = Problem.of([100] * 30, ParallelDims(pipeline_parallel=2), config)
-    ends = shard_ends(problem, pack_shard(problem))
+    ends = shard_ends(problem, pack_local(problem))
     assert soonest_counts(ends, problem.dims, config) == [15]
 
 
@@ -121,7 +120,7 @@ def test_the_fewest_are_taken_where_more_only_cost_more() -> None:
 @given(cases())
 def test_ranks_tell_as_many_ends_whatever_they_hold(case: Case) -> None:
     problem = Problem.of(case.lengths, case.dims, case.config)
-    bins = pack_shard(problem)
+    bins = pack_local(problem)
     ends = shard_ends(problem, bins)
     empty = shard_ends(Problem.of([], case.dims, case.config), [])
     assert len(ends) == len(empty)
@@ -139,43 +138,11 @@ def test_single_samples_are_moved_in_a_rank() -> None:
     count = 8
     dealt = best_slots(problem, count)
     assert dealt is not None
-    filled = fill_shard(problem, pack_shard(problem), count)
+    filled = fill_shard(problem, pack_local(problem), count)
     assert shard_outlook(problem, filled).end < 0.9995 * shard_outlook(problem, dealt).end
 
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
-
-
-def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie() -> None:
-    worse_decreasing = [4, 7, 9, 10, 6, 4]
-    dims = ParallelDims(context_parallel=1)
-
-    def packed(lengths: list[int], cap: int, packing: str) -> list[list[int]]:
-        config = PlannerConfig(max_tokens_per_gpu=cap, packing=packing)  # type: ignore[arg-type]
-        return pack_shard(Problem.of(lengths, dims, config))
-
-    assert packed(worse_decreasing, 20, "auto") == [[0, 1, 2], [3, 4, 5]]
-    assert packed(worse_decreasing, 20, "first-fit") == [[0, 1, 2], [3, 4, 5]]
-    assert packed(worse_decreasing, 20, "first-fit-decreasing") == [[2, 3], [0, 1, 4], [5]]
-    worse_in_order = [3, 3, 7, 7]
-    assert packed(worse_in_order, 10, "first-fit") == [[0, 1], [2], [3]]
-    assert packed(worse_in_order, 10, "auto") == [[0, 2], [1, 3]]
-    same_count = [2, 5, 8, 5]
-    assert packed(same_count, 10, "first-fit") == [[0, 1], [2], [3]]
-    assert packed(same_count, 10, "auto") == [[0, 2], [1, 3]]
-    tie = [6, 6, 3, 2, 3]
-    assert packed(tie, 10, "first-fit") == [[0, 2], [1, 3], [4]]
-    assert packed(tie, 10, "first-fit-decreasing") == [[0, 2], [1, 4], [3]]
-    assert packed(tie, 10, "auto") == [[0, 2], [1, 4], [3]]
-
-
-def test_oversize_samples_come_last_and_alone() -> None:
-    assert pack_shard(Problem.of([12, 4, 30, 6, 10], ParallelDims(), CONFIG)) == [
-        [4],
-        [1, 3],
-        [0],
-        [2],
-    ]
 
 
 def test_the_costliest_is_split_into_even_halves_first() -> None:
@@ -284,7 +251,7 @@ def test_splitting_many_samples_stays_fast() -> None:
     lengths = [1 + index % 7 for index in range(20_000)]
     config = PlannerConfig(max_tokens_per_gpu=10**6, balance="cost")
     dims = ParallelDims(data_parallel=2, pipeline_parallel=2, virtual_pipeline=2)
-    bins = pack_shard(Problem.of(lengths, dims, config))
+    bins = pack_local(Problem.of(lengths, dims, config))
     filled = fill_shard(Problem.of(lengths, dims, config), bins, 20_000)
     assert all(len(samples) == 1 for samples in filled)
     weights = [lengths[sample] for (sample,) in filled]
@@ -300,14 +267,6 @@ def test_the_packing_that_ends_first_is_among_those_within_the_bound() -> None:
     assert {b: soonest_filling(outlooks, config) for b, config in configs.items()} == bounds
     with pytest.raises(InflightBoundError, match="max_inflight_tokens"):
         soonest_filling(outlooks, PlannerConfig(max_tokens_per_gpu=10, max_inflight_tokens=9))
-
-
-@pytest.mark.parametrize("packing", ["auto", "first-fit", "first-fit-decreasing"])
-def test_rows_are_packed_with_at_most_so_many_samples(packing: Any) -> None:
-    config = PlannerConfig(max_tokens_per_gpu=100, packing=packing, max_samples_per_row=2)
-    bins = pack_shard(Problem.of([1, 2, 3, 4, 5], ParallelDims(), config))
-    assert sorted(i for samples in bins for i in samples) == list(range(5))
-    assert sorted(map(len, bins)) == [1, 2, 2]
 
 
 @pytest.mark.parametrize(("stages", "chunks", "samples"), [(2, 2, 13), (4, 4, 9), (4, 1, 60)])

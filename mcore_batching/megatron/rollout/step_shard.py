@@ -19,7 +19,7 @@ from mcore_batching.planning import (
     Problem,
     ShardOutlook,
     fill_shard,
-    pack_shard,
+    pack_local,
     shard_ends,
     shard_outlook,
     soonest_counts,
@@ -51,7 +51,7 @@ class StepShard:
 
     def packed(self, plan: Plan) -> PackedShard:
         """In as few micro-batches as hold the samples; filling splits them."""
-        bins = plan(Call(pack_shard, (self.problem,)))
+        bins = plan(Call(pack_local, (self.problem,)))
         return PackedShard(self, plan, bins, plan(Call(shard_ends, (self.problem, bins))))
 
 
