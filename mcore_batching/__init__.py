@@ -21,7 +21,6 @@ from mcore_batching._version import __version__
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
-    InflightBoundError,
     InvariantError,
     LengthError,
     MCoreBatchingError,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ConfigError",
     "CostModel",
-    "InflightBoundError",
     "InvariantError",
     "LengthError",
     "MCoreBatchingError",

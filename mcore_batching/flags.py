@@ -50,9 +50,6 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
         "max_samples_per_row": _number(
             "most samples that share a micro-batch, for kernels and memory that go by their number"
         ),
-        "max_inflight_tokens": _tokens(
-            "most padded tokens whose activations the first pipeline stage may hold at a time"
-        ),
         "share_prefixes": _flag(
             "compute samples that begin others, as turns of a trajectory begin the next ones, in "
             "those others' segments, once; each keeps its own response, fields, weight and outputs",
@@ -117,8 +114,7 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
         ),
         "forward_only_max_tokens_per_gpu": _tokens(
             "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
-            "pass: it then has a plan of its own, which --dynamic-batch-max-inflight-tokens does "
-            "not bound (default: the plan and the cap of training)"
+            "pass: it then has a plan of its own (default: the plan and the cap of training)"
         ),
         "log_prob_chunk_tokens": _tokens(
             "tokens of which log-probs and entropies hold float32 copies of the logits at a time; "
@@ -217,6 +213,9 @@ FLAGS = {name: _SPELLED.get(name, PREFIX + name.replace("_", "-")) for name in O
 REMOVED_FLAGS = {
     f"{PREFIX}split-backward": "backward passes run whole: leave it out",
     f"{PREFIX}split-backward-memory": "backward passes run whole: leave it out",
+    f"{PREFIX}max-inflight-tokens": (
+        "a stage holds at most as many micro-batches as 1F1B has stages: lower --max-tokens-per-gpu"
+    ),
 }
 """Flags of earlier releases, which are refused, and what to do instead."""
 

@@ -18,7 +18,6 @@ NEEDS["integrations"] = NEEDS["megatron"]
 
 MADE_FROM = {
     "CollectiveError": ({3: "KeyError: 'tokens'", 1: "no memory"},),
-    "InflightBoundError": (9, 12.0),
     "InvariantError": ("cap", "too much"),
 }
 """Arguments of those that a text alone does not make; below, by keyword."""

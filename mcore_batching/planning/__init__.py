@@ -11,7 +11,6 @@ from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import (
     Argument,
     ConfigError,
-    InflightBoundError,
     InvariantError,
     LengthError,
     MCoreBatchingError,
@@ -36,12 +35,9 @@ from mcore_batching.planning.plans.statistics import (
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.shard import (
-    ShardOutlook,
     fill_shard,
     shard_ends,
-    shard_outlook,
-    soonest_counts,
-    soonest_filling,
+    soonest_count,
 )
 from mcore_batching.planning.tokens import (
     row_multiple_tokens,
@@ -54,7 +50,6 @@ __all__ = [
     "Argument",
     "ConfigError",
     "CostModel",
-    "InflightBoundError",
     "InvariantError",
     "LastStep",
     "LengthError",
@@ -68,7 +63,6 @@ __all__ = [
     "PlannerConfig",
     "PlanningError",
     "Problem",
-    "ShardOutlook",
     "StepPlan",
     "StepStatistics",
     "at_least",
@@ -84,9 +78,7 @@ __all__ = [
     "row_multiple_tokens",
     "sample_multiple_tokens",
     "shard_ends",
-    "shard_outlook",
-    "soonest_counts",
-    "soonest_filling",
+    "soonest_count",
     "step_problem",
     "step_statistics",
     "validate_plan",

@@ -55,9 +55,6 @@ class PlannerConfig:
     for each context-parallel size that may be best, and four times for steps of mixed sizes."""
     max_samples_per_row: int | None = None
     """Most samples of a micro-batch; None: no bound but the cap."""
-    max_inflight_tokens: int | None = None
-    """Most padded tokens in flight on the first pipeline stage, over its context-parallel ranks;
-    None: no bound."""
     max_context_parallel: int | None = None
     """Largest context-parallel size of a micro-batch under dynamic CP: a power of two, or all data-
     and context-parallel ranks. None: no dynamic CP, all have the size of the dims."""
@@ -66,7 +63,7 @@ class PlannerConfig:
         """Check ranges and choices."""
         counts = (
             *("max_tokens_per_gpu", "pad_each_to", "pad_total_to", "plan_effort"),
-            *("max_samples_per_row", "max_inflight_tokens", "max_context_parallel"),
+            *("max_samples_per_row", "max_context_parallel"),
         )
         set_at_least_one(self, counts, ConfigError)
         for name, choices in CHOICES.items():

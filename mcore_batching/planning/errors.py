@@ -11,7 +11,6 @@ spells in its own way:
 from __future__ import annotations
 
 import copyreg
-import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import islice
@@ -85,21 +84,6 @@ class ParallelDimsError(PlanningError):
 
 class ConfigError(PlanningError):
     """A `PlannerConfig` or `CostModel` out of range, or one that leaves no room for any token."""
-
-
-class InflightBoundError(ConfigError):
-    """No plan was found that keeps to `max_inflight_tokens`; `least` are in flight in the best
-    one."""
-
-    def __init__(self, bound: int | None, least: float) -> None:
-        super().__init__(
-            "found no plan that keeps to ",
-            Argument("max_inflight_tokens", bound),
-            " tokens at a time; the least found is ",
-            # A chunk holds a part of a micro-batch: rounded down, the bound would fail again.
-            f"{math.ceil(least)}: set it to that, or decrease ",
-            Argument("max_tokens_per_gpu"),
-        )
 
 
 class LengthError(PlanningError):

@@ -20,17 +20,13 @@ from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
     Slots,
-    check_inflight_tokens,
     search,
     search_dynamic,
 )
 from mcore_batching.planning.shard import (
     fill_shard,
     shard_ends,
-    shard_outlook,
-    soonest_counts,
-    soonest_filling,
-    worst_outlook,
+    soonest_count,
 )
 
 MAX_SEARCHED_PASSES = 2 * 10**8
@@ -66,7 +62,6 @@ def plan_step(
         LengthError: a length or an owner is out of range.
         ConfigError: the cap leaves no room for a single token, or the search would take hours.
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
-        InflightBoundError: no plan was found that keeps to `max_inflight_tokens`.
     """
     plan = plan_batch(lengths, dims, config, cost_model, owners=owners, forward_only=forward_only)
     return plan.steps[0]
@@ -172,10 +167,6 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
     # The packed plan is the result without a search, and otherwise one of the search's starts.
     plain = _packed_and_placed(problem)
     if not problem.config.searches or not problem.num_samples:
-        if problem.config.max_inflight_tokens is not None:
-            # Nothing to choose from, but it raises where the bound is broken.
-            worst = worst_outlook(shard_outlook(problem, rank) for rank in plain)
-            soonest_filling([worst], problem.config)
         return plain
     found = tuple(
         tuple(tuple(sorted(samples)) for samples in slots) for slots in _searched(problem, plain)
@@ -198,7 +189,6 @@ def _plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
     """Micro-batches of all ranks under dynamic CP, and their context-parallel sizes."""
     plain = packed_on_least_ranks(problem)
     if not problem.config.searches or not problem.num_samples:
-        check_inflight_tokens(problem, plain)
         return plain
     # `_searched` also plans with one size for all, which is sometimes best.
     found = search_dynamic(problem, plain, _searched)
@@ -223,15 +213,8 @@ def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
     packed = [pack_local(shard) for shard in shards]
     ends = [shard_ends(shard, bins) for shard, bins in zip(shards, packed, strict=True)]
     latest = [max(each) for each in zip(*ends, strict=True)]  # the straggler's, for each count
-    filled = [
-        tuple(fill_shard(shard, bins, count) for shard, bins in zip(shards, packed, strict=True))
-        for count in soonest_counts(latest, shards[0].dims, shards[0].config)
-    ]
-    outlooks = [
-        worst_outlook(shard_outlook(shard, rank) for shard, rank in zip(shards, ranks, strict=True))
-        for ranks in filled
-    ]
-    return filled[soonest_filling(outlooks, shards[0].config)]
+    count = soonest_count(latest, shards[0].dims)
+    return tuple(fill_shard(shard, bins, count) for shard, bins in zip(shards, packed, strict=True))
 
 
 def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:

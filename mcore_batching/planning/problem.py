@@ -22,7 +22,7 @@ from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
 from mcore_batching.planning.integers import check_lengths, require_bool, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import Schedule, inflight_tokens
+from mcore_batching.planning.pipeline import Schedule
 from mcore_batching.planning.tokens import (
     needed_max_tokens_per_gpu,
     placeholder_tokens,
@@ -149,15 +149,9 @@ class Problem:
         most = self.config.max_context_parallel
         if most is None:
             return {self.dims.context_parallel: self}
-        # Tokens in flight are bounded over the dims' context-parallel ranks: a row on more ranks
-        # may hold as many more.
-        bound, usual = self.config.max_inflight_tokens, self.dims.context_parallel
+        config = dataclasses.replace(self.config, max_context_parallel=None)
 
         def as_if(size: int) -> Problem:
-            held = bound and max(1, bound * size // usual)
-            config = dataclasses.replace(
-                self.config, max_context_parallel=None, max_inflight_tokens=held
-            )
             dims, cost_model = self.dims.for_rows_on(size), self.cost_model.on_ranks(size)
             return Problem(self.lengths, dims, config, cost_model, self.forward_only)
 
@@ -248,12 +242,6 @@ class Problem:
         """The quantity that `config.balance` evens out: padded tokens for "tokens", else cost."""
         by_tokens = self.config.balance == "tokens"
         return float(self.row_tokens(samples)) if by_tokens else self.cost(samples)
-
-    def inflight_tokens(self, micro_batches: Sequence[Sequence[int]], *, stage: int = 0) -> float:
-        """Most padded tokens in flight on a stage of one rank's pipeline."""
-        # A placeholder is a row of padding: its activations are held like any other's.
-        tokens = [self.row_tokens(samples) or self.placeholder_tokens for samples in micro_batches]
-        return inflight_tokens(tokens, self.schedule, stage=stage)
 
     def oversize_error(self) -> OversizeSampleError:
         """The error for the longest oversize sample, with the cap that it needs."""

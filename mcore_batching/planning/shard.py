@@ -3,23 +3,19 @@
     problem = Problem.of(lengths, dims, config, cost_model)    # this rank's samples alone
     bins = pack_local(problem)
     latest = all_reduce_max(shard_ends(problem, bins))
-    for count in soonest_counts(latest, dims, config):
-        micro_batches = fill_shard(problem, bins, count)
-        worst = all_reduce_max(shard_outlook(problem, micro_batches))
+    micro_batches = fill_shard(problem, bins, soonest_count(latest, dims))
 
-Then `soonest_filling` picks by the worst outlooks (there are two only under a bound on tokens in
-flight). `plan_step` with `owners` makes the same calls.
+`plan_step` with `owners` makes the same calls.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.errors import Argument, InflightBoundError, LengthError
+from mcore_batching.planning.errors import Argument, LengthError
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
@@ -34,10 +30,6 @@ from mcore_batching.planning.search import (
     steps_of_counts,
 )
 
-MOST_COUNTED_MICRO_BATCHES = 1 << 16
-"""Largest number that ranks consider under a bound on tokens in flight, where more of them hold
-fewer tokens each. Counts grow by a seventh: doubling it adds six to 79 that are tried."""
-
 
 def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
     """Predicted ends of one rank's step for each number of micro-batches that ranks choose among.
@@ -51,39 +43,34 @@ def shard_ends(problem: Problem, bins: Sequence[Sequence[int]]) -> list[float]:
     if not shapes_slots(problem.dims, problem.config):
         return held
     fewest = problem.dims.round_up_num_microbatches(max(1, len(bins)))
-    packed = shard_outlook(problem, _split_and_order(problem, bins, fewest)).end
+    packed = _end(problem, _split_and_order(problem, bins, fewest))
     held.append(min(packed, *ends_by_count(problem, [fewest])))
-    counts = _counts(problem.dims, problem.config)
+    counts = _counts(problem.dims)
     # Fewer than the packed ones cannot hold the samples: infinite, but there, for all ranks join
     # their lists element by element.
     first = next((at for at, count in enumerate(counts) if count >= len(bins)), len(counts))
     return [*held, *[math.inf] * first, *ends_by_count(problem, counts[first:])]
 
 
-def soonest_counts(latest: Sequence[float], dims: ParallelDims, config: PlannerConfig) -> list[int]:
-    """The number of micro-batches with the earliest end of the straggler; under a bound on tokens
-    in flight, which are known only once micro-batches are filled, also the fewest that hold the
-    samples.
+def soonest_count(latest: Sequence[float], dims: ParallelDims) -> int:
+    """The number of micro-batches with the earliest end of the straggler.
 
     Args:
         latest: element-wise maximum of `shard_ends` over all ranks.
-        dims, config: of every rank's problem.
+        dims: of every rank's problem.
     """
     held, samples, *ends = latest
     fewest, most = (dims.round_up_num_microbatches(max(1, int(n))) for n in (held, samples))
     if not ends:
-        return [fewest]
+        return fewest
     packed, *known = ends  # with `fewest`, as packed; then with each of `counts`, as searched
-    counts = _counts(dims, config)
+    counts = _counts(dims)
     end, soonest = min(zip(known, counts, strict=True))
     # Counts to choose from are up to a seventh apart: the fewest itself may be as good.
     is_next = soonest == min((count for count in counts if count >= fewest), default=fewest)
     if end == math.inf or (is_next and packed <= end):
         soonest = fewest
-    soonest = min(soonest, most)  # beyond it, every rank has placeholders
-    if config.max_inflight_tokens is None:
-        return [soonest]
-    return list(dict.fromkeys([fewest, soonest]))
+    return min(soonest, most)  # beyond it, every rank has placeholders
 
 
 def fill_shard(
@@ -123,14 +110,12 @@ def fill_shard(
         _split_and_order(dataclasses.replace(problem, config=by_tokens), bins, num_microbatches),
         best_slots(problem, num_microbatches),
     ]
-    # The earliest end of those within the bound; if none is, the one nearest to it.
-    bound = _inflight_bound(problem.config)
-    found = []
-    for number, slots in enumerate(candidates):
-        if slots is not None:
-            outlook = shard_outlook(problem, slots)
-            found.append((max(outlook.inflight_tokens, bound), outlook.end, number))
-    best = _improved(problem, candidates[min(found)[2]] or ())
+    ends = [
+        (_end(problem, slots), number)
+        for number, slots in enumerate(candidates)
+        if slots is not None
+    ]
+    best = _improved(problem, candidates[min(ends)[1]] or ())
     return largest_first(problem, (tuple(tuple(sorted(samples)) for samples in best),))[0]
 
 
@@ -142,41 +127,9 @@ def _improved(problem: Problem, slots: Sequence[Sequence[int]]) -> Sequence[Sequ
     return improve(objective.candidate([slots]), objective).ranks[0]
 
 
-class ShardOutlook(NamedTuple):
-    """Prediction for one rank's micro-batches."""
-
-    end: float
-    """End of the rank's step by itself, in units of cost."""
-    inflight_tokens: float
-    """Most padded tokens in flight on its first pipeline stage."""
-
-
-def shard_outlook(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> ShardOutlook:
-    """The end of one rank's step, and its peak of tokens in flight."""
-    return ShardOutlook(
-        end=Clock(problem.slot_costs(micro_batches), problem.schedule).end,
-        inflight_tokens=problem.inflight_tokens(micro_batches),
-    )
-
-
-def worst_outlook(outlooks: Iterable[ShardOutlook]) -> ShardOutlook:
-    """The latest end and the most tokens in flight over all ranks."""
-    return ShardOutlook(*map(max, zip(*outlooks, strict=True)))
-
-
-def soonest_filling(outlooks: Sequence[ShardOutlook], config: PlannerConfig) -> int:
-    """Index of the filling with the earliest end of the step, given the worst outlook of each over
-    all ranks.
-
-    Raises:
-        InflightBoundError: every filling breaks the bound on some rank.
-    """
-    bound = _inflight_bound(config)
-    within = [i for i, outlook in enumerate(outlooks) if outlook.inflight_tokens <= bound]
-    if not within:
-        least = min(outlook.inflight_tokens for outlook in outlooks)
-        raise InflightBoundError(config.max_inflight_tokens, least)
-    return min(within, key=lambda index: outlooks[index].end)
+def _end(problem: Problem, micro_batches: Sequence[Sequence[int]]) -> float:
+    """End of one rank's step by itself, in units of cost."""
+    return Clock(problem.slot_costs(micro_batches), problem.schedule).end
 
 
 def shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
@@ -184,16 +137,9 @@ def shapes_slots(dims: ParallelDims, config: PlannerConfig) -> bool:
     return config.searches and dims.pipeline_parallel > 1 and not dims.in_lockstep
 
 
-def _counts(dims: ParallelDims, config: PlannerConfig) -> list[int]:
+def _counts(dims: ParallelDims) -> list[int]:
     """Numbers of micro-batches to choose from; the same on every rank, whatever it holds."""
-    most = MOST_SLOTS_PER_STAGE * dims.pipeline_parallel
-    if config.max_inflight_tokens is not None:
-        most = MOST_COUNTED_MICRO_BATCHES
-    return steps_of_counts(1, most, dims)
-
-
-def _inflight_bound(config: PlannerConfig) -> float:
-    return math.inf if config.max_inflight_tokens is None else config.max_inflight_tokens
+    return steps_of_counts(1, MOST_SLOTS_PER_STAGE * dims.pipeline_parallel, dims)
 
 
 def _split_and_order(

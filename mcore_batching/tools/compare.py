@@ -18,7 +18,6 @@ from mcore_batching.planning import (
     Argument,
     ConfigError,
     CostModel,
-    InflightBoundError,
     LengthError,
     OversizeSampleError,
     ParallelDims,
@@ -208,7 +207,7 @@ def _planned(
     started = time.process_time()
     try:
         plan = planner.plan(lengths, replace(config, max_tokens_per_gpu=cap))
-    except (RuleFailureError, InflightBoundError, OversizeSampleError) as error:
+    except (RuleFailureError, OversizeSampleError) as error:
         return _Step(error)
     except ConfigError as error:
         if cap == given:
@@ -218,17 +217,12 @@ def _planned(
     # Fill and floor are those of the given cap, whatever the plan was made under.
     plan = replace(plan, config=replace(plan.config, max_tokens_per_gpu=given))
     found = step_statistics(plan, lengths, cost_model)
-    # The rules do not know these bounds: a plan that breaks one is none.
+    # The rules do not know this bound: a plan that breaks it is none.
     most = max(len(samples) for rank in plan.micro_batches for samples in rank)
-    for has, what, name in (
-        (found.peak_inflight_tokens, "tokens in flight", "max_inflight_tokens"),
-        (most, "samples in a micro-batch", "max_samples_per_row"),
-    ):
-        bound = getattr(config, name)
-        if bound is not None and has > bound:
-            return _Step(
-                RuleFailureError(f"its plan has {has:.0f} {what}, ", Argument(name), f" is {bound}")
-            )
+    bound = config.max_samples_per_row
+    if bound is not None and most > bound:
+        what = f"its plan has {most} samples in a micro-batch, "
+        return _Step(RuleFailureError(what, Argument("max_samples_per_row"), f" is {bound}"))
     return _Step(None, found.step_time, found.floor_time or 1.0, found.num_microbatches, seconds)
 
 

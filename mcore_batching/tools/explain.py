@@ -335,7 +335,7 @@ def alternatives(step: StepPlan) -> Iterator[Setup]:
     def moved(share: float, **sizes: int) -> Iterator[Setup]:
         """Sizes changed so that a rank has this share of a token's work and memory."""
         changes = tuple(Argument(name, value) for name, value in sizes.items())
-        bound, fixed, others = config.max_inflight_tokens, 1.0, dict[str, Any](sizes)
+        fixed, others = 1.0, dict[str, Any](sizes)
         if "pipeline_parallel" in sizes:
             # Stages hold other layers: a micro-batch's fixed part is theirs, and chunks are gone.
             fixed, others = share, others | {"virtual_pipeline": 1, "microbatch_group_size": None}
@@ -345,10 +345,9 @@ def alternatives(step: StepPlan) -> Iterator[Setup]:
             quadratic=share * model.quadratic,
             per_micro_batch=fixed * model.per_micro_batch,
         )
-        bounded = replace(config, max_inflight_tokens=bound and max(1, int(bound / share)))
         # More stages than any model has, or ranks over which the experts cannot be spread.
         with contextlib.suppress(ParallelDimsError):
-            yield changes, replace(dims, **others), bounded, costs
+            yield changes, replace(dims, **others), config, costs
 
     yield capped(2 * cap)
     if ranks % 2 == 0 and config.max_context_parallel is None:

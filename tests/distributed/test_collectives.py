@@ -32,8 +32,6 @@ EXPECTED = {
         "stock step": {"reduce": 3},
         "stock step, learnt costs": {"reduce": 3},
         "stock evaluation": {"reduce": 3},
-        # Tokens in flight are known when micro-batches are filled.
-        "stock step, bounded in flight": {"reduce": 4},
         "stock step, more micro-batches than hold the samples": {"reduce": 3},
         "stock step, data on some ranks": {"reduce": 3},
     },
@@ -43,7 +41,6 @@ EXPECTED = {
         "stock step": {"reduce": 3},
         "stock step, learnt costs": {"reduce": 3},
         "stock evaluation": {"reduce": 3},
-        "stock step, bounded in flight": {"reduce": 4},
         "stock step, more micro-batches than hold the samples": {"reduce": 3},
         # Data is shared, then what is packed of it agreed on.
         "stock step, data on some ranks": {"reduce": 4, **IN_REPLICA},

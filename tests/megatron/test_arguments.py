@@ -61,7 +61,6 @@ FLAGS = {
     "--dynamic-batch-fuse-output-layer",
     "--dynamic-batch-log-prob-chunk-tokens",
     "--dynamic-batch-logits-in-model-dtype",
-    "--dynamic-batch-max-inflight-tokens",
     "--dynamic-batch-max-samples-per-row",
     "--dynamic-batch-plan-effort",
     "--dynamic-batch-record",
@@ -261,13 +260,13 @@ FORWARD_CAP = "--dynamic-batch-forward-only-max-tokens-per-gpu"
 
 def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> None:
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
-    words += ("--dynamic-batch-max-inflight-tokens", "150", "--dynamic-batch-pad-total-to", "20")
+    words += ("--dynamic-batch-pad-total-to", "20")
     shared, own = parse(*words), parse(*words, FORWARD_CAP, "400")
     training = Options.of(own).planner_config(ParallelDims())
     assert training == Options.of(shared).planner_config(ParallelDims())
     assert training == Options.of(shared).forward_only_config(training, ParallelDims())
     assert Options.of(own).forward_only_config(training, ParallelDims()) == dataclasses.replace(
-        training, max_tokens_per_gpu=400, max_inflight_tokens=None
+        training, max_tokens_per_gpu=400
     )
     assert not Options.of(shared).has_own_forward_plan
     assert Options.of(own).has_own_forward_plan
@@ -306,8 +305,7 @@ def test_without_the_flag_there_is_no_cap() -> None:
     config = options.planner_config(ParallelDims())
     settings = Settings(ParallelDims(), config, CostModel())
     packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed(IN_LINE)
-    [filling] = packed.filled([4.0, 5.0])
-    assert filling.micro_batches == ((0, 1), (2, 3), (), (4,))
+    assert packed.filled([4.0, 5.0]) == ((0, 1), (2, 3), (), (4,))
 
 
 def test_a_loop_of_its_own_without_the_flag_is_told_of_it() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from planning_cases import broken_invariants, examples
 from test_dynamic_cp import broken, long_tailed
 from test_search import PP4, Step, as_tuples, log_normal, problems
@@ -160,21 +158,17 @@ def test_chains_refuse_only_what_ends_no_sooner(
 
 
 @examples(250)
-@given(problems(), st.sampled_from([None, 1.0, 1.3]))
-def test_improving_never_ends_a_step_later(problem: Step, times: float | None) -> None:
-    """And leaves as many slots and placeholders or fewer, the same samples, a step within the bound
-    on tokens in flight, and ends that are those of its slots."""
+@given(problems())
+def test_improving_never_ends_a_step_later(problem: Step) -> None:
+    """And leaves as many slots and placeholders or fewer, the same samples, and ends that are those
+    of its slots."""
     plain = problem.plan(balance="tokens")
     objective = problem.objective()
     before = objective.candidate(plain.micro_batches)
-    if times and before.ranks[0]:
-        held = max(map(objective.problem.inflight_tokens, before.ranks))
-        objective.max_inflight_tokens = math.ceil(times * held)  # model chunks hold parts
     after = improve(before, objective)
     assert after.end <= before.end
     assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
     assert before.ends == objective.candidate(plain.micro_batches).ends
-    assert objective.fits_in_memory(after.ranks, after.sizes)
     for old, new in zip(before.ranks, after.ranks, strict=True):
         assert new[-1] or not any(new)
         assert sum(map(bool, new)) >= sum(map(bool, old))
@@ -228,21 +222,6 @@ def test_no_move_makes_the_step_end_later(monkeypatch: pytest.MonkeyPatch) -> No
     assert ends[-1] < 0.95 * ends[0]
     assert found.end == pytest.approx(ends[-1], rel=1e-12)
     assert improve(step, Objective(objective.problem)) == found
-
-
-def test_moves_keep_to_a_bound_on_tokens_in_flight() -> None:
-    """Where short samples are between long ones, so that two stages hold one of each."""
-    lengths = [4000 - each if each % 2 else 100 + each for each in range(16)]
-    dims, config = ParallelDims(pipeline_parallel=2), PlannerConfig(max_tokens_per_gpu=4000)
-    held = []
-    for bound in (4200, None):
-        objective = Objective(Problem.of(lengths, dims, config))
-        objective.max_inflight_tokens = bound
-        step = objective.candidate([[[each] for each in range(16)]])
-        after = improve(step, objective)
-        assert (after.end < step.end) == (bound is None)
-        held.append(objective.most_in_flight(after.ranks, after.sizes))
-    assert held[0] <= 4200 < held[1]
 
 
 @pytest.mark.parametrize("stages", [1, 2])

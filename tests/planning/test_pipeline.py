@@ -18,7 +18,8 @@ from naive_pipeline import Node, played
 from planning_cases import examples, megatron_runs
 
 from mcore_batching.planning import ParallelDims, ParallelDimsError
-from mcore_batching.planning.pipeline import Clock, Operation, Schedule, inflight_tokens
+from mcore_batching.planning.pipeline import Clock, Operation, Schedule
+from mcore_batching.planning.plans.statistics import tokens_in_flight
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def test_a_costlier_micro_batch_never_ends_the_step_sooner(run: Run, data: st.Da
 
 @examples(150)
 @given(pipelines(most_stages=6), st.booleans(), st.data())
-def test_inflight_tokens_are_those_held_when_a_forward_pass_begins(
+def test_tokens_in_flight_are_those_held_when_a_forward_pass_begins(
     dims: ParallelDims, forward_only: bool, data: st.DataObject
 ) -> None:
     """Held: forward pass begun, backward pass not over; read off simulated times."""
@@ -208,7 +209,7 @@ def test_inflight_tokens_are_those_held_when_a_forward_pass_begins(
         for now in own
         if now.kind == "F"
     )
-    held = inflight_tokens(tokens, schedule, stage=stage)
+    held = tokens_in_flight(tokens, schedule, stage)
     # Of forward passes alone, one chunk's pass holds what it runs on whole, not a chunk's share.
     share = 1 if forward_only else dims.virtual_pipeline
     assert held == pytest.approx(most / share, rel=1e-12)

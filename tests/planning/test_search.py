@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from planning_cases import broken_invariants, dims_list, examples, row_tokens
 
 from mcore_batching.planning import (
-    ConfigError,
     CostModel,
     ParallelDims,
     PlannerConfig,
@@ -24,7 +23,6 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.packing.bounds import way_of_longest
-from mcore_batching.planning.pipeline import Schedule
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective, best_slots, search
 from mcore_batching.planning.search.deal import EFFORT_OF_DEAL
@@ -232,107 +230,6 @@ def test_the_search_is_what_auto_means(problem: Step) -> None:
     assert problem.plan(balance="pipeline").micro_batches == problem.plan().micro_batches
 
 
-@examples(300)
-@given(problems(), st.floats(0.3, 5))
-def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(problem: Step, caps: float) -> None:
-    bound = int(caps * problem.config.max_tokens_per_gpu * problem.dims.context_parallel)
-    refusal = ""
-    try:
-        step = problem.plan(max_inflight_tokens=bound)
-    except ConfigError as error:
-        refusal = str(error)
-    if refusal:
-        assert f"max_inflight_tokens={bound} tokens at a time" in refusal
-        assert int(refusal.partition("the least found is ")[2].partition(":")[0]) > bound
-        if len(set(problem.lengths)) == 1:  # else it takes luck to find the order that holds least
-            assert held_one_by_one(problem) > bound
-        return
-    assert broken_invariants(step, problem.lengths) == set()
-    for rank in step.micro_batches:
-        assert most_in_flight(rank, step, problem) <= bound
-
-
-def held_one_by_one(problem: Step) -> float:
-    """Tokens in flight if the samples ran as they come, one to a micro-batch."""
-    ranks = problem.dims.data_parallel
-    count = problem.dims.round_up_num_microbatches(-(-len(problem.lengths) // ranks))
-    slots = [
-        [(i,) if i < len(problem.lengths) else () for i in range(r, count * ranks, ranks)]
-        for r in range(ranks)
-    ]
-    step = problem.plan()
-    return max(most_in_flight(tuple(rank), step, problem) for rank in slots)
-
-
-@pytest.mark.parametrize("options", [{"balance": "cost"}, {"packing": "first-fit"}, {}])
-@pytest.mark.parametrize("owners", [None, [0] * 40 + [1] * 24])
-@pytest.mark.parametrize(
-    "dims",
-    [
-        ParallelDims(data_parallel=2, pipeline_parallel=4),
-        ParallelDims(data_parallel=2),
-        ParallelDims(data_parallel=2, expert_parallel=2),
-    ],
-    ids=["PP4", "PP1", "EP2"],
-)
-def test_the_bound_on_tokens_in_flight_holds_without_a_search_too(
-    dims: ParallelDims, owners: list[int] | None, options: dict[str, Any]
-) -> None:
-    config = PlannerConfig(max_tokens_per_gpu=100, max_inflight_tokens=9, **options)
-    with pytest.raises(ConfigError, match="keeps to max_inflight_tokens=9 tokens at a time"):
-        plan_step([10] * 64, dims, config, owners=owners)
-
-
-def test_a_bound_on_tokens_in_flight_is_kept_without_pipeline_stages() -> None:
-    """By ten micro-batches of six samples, where three to five would hold all under the cap."""
-    config = PlannerConfig(max_tokens_per_gpu=24, max_inflight_tokens=6)
-    step = plan_step([1] * 60, ParallelDims(), config)
-    assert [len(samples) for (samples,) in zip(*step.micro_batches, strict=True)] == [6] * 10
-
-
-@pytest.mark.parametrize(("samples", "experts"), [(10, 2), (40, 1)])
-def test_a_bound_is_kept_with_hardly_any_effort(samples: int, experts: int) -> None:
-    dims = ParallelDims(pipeline_parallel=2, data_parallel=2, expert_parallel=experts)
-    config = PlannerConfig(max_tokens_per_gpu=24, max_inflight_tokens=16, plan_effort=1)
-    step = plan_step([8] * samples, dims, config)
-    assert step_statistics(step, [8] * samples).peak_inflight_tokens == 16
-
-
-@pytest.mark.parametrize("owners", [None, [i % 2 for i in range(100)]])
-def test_a_bound_that_only_one_sample_a_micro_batch_keeps(owners: list[int] | None) -> None:
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
-    config = PlannerConfig(max_tokens_per_gpu=16384, max_inflight_tokens=4000, plan_effort=300)
-    step = plan_step([1000] * 100, dims, config, owners=owners)
-    assert step.num_microbatches == 50
-    assert not any(samples == () for rank in step.micro_batches for samples in rank)
-    small_and_large = [100, 3000] * 50
-    step = plan_step(small_and_large, dims, replace(config, max_inflight_tokens=6300))
-    assert step_statistics(step, small_and_large).peak_inflight_tokens <= 6300
-
-
-def most_in_flight(rank: tuple[tuple[int, ...], ...], step: StepPlan, problem: Step) -> float:
-    """Padded tokens of a rank's first stage, by walking through its passes."""
-    placeholder = row_tokens([0], [1], step)
-    tokens = [row_tokens(samples, problem.lengths, step) or placeholder for samples in rank]
-    if problem.forward_only:
-        return max(tokens)
-    held = most = 0
-    for kind, _, slot in Schedule(dims=problem.dims).order(0, len(tokens)):
-        held += tokens[slot] if kind == "F" else -tokens[slot]
-        most = max(most, held)
-    return most / problem.dims.virtual_pipeline
-
-
-@examples(100)
-@given(problems())
-def test_a_bound_that_nothing_can_exceed_changes_nothing(problem: Step) -> None:
-    stages, chunks = problem.dims.pipeline_parallel, problem.dims.virtual_pipeline
-    most_held = 2 * stages + chunks * problem.dims.group_size
-    longest = max(problem.lengths, default=0) + 4 * problem.config.max_tokens_per_gpu
-    bound = most_held * longest * 4 * problem.dims.context_parallel
-    assert problem.plan(max_inflight_tokens=bound).micro_batches == problem.plan().micro_batches
-
-
 def log_normal(count: int, seed: int, *, median: float, sigma: float, cap: int) -> list[int]:
     generator = random.Random(seed)
     return [
@@ -342,18 +239,6 @@ def log_normal(count: int, seed: int, *, median: float, sigma: float, cap: int) 
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300)
-
-
-def test_a_bound_on_tokens_in_flight_costs_time() -> None:
-    lengths = log_normal(256, 0, median=2048, sigma=1, cap=16384)
-    free = step_statistics(plan_step(lengths, PP4, CONFIG), lengths)
-    bound = int(0.8 * free.peak_inflight_tokens)
-    bounded = plan_step(lengths, PP4, replace(CONFIG, max_inflight_tokens=bound))
-    statistics = step_statistics(bounded, lengths)
-    assert statistics.peak_inflight_tokens <= bound < free.peak_inflight_tokens
-    assert statistics.step_time >= free.step_time
-    with pytest.raises(ConfigError, match=r"=9000 tokens.* least found is \d+: set it to that"):
-        plan_step(lengths, PP4, replace(CONFIG, max_inflight_tokens=9000))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -383,15 +268,6 @@ def test_few_samples_on_a_deep_pipeline_are_spread_over_slots() -> None:
     step = plan_step([1024] * 56, dims, PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300))
     assert step.num_microbatches == 3
     assert all(len(samples) <= 1 for rank in step.micro_batches for samples in rank)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_ranks_that_hold_too_much_are_spread_before_shapes_are_compared(seed: int) -> None:
-    """A tight bound on tokens in flight costs less than half as much again."""
-    lengths = log_normal(160, seed, median=1100, sigma=0.8, cap=16384)
-    bounded = plan_step(lengths, PP4, replace(CONFIG, max_inflight_tokens=16000))
-    free = plan_step(lengths, PP4, CONFIG)
-    assert predicted_step_time(bounded, lengths) < 1.47 * predicted_step_time(free, lengths)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -550,7 +426,6 @@ class Known(NamedTuple):
     cap: int
     dims: ParallelDims
     end: float
-    max_inflight_tokens: int | None = None
     owners: list[int] | None = None
     forward_only: bool = False
 
@@ -590,15 +465,6 @@ KNOWN_ENDS = {
         ParallelDims(data_parallel=256, pipeline_parallel=4),
         38_749,
     ),
-    "hard bound": Known(LOG_NORMAL, 16_384, PP4, 289_821, 14_000),
-    "hard bound, one sample a slot": Known(
-        [100, 3000] * 50, 16_384, ParallelDims(data_parallel=2, pipeline_parallel=4), 565_778, 6300
-    ),
-    "hard bound, interleaved": Known(LOG_NORMAL, 16_384, INTERLEAVED, 270_005, 16_400),
-    "hard bound, interleaved, deep": Known(
-        LOG_NORMAL, 16_384, replace(DEEP, virtual_pipeline=2), 354_488, 30_000
-    ),
-    "hard bound in lockstep": Known(LOG_NORMAL, 16_384, IN_LOCKSTEP, 306_385, 16_400),
     "forward only": Known(LOG_NORMAL, 16_384, PP4, 92_414, forward_only=True),
     "forward only, interleaved": Known(LOG_NORMAL, 16_384, INTERLEAVED, 76_668, forward_only=True),
     "fixed owners": Known(
@@ -619,13 +485,10 @@ KNOWN_ENDS = {
 def test_no_kind_of_problem_ends_later_than_it_once_did(name: str) -> None:
     """By more than 1 %."""
     known = KNOWN_ENDS[name]
-    config = PlannerConfig(
-        max_tokens_per_gpu=known.cap, max_inflight_tokens=known.max_inflight_tokens
-    )
     step = plan_step(
         known.lengths,
         known.dims,
-        config,
+        PlannerConfig(max_tokens_per_gpu=known.cap),
         owners=known.owners,
         forward_only=known.forward_only,
     )

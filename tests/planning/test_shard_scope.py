@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
 
@@ -12,25 +13,18 @@ from planning_cases import Case, cases, examples
 
 from mcore_batching.planning import (
     CostModel,
-    InflightBoundError,
     LengthError,
     ParallelDims,
     PlannerConfig,
     Problem,
-    ShardOutlook,
     fill_shard,
     pack_local,
     plan_step,
     shard_ends,
-    shard_outlook,
-    soonest_counts,
-    soonest_filling,
-    step_statistics,
+    soonest_count,
 )
-from mcore_batching.planning.search import best_slots, ends_by_count, steps_of_counts
-from mcore_batching.planning.search.steps import Steps
-from mcore_batching.planning.search.targets import Kind
-from mcore_batching.planning.shard import worst_outlook
+from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.search import best_slots, ends_by_count
 
 
 @examples(300)
@@ -47,14 +41,8 @@ def test_ranks_on_their_own_reach_the_plan_of_all(case: Case) -> None:
     bins = list(map(pack_local, problems))
     ends = [shard_ends(problem, packed) for problem, packed in zip(problems, bins, strict=True)]
     latest = [max(each) for each in zip(*ends, strict=True)]
-    choices = [
-        [fill_shard(problems[rank], bins[rank], count) for rank in ranks]
-        for count in soonest_counts(latest, case.dims, case.config)
-    ]
-    outlooks = [
-        worst_outlook(shard_outlook(problems[r], filled[r]) for r in ranks) for filled in choices
-    ]
-    filled = choices[soonest_filling(outlooks, case.config)]
+    count = soonest_count(latest, case.dims)
+    filled = [fill_shard(problems[rank], bins[rank], count) for rank in ranks]
     step = plan_step(case.lengths, case.dims, case.config, owners=owners)
     assert step.scope == "local"
     for rank in ranks:
@@ -78,7 +66,11 @@ def _uneven_ranks(seed: int, ranks: int, stages: int, samples: int) -> list[Prob
 
 def _latest_end(problems: list[Problem], bins: list[list[list[int]]], count: int) -> float:
     filled = [fill_shard(*each, count) for each in zip(problems, bins, strict=True)]
-    return worst_outlook(map(shard_outlook, problems, filled)).end
+    return max(map(end_of, problems, filled))
+
+
+def end_of(problem: Problem, rows: Sequence[Sequence[int]]) -> float:
+    return Clock(problem.slot_costs(rows), problem.schedule).end
 
 
 @pytest.mark.parametrize(("seed", "ranks", "stages", "samples"), [(0, 4, 4, 16), (7, 4, 4, 16)])
@@ -91,10 +83,7 @@ def test_the_count_is_the_one_at_which_the_latest_rank_ends_soonest(
     ends = list(map(shard_ends, problems, bins))
 
     def agreed(of: list[list[float]]) -> int:
-        [count] = soonest_counts(
-            [max(each) for each in zip(*of, strict=True)], problems[0].dims, problems[0].config
-        )
-        return count
+        return soonest_count([max(each) for each in zip(*of, strict=True)], problems[0].dims)
 
     fewest = max(map(len, bins))
     most_wanted = max(agreed([own]) for own in ends)
@@ -113,7 +102,7 @@ def test_the_fewest_are_taken_where_more_only_cost_more() -> None:
     config = PlannerConfig(max_tokens_per_gpu=200)
     problem = Problem.of([100] * 30, ParallelDims(pipeline_parallel=2), config)
     ends = shard_ends(problem, pack_local(problem))
-    assert soonest_counts(ends, problem.dims, config) == [15]
+    assert soonest_count(ends, problem.dims) == 15
 
 
 @examples(100)
@@ -125,12 +114,11 @@ def test_ranks_tell_as_many_ends_whatever_they_hold(case: Case) -> None:
     empty = shard_ends(Problem.of([], case.dims, case.config), [])
     assert len(ends) == len(empty)
     assert ends[0] == len(bins)
-    counts = soonest_counts(ends, case.dims, case.config)
-    assert all(count >= len(bins) for count in counts)
+    count = soonest_count(ends, case.dims)
+    assert count >= len(bins)
     # Whoever holds nothing is no reason for another count.
-    assert counts == soonest_counts(
-        [max(each) for each in zip(ends, empty, strict=True)], case.dims, case.config
-    )
+    both = [max(each) for each in zip(ends, empty, strict=True)]
+    assert count == soonest_count(both, case.dims)
 
 
 def test_single_samples_are_moved_in_a_rank() -> None:
@@ -139,7 +127,7 @@ def test_single_samples_are_moved_in_a_rank() -> None:
     dealt = best_slots(problem, count)
     assert dealt is not None
     filled = fill_shard(problem, pack_local(problem), count)
-    assert shard_outlook(problem, filled).end < 0.9995 * shard_outlook(problem, dealt).end
+    assert end_of(problem, filled) < 0.9995 * end_of(problem, dealt)
 
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
@@ -258,62 +246,9 @@ def test_splitting_many_samples_stays_fast() -> None:
     assert all(before >= after for before, after in pairwise(weights))
 
 
-def test_the_packing_that_ends_first_is_among_those_within_the_bound() -> None:
-    outlooks = [ShardOutlook(1.0, 20.0), ShardOutlook(3.0, 10.0), ShardOutlook(2.0, 12.0)]
-    bounds = {None: 0, 20: 0, 12: 2, 10: 1}
-    configs = {
-        bound: PlannerConfig(max_tokens_per_gpu=10, max_inflight_tokens=bound) for bound in bounds
-    }
-    assert {b: soonest_filling(outlooks, config) for b, config in configs.items()} == bounds
-    with pytest.raises(InflightBoundError, match="max_inflight_tokens"):
-        soonest_filling(outlooks, PlannerConfig(max_tokens_per_gpu=10, max_inflight_tokens=9))
-
-
-@pytest.mark.parametrize(("stages", "chunks", "samples"), [(2, 2, 13), (4, 4, 9), (4, 1, 60)])
-def test_a_bound_that_no_rank_keeps_is_refused_at_once(
-    stages: int, chunks: int, samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not after all numbers of micro-batches up to 65,536, which took minutes."""
-    dims = ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)
-    config = PlannerConfig(max_tokens_per_gpu=2048, max_inflight_tokens=900)
-    lengths = [50 + 71 * sample % 900 for sample in range(samples)]
-    make = Steps.make
-
-    def with_few_slots(steps: Steps, kind: Kind) -> None:
-        assert kind.num_slots < 1000
-        make(steps, kind)
-
-    monkeypatch.setattr(Steps, "make", with_few_slots)
-    with pytest.raises(InflightBoundError, match="keeps to max_inflight_tokens=900 tokens"):
-        plan_step(lengths, dims, config, owners=[0] * samples)
-
-
 def test_a_number_of_slots_that_only_even_slots_hold_the_samples_in_has_an_end() -> None:
     """290 tokens in three slots of 100, without room for a rise."""
-    config = PlannerConfig(max_tokens_per_gpu=100, max_inflight_tokens=300)
+    config = PlannerConfig(max_tokens_per_gpu=100)
     dims = ParallelDims(pipeline_parallel=3)
     problem = Problem.of([30, 50, 90, 40, 20, 40, 20], dims, config)
     assert ends_by_count(problem, [3])[0] < math.inf
-
-
-@pytest.mark.parametrize(("bound", "first"), [(290, 16), (170, 32), (165, None)])
-def test_a_bound_is_kept_by_whatever_number_of_micro_batches_keeps_it(
-    bound: int, first: int | None
-) -> None:
-    """With 8 micro-batches beyond whole groups of 12 for instance, of which 32 are the fewest."""
-    lengths = [10, 50, 12, 10, 10, 50, 50, 19, 50, 49, 10, 64]
-    dims = ParallelDims(pipeline_parallel=4, virtual_pipeline=4, microbatch_group_size=12)
-    config = PlannerConfig(max_tokens_per_gpu=128, max_inflight_tokens=bound)
-    problem = Problem.of(lengths, dims, config)
-    counts = steps_of_counts(1, 300, dims)
-    ends = dict(zip(counts, ends_by_count(problem, counts), strict=True))
-    assert min((count for count in counts if ends[count] < math.inf), default=None) == first
-    kept = [count for count in counts if best_slots(problem, count) is not None]
-    assert min(kept, default=None) == first
-    if first is not None:  # as many as another rank has samples
-        both = ParallelDims(
-            data_parallel=2, pipeline_parallel=4, virtual_pipeline=4, microbatch_group_size=12
-        )
-        owners = [0] * len(lengths) + [1] * 32
-        plan = plan_step(lengths + [1] * 32, both, config, owners=owners)
-        assert step_statistics(plan, lengths + [1] * 32).peak_inflight_tokens <= bound

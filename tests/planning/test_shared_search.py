@@ -1,5 +1,4 @@
-"""The search under dynamic CP: single samples moved between rows that ranks share, and its
-bounds."""
+"""The search under dynamic CP: forms of steps whose rows ranks share."""
 
 from __future__ import annotations
 
@@ -7,22 +6,15 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from planning_cases import examples
-from test_dynamic_cp import broken, dynamic_cases, long_tailed
+from test_dynamic_cp import long_tailed
 
 from mcore_batching.planning import (
-    ConfigError,
     CostModel,
-    InflightBoundError,
     ParallelDims,
     PlannerConfig,
     Problem,
     plan_step,
     predicted_step_time,
-    step_statistics,
-    validate_plan,
 )
 from mcore_batching.planning.search.dynamic_cp import LITTLE_EFFORT, STEPS_KEPT, FormSearch
 from mcore_batching.planning.search.objective import Candidate
@@ -41,44 +33,6 @@ LAYOUTS = [
 
 LENGTHS = [*long_tailed(50), 5000]
 CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
-
-
-@examples(60)
-@given(dynamic_cases(), st.floats(0.3, 5))
-def test_tokens_in_flight_are_bounded_or_the_bound_is_refused(
-    case: tuple[list[int], ParallelDims, PlannerConfig], caps: float
-) -> None:
-    lengths, dims, config = case
-    bound = max(1, int(caps * config.max_tokens_per_gpu * dims.context_parallel))
-    refusal = ""
-    try:
-        step = plan_step(lengths, dims, replace(config, max_inflight_tokens=bound))
-    except ConfigError as error:
-        refusal = str(error)
-    if refusal:
-        least = refusal.partition("the least found is ")[2].partition(":")[0]
-        assert not least or int(least) > bound
-        return
-    assert broken(step, lengths) == set()
-    assert step_statistics(step, lengths).peak_inflight_tokens <= bound
-
-
-def test_a_bound_on_tokens_in_flight_costs_time() -> None:
-    """A step without it holds more, one with it ends later; its shared rows count by their share
-    of a rank."""
-    config = replace(CONFIG, plan_effort=20)
-    free = plan_step(LENGTHS, PP2, config)
-    held = step_statistics(free, LENGTHS).peak_inflight_tokens
-    bound = int(0.7 * held)
-    step = plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=bound))
-    validate_plan(step, LENGTHS)
-    assert step_statistics(step, LENGTHS).peak_inflight_tokens <= bound
-    assert max(row.size for row in step.rows()) > 1
-    assert predicted_step_time(step, LENGTHS) >= predicted_step_time(free, LENGTHS)
-    with pytest.raises(InflightBoundError, match="keeps to max_inflight_tokens=9 tokens at a time"):
-        plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=9))
-    with pytest.raises(InflightBoundError, match="keeps to max_inflight_tokens=9 tokens at a time"):
-        plan_step(LENGTHS, PP2, replace(config, max_inflight_tokens=9, balance="cost"))
 
 
 def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:

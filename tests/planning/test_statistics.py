@@ -21,7 +21,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
-from mcore_batching.planning.plans.statistics import predicted_step_time
+from mcore_batching.planning.plans.statistics import predicted_step_time, tokens_in_flight
 from mcore_batching.planning.problem import Problem
 from mcore_batching.tools.explain import explain
 
@@ -118,7 +118,8 @@ def test_ranks_that_know_their_own_samples_alone_join_to_the_same(
         rows = [[i - first for i in row] for row in step.micro_batches[rank]]
         parts.append(shard_statistics(problem, rows))
         ends = (0, pipeline - 1)
-        in_flight.append([problem.inflight_tokens(rows, stage=stage) for stage in ends])
+        held = [problem.held_tokens(row, 1) for row in rows]
+        in_flight.append([tokens_in_flight(held, problem.schedule, stage) for stage in ends])
     figures: dict[str, Any] = {}
     for of_kind, join in enumerate((sum, max)):
         for name, value in parts[0][of_kind].items():

@@ -209,7 +209,7 @@ def packs(rng: random.Random) -> None:
 NUMBERS = ["0", "1", "2", "3", "64", "-1", "10" * 9, "1e3", "x", "", "nan", "²", "7" * 5000]
 FLAGS = [
     *("--max-tokens-per-gpu", "--dp", "--pp", "--vpp", "--cp", "--tp", "--ep", "--plan-effort"),
-    *("--samples-per-step", "--microbatch-group-size", "--max-inflight-tokens"),
+    *("--samples-per-step", "--microbatch-group-size"),
     "--max-samples-per-row",
     "--steps",
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kit.patience import patience
 
-from mcore_batching.flags import FLAGS, OPTIONS, THEMES
+from mcore_batching.flags import FLAGS, OPTIONS, PREFIX, REMOVED_FLAGS, THEMES
 from mcore_batching.planning import (
     Argument,
     Plan,
@@ -317,6 +317,19 @@ def test_arguments_without_a_flag_are_spelled_as_in_the_library() -> None:
         *(Argument("lengths"), " or ", Argument("pad_each_to", 8)),
     )
     assert error.text(parser.spell) == "set --dp=2, --dp, LENGTHS or pad_each_to=8"
+
+
+@pytest.mark.parametrize("flag", REMOVED_FLAGS)
+@pytest.mark.parametrize("name", ["plan", "compare"])
+def test_removed_flags_are_refused_in_one_line(
+    name: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = flag.replace(PREFIX, "--")
+    with pytest.raises(SystemExit) as caught:
+        main([name, "-", "--max-tokens-per-gpu", "10", own, "5"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"{own} is gone: {REMOVED_FLAGS[flag]}")
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,7 @@ class Options:
         if self.planner["pad_total_to"] is None and multiple is not None:
             multiple = _default_row_multiple(cap, dims)  # CUDA's, as it divides this cap
         # Without a backward pass no activations wait: the bound on them is training's alone.
-        return dataclasses.replace(
-            training, max_tokens_per_gpu=cap, max_inflight_tokens=None, pad_total_to=multiple
-        )
+        return dataclasses.replace(training, max_tokens_per_gpu=cap, pad_total_to=multiple)
 
     @contextlib.contextmanager
     def naming_the_cap(self, *, forward_only: bool, samples: Sequence[int]) -> Iterator[None]:

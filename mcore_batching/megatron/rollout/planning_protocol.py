@@ -11,20 +11,17 @@ others know:
 3. pack: each replica packs its own samples of every optimizer step, of those that
    share segments the hosts alone, and says how soon it would end with how many micro-batches;
 4. fill: samples are brought to the count with which the latest rank ends soonest; the ranks of a
-   replica must have made the same;
-5. choose: of two counts, under a bound on tokens in flight alone, by the outlooks of all ranks; no
-   agreement, since all that it follows from has been compared.
+   replica must have made the same.
 
 So planning takes three collectives of one small message a round, and an optimizer step
 (`prepare`, `Job.agree_after_pipeline`) two. Where all samples are one step, as in a stock script, 1
-and 3 are one agreement unless a rank lacks data or samples, and where tokens in flight are not
-bounded, 4 goes into the step's first. What the last step's passes took travels with 1, and tells
-the costs by which the next 3 packs. Under the exchange one plan of all samples (`exchange`)
-replaces 3 to 5: three agreements, a gather of all lengths, and two exchanges (sizes, samples), the
-last three of which grow with the ranks.
+and 3 are one agreement unless a rank lacks data or samples, and 4 goes into the step's first. What
+the last step's passes took travels with 1, and tells the costs by which the next 3 packs. Under the
+exchange one plan of all samples (`exchange`) replaces 3 and 4: three agreements, a gather of all
+lengths, and two exchanges (sizes, samples), the last three of which grow with the ranks.
 
 Of several steps the first alone is planned so where planning takes long: the others follow in a
-thread, by 3 to 5 again; under the exchange ranks share out the plans, by one more agreement and
+thread, by 3 and 4 again; under the exchange ranks share out the plans, by one more agreement and
 a gather.
 """
 
@@ -38,7 +35,6 @@ from typing import Any
 from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.agreement.figures import Figure, largest, total
 from mcore_batching.megatron.checks.validation import prepare_model
-from mcore_batching.megatron.errors import PlanningFailedError
 from mcore_batching.megatron.job.consensus import JobConsensus
 from mcore_batching.megatron.job.flat_values import digest_of
 from mcore_batching.megatron.job.job import Job
@@ -49,11 +45,10 @@ from mcore_batching.megatron.rollout.maker import IN_LINE
 from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout, with_later_steps
 from mcore_batching.megatron.rollout.rollout import Rollout, RolloutRequest, read_rollout
 from mcore_batching.megatron.rollout.settings import Settings, check_forward_plan
-from mcore_batching.megatron.rollout.step_shard import Filling, PackedShard, StepShard
+from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.rows.shards import computed_alone, with_hosted
+from mcore_batching.megatron.rows.shards import MicroBatches, computed_alone, with_hosted
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.planning import ShardOutlook, soonest_filling
 from mcore_batching.planning.shard import shapes_slots
 
 
@@ -76,15 +71,14 @@ def begin_step(request: RolloutRequest) -> Callable[[], MicroBatchSchedule]:
         agreement before the pipeline, and compare the schedule's `own_digest` there.
     """
     rollout = read_rollout(request)
-    # Tokens in flight are known when micro-batches are filled, and choose among two fillings.
-    if rollout.packed is not None and rollout.settings.config.max_inflight_tokens is None:
+    if rollout.packed is not None:
         return functools.partial(_filled_alone, rollout, rollout.packed)
     schedule = _planned(rollout).schedule
     return lambda: schedule
 
 
 def plan_forward_passes(rollout: PlannedRollout, job: Job, model: Any) -> PlannedRollout:
-    """The rollout, or the same batch as planned for forward passes alone, by 3 to 5 of the above.
+    """The rollout, or the same batch as planned for forward passes alone, by 3 and 4 of the above.
 
     A collective over all ranks where it has to be made, at the first call under
     ``--dynamic-batch-forward-only-plan own`` or a cap of forward passes.
@@ -134,7 +128,7 @@ def _planned(rollout: Rollout) -> PlannedRollout:
 
 
 def _plan_own_samples(rollout: Rollout) -> PlannedRollout:
-    """Pack, fill and choose; of several steps perhaps the first alone. A collective."""
+    """Pack and fill; of several steps perhaps the first alone. A collective."""
     request, settings, consensus = rollout.request, rollout.settings, rollout.request.job.consensus
     if rollout.packed is not None:
         unplanned = CutSteps.of(rollout).unplanned()
@@ -176,15 +170,14 @@ def _packed_later(
 
 def _filled_alone(rollout: Rollout, packed: PackedShard) -> MicroBatchSchedule:
     """The only step, packed at once and filled to the count that is agreed on. Not a collective."""
-    # The only filling: there is another to choose from where tokens in flight are bounded.
-    [filling] = packed.filled(rollout.latest)
+    micro_batches = packed.filled(rollout.latest)
     unplanned = CutSteps.of(rollout).unplanned()
     return dataclasses.replace(
         unplanned,
-        steps=with_hosted((filling.micro_batches,), unplanned.hosts),
+        steps=with_hosted((micro_batches,), unplanned.hosts),
         # Of what all ranks know: each one's own plan is compared within its replica.
         plan_digest=digest_of([rollout.shares, rollout.latest]),
-        own_digest=digest_of([rollout.batch.total_lengths, filling.micro_batches]),
+        own_digest=digest_of([rollout.batch.total_lengths, micro_batches]),
     )
 
 
@@ -214,45 +207,30 @@ def _filled(
     packed: Sequence[PackedShard],
     latest: Sequence[float],
 ) -> MicroBatchSchedule:
-    """The schedule of packed steps, filled and chosen among. A collective over all ranks.
+    """The schedule of packed steps, filled. A collective over all ranks.
 
     `latest` has of all their ends the largest over all ranks.
     """
 
-    def work() -> list[list[Filling]]:
+    def work() -> list[MicroBatches]:
         ends = iter(latest)
         return [each.filled([next(ends) for _ in each.ends]) for each in packed]
 
-    def says(fillings: list[list[Filling]]) -> Statement:
-        outlooks = [filling.outlook for of_step in fillings for filling in of_step]
-        rows = [[filling.micro_batches for filling in of_step] for of_step in fillings]
+    def says(rows: list[MicroBatches]) -> Statement:
         digest = digest_of([unplanned.own_lengths, unplanned.hosts, rows])
         return Statement(
             # Stages and tensor-parallel ranks that ran other rows would send tensors of other
             # shapes.
             equal_in_replica={"samples and plan (sha256)": digest},
             figures={
-                "ends": largest([outlook.end for outlook in outlooks]),
-                "tokens in flight": largest([outlook.inflight_tokens for outlook in outlooks]),
                 # 32 bits at a time, whose sum over replicas travels as one integer.
                 "plans": total([int(digest[i : i + 8], 16) for i in range(0, len(digest), 8)]),
             },
         )
 
     agreed = consensus.agree("filling", work, says)
-    figures = agreed.figures
-
-    def choose() -> MicroBatchSchedule:
-        # Each figure's largest, perhaps of different ranks: the step ends with its latest rank, and
-        # must fit into memory on all.
-        worst = map(ShardOutlook, figures["ends"], figures["tokens in flight"])
-        chosen = []
-        for fillings in agreed.result:
-            number = soonest_filling([next(worst) for _ in fillings], unplanned.config)
-            chosen.append(fillings[number].micro_batches)
-        steps = with_hosted(tuple(chosen), unplanned.hosts)
-        return dataclasses.replace(unplanned, steps=steps)
-
-    # All that it follows from has been compared: no agreement, unless it fails.
-    made = consensus.do_alike("choosing", choose, failure=PlanningFailedError)
-    return dataclasses.replace(made, plan_digest=digest_of(figures))
+    return dataclasses.replace(
+        unplanned,
+        steps=with_hosted(tuple(agreed.result), unplanned.hosts),
+        plan_digest=digest_of(agreed.figures),
+    )

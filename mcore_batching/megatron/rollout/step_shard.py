@@ -2,14 +2,13 @@
 
 packed = StepShard.of(options, settings, indices, lengths, forward_only).packed(plan)
 latest = element-wise maximum of packed.ends over all ranks
-packed.filled(latest)       micro-batches with each number that is left to choose from
+packed.filled(latest)       micro-batches in the number with which the latest rank ends soonest
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.maker import Plan
@@ -17,12 +16,10 @@ from mcore_batching.megatron.rollout.settings import Settings
 from mcore_batching.megatron.rows.shards import MicroBatches
 from mcore_batching.planning import (
     Problem,
-    ShardOutlook,
     fill_shard,
     pack_local,
     shard_ends,
-    shard_outlook,
-    soonest_counts,
+    soonest_count,
 )
 from mcore_batching.planning.planning_process import Call
 
@@ -55,13 +52,6 @@ class StepShard:
         return PackedShard(self, plan, bins, plan(Call(shard_ends, (self.problem, bins))))
 
 
-class Filling(NamedTuple):
-    """Micro-batches as local sample indices, and what is predicted of them."""
-
-    micro_batches: MicroBatches
-    outlook: ShardOutlook
-
-
 @dataclass(frozen=True)
 class PackedShard:
     """A packed `StepShard`."""
@@ -71,15 +61,10 @@ class PackedShard:
     bins: list[list[int]]  # samples of each micro-batch, as the planner counts them
     ends: list[float]  # of `shard_ends`
 
-    def filled(self, latest: Sequence[float]) -> list[Filling]:
-        """The micro-batches brought to each number of `soonest_counts`, from the largest `ends` of
-        all ranks."""
+    def filled(self, latest: Sequence[float]) -> MicroBatches:
+        """The micro-batches brought to the `soonest_count`, from the largest `ends` of all
+        ranks."""
         problem = self.shard.problem
-        made = [
-            self.plan(Call(fill_shard, (problem, self.bins, count)))
-            for count in soonest_counts(latest, problem.dims, problem.config)
-        ]
-        return [Filling(self._indices(rows), shard_outlook(problem, rows)) for rows in made]
-
-    def _indices(self, micro_batches: MicroBatches) -> MicroBatches:
-        return tuple(tuple(self.shard.indices[i] for i in places) for places in micro_batches)
+        count = soonest_count(latest, problem.dims)
+        made = self.plan(Call(fill_shard, (problem, self.bins, count)))
+        return tuple(tuple(self.shard.indices[i] for i in places) for places in made)

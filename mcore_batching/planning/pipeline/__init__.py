@@ -4,7 +4,6 @@ passes         what each stage runs, in which order, and its share of a micro-ba
 program        the passes of all stages, numbered, and which wait for which
 clock          when the passes of one pipeline end, also after changes of costs
 coupled_clock  the same for ranks that share rows; which clocks a step has
-inflight       the tokens in flight on a stage
 compiled       loops that numba compiles where it is installed
 """
 
@@ -16,10 +15,6 @@ from mcore_batching.planning.pipeline.coupled_clock import (
     CoupledClock,
     blocks_of,
     clocks_of,
-)
-from mcore_batching.planning.pipeline.inflight import (
-    inflight_tokens,
-    slots_in_flight,
 )
 from mcore_batching.planning.pipeline.passes import Kind, Pass, Schedule
 
@@ -33,6 +28,4 @@ __all__ = [
     "Schedule",
     "blocks_of",
     "clocks_of",
-    "inflight_tokens",
-    "slots_in_flight",
 ]

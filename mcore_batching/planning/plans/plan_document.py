@@ -37,7 +37,6 @@ NEWER_OPTIONS = {
     "waits_for_sends",
     "plan_effort",
     "max_samples_per_row",
-    "max_inflight_tokens",
     "max_context_parallel",
 }
 """Added since version 1 of the format. Left out at their defaults: old plans keep their digests."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.packing.bounds import floor_of_totals, works_of_stages
-from mcore_batching.planning.pipeline import Clock, inflight_tokens
-from mcore_batching.planning.plans.statistics import StepStatistics
+from mcore_batching.planning.pipeline import Clock
+from mcore_batching.planning.plans.statistics import StepStatistics, tokens_in_flight
 from mcore_batching.planning.problem import Problem
 
 
@@ -50,8 +50,8 @@ def shard_statistics(
     maxima: dict[str, Any] = {
         "heaviest_rank_cost": work,
         "step_time": Clock(on_stages, schedule).end,
-        "peak_inflight_tokens": inflight_tokens(held, schedule),
-        "last_stage_inflight_tokens": inflight_tokens(held, schedule, stage=last),
+        "peak_inflight_tokens": tokens_in_flight(held, schedule),
+        "last_stage_inflight_tokens": tokens_in_flight(held, schedule, last),
         "largest_row_tokens": max(held),
         "sample cost": max(map(problem.cost_model.sample, problem.lengths), default=0.0),
         "slot costs": costs,

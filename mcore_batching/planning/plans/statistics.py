@@ -14,8 +14,8 @@ from mcore_batching.planning.integers import entries
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import (
     Clock,
+    Schedule,
     clocks_of,
-    inflight_tokens,
 )
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.problem import Problem
@@ -230,8 +230,28 @@ def _of_slots(
 def _most_held(problem: Problem, held: Sequence[Sequence[int]], stage: int) -> float:
     """Most tokens in flight on a stage of any rank, given those of micro-batches [ranks][slots]."""
     # A set: most ranks of a large job hold the same, and counting them takes long.
-    ranks = set(map(tuple, held))
-    return max(inflight_tokens(rank, problem.schedule, stage=stage) for rank in ranks)
+    return max(tokens_in_flight(rank, problem.schedule, stage) for rank in set(map(tuple, held)))
+
+
+def tokens_in_flight(slot_tokens: Sequence[int], schedule: Schedule, stage: int = 0) -> float:
+    """Peak of the tokens whose activations a stage holds.
+
+    A micro-batch is in flight from its forward to its backward pass; each model chunk holds its
+    share of the stage's layers. Under 1F1B stage s of P has P - s micro-batches in flight. Of
+    forward passes alone each holds its micro-batch by itself.
+
+    Args:
+        slot_tokens: padded tokens of each micro-batch [num_microbatches].
+        schedule: gives the order of passes.
+        stage: pipeline rank; stage 0 holds most.
+    """
+    if schedule.forward_only:
+        return float(max(slot_tokens))
+    held = most = 0  # whole micro-batches; a chunk holds 1 / virtual_pipeline of the layers
+    for kind, _, slot in schedule.order(stage, len(slot_tokens)):
+        held += slot_tokens[slot] if kind == "F" else -slot_tokens[slot]
+        most = max(most, held)
+    return most / schedule.dims.virtual_pipeline
 
 
 def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock]:

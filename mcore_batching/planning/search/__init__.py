@@ -10,7 +10,7 @@ simulated) and `dynamic_cp`.
 """
 
 from mcore_batching.planning.search.choice import search
-from mcore_batching.planning.search.dynamic_cp import check_inflight_tokens, search_dynamic
+from mcore_batching.planning.search.dynamic_cp import search_dynamic
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Slots
 from mcore_batching.planning.search.one_rank import best_slots, ends_by_count
@@ -21,7 +21,6 @@ __all__ = [
     "Objective",
     "Slots",
     "best_slots",
-    "check_inflight_tokens",
     "ends_by_count",
     "improve",
     "search",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Candidate, Objective, Ranks, Slots
 from mcore_batching.planning.search.steps import EVEN, FIRSTS, USUAL, Steps, thinned
@@ -28,10 +27,9 @@ Without the 512, steps of 2,048 samples on 256 ranks ended up to 6 % later; with
 EFFORT_OF_MOVES = 0.5
 """Share of the effort kept for moves: the search for better kinds of steps ends there. With 0.4
 steps end 0.04 % later in the mean."""
-MOST_MOVED, MOST_MOVED_UNDER_BOUND = 2, 4
+MOST_MOVED = 2
 """Steps, of different numbers of slots, in which samples are moved before the better one goes on.
-With 4 steps end 0.05 % later in the mean; under a bound on tokens in flight, where moves gain most,
-0.1 % sooner."""
+With 4 steps end 0.05 % later in the mean."""
 
 
 def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
@@ -43,22 +41,12 @@ def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
 
     Returns:
         every rank's slots, the same number for each.
-
-    Raises:
-        InflightBoundError: nothing was found that holds no more tokens in flight than may be.
     """
-    found, least = [], float("inf")
     # Kept in the running to the end: the result is then no later than any rule's plan.
-    for start in starts:
-        step = objective.candidate(start)
-        if objective.fits_in_memory(start):
-            found.append(step)
-        least = min(least, objective.most_in_flight(start))
+    found = list(map(objective.candidate, starts))
     # A start may be as good as the bound; then nothing is left to look for.
     if not any(objective.cannot_be_beaten(step.end) for step in found):
         found += _made(objective)
-    if not found:
-        raise InflightBoundError(objective.max_inflight_tokens, least)
     return _moved(found, objective).ranks
 
 
@@ -103,7 +91,7 @@ def _compare_counts(steps: Steps, keep: float) -> None:
     for count in reversed(counts):
         if steps.soonest:
             break
-        # Under a bound on tokens in flight: even micro-batches, whatever effort is left.
+        # Where samples fit into no others: even micro-batches, whatever effort is left.
         steps.make(Kind(count, EVEN))
     rises = objective.problem.schedule.alternates and not objective.problem.dims.in_lockstep
     for kind in steps.soonest[:2] if rises else ():
@@ -155,8 +143,7 @@ def _moved(found: Sequence[Candidate], objective: Objective) -> Candidate:
     found = sorted(found, key=lambda step: step.end)
     # One of each number: steps of one number differ by what moves change anyway.
     of_count = {len(step.ranks[0]): step for step in reversed(found)}
-    most = MOST_MOVED if objective.max_inflight_tokens is None else MOST_MOVED_UNDER_BOUND
-    steps = sorted(of_count.values(), key=lambda step: step.end)[:most]
+    steps = sorted(of_count.values(), key=lambda step: step.end)[:MOST_MOVED]
     while not (objective.cannot_be_beaten(steps[0].end) or objective.spent):
         share = objective.effort / len(steps) / min(2, len(steps))
         steps = [improve(step, objective, keep=objective.effort - share) for step in steps]

@@ -2,8 +2,7 @@
 
 Slots of all ranks are dealt to together, so that a deal is even over ranks as well. The cap and the
 most samples of a micro-batch hold and an oversize sample is alone. `settle` fills slots that stay
-empty while another of their rank holds two samples; `spread` and `lowered` keep to a bound on
-tokens in flight.
+empty while another of their rank holds two samples.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Sequence
 from itertools import chain
 
 from mcore_batching.planning.costs.cost import ordered_sum
-from mcore_batching.planning.pipeline import inflight_tokens, slots_in_flight
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Objective, Slots
 
@@ -175,63 +173,3 @@ def settle(slots: Slots, costs: Sequence[float]) -> Slots:
         last = min((number for number, own in enumerate(slots) if own), key=cost)
         slots[last], slots[-1] = slots[-1], slots[last]
     return slots
-
-
-def spread(slots: Slots, objective: Objective) -> Slots:
-    """The same slots in an order in which few tokens are in flight at a time.
-
-    As many slots in a row as there are stages are in flight: dealing them out by size, to every
-    stage-th place first up and then down again, gives each run of them about as much.
-    """
-    problem = objective.problem
-    stages = problem.dims.pipeline_parallel
-
-    def tokens(number: int) -> int:
-        return sum(problem.tokens[sample] for sample in slots[number])
-
-    by_size = sorted(range(len(slots)), key=lambda number: (-tokens(number), number))
-    places: list[int] = []
-    for first in range(min(stages, len(slots))):
-        column = range(first, len(slots), stages)
-        places += column if first % 2 else reversed(column)
-    ordered: Slots = [[] for _ in slots]
-    for place, number in zip(places, by_size, strict=True):
-        ordered[place] = slots[number]
-    return settle(ordered, problem.costs)
-
-
-def lowered(slots: Slots, objective: Objective) -> Slots:
-    """Slots with fewer tokens in flight: while too many are, a sample leaves the slots in flight
-    then for the smallest other, or if none may, the largest changes places with that.
-
-    Unlike `spread` it keeps the shape of the step, but it may end above the bound.
-    """
-    problem, made = objective.problem, [list(samples) for samples in slots]
-    bound = objective.max_inflight_tokens
-    assert bound is not None
-    for _ in slots:  # with four times as many changes steps end as soon
-        sizes = [problem.row_tokens(samples) or problem.placeholder_tokens for samples in made]
-        excess = inflight_tokens(sizes, problem.schedule) - bound
-        if excess <= 0.0:
-            break
-        held = slots_in_flight(sizes, problem.schedule)
-        others = [slot for slot in range(len(made)) if slot not in held]
-        if not others:
-            break
-        other = min(others, key=sizes.__getitem__)
-        most = problem.capacity - problem.row_tokens(made[other])
-        leaving = [
-            (abs(problem.tokens[sample] - excess), slot, sample)
-            for slot in held
-            if len(made[slot]) > 1 and len(made[other]) < problem.max_samples
-            for sample in made[slot]
-            if problem.tokens[sample] <= most
-        ]
-        if leaving:
-            _, slot, sample = min(leaving)
-            made[slot].remove(sample)
-            made[other].append(sample)
-        else:
-            slot = max(held, key=sizes.__getitem__)
-            made[slot], made[other] = made[other], made[slot]
-    return settle(made, problem.costs)

@@ -18,7 +18,6 @@ import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain, repeat
 
-from mcore_batching.planning.errors import InflightBoundError
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
@@ -57,28 +56,21 @@ def search_dynamic(
 ) -> Candidate:
     """The step that ends first of those found.
 
-    It ends no later than `start`, if that keeps to the bound on tokens in flight, and than any that
-    the search without dynamic CP, `of_one_size`, finds with `LITTLE_EFFORT` for a size that all
-    samples fit under.
+    It ends no later than `start`, and than any that the search without dynamic CP, `of_one_size`,
+    finds with `LITTLE_EFFORT` for a size that all samples fit under.
 
     Args:
         problem: under dynamic CP, with a sample or more.
-        start: a legal step, but for the bound on tokens in flight.
+        start: a legal step.
         of_one_size: the search without dynamic CP.
-
-    Raises:
-        InflightBoundError: nothing was found that keeps to that bound.
     """
     objective = SharedObjective(problem)
     effort = objective.effort
-    step = objective.candidate(*start)
-    found = [step] if objective.fits_in_memory(*start) else []
+    found = [objective.candidate(*start)]
     for step in FormSearch(objective).search((1 - SHARE_OF_FORMS) * effort)[: STEPS_KEPT // 2]:
         found.append(improve(step, objective, keep=objective.effort - SHARE_OF_EACH * effort))
     for size in problem.on_ranks:
         _add_step_of_one_size(found, size, LITTLE_EFFORT, objective, of_one_size)
-    if not found:
-        check_inflight_tokens(problem, start)
     best = _earliest(found)
     places = zip(chain(*best.ranks), chain(*best.sizes or []), strict=True)
     size, *others = {size for samples, size in places if samples}
@@ -101,34 +93,16 @@ def _add_step_of_one_size(
     """Add the step in which every micro-batch has one size, looked for with this `plan_effort`
     at most, if it may be best."""
     rows = objective.whole.on_ranks[size]
-    end = _earliest(found).end if found else math.inf
-    if size < max(objective.whole.least_sizes) or end <= step_time_floor(rows):
+    earliest = _earliest(found).end
+    if size < max(objective.whole.least_sizes) or earliest <= step_time_floor(rows):
         return
     config = dataclasses.replace(rows.config, plan_effort=min(rows.config.plan_effort, effort))
     planned = dataclasses.replace(rows, config=config)
     objective.effort -= Objective(planned).effort
-    try:
-        ranks = of_one_size(planned)
-    except InflightBoundError:
-        return
     # Placeholders are those of one rank.
-    slots = [of_rank for of_rank in ranks for _ in range(size)]
+    slots = [of_rank for of_rank in of_one_size(planned) for _ in range(size)]
     sizes = [[size if own else 1 for own in of_rank] for of_rank in slots]
-    step = objective.candidate(slots, sizes)
-    if objective.fits_in_memory(slots, sizes):
-        found.append(step)
-
-
-def check_inflight_tokens(problem: Problem, step: Step) -> None:
-    """Check micro-batches and their context-parallel sizes against the bound on tokens in flight.
-
-    Raises:
-        InflightBoundError: the first stage of a rank holds more.
-    """
-    objective = SharedObjective(problem)
-    if not objective.fits_in_memory(*step):
-        held = objective.most_in_flight(*step)
-        raise InflightBoundError(objective.max_inflight_tokens, held)
+    found.append(objective.candidate(slots, sizes))
 
 
 class FormSearch:
@@ -177,7 +151,7 @@ class FormSearch:
         self._tried.add(form)
         judged = self._forms.judge(form)
         step = self._forms.make(form) if judged < limit else None
-        if step is None or not self._objective.fits_in_memory(step.ranks, step.sizes):
+        if step is None:
             return
         count = form.kind.num_slots
         if count not in self._best or step.end < self._best[count][0].end:

@@ -3,7 +3,7 @@
 A move takes a sample of one micro-batch to another, perhaps for a cheaper one that comes back; or
 it exchanges all that a rank has in two slots, in lockstep that all ranks have. It is kept if it
 does not raise the sum of the 64th powers of the pipelines' ends, which the latest decide.
-Throughout, the cap and the bounds on samples and on tokens in flight hold, no micro-batch is
+Throughout, the cap and the bound on samples hold, no micro-batch is
 emptied, none changes its context-parallel size, and a rank with a placeholder takes a further
 sample there. A generator with one seed draws the moves, so they are the same everywhere.
 """
@@ -20,7 +20,6 @@ from mcore_batching.planning.search.pipelines import (
     NOWHERE,
     MicroBatch,
     Pipeline,
-    fits_in_memory,
     micro_batches_of,
 )
 
@@ -216,11 +215,7 @@ class _Moves:
 
     def _kept(self, theirs: MicroBatch, mine: MicroBatch, ranks: Collection[int]) -> bool:
         """Simulate the pipelines of two micro-batches that were changed; True, with the clocks
-        brought up to date, if the ranks concerned hold no more than they may and the sum of powers
-        of the ends does not rise."""
-        # First, since it needs no clock.
-        if not fits_in_memory([self._ranks[rank] for rank in ranks], self._objective):
-            return False
+        brought up to date, if the sum of powers of the ends does not rise."""
         late, early = mine.pipeline, theirs.pipeline
         both = [(early, {theirs.place, mine.place})]
         if late is not early:

@@ -11,17 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
-from mcore_batching.planning.pipeline import Clock, inflight_tokens
+from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.problem import Problem
 
 EFFORT = 70
 """Effort of a step is `plan_effort` · √(70 · (samples + stages of all ranks) · (4 + stages)): 550
 simulated passes for each unit of `plan_effort` with 512 samples on DP8×PP4, 3,700 with 16,384 on
 DP64×PP8. With 60 steps end 0.06 % later in the mean."""
-EFFORT_UNDER_BOUND = 4
-"""Effort is four times as much under a bound on tokens in flight, which most steps tried break.
-Tripled only, steps of 48 such problems end 0.1 % later in the mean, a single one 1.3 %; with six
-times as much 0.1 % sooner."""
 EFFORT_ON_UNEVEN_STAGES = 4
 """Effort is four times as much where stages differ: more moves help there. A step then takes up to
 twice as long to plan as on equal stages; with half of it steps end 0.4 % later in the mean of four,
@@ -71,16 +67,6 @@ class Objective:
         self._effort_per_slot = passes * depth
         if problem.schedule.which_cost:
             self.effort *= EFFORT_ON_UNEVEN_STAGES
-        bound = problem.config.max_inflight_tokens
-        # No more than these are in flight at a time, however many a step has.
-        placeholders = 2 * dims.pipeline_parallel + dims.virtual_pipeline * dims.group_size
-        if bound is not None and bound >= placeholders * problem.placeholder_tokens + sum(
-            problem.row_tokens([i]) for i in range(len(problem.tokens))
-        ):
-            bound = None  # all samples together, and placeholders beside them, are within it
-        self.max_inflight_tokens = bound
-        if bound is not None:
-            self.effort *= EFFORT_UNDER_BOUND
         self._floor = max(step_time_floor(problem), way_of_longest(problem)) * GOOD_ENOUGH
 
     @property
@@ -115,16 +101,3 @@ class Objective:
         del sizes  # nothing is shared without dynamic CP: `SharedObjective` takes them
         groups = self.problem.dims.lockstep_groups
         return [self.end_together(ranks[group.start : group.stop]) for group in groups]
-
-    def most_in_flight(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> float:
-        """Most padded tokens that the first stage of one of these ranks holds at a time, over the
-        context-parallel ranks of the dims; `sizes` under dynamic CP."""
-        if sizes is None:
-            return max(map(self.problem.inflight_tokens, ranks))
-        held = (list(map(self.whole.held_tokens, *of)) for of in zip(ranks, sizes, strict=True))
-        return max(inflight_tokens(of_rank, self.problem.schedule) for of_rank in held)
-
-    def fits_in_memory(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> bool:
-        """True if none of their first stages holds more than it may."""
-        bound = self.max_inflight_tokens
-        return bound is None or self.most_in_flight(ranks, sizes) <= bound

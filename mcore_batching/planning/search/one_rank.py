@@ -24,7 +24,7 @@ def best_slots(problem: Problem, count: int) -> Slots | None:
         count: number of slots.
 
     Returns:
-        the slots; None if no targets hold the samples within the bound on tokens in flight.
+        the slots; None if no targets hold the samples.
     """
     steps = _of_one(problem)
     for kind in (Kind(count, first, gentle) for gentle in (False, True) for first in FIRSTS):
@@ -52,7 +52,6 @@ def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
     steps = _of_one(problem)
     useful = steps.counts()
     overhead = problem.cost_model.per_micro_batch * problem.schedule.cost_of_passes
-    most_unlike, period = _most_unlike(problem)
     ends: list[float] = []
     last, before = (math.inf, 0), 0
     for count in counts:
@@ -60,14 +59,10 @@ def ends_by_count(problem: Problem, counts: Sequence[int]) -> list[float]:
         if (beyond or steps.objective.spent) and last[0] < math.inf:
             ends.append(last[0] + (count - last[1]) * overhead)
             continue
-        like = min(count, most_unlike + (count - most_unlike) % period)
-        end = math.inf
-        # A number comes back only where it did not hold the samples.
-        if like >= useful[0] and Kind(like, USUAL) not in steps.made:
-            end = _end_with(steps, like)
+        end = _end_with(steps, count) if count >= useful[0] else math.inf
         if end < math.inf:
-            last = end, like
-        ends.append(end + (count - like) * overhead)
+            last = end, count
+        ends.append(end)
     return ends
 
 
@@ -80,20 +75,6 @@ def _end_with(steps: Steps, count: int) -> float:
     return min((steps.best[kind].end for kind in kinds if kind in steps.best), default=math.inf)
 
 
-def _most_unlike(problem: Problem) -> tuple[int, int]:
-    """A number of slots, and how many more give as many tokens in flight, each time.
-
-    In so many, every sample has a slot of its own, in the same order with more of them. The
-    placeholders come first, and are more than are in flight at a time.
-    """
-    dims = problem.dims
-    count = dims.pipeline_parallel * (problem.num_samples + 4) + 9 * dims.group_size
-    return dims.round_up_num_microbatches(count), dims.slots_per_group
-
-
 def _of_one(problem: Problem) -> Steps:
     dims = dataclasses.replace(problem.dims, data_parallel=1, expert_parallel=1)
-    # Under the interleaved schedule samples that leave slots in flight fit into single numbers of
-    # slots; what `ends_by_count` takes to fit must fit with more of them.
-    objective = Objective(dataclasses.replace(problem, dims=dims))
-    return Steps(objective, lowers=dims.slots_per_group == 1)
+    return Steps(Objective(dataclasses.replace(problem, dims=dims)))

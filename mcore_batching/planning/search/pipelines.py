@@ -10,10 +10,9 @@ help, and how much is best moved.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from mcore_batching.planning.integers import round_up
-from mcore_batching.planning.pipeline import Clock, CoupledClock, blocks_of, inflight_tokens
+from mcore_batching.planning.pipeline import Clock, CoupledClock, blocks_of
 from mcore_batching.planning.pipeline.clock import Changes
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Candidate, Objective
@@ -63,11 +62,6 @@ class MicroBatch:
         count, problem = len(self.samples), self.problem
         return count == 1 or (self.tokens <= problem.capacity and count <= problem.max_samples)
 
-    @property
-    def held_tokens(self) -> int:
-        """Padded tokens over all ranks that share it."""
-        return round_up(self.tokens, self.problem.row_multiple) or self.problem.placeholder_tokens
-
 
 def micro_batches_of(step: Candidate, objective: Objective) -> list[list[MicroBatch]]:
     """Micro-batches [ranks][slots]; ranks that share one have the same `MicroBatch` there."""
@@ -84,19 +78,6 @@ def micro_batches_of(step: Candidate, objective: Objective) -> list[list[MicroBa
                 micro_batches.append(MicroBatch(samples, problem, range(number, number + size)))
         ranks.append(micro_batches)
     return ranks
-
-
-def fits_in_memory(ranks: Iterable[Sequence[MicroBatch]], objective: Objective) -> bool:
-    """As `Objective.fits_in_memory`, by the tokens that micro-batches know."""
-    bound, usual = objective.max_inflight_tokens, objective.whole.dims.context_parallel
-    if bound is None:
-        return True
-    held = (
-        [each.held_tokens * usual // each.problem.dims.context_parallel for each in rank]
-        for rank in ranks
-    )
-    schedule = objective.problem.schedule
-    return all(inflight_tokens(of_rank, schedule) <= bound for of_rank in held)
 
 
 class Chains:

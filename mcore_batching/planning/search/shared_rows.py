@@ -47,7 +47,6 @@ class SharedObjective(Objective):
         slots = problem.num_ranks * problem.dims.pipeline_parallel * MOST_SLOTS_PER_STAGE
         few = problem.config.plan_effort * min(slots, FEW_COUNTED)
         self.effort = EFFORT_OF_SHARING * max(self.effort, few)
-        self.max_inflight_tokens = problem.config.max_inflight_tokens
         self._floor = step_time_floor(problem) * (1.0 + 1e-9)
 
     def _ends(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None) -> list[float]:

@@ -16,7 +16,7 @@ from functools import cached_property
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import by_folds
-from mcore_batching.planning.search.deal import deal, lowered, settle, spread
+from mcore_batching.planning.search.deal import deal, settle
 from mcore_batching.planning.search.lockstep_targets import Samples, lockstep_targets
 from mcore_batching.planning.search.objective import Candidate, Objective, Slots
 from mcore_batching.planning.search.targets import Kind, Targets, all_targets
@@ -27,7 +27,7 @@ later."""
 USUAL = 0.25
 """The one by which numbers of slots are compared. With 0.16 or 0.4 steps end up to 0.05 % later."""
 EVEN = 1.0
-"""All slots equally large: the kind of step that holds the fewest tokens in flight."""
+"""All slots equally large."""
 DAMPING = 0.7
 """Share of a rank's lateness that its work is cut by in the next round. With 0.35 or 1.0 the mean
 moves by 0.01 %, single steps by 0.3 %."""
@@ -48,11 +48,10 @@ class Steps:
 
     Args:
         objective: of the steps; its effort is used.
-        lowers: True if samples may leave slots that hold too many tokens in flight.
     """
 
-    def __init__(self, objective: Objective, *, lowers: bool = True) -> None:
-        self.objective, self._lowers = objective, lowers
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
         self._problem = problem = objective.problem
         self.ranks = problem.dims.data_parallel
         self.order = by_cost(range(problem.num_samples), problem.costs)
@@ -67,7 +66,7 @@ class Steps:
         """Kinds that steps were made of, and the work that each rank, or all of a lockstep group,
         is to have beyond the mean in the next round [lockstep groups]."""
         self.best: dict[Kind, Candidate] = {}
-        """The step of each that ends first, where one fits into memory."""
+        """The step of each that ends first."""
         self.perfect = False
         """True once a step was made that no plan's ends before."""
 
@@ -87,11 +86,7 @@ class Steps:
     def counts(self) -> list[int]:
         """Numbers of slots to try, from the fewest that may hold the samples."""
         problem = self._problem
-        rows, samples = problem.fewest_rows, problem.num_samples
-        if self.objective.max_inflight_tokens is None:
-            return useful_counts(rows, samples, self.ranks, problem.dims)
-        # The more micro-batches there are, the fewer tokens each holds.
-        return steps_of_counts(-(-rows // self.ranks), -(-samples // self.ranks), problem.dims)
+        return useful_counts(problem.fewest_rows, problem.num_samples, self.ranks, problem.dims)
 
     @property
     def soonest(self) -> list[Kind]:
@@ -131,12 +126,10 @@ class Steps:
             if dealt is None:
                 return None
             ranks += dealt
-        step = self.objective.candidate([settle(slots, problem.costs) for slots in ranks])
-        return step if self.objective.fits_in_memory(step.ranks) else None
+        return self.objective.candidate([settle(slots, problem.costs) for slots in ranks])
 
     def _round(self, kind: Kind) -> float | None:
-        """The end of the step of one more deal, infinite if it does not fit into memory; None if
-        samples do not fit into slots."""
+        """The end of the step of one more deal; None if samples do not fit into slots."""
         objective = self.objective
         ranks = deal(self.order, self._targets(kind), objective)
         if ranks is None:
@@ -148,8 +141,6 @@ class Steps:
             more - DAMPING * (end - mean) / passes
             for more, end in zip(self.made[kind], step.ends, strict=True)
         ]
-        if not objective.fits_in_memory(step.ranks):
-            return math.inf
         if kind not in self.best or step.end < self.best[kind].end:
             self.best[kind] = step
         return step.end
@@ -163,12 +154,12 @@ class Steps:
         return all_targets(targets, [work + more for more in self.made[kind]], self.alone)
 
     def _arranged(self, slots: list[Slots]) -> list[Slots]:
-        """The slots of all ranks without needless placeholders, in an order that ends soon and
-        holds few tokens."""
+        """The slots of all ranks without needless placeholders, in an order that ends
+        soon."""
         settled = [settle(rank, self._problem.costs) for rank in slots]
         arranged: list[Slots] = []
         for group in self._problem.dims.lockstep_groups:
-            arranged += self._fitting(self._soonest_order(settled[group.start : group.stop]))
+            arranged += self._soonest_order(settled[group.start : group.stop])
         return arranged
 
     def _soonest_order(self, ranks: list[Slots]) -> list[Slots]:
@@ -183,22 +174,6 @@ class Steps:
         costs = [flat[at : at + each] for at in range(0, len(flat), each)]
         order = sorted(range(len(costs)), key=lambda slot: (slot // group, costs[slot], slot))
         return [[slots[at] for at in order] for slots in ranks]
-
-    def _fitting(self, ranks: list[Slots]) -> list[Slots]:
-        """The slots of ranks that run together, changed so that none holds more tokens than may be,
-        if one of these does."""
-        objective = self.objective
-        if objective.fits_in_memory(ranks):
-            return ranks
-        changed = [[spread(slots, objective) for slots in ranks], self._sorted(ranks, 1.0)]
-        if self._lowers:
-            changed.append([lowered(slots, objective) for slots in ranks])
-        if all(map(all, ranks)):
-            changed.append([slots[::-1] for slots in changed[1]])
-        return min(
-            changed,
-            key=lambda ranks: (not objective.fits_in_memory(ranks), objective.end_together(ranks)),
-        )
 
     def _sorted(self, ranks: list[Slots], times: float) -> list[Slots]:
         """Placeholders first, then by `times` the cost."""

@@ -22,7 +22,6 @@ from operator import mul
 from typing import NamedTuple
 
 from mcore_batching.planning.costs.cost import ordered_sum
-from mcore_batching.planning.pipeline import inflight_tokens
 from mcore_batching.planning.search.objective import Objective
 
 STEEPER = 0.25
@@ -59,7 +58,7 @@ class Targets:
     """Targets of a kind of step.
 
     Args:
-        objective: gives the schedule, the cap and the bound on tokens in flight.
+        objective: gives the schedule and the costs.
         kind: of the step.
         least: cost of a micro-batch of one small sample.
     """
@@ -74,7 +73,6 @@ class Targets:
         self._units = -(-count // self._group)
         self._stages = stages = schedule.stages_of_groups
         self._forward_only = problem.forward_only
-        self._ceiling = _ceiling(objective, count)
         self.even = first >= 1.0 or not schedule.alternates
         if self.even:
             return
@@ -188,7 +186,7 @@ class Targets:
         def reaching(rise: Sequence[float], last: int, lacking: float) -> list[float]:
             sizes = self._sizes(rise, last, lacking)
             scale = longest / max(*sizes, TINY)
-            return [max(self._least, min(self._ceiling, size * scale)) for size in sizes]
+            return [max(self._least, size * scale) for size in sizes]
 
         def is_short(rise: Sequence[float], last: int, lacking: float) -> bool:
             return self._sum(reaching(rise, last, lacking)) < work
@@ -224,17 +222,6 @@ def bisected(is_short: Callable[[float], bool], low: float, high: float) -> floa
         middle = (low + high) / 2.0
         low, high = (middle, high) if is_short(middle) else (low, middle)
     return high
-
-
-def _ceiling(objective: Objective, count: int) -> float:
-    """Cost of a micro-batch of usual samples that is as large as a bound on tokens in flight
-    allows, and the cap; infinite without a bound."""
-    problem, bound = objective.problem, objective.max_inflight_tokens
-    if bound is None:
-        return math.inf
-    tokens = min(problem.capacity, bound / inflight_tokens([1] * count, problem.schedule))
-    per_token = ordered_sum(problem.costs) / max(1, sum(problem.tokens))
-    return problem.cost_model.per_micro_batch + tokens * per_token
 
 
 def all_targets(

@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from mcore_batching.flags import settings_of
+from mcore_batching.flags import refuse_removed, settings_of
 from mcore_batching.planning import (
     Argument,
     CostModel,
@@ -105,8 +105,9 @@ def add_dims(parser: CommandParser) -> None:
 
 
 def add_search(parser: CommandParser) -> None:
-    """The search's effort, its bounds on samples and memory, and its costs."""
-    add_options(parser, "plan_effort", "max_samples_per_row", "max_inflight_tokens")
+    """The search's effort, its bound on samples, and its costs."""
+    add_options(parser, "plan_effort", "max_samples_per_row")
+    refuse_removed(parser, "--")
     parser.add_argument(
         "--dynamic-cp",
         dest="max_context_parallel",

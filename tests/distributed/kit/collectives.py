@@ -182,16 +182,12 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
         with counted() as phases["train_step, learnt costs"]:
             train_step(packed_objective, learning, model, iterators, counts, optimizer)
         stock = arguments(shape, padded_vocab_size=VOCABULARY)
-        bounds = {"dynamic_batch_max_inflight_tokens": 10**6}
-        bounded = arguments(shape, padded_vocab_size=VOCABULARY, **bounds)
         with counted() as phases["stock step"]:
             stock_step(stock, model, samples)
         with counted() as phases["stock step, learnt costs"]:
             stock_step(learning, model, samples)
         with counted() as phases["stock evaluation"]:
             stock_step(stock, model, samples, forward_only=True)
-        with counted() as phases["stock step, bounded in flight"]:
-            stock_step(bounded, model, samples)
         with free_micro_batches() as cost_model:
             costs = {"dynamic_batch_cost_model": cost_model, "max_tokens_per_gpu": 4096}
             shaping = arguments(shape, padded_vocab_size=VOCABULARY, **costs)

@@ -218,19 +218,18 @@ def _planner(
     if args.get("dynamic_batch_forward_only_plan") and draw.chance("forward cap", 0.6):
         forward = max(draw.one("forward cap, tokens", [1, 30, 300]), least)
         args["dynamic_batch_forward_only_max_tokens_per_gpu"] = forward
-    if draw.chance("tokens in flight", 0.15):
-        chunks = dims["pipeline_parallel"] * dims.get("virtual_pipeline", 1)
-        most = draw.one("tokens in flight, rows", [0.5, 1, 2]) * chunks * dims["context_parallel"]
-        args["dynamic_batch_max_inflight_tokens"] = math.ceil(most * args["max_tokens_per_gpu"])
     return args
 
 
 def _has_mixed_sizes(draw: Draw, dims: dict[str, Any], planner: dict[str, Any]) -> bool:
     """True where rows are shared as `kit.shared_rows.SIZES` says: plans seldom share short ones."""
     ranks = dims["data_parallel"] * dims["context_parallel"]
-    bounds = ("dynamic_batch_max_samples_per_row", "dynamic_batch_max_inflight_tokens")
     may = planner.get("dynamic_batch_context_parallel") == ranks and ranks in (2, 4)
-    may = may and "microbatch_group_size" not in dims and not any(b in planner for b in bounds)
+    may = (
+        may
+        and "microbatch_group_size" not in dims
+        and "dynamic_batch_max_samples_per_row" not in planner
+    )
     return may and draw.chance("mixed sizes", 0.6)
 
 

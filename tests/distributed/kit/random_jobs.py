@@ -30,7 +30,7 @@ from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
-REFUSALS = ("DynamicBatchArgumentError", "InflightBoundError")
+REFUSALS = ("DynamicBatchArgumentError",)
 """Of settings, alone or beside the samples that there are."""
 
 
