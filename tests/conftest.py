@@ -32,9 +32,6 @@ if shutil.which("nvidia-smi") is None:
     # of every process that the tests start.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
-# What nobody has installed is tested, `planning/test_compiled.py` apart, which asks for both.
-os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
-
 # No machine is fast at all times: a case may take as long as it takes.
 settings.register_profile("any machine", settings(), deadline=None)
 settings.load_profile("any machine")

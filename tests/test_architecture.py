@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "mcore_batching"
 
 TORCH = frozenset({"torch"})
-FAST = frozenset({"numba", "numpy"})
-"""The extra that compiles the planner's loops, where it is installed."""
 LAYERS = {
-    "planning": Layer(outside_deferred=FAST),
+    "planning": Layer(),
     "batch": Layer(at_any_time=frozenset({"planning"}), outside=TORCH, outside_deferred=TORCH),
     "rl": Layer(
         at_any_time=frozenset({"batch", "planning"}), outside=TORCH, outside_deferred=TORCH
@@ -198,9 +195,7 @@ def third_party_loaded_by(code: str, path: Path | None = None) -> set[str]:
     ids=["planning", "tools", "rollout manager", "command"],
 )
 def test_a_laptop_needs_the_standard_library_only(code: str) -> None:
-    has_fast = code == COMMAND and find_spec("numba") is not None
-    allowed = third_party_loaded_by("import numba") if has_fast else set()
-    assert third_party_loaded_by(code) <= allowed
+    assert third_party_loaded_by(code) == set()
 
 
 def test_batch_and_rl_load_torch_and_no_megatron() -> None:

@@ -145,13 +145,9 @@ def compare(
     shared_by = config.max_context_parallel or dims.context_parallel
     while caps[-1] * CAP_STEP > max(1.0, mean / shared_by):
         caps.append(int(caps[-1] * CAP_STEP))
-    # Our first plan loads the loops that numba compiled, where it is installed: seconds of no
-    # planner's own. One of fewer samples, or with less effort, does not reach them all.
-    all_planners = list(planners(dims, config, model, rules))
-    for lengths in steps[:1]:
-        _planned(all_planners[0], lengths, config, model, caps[0])
     outcomes: list[Outcome] = []
     ours: list[_Step] = []
+    all_planners = list(planners(dims, config, model, rules))
     for planner in all_planners:
         made = [_planned(planner, lengths, config, model, caps[0]) for lengths in steps]
         ours = ours or made  # `planners` yields this package's search first

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,6 @@ from mcore_batching.planning import (
     LengthError,
     ParallelDims,
     PlannerConfig,
-    StepPlan,
     plan_step,
     predicted_step_time,
     step_statistics,
@@ -66,27 +63,6 @@ def test_numbers_are_those_of_the_plans(outcomes: list[compare.Outcome]) -> None
     assert (ours.time_over_ours, ours.best_cap, ours.time_over_ours_at_best_cap) == (1, 1000, 1)
     assert ours.planning_seconds is not None
     assert ours.planning_seconds > 0
-
-
-def test_what_a_process_loads_for_its_first_plan_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[Any] = []
-    clock = 0.0
-
-    def slow_at_first(
-        lengths: list[int], dims: ParallelDims, config: PlannerConfig, costs: CostModel
-    ) -> StepPlan:
-        """As where a longer step, or more effort, reaches loops that no plan needed before."""
-        nonlocal clock
-        clock += 1.0 if (lengths, config) in seen else 9.0
-        seen.append((lengths, config))
-        return plan_step(lengths, dims, config, costs)
-
-    monkeypatch.setattr(compare, "time", SimpleNamespace(process_time=lambda: clock))
-    monkeypatch.setattr(compare, "plan_step", slow_at_first)
-    ours, *_ = compare.compare([[5, 6]], DIMS, CONFIG_OF_100)
-    assert ours.planning_seconds == 1.0
 
 
 def test_modes_differ_and_ours_is_never_later(outcomes: list[compare.Outcome]) -> None:

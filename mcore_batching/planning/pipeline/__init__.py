@@ -4,7 +4,6 @@ passes         what each stage runs, in which order, and its share of a micro-ba
 program        the passes of all stages, numbered, and which wait for which
 clock          when the passes of one pipeline end, also after changes of costs
 coupled_clock  the same for ranks that share rows; which clocks a step has
-compiled       loops that numba compiles where it is installed
 """
 
 from __future__ import annotations

@@ -26,16 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import Any
 
-from mcore_batching.planning.pipeline.compiled import (
-    Integers,
-    Numbers,
-    as_list,
-    kernel,
-    numbers,
-    zeros,
-)
 from mcore_batching.planning.pipeline.passes import Kind, Schedule
 from mcore_batching.planning.pipeline.program import program
 
@@ -81,8 +72,8 @@ class Clock:
         self._load(costs, schedule, len(costs) // schedule.num_costs, 1)
         of_slots = [*costs, 0.0]  # numbers without a micro-batch have the slot after the last
         took = list(map(mul, self._program.of_each(of_slots), self._shares))
-        self._took, self._ends = numbers(took), zeros(len(took))
-        self._tails, self._tails_from = zeros(len(took)), len(took)
+        self._took, self._ends = took, [0.0] * len(took)
+        self._tails, self._tails_from = [0.0] * len(took), len(took)
         """Tails [numbers], valid from number `_tails_from` on; computed when first needed."""
         self._run(0, len(took))
 
@@ -101,7 +92,7 @@ class Clock:
     @property
     def ends(self) -> list[float]:
         """End of the step on each rank."""
-        return as_list(self._ends[-self._ranks :])
+        return self._ends[-self._ranks :]
 
     def end_with(self, changes: Changes) -> float:
         """End of the step with `changes`, up to rounding; nothing is changed."""
@@ -115,7 +106,7 @@ class Clock:
         end = _largest_sum(*self._program.crossing(stop), self._ends, self._tails)
         self._restore(first, stop, saved)
         self._tried = changes
-        return float(end)
+        return end
 
     def become(self, changes: Changes) -> None:
         """Make `changes`."""
@@ -127,9 +118,9 @@ class Clock:
 
     def weights(self) -> list[float]:
         """Weight of each micro-batch on the critical path [places]."""
-        weights = zeros(len(self.costs) + 1)  # one for joints, cut off
+        weights = [0.0] * (len(self.costs) + 1)  # one for joints, cut off
         _weigh_critical_path(*self._waits, self._slots, self._shares, self._ends, weights)
-        return as_list(weights)[:-1]
+        return weights[:-1]
 
     def weights_with(self) -> list[float]:
         """`weights` with the changes of the last `end_with`."""
@@ -144,7 +135,7 @@ class Clock:
 
     def operations(self, rank: int = 0) -> list[Operation]:
         """All passes of a rank with their times: stage after stage, each in the order it runs."""
-        made, ends, ranks = [], as_list(self._ends), self._ranks
+        made, ends, ranks = [], self._ends, self._ranks
         for number, place in enumerate(self._program.places):
             if place is not None:
                 stage, what = place
@@ -160,7 +151,7 @@ class Clock:
         return range(rank, rank + 1)
 
     def _span(self, changes: Changes) -> tuple[int, int]:
-        """Numbers from `first` to before `stop` that hold every pass of the changed slots."""
+        """list[float] from `first` to before `stop` that hold every pass of the changed slots."""
         spans = [self._program.spans[place // self._ranks] for place, _ in changes]
         return min(first for first, _ in spans), max(stop for _, stop in spans)
 
@@ -168,13 +159,13 @@ class Clock:
         for place, more in changes:
             self._set_cost(place, self.costs[place] + more)
 
-    def _save(self, first: int, stop: int) -> tuple[list[float], Any, Any]:
+    def _save(self, first: int, stop: int) -> tuple[list[float], list[float], list[float]]:
         """Costs, times and ends of a span, for `_restore`."""
-        took: Any = self._took[first:stop]
-        ends: Any = self._ends[first:stop]
-        return self.costs[:], took.copy(), ends.copy()  # a slice of an array is a view
+        return self.costs[:], self._took[first:stop], self._ends[first:stop]
 
-    def _restore(self, first: int, stop: int, saved: tuple[list[float], Any, Any]) -> None:
+    def _restore(
+        self, first: int, stop: int, saved: tuple[list[float], list[float], list[float]]
+    ) -> None:
         self.costs[:], self._took[first:stop], self._ends[first:stop] = saved
 
     def _set_cost(self, place: int, cost: float) -> None:
@@ -189,52 +180,53 @@ class Clock:
         """Make the tails of number `first` and all after it valid."""
         stop = self._tails_from
         if first < stop:
-            crossing, after = self._program.crossing(stop), zeros(stop)
+            crossing, after = self._program.crossing(stop), [0.0] * stop
             _run_back(*self._waits, self._took, after, self._tails, first, stop, *crossing)
             self.passes_run += stop - first
             self._tails_from = first
 
 
-@kernel
-def _set_times(passes: Integers, cost: float, shares: Numbers, took: Numbers) -> None:
+def _set_times(passes: list[int], cost: float, shares: list[float], took: list[float]) -> None:
     """Times of one slot's passes."""
     for number in passes:
         took[number] = cost * shares[number]
 
 
-@kernel
 def _run(
-    waits: Integers, waits_too: Integers, took: Numbers, ends: Numbers, first: int, stop: int
+    waits: list[int],
+    waits_too: list[int],
+    took: list[float],
+    ends: list[float],
+    first: int,
+    stop: int,
 ) -> None:
     """Ends of the passes of a span, from the ends before it."""
     number = first
-    # Slices, a zip and a comparison: faster in plain Python than indices and `max`. No `strict`,
-    # which numba does not know.
-    passes = zip(waits[first:stop], waits_too[first:stop], took[first:stop])  # noqa: B905
+    # Slices, a zip and a comparison: faster than indices and `max`.
+    passes = zip(waits[first:stop], waits_too[first:stop], took[first:stop], strict=True)
     for before, other, time in passes:
         start, ready = ends[before], ends[other]
         ends[number] = (ready if ready > start else start) + time
         number += 1
 
 
-@kernel
 def _run_back(
-    waits: Integers,
-    waits_too: Integers,
-    took: Numbers,
-    after: Numbers,
-    tails: Numbers,
+    waits: list[int],
+    waits_too: list[int],
+    took: list[float],
+    after: list[float],
+    tails: list[float],
     first: int,
     stop: int,
-    early: Integers,
-    late: Integers,
+    early: list[int],
+    late: list[int],
 ) -> None:
     """Tails of the passes of a span, from the tails after it.
 
     `after`, 0 at first, collects for each number before `stop` the largest tail of the passes that
     wait for it; `early` and `late` are the waits that cross `stop`.
     """
-    for number, other in zip(early, late):  # noqa: B905
+    for number, other in zip(early, late, strict=True):
         if tails[other] > after[number]:
             after[number] = tails[other]
     for number in range(stop - 1, first - 1, -1):
@@ -247,24 +239,22 @@ def _run_back(
             after[waits_too[number]] = tail
 
 
-@kernel
-def _largest_sum(early: Integers, late: Integers, ends: Numbers, tails: Numbers) -> float:
+def _largest_sum(early: list[int], late: list[int], ends: list[float], tails: list[float]) -> float:
     """End of the step, from the waits that cross a cut."""
     end = 0.0
-    for number, other in zip(early, late):  # noqa: B905
+    for number, other in zip(early, late, strict=True):
         if ends[number] + tails[other] > end:
             end = ends[number] + tails[other]
     return end
 
 
-@kernel
 def _weigh_critical_path(
-    waits: Integers,
-    waits_too: Integers,
-    slots: Integers,
-    shares: Numbers,
-    ends: Numbers,
-    weights: Numbers,
+    waits: list[int],
+    waits_too: list[int],
+    slots: list[int],
+    shares: list[float],
+    ends: list[float],
+    weights: list[float],
 ) -> None:
     """Add each slot's shares on the critical path to its weight; a forward pass of a mean stage
     that holds one chunk counts 1."""

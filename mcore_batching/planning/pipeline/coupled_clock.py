@@ -9,22 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mcore_batching.planning.pipeline.clock import Changes, Clock
-from mcore_batching.planning.pipeline.compiled import (
-    Integers,
-    Numbers,
-    as_list,
-    integers,
-    kernel,
-    numbers,
-    zeros,
-)
 from mcore_batching.planning.pipeline.passes import Schedule
 
 Blocks = Sequence[tuple[int, int]]
 """First rank, and the one after the last, of each row of a slot that ranks share."""
 
 
-def members_of(blocks: Sequence[Blocks], ranks: int, kinds: int) -> tuple[Integers, Integers]:
+def members_of(blocks: Sequence[Blocks], ranks: int, kinds: int) -> tuple[list[int], list[int]]:
     """First rank, and the one after the last, that run a place together [(slots * kinds + 1) *
     ranks]; nobody shares the slot after the last, which joints have."""
     firsts: list[int] = []
@@ -35,7 +26,7 @@ def members_of(blocks: Sequence[Blocks], ranks: int, kinds: int) -> tuple[Intege
             first[begin:end], after[begin:end] = [begin] * (end - begin), [end] * (end - begin)
         firsts += first
         afters += after
-    return integers(firsts), integers(afters)
+    return firsts, afters
 
 
 class CoupledClock(Clock):
@@ -62,9 +53,9 @@ class CoupledClock(Clock):
         ranks = len(costs) // (len(blocks) * kinds)
         self._load(costs, schedule, len(blocks), ranks)
         self._firsts, self._afters = members_of(blocks, ranks, kinds)
-        self._took = numbers([*costs, *([0.0] * ranks)])
+        self._took = [*costs, *([0.0] * ranks)]
         count = len(self._slots) * ranks
-        self._ends, self._ends_tried = zeros(count), zeros(count)
+        self._ends, self._ends_tried = [0.0] * count, [0.0] * count
         """Ends of passes [numbers * ranks]: by the costs, and with the changes tried last."""
         self._simulate(self._ends, 1)
 
@@ -79,7 +70,7 @@ class CoupledClock(Clock):
         for place, _ in changes:
             self._set_cost(place, before[place])
         self._tried = changes
-        return float(max(self._ends_tried[-self._ranks :]))
+        return max(self._ends_tried[-self._ranks :])
 
     def become(self, changes: Changes) -> None:
         """Make `changes`, without a simulation if they were tried last."""
@@ -97,20 +88,20 @@ class CoupledClock(Clock):
         """As `Clock.weights_with`."""
         return self._critical_path(self._ends_tried)
 
-    def _simulate(self, ends: Numbers, first: int) -> None:
+    def _simulate(self, ends: list[float], first: int) -> None:
         """Ends of all passes from number `first` on."""
         self.passes_run += (len(self._slots) - first) * self._ranks
         tables = *self._waits, self._slots, self._shares, self._afters, self._took
         _run_together(*tables, ends, self._ranks, first)
 
-    def _critical_path(self, ends: Numbers) -> list[float]:
+    def _critical_path(self, ends: list[float]) -> list[float]:
         """Weights [places], from ends of all passes."""
-        weights = zeros(len(self._took))
-        of_ranks = as_list(ends[-self._ranks :])
+        weights = [0.0] * len(self._took)
+        of_ranks = ends[-self._ranks :]
         late = of_ranks.index(max(of_ranks))
         tables = *self._waits, self._slots, self._shares, self._firsts, self._afters
         _weigh_path_over_ranks(*tables, ends, self._ranks, late, weights)
-        return as_list(weights)[: len(self.costs)]
+        return weights[: len(self.costs)]
 
     def _together(self, number: int, rank: int) -> range:
         at = self._slots[number] * self._ranks + rank
@@ -122,15 +113,14 @@ class CoupledClock(Clock):
             self.costs[each] = self._took[each] = cost
 
 
-@kernel
 def _run_together(
-    waits: Integers,
-    waits_too: Integers,
-    slots: Integers,
-    shares: Numbers,
-    afters: Integers,
-    costs: Numbers,
-    ends: Numbers,
+    waits: list[int],
+    waits_too: list[int],
+    slots: list[int],
+    shares: list[float],
+    afters: list[int],
+    costs: list[float],
+    ends: list[float],
     ranks: int,
     first: int,
 ) -> None:
@@ -154,18 +144,17 @@ def _run_together(
             rank = after
 
 
-@kernel
 def _weigh_path_over_ranks(
-    waits: Integers,
-    waits_too: Integers,
-    slots: Integers,
-    shares: Numbers,
-    firsts: Integers,
-    afters: Integers,
-    ends: Numbers,
+    waits: list[int],
+    waits_too: list[int],
+    slots: list[int],
+    shares: list[float],
+    firsts: list[int],
+    afters: list[int],
+    ends: list[float],
     ranks: int,
     rank: int,
-    weights: Numbers,
+    weights: list[float],
 ) -> None:
     """Add the shares on the critical path that ends on a rank to the weights of their places."""
     number = len(slots) - 1

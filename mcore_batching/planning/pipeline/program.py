@@ -18,7 +18,6 @@ from itertools import chain, pairwise
 from operator import itemgetter
 
 from mcore_batching.planning.errors import ParallelDimsError
-from mcore_batching.planning.pipeline.compiled import Integers, Numbers, integers, numbers
 from mcore_batching.planning.pipeline.passes import Pass, Schedule
 
 Place = tuple[int, Pass]
@@ -38,9 +37,6 @@ class Program:
         slots: place of the cost that each number takes, slot * costs of a slot + which of them
             [numbers]; the place after the last for joints.
         of_each: what each number has, from a list of what places have, and last joints.
-        stages: of each number [numbers]; -1 for joints.
-        signs: -1 for backward passes, 1 for all else [numbers].
-        of_stages: numbers of each stage's passes, in the order it runs them [stages][passes].
         waits: the two numbers that each waits for, which may be equal [2][numbers].
         of_slot: numbers of the passes of each place, ascending [slots * costs of a slot].
         spans: the first of these, and one more than the last.
@@ -53,38 +49,29 @@ class Program:
         self._schedule, self._count = schedule, count
         joints = count * schedule.num_costs
         self.places: list[Place | None] = []
-        self._slots: list[int] = []
-        self._waits: tuple[list[int], list[int]] = [], []
+        self.slots: list[int] = []
+        self.waits: tuple[list[int], list[int]] = [], []
         self._implied: list[int] = []
         """Bit n of entry i: number i comes after number i - n, by any chain of waits."""
         self._joint(())
         self._number_passes()
         # The end waits for every number that no other waits for.
-        self._joint(set(range(len(self._slots))).difference(*self._waits))
+        self._joint(set(range(len(self.slots))).difference(*self.waits))
         of_slot: list[list[int]] = [[] for _ in range(joints + 1)]
-        for number, slot in enumerate(self._slots):
+        for number, slot in enumerate(self.slots):
             of_slot[slot].append(number)
-        self.of_slot = [integers(each) for each in of_slot[:joints]]
+        self.of_slot = of_slot[:joints]
         self.spans = [(each[0], each[-1] + 1) for each in of_slot[:joints]]
-        self.slots = integers(self._slots)
-        self.of_each = itemgetter(*self._slots)
-        self.waits = integers(self._waits[0]), integers(self._waits[1])
-        stages = [place[0] if place else -1 for place in self.places]
-        self.stages = integers(stages)
-        self.signs = integers([-1 if each and each[1].kind == "B" else 1 for each in self.places])
-        self.of_stages = [
-            [number for number, own in enumerate(stages) if own == stage]
-            for stage in range(schedule.dims.pipeline_parallel)
-        ]
-        self._crossing: dict[int, tuple[Integers, Integers]] = {}
+        self.of_each = itemgetter(*self.slots)
+        self._crossing: dict[int, tuple[list[int], list[int]]] = {}
 
-    def crossing(self, cut: int) -> tuple[Integers, Integers]:
+    def crossing(self, cut: int) -> tuple[list[int], list[int]]:
         """The waits of numbers from `cut` on for numbers before it: these, and who waits."""
         if cut not in self._crossing:
-            numbered = (enumerate(waits[cut:], start=cut) for waits in self._waits)
+            numbered = (enumerate(waits[cut:], start=cut) for waits in self.waits)
             pairs = sorted({(each, number) for number, each in chain(*numbered) if each < cut})
             early, late = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            self._crossing[cut] = integers(early), integers(late)
+            self._crossing[cut] = early, late
         return self._crossing[cut]
 
     def _number_passes(self) -> None:
@@ -129,15 +116,15 @@ class Program:
             needed = [each for each in needed if not is_implied(each)]
         while len(needed) > 2:
             needed = [*needed[:-2], self._joint(needed[-2:])]
-        number = len(self._slots)
+        number = len(self.slots)
         implied.append(0)
         for each in needed:
             # What `each` comes after, moved up by the distance to it; far bits are cut off.
             implied[number] |= (implied[each] | 1) << (number - each) & near
         self.places.append(place)
-        self._slots.append(slot)
-        self._waits[0].append(needed[0])
-        self._waits[1].append(needed[-1])
+        self.slots.append(slot)
+        self.waits[0].append(needed[0])
+        self.waits[1].append(needed[-1])
         return number
 
 
@@ -145,7 +132,7 @@ _programs = functools.lru_cache(maxsize=64)(Program)
 
 
 @functools.lru_cache(maxsize=64)
-def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
+def program(schedule: Schedule, count: int) -> tuple[Program, list[float]]:
     """A program of `count` micro-batches, and each number's time over the cost that it takes
     [numbers]."""
     # Schedules that differ in shares of costs or ranks alone share one program.
@@ -153,7 +140,7 @@ def program(schedule: Schedule, count: int) -> tuple[Program, Numbers]:
     alike = replace(schedule, dims=one_rank, backward_ratio=1.0)
     made = _programs(alike, count)
     shares = [schedule.share(place[1].kind) if place else 1.0 for place in made.places]
-    return made, numbers(shares)
+    return made, shares
 
 
 def _waits_for_sends(

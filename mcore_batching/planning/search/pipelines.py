@@ -19,8 +19,8 @@ from mcore_batching.planning.search.objective import Candidate, Objective
 
 EFFORT_OF_A_SHARED_PASS = 0.15
 """Effort of one pass of one rank among ranks that wait for each other, which are simulated side by
-side. About its CPU time where numba compiles the clock: a try on 29 slots of 8 ranks of four stages
-then takes 8 µs, else 0.28 ms, and planning without numba about a third longer than with 1.5."""
+side: a try on 29 slots of 8 ranks of four stages takes 0.28 ms. Planning takes about a third longer
+than with 1.5."""
 MOST_CHAINS = 32
 """Critical paths remembered per pipeline, twice as many of ranks that share micro-batches: with no
 more than 32, steps of these end 0.07 % later in the mean of five cases, 128 samples of azure_conv
