@@ -40,7 +40,8 @@ MOST_FAILURES = 3
 JOIN_SECONDS = 2.0
 """How long the end of the thread is awaited after its worker was killed."""
 
-_FRAME = struct.Struct("<4sI")
+_FRAME = struct.Struct("<4sII")
+"""What precedes a request or an answer: `_MAGIC`, the request's number, bytes that follow."""
 _MAGIC = b"mcbw"
 _PLAN, _IN_LINE, _FAILED = b"P", b"I", b"F"
 """First byte of an answer: a plan, nothing (in line the planner raises an error), or why there is
@@ -233,11 +234,13 @@ class _Process:
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         failure: str | None = None
-        for packet, ticket in iter(self.requests.get, None):
+        for number, (packet, ticket) in enumerate(iter(self.requests.get, None)):
             if failure is None:
                 try:
-                    _write(self.popen.stdin, packet)
-                    answer = _read(self.popen.stdout)
+                    _write(self.popen.stdin, number, packet)
+                    answered, answer = _read(self.popen.stdout)
+                    if answered != number:
+                        raise PlanFormatError("an answer to another request")
                 except (EOFError, OSError):
                     failure = self._why_ended()
                 except (PlanFormatError, MemoryError) as exception:
@@ -265,12 +268,12 @@ class _Process:
                     pipe.close()
 
 
-def _write(pipe: IO[bytes], packet: bytes) -> None:
-    pipe.write(_FRAME.pack(_MAGIC, len(packet)) + packet)
+def _write(pipe: IO[bytes], number: int, packet: bytes) -> None:
+    pipe.write(_FRAME.pack(_MAGIC, number, len(packet)) + packet)
     pipe.flush()
 
 
-def _read(pipe: IO[bytes]) -> bytes:
+def _read(pipe: IO[bytes]) -> tuple[int, bytes]:
     """Read what `_write` wrote.
 
     Raises:
@@ -280,13 +283,13 @@ def _read(pipe: IO[bytes]) -> bytes:
     head = pipe.read(_FRAME.size)
     if len(head) < _FRAME.size:
         raise EOFError
-    magic, size = _FRAME.unpack(head)
+    magic, number, size = _FRAME.unpack(head)
     if magic != _MAGIC:
         raise PlanFormatError(f"{head!r}, the start of no answer")
     packet = pipe.read(size)
     if len(packet) < size:
         raise EOFError
-    return packet
+    return number, packet
 
 
 def serve() -> None:
@@ -295,7 +298,7 @@ def serve() -> None:
     sys.stdout = sys.stderr  # what is printed is no answer
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            packet = _read(requests)
+            number, packet = _read(requests)
             try:
                 request: PlanRequest = pickle.loads(packet)
                 answer = _PLAN + plan_to_bytes(request.plan())
@@ -305,4 +308,4 @@ def serve() -> None:
                 answer = _IN_LINE
             except Exception as exception:
                 answer = _FAILED + f"raised {type(exception).__name__}: {exception}".encode()
-            _write(answers, answer)
+            _write(answers, number, answer)
