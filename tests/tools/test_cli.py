@@ -1,16 +1,13 @@
-"""The command, in-process and as a real process."""
+"""The command, in-process; `test_streams` starts it as a process."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kit.patience import patience
 
 from mcore_batching.flags import FLAGS, OPTIONS, PREFIX, REMOVED_FLAGS, THEMES
 from mcore_batching.planning import (
@@ -21,20 +18,6 @@ from mcore_batching.planning import (
 )
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.cli.options import CommandParser
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-
-
-def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mcore_batching", *arguments],
-        input=stdin,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-    )
 
 
 @pytest.fixture
@@ -56,12 +39,18 @@ def test_flags_are_printed_by_theme_each_once(capsys: pytest.CaptureFixture[str]
     assert "--help" not in printed  # which is no flag of training
 
 
-def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:
-    out = str(tmp_path / "plan.json")
-    made = command("plan", lengths_file, "--max-tokens-per-gpu", "10", "--dp", "2", "--out", out)
-    assert (made.returncode, made.stderr) == (0, "")
+def test_plan_and_check(
+    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*arguments: str) -> list[str]:
+        assert main(list(arguments)) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out.splitlines()
+
+    out, cap = str(tmp_path / "plan.json"), ("--max-tokens-per-gpu", "10")
+    lines = printed("plan", lengths_file, *cap, "--dp", "2", "--out", out)
     plan = Plan.from_json(Path(out).read_text())
-    lines = made.stdout.splitlines()
     assert lines[0] == "6 samples in 1 step, DP2, cap 10 tokens"
     assert lines[1].split("  ")[-3:] == ["rank balance", "slot balance", "time/floor"]
     statistics = step_statistics(plan.steps[0], [6, 4, 3, 9, 2, 14])
@@ -72,27 +61,27 @@ def test_plan_and_check_as_processes(tmp_path: Path, lengths_file: str) -> None:
     assert lines[5].split()[0] == "total"
     assert any(line.startswith("token fill    tokens of samples / (cap x") for line in lines)
     assert any("packing under the cap of 10 tokens takes 4 micro-batches" in s for s in lines)
+    assert any(line.strip().startswith("held back by: ") for line in lines)
+    assert any(line.strip().startswith("would help: ") for line in lines)
     assert lines[-2:] == [f"digest {plan.digest()}", f"wrote {out}"]
+    quiet = printed("plan", lengths_file, *cap, "--dp", "2", "--no-advice")
+    assert quiet == [line for line in lines[:-1] if not line.strip().startswith("would help: ")]
+    jsonl = tmp_path / "a.jsonl"
+    jsonl.write_text("".join(f'{{"n": {length}}}\n' for length in (6, 4, 3, 9, 2, 14)))
+    assert printed("plan", str(jsonl), "--column", "n", *cap, "--dp", "2", "--no-advice") == quiet
 
     model = tmp_path / "config.json"
     model.write_text(
         '{"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 256,'
         ' "num_attention_heads": 4, "vocab_size": 1048576}'
     )
-    sized = command("plan", lengths_file, "--max-tokens-per-gpu", "10", "--model", str(model))
-    (line,) = (line for line in sized.stdout.splitlines() if line.startswith("estimated memory"))
+    sized = printed("plan", lengths_file, *cap, "--model", str(model))
+    (line,) = (line for line in sized if line.startswith("estimated memory"))
     assert line.endswith("first stage 0.00 GiB, last stage 0.25 GiB (0.08 GiB of it for logits)")
     # The output layer alone makes up nearly all of the model's costs.
-    on_stages = command(
-        "compare", lengths_file, *["--max-tokens-per-gpu", "10", "--pp", "2", "--model"], str(model)
-    )
-    assert (on_stages.returncode, on_stages.stderr) == (0, "")
-
-    checked = command("check", out, lengths_file)
-    assert (checked.returncode, checked.stderr) == (0, "")
-    assert checked.stdout == (
-        f"{out}: 6 samples in 1 step, DP2, cap 10 tokens: every invariant holds; digest matches\n"
-    )
+    printed("compare", lengths_file, *cap, "--pp", "2", "--model", str(model))
+    holds = "6 samples in 1 step, DP2, cap 10 tokens: every invariant holds; digest matches"
+    assert printed("check", out, lengths_file) == [f"{out}: {holds}"]
 
 
 def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> None:
@@ -128,22 +117,6 @@ def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> Non
     assert plan.steps[0].num_microbatches == 5
 
 
-def test_standard_input_csv_and_json_lines(
-    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lengths = Path(lengths_file).read_text().split()
-    csv_file, json_file = tmp_path / "a.csv", tmp_path / "a.jsonl"
-    csv_file.write_text("id,n\n" + "".join(f"x,{length}\n" for length in lengths))
-    json_file.write_text("".join(f'{{"n": {length}}}\n' for length in lengths))
-    plain = ["--max-tokens-per-gpu", "10", "--no-advice"]  # which depends on the time it takes
-    piped = command("plan", "-", *plain, stdin="\n".join(lengths))
-    assert piped.returncode == 0
-    for path, column in ((lengths_file, []), (csv_file, ["n"]), (json_file, ["n"])):
-        flags = ["--column", *column] if column else []
-        assert main(["plan", str(path), *flags, *plain]) == 0
-        assert capsys.readouterr().out == piped.stdout
-
-
 def test_many_steps_are_summarised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("3\n" * 200)
@@ -159,103 +132,64 @@ def test_many_steps_are_summarised(tmp_path: Path, capsys: pytest.CaptureFixture
     ) in printed
 
 
-def plan_document(tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]) -> dict:
-    out = tmp_path / "plan.json"
-    arguments = ["--max-tokens-per-gpu", "10", "--dp", "2", "--out", str(out)]
-    assert main(["plan", lengths_file, *arguments]) == 0
-    capsys.readouterr()
-    return json.loads(out.read_text())
+def broken(*ranks: list[list[int]]) -> dict[str, Any]:
+    """Changes that give a plan these micro-batches [ranks][slots]."""
+    return {"steps": [{"num_microbatches": len(ranks[1]), "ranks": ranks}]}
 
 
-BREAKS = {
-    "exact cover": [[[0, 1], [3]], [[2, 4], [0, 5]]],
-    "cap": [[[0, 3], [1]], [[2, 4], [5]]],
-    "equal count": [[[0, 1], [3], []], [[2, 4], [5]]],
-    "split before placeholder": [[[0, 1], [], [3]], [[2], [4], [5]]],
-}
-
-
-@pytest.mark.parametrize("invariant", BREAKS)
-def test_check_names_the_broken_invariant(
-    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str], invariant: str
-) -> None:
-    document = plan_document(tmp_path, lengths_file, capsys)
-    ranks = BREAKS[invariant]
-    document["steps"] = [{"num_microbatches": len(ranks[1]), "ranks": ranks}]
-    broken = tmp_path / "broken.json"
-    broken.write_text(json.dumps(document))
-    assert main(["check", str(broken), lengths_file]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert f"{broken}: invariant '{invariant}' is broken" in printed.err
-
-
-def test_check_finds_a_changed_plan_that_keeps_the_invariants(
-    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = plan_document(tmp_path, lengths_file, capsys)
-    document["steps"][0]["ranks"].reverse()
-    changed = tmp_path / "changed.json"
-    changed.write_text(json.dumps(document))
-    assert main(["check", str(changed), lengths_file]) == 1
-    assert "invariants hold, but its digest is" in capsys.readouterr().err
-    del document["digest"]
-    changed.write_text(json.dumps(document))
-    assert main(["check", str(changed), lengths_file]) == 0
-    assert capsys.readouterr().out.endswith("holds; no digest recorded\n")
-
-
-def test_check_against_other_lengths_that_fit_as_well(
-    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = plan_document(tmp_path, lengths_file, capsys)
-    plan, other = tmp_path / "plan.json", tmp_path / "other.txt"
-    other.write_text("5\n4\n3\n9\n2\n14\n")
-    assert main(["check", str(plan), str(other)]) == 1
-    assert f"made from other lengths than {other}" in capsys.readouterr().err
-    del document["lengths_digest"]  # as releases before it, and other programs, write plans
-    plan.write_text(json.dumps(document))
-    assert main(["check", str(plan), str(other)]) == 0
-    assert "digest matches; the plan does not say from which lengths" in capsys.readouterr().out
-    document["lengths_digest"] = 7
-    plan.write_text(json.dumps(document))
-    assert main(["check", str(plan), str(other)]) == 2
-    assert '"lengths_digest" must be a string, got 7' in capsys.readouterr().err
+REVERSED = broken([[2, 4], [5]], [[0, 1], [3]])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "stdin", "message"),
+    ("changes", "lengths", "status", "message"),
     [
-        ("--max-tokens-per-gpu 10", "3\nx\n", "<stdin>:2: expected a length of 0"),
-        ("--max-tokens-per-gpu 9 --column n", "3\n", "--column is for .csv and .jsonl files"),
+        (broken([[0, 1], [3]], [[2, 4], [0, 5]]), "6", 1, "invariant 'exact cover' is broken"),
+        (broken([[0, 3], [1]], [[2, 4], [5]]), "6", 1, "invariant 'cap' is broken"),
+        (broken([[0, 1], [3], []], [[2, 4], [5]]), "6", 1, "invariant 'equal count' is broken"),
         (
-            "--max-tokens-per-gpu 10 --on-oversize error",
-            "3\n17\n",
-            "sample 1 has 17 tokens, 17 after padding, the cap is 10",
+            broken([[0, 1], [], [3]], [[2], [4], [5]]),
+            "6",
+            1,
+            "'split before placeholder' is broken",
         ),
+        (REVERSED, "6", 1, "invariants hold, but its digest is"),
+        (REVERSED | {"digest": None}, "6", 0, "every invariant holds; no digest recorded\n"),
+        ({}, "5", 1, "made from other lengths than "),  # that fit as well
+        ({"lengths_digest": None}, "5", 0, "matches; the plan does not say from which lengths"),
+        ({"lengths_digest": 7}, "5", 2, '"lengths_digest" must be a string, got 7'),
     ],
 )
-def test_errors_are_one_line(
+def test_check_names_what_is_wrong(
+    tmp_path: Path,
+    lengths_file: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: str,
-    stdin: str,
+    changes: dict[str, Any],
+    lengths: str,
+    status: int,
     message: str,
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-    assert main(["plan", "-", *arguments.split()]) == 2
+    path = tmp_path / "plan.json"
+    arguments = ["--max-tokens-per-gpu", "10", "--dp", "2", "--out", str(path)]
+    assert main(["plan", lengths_file, *arguments]) == 0
+    capsys.readouterr()
+    document = json.loads(path.read_text()) | changes
+    absent = [name for name in ("digest", "lengths_digest") if document[name] is None]
+    path.write_text(json.dumps({name: document[name] for name in document if name not in absent}))
+    file = Path(lengths_file)
+    file.write_text(lengths + file.read_text()[1:])
+    assert main(["check", str(path), lengths_file]) == status
     printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert printed.err.startswith("mcore-batching: ")
-    assert message in printed.err
+    said, silent = (printed.err, printed.out) if status else (printed.out, printed.err)
+    assert (said.count("\n"), silent) == (1, "")
+    assert message in said
+    assert status == 2 or f"{path}: " in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
         ("--max-tokens-per-gpu 0", {"max_tokens_per_gpu": "--max-tokens-per-gpu"}),
+        ("--max-tokens-per-gpu 9 --column n", {"column": "--column"}),
         ("--max-tokens-per-gpu 9 --dp 0", {"data_parallel": "--dp"}),
         ("--max-tokens-per-gpu 9 --samples-per-step 0", {"samples_per_step": "--samples-per-step"}),
         (
@@ -302,7 +236,10 @@ def test_planners_errors_name_flags(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n17\n"))
     assert main(["plan", "-", *arguments.split()]) == 2
-    message = capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert printed.err.startswith("mcore-batching: ")
+    message = printed.err
     for name, flag in names.items():
         assert flag in message
         assert name not in message.replace(flag, "")
@@ -349,13 +286,3 @@ def test_bad_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[s
         main(arguments)
     assert caught.value.code == 2
     assert "usage: mcore-batching" in capsys.readouterr().err
-
-
-def test_advice_is_left_out_on_request(
-    lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["plan", lengths_file, "--max-tokens-per-gpu", "10"]
-    assert main(flags) == main([*flags, "--no-advice"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("held back by: ") == 2
-    assert printed.count("would help: ") == 1

@@ -39,38 +39,27 @@ def by_name(outcomes: list[compare.Outcome], name: str) -> compare.Outcome:
     return next(outcome for outcome in outcomes if outcome.name == name)
 
 
-def test_everyone_is_on_the_table_once(outcomes: list[compare.Outcome]) -> None:
-    names = [outcome.name for outcome in outcomes]
-    assert names[:4] == [
-        "mcore_batching",
-        "mcore_batching, balance cost",
-        "mcore_batching, balance tokens",
-        "mcore_batching, balance none",
-    ]
-    assert names[4:] == list(RULES)
+def test_everyone_is_on_the_table_once_and_none_ends_before_ours(
+    outcomes: list[compare.Outcome],
+) -> None:
+    modes = [f"mcore_batching, balance {balance}" for balance in ("cost", "tokens", "none")]
+    assert [outcome.name for outcome in outcomes] == ["mcore_batching", *modes, *RULES]
     assert [outcome.kind for outcome in outcomes] == ["ours"] + ["mode"] * 3 + ["peer"] * len(RULES)
     assert {outcome.steps for outcome in outcomes} == {2}
+    assert len({by_name(outcomes, mode).time_over_floor for mode in modes}) == 3
+    ours, *others = (outcome.time_over_floor for outcome in outcomes)
+    assert ours is not None
+    assert all(ours <= time for time in others if time is not None)
 
 
 def test_numbers_are_those_of_the_plans(outcomes: list[compare.Outcome]) -> None:
-    ours = by_name(outcomes, "mcore_batching")
-    made = [
-        step_statistics(plan_step(lengths, DIMS, CONFIG), lengths)
-        for lengths in (LENGTHS[:32], LENGTHS[32:])
-    ]
+    ours, steps = outcomes[0], (LENGTHS[:32], LENGTHS[32:])
+    made = [step_statistics(plan_step(lengths, DIMS, CONFIG), lengths) for lengths in steps]
     assert ours.time_over_floor == pytest.approx(sum(s.time_over_floor for s in made) / 2)
     assert ours.num_microbatches == sum(s.num_microbatches for s in made) / 2
     assert (ours.time_over_ours, ours.best_cap, ours.time_over_ours_at_best_cap) == (1, 1000, 1)
     assert ours.planning_seconds is not None
     assert ours.planning_seconds > 0
-
-
-def test_modes_differ_and_ours_is_never_later(outcomes: list[compare.Outcome]) -> None:
-    times = {outcome.name: outcome.time_over_floor for outcome in outcomes}
-    assert len({times[f"mcore_batching, balance {b}"] for b in ("cost", "tokens", "none")}) == 3
-    ours = times.pop("mcore_batching")
-    assert ours is not None
-    assert all(ours <= time for time in times.values() if time is not None)
 
 
 def test_a_rule_is_shown_at_the_given_cap_and_at_its_own_best_below() -> None:
@@ -190,30 +179,23 @@ COMMAND = [
 ]
 
 
-def test_a_rules_refusal_names_the_flag(
-    lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", lengths_file, *COMMAND[2:], "--max-tokens-per-gpu", "800"]) == 0
-    refused = "at least the longest sample; set --max-tokens-per-gpu so that every sample fits"
-    assert refused in capsys.readouterr().out
-
-
 def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", lengths_file, *COMMAND]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "4 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
-    assert printed[1].split("  ")[-1] == "time/ours there"
+    def printed(*others: str) -> list[str]:
+        assert main(["compare", lengths_file, *COMMAND, *others]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    lines = printed()
+    assert lines[0] == "4 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
+    assert lines[1].split("  ")[-1] == "time/ours there"
     steps = compare.consecutive_steps(LENGTHS, 16)
     ours, *_ = compare.compare(steps, DIMS, replace(CONFIG, plan_effort=20))
-    (line,) = [line for line in printed if line.split()[:1] == ["mcore_batching"]]
+    (line,) = [line for line in lines if line.split()[:1] == ["mcore_batching"]]
     assert line.split()[1:4] == ["4/4", f"{ours.time_over_floor:.3f}", "1.000"]
     # A rule's own best cap is per GPU, and so is the heading's second one.
-    assert (
-        main(["compare", lengths_file, *COMMAND[2:], "--max-tokens-per-gpu", "500", "--cp", "2"])
-        == 0
-    )
     heading = "4 steps of 16 samples, DP2 x PP2 x CP2, cap 1000 tokens, 500 per GPU"
-    assert capsys.readouterr().out.splitlines()[0] == heading
+    assert printed("--max-tokens-per-gpu", "500", "--cp", "2")[0] == heading
+    refused = "at least the longest sample; set --max-tokens-per-gpu so that every sample fits"
+    assert refused in "\n".join(printed("--max-tokens-per-gpu", "800"))
 
 
 def test_plans_with_too_many_samples_in_a_micro_batch_are_no_plans() -> None:
