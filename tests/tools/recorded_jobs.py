@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
-from mcore_batching.planning.plans.records import StepRecorder
+from mcore_batching.planning.plans.records import StepRecord, StepRecorder, read_records
 
 DIMS = ParallelDims(data_parallel=2, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=1000, balance="cost")
@@ -18,14 +19,21 @@ def lengths_of(step: int, count: int = 24) -> list[int]:
     return [min(900, round(generator.lognormvariate(5, 1)) + 1) for _ in range(count)]
 
 
+def recorded(
+    directory: Path, *steps: tuple[StepPlan, Sequence[int], float | None, float | None]
+) -> list[StepRecord]:
+    """What is read back of one job's plans, lengths, seconds, and seconds of a unit of cost."""
+    recorder = StepRecorder(directory)
+    for plan, lengths, seconds, unit in steps:
+        recorder.append(plan, lengths, seconds, seconds_per_unit=unit)
+    recorder.close()
+    return read_records(directory)
+
+
 def recorded_job(directory: Path, seconds: list[float | None]) -> list[StepPlan]:
     """Record one step for each measured time."""
-    recorder = StepRecorder(directory)
-    plans = []
-    for step, measured in enumerate(seconds):
-        plans.append(plan_step(lengths_of(step), DIMS, CONFIG, COSTS))
-        recorder.append(plans[-1], lengths_of(step), measured)
-    recorder.close()
+    plans = [plan_step(lengths_of(step), DIMS, CONFIG, COSTS) for step in range(len(seconds))]
+    recorded(directory, *((p, lengths_of(i), seconds[i], None) for i, p in enumerate(plans)))
     return plans
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from mcore_batching.planning import (
     StepPlan,
     plan_batch,
     plan_step,
-    step_statistics,
+    predicted_step_time,
 )
 from mcore_batching.tools import explain as explaining
 from mcore_batching.tools.explain import (
@@ -40,49 +41,43 @@ STEP = StepPlan(
 )
 
 
-def step_time(step: StepPlan, lengths: list[int]) -> float:
-    return step_statistics(step, lengths).step_time
+DP2, DP4 = ParallelDims(data_parallel=2), ParallelDims(data_parallel=4)
 
 
-def held_back(lengths: list[int], dims: ParallelDims, **options: object) -> str:
-    config = replace(CONFIG, **options)  # type: ignore[arg-type]
-    return what_holds_back(plan_step(lengths, dims, config), lengths)
-
-
-def test_the_longest_sample() -> None:
-    assert held_back([200] * 64 + [12000], PP4).startswith("sample 64 (12000 tokens): its own way")
-
-
-def test_the_slowest_rank() -> None:
-    lengths = [1000] * 40
-    step = plan_step(lengths, ParallelDims(data_parallel=2), CONFIG, owners=[0] * 30 + [1] * 10)
-    assert what_holds_back(step, lengths).startswith("rank 0: it ends 1.49 x")
-
-
-def test_slots_in_lockstep() -> None:
-    dims = ParallelDims(data_parallel=8, expert_parallel=8)
-    said = held_back(MANY, dims, balance="none", packing="first-fit")
-    assert said.startswith("slots whose micro-batches differ over ranks")
-
-
-def test_the_cap() -> None:
-    assert held_back([1000] * 64, PP4, max_tokens_per_gpu=1000).startswith(
-        "the cap of 1000 tokens: micro-batches are full"
-    )
-
-
-def test_too_few_samples() -> None:
-    assert held_back([1000] * 32, PP4) == (
-        "too few samples for this pipeline: 8 per rank for 4 stages"
-    )
-
-
-def test_the_pipeline_s_ends() -> None:
-    assert held_back(MANY, PP4).startswith("filling and draining 4 stages with ")
-
-
-def test_nothing_but_the_work() -> None:
-    assert held_back(MANY, ParallelDims(data_parallel=4)).startswith("the work itself")
+@pytest.mark.parametrize(
+    ("lengths", "dims", "options", "owners", "said"),
+    [
+        ([200] * 64 + [12000], PP4, {}, None, "sample 64 (12000 tokens): its own way"),
+        ([1000] * 40, DP2, {}, [0] * 30 + [1] * 10, "rank 0: it ends 1.49 x"),
+        (
+            MANY,
+            ParallelDims(data_parallel=8, expert_parallel=8),
+            {"balance": "none", "packing": "first-fit"},
+            None,
+            "slots whose micro-batches differ over ranks",
+        ),
+        (
+            [1000] * 64,
+            PP4,
+            {"max_tokens_per_gpu": 1000},
+            None,
+            "the cap of 1000 tokens: micro-batches are full",
+        ),
+        ([1000] * 32, PP4, {}, None, "too few samples for this pipeline: 8 per rank for 4 stages"),
+        (MANY, PP4, {}, None, "filling and draining 4 stages with "),
+        (MANY, DP4, {}, None, "the work itself"),
+    ],
+    ids=["sample", "rank", "lockstep", "cap", "few samples", "ends", "work"],
+)
+def test_what_holds_a_step_back(
+    lengths: list[int],
+    dims: ParallelDims,
+    options: dict[str, Any],
+    owners: list[int] | None,
+    said: str,
+) -> None:
+    step = plan_step(lengths, dims, replace(CONFIG, **options), owners=owners)
+    assert what_holds_back(step, lengths).startswith(said)
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -105,7 +100,7 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool) -> None:
         data, stages, context = sizes
         dims = ParallelDims(data_parallel=data, pipeline_parallel=stages, context_parallel=context)
         then = plan_step(lengths, dims, config, costs, forward_only=forward_only)
-        gain = step_time(step, lengths) / step_time(then, lengths)
+        gain = predicted_step_time(step, lengths) / predicted_step_time(then, lengths)
         assert gains.get(changes, gain) == pytest.approx(gain, rel=1e-12)
         assert (changes in gains) == (gain >= 1.01)
     assert ("context_parallel=2", "data_parallel=2") in gains
@@ -154,13 +149,8 @@ def test_a_plan_for_forward_passes_is_explained_as_one() -> None:
     training = plan_step(MANY, PP4, CONFIG)
     text = explain(step, MANY, advice_seconds=0)
     assert "predicted end of the forward passes" in text
-    assert step_time(step, MANY) < 0.5 * step_time(training, MANY)
-    assert f"{step_time(step, MANY):.0f} token units" in text
-
-
-def test_a_step_that_costs_nothing_is_explained() -> None:
-    step = plan_step([0, 0], ParallelDims(), CONFIG, CostModel(per_micro_batch=0))
-    assert "held back by: nothing" in explain(step, [0, 0])
+    assert predicted_step_time(step, MANY) < 0.5 * predicted_step_time(training, MANY)
+    assert f"{predicted_step_time(step, MANY):.0f} token units" in text
 
 
 def test_explain_says_where_the_count_comes_from() -> None:
@@ -198,9 +188,10 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     assert "the one with the fewest packs 1" in text
     even = explain(plan_step([3, 4], STEP.dims, config, owners=[0, 1]), [3, 4])
     assert "the most of all ranks; the one with the fewest packs 1\n" in even
-    assert "no samples: one micro-batch per rank is the least" in explain(
-        plan_step([], dims, config), []
-    )
+    none = explain(plan_step([], dims, config), [])
+    assert "no samples: one micro-batch per rank is the least" in none
+    free = plan_step([0, 0], ParallelDims(), CONFIG, CostModel(per_micro_batch=0))
+    assert "held back by: nothing" in explain(free, [0, 0])
     foreign = replace(
         STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3
     )
@@ -223,14 +214,11 @@ def test_no_pipeline_is_tried_that_no_job_can_have(stages: int, tried: set[int])
     assert found - {stages} == tried
 
 
-def test_steps_of_a_plan_are_explained_one_by_one() -> None:
+def test_steps_of_a_plan_are_explained_one_by_one_and_advice_can_be_left_out() -> None:
     plan = plan_batch(LENGTHS, ParallelDims(), STEP.config, samples_per_step=2)
     assert explain(plan, LENGTHS) == "\n".join(
         f"step {number}: {explain(step, LENGTHS)}" for number, step in enumerate(plan.steps)
     )
-
-
-def test_advice_can_be_left_out() -> None:
     text, advised = explain(STEP, LENGTHS, advice_seconds=0), explain(STEP, LENGTHS)
     assert advised.startswith(text + "\n  would help: ")
     assert "would help" not in text

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from kit.patience import patience
 from planning_cases import Case, cases, examples
-from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded_job, the_file
+from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded, recorded_job, the_file
 
 from mcore_batching.planning import plan_batch, plan_step, step_statistics
 from mcore_batching.planning.plans.records import RecordError, StepRecorder, read_records
@@ -37,23 +37,16 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_learnt_costs_are_recorded_with_their_unit(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path)
     models = [replace(COSTS, per_micro_batch=float(step)) for step in range(3)]
-    for model, seconds in zip(models, (None, 1e-3, 2e-3), strict=True):
-        plan = plan_step([5, 6], DIMS, CONFIG, model)
-        recorder.append(plan, [5, 6], 1.0, seconds_per_unit=seconds)
-    recorder.close()
-    records = read_records(tmp_path)
+    plans, units = [plan_step([5, 6], DIMS, CONFIG, model) for model in models], (None, 1e-3, 2e-3)
+    records = recorded(tmp_path, *((p, [5, 6], 1.0, u) for p, u in zip(plans, units, strict=True)))
     assert [record.plan.cost_model for record in records] == models
     assert [record.seconds_per_unit for record in records] == [None, 1e-3, 2e-3]
 
 
 def test_samples_that_share_segments_are_recorded_beside_the_plan(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path)
     plan = replace(plan_step([50, 60], DIMS, CONFIG, COSTS), hosted_lengths=(30, 41, 40))
-    recorder.append(plan, [50, 60], 1.0)
-    recorder.close()
-    (record,) = read_records(tmp_path)
+    (record,) = recorded(tmp_path, (plan, [50, 60], 1.0, None))
     assert (record.lengths, record.plan.hosted_lengths) == ((50, 60), (30, 41, 40))
     statistics = total_statistics([step.statistics for step in replay([record, record])])
     assert (statistics.num_samples, statistics.hosted_samples) == (4, 6)
@@ -66,12 +59,8 @@ def test_samples_that_share_segments_are_recorded_beside_the_plan(tmp_path: Path
 @given(case=cases())
 @examples(40)
 def test_any_plan_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
-    folder = tmp_path_factory.mktemp("records")
     plan = plan_step(case.lengths, case.dims, case.config, COSTS, owners=case.owners)
-    recorder = StepRecorder(folder)
-    recorder.append(plan, case.lengths)
-    recorder.close()
-    (record,) = read_records(folder)
+    (record,) = recorded(tmp_path_factory.mktemp("records"), (plan, case.lengths, None, None))
     assert record.plan == plan
     assert record.plan.digest() == plan.digest()
     assert record.lengths == tuple(case.lengths)
@@ -80,10 +69,7 @@ def test_any_plan_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Cas
 def test_a_step_out_of_a_batch_is_numbered_anew(tmp_path: Path) -> None:
     lengths = lengths_of(0)
     steps = plan_batch(lengths, DIMS, CONFIG, samples_per_step=10).steps
-    recorder = StepRecorder(tmp_path)
-    recorder.append(steps[1], lengths)
-    recorder.close()
-    (record,) = read_records(tmp_path)
+    (record,) = recorded(tmp_path, (steps[1], lengths, None, None))
     assert record.lengths == tuple(lengths[10:20])
     assert record.plan.micro_batches == tuple(
         tuple(tuple(sample - 10 for sample in held) for held in rank)
@@ -92,14 +78,12 @@ def test_a_step_out_of_a_batch_is_numbered_anew(tmp_path: Path) -> None:
 
 
 def test_dims_are_written_once_and_again_when_they_change(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path)
     other = replace(DIMS, pipeline_parallel=1)
-    for dims in (DIMS, DIMS, other, other):
-        recorder.append(plan_step([5, 6], dims, CONFIG), [5, 6])
-    recorder.close()
+    plans = [plan_step([5, 6], dims, CONFIG) for dims in (DIMS, DIMS, other, other)]
+    records = recorded(tmp_path, *((plan, [5, 6], None, None) for plan in plans))
     lines = [json.loads(line) for line in the_file(tmp_path).read_text().splitlines()]
     assert ["format" in line for line in lines] == [True, False, False, True, False, False]
-    assert [record.plan.dims for record in read_records(tmp_path)] == [DIMS] * 2 + [other] * 2
+    assert [record.plan.dims for record in records] == [DIMS] * 2 + [other] * 2
 
 
 def test_jobs_have_files_of_their_own(tmp_path: Path) -> None:
@@ -134,14 +118,9 @@ def test_a_killed_job_has_lost_nothing(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=patience(60))
     assert killed.returncode == -signal.SIGKILL
     assert len(read_records(tmp_path)) == 3
-
-
-def test_a_last_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
-    recorded_job(tmp_path, [0.5, 0.6])
     file = the_file(tmp_path)
-    lines = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(lines)[:-20])
-    assert [record.step for record in read_records(tmp_path)] == [0]
+    file.write_text(file.read_text()[:-20])  # cut in its last line
+    assert [record.step for record in read_records(tmp_path)] == [0, 1]
 
 
 def test_a_full_disk_stops_the_record_and_not_the_job(tmp_path: Path) -> None:
@@ -162,10 +141,6 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=r"cannot record .*; set record to a writable folder"):
         StepRecorder(tmp_path / "file")
-
-
-def change(document: dict, key: str, value: object) -> dict:
-    return {**document, key: value}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +172,7 @@ def test_broken_lines_are_named(
     recorded_job(tmp_path, [0.5])
     file = the_file(tmp_path)
     lines = [json.loads(text) for text in file.read_text().splitlines()]
-    lines[line] = change(lines[line], key, value)
+    lines[line][key] = value
     file.write_text("".join(json.dumps(document) + "\n" for document in lines))
     with pytest.raises(RecordError, match=message):
         read_records(tmp_path)

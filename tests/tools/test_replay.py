@@ -7,31 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded_job, the_file
+from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded, recorded_job, the_file
 
 from mcore_batching.planning import (
     Argument,
     ParallelDims,
     PlannerConfig,
-    StepPlan,
     plan_step,
-    step_statistics,
+    predicted_step_time,
 )
 from mcore_batching.planning.costs.cost import in_units_of
-from mcore_batching.planning.plans.records import StepRecord, StepRecorder, read_records
+from mcore_batching.planning.plans.records import StepRecord, read_records
 from mcore_batching.tools import replay
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.cli import replay as replay_command
 
 
-def step_time(plan: StepPlan, lengths: list[int] | tuple[int, ...]) -> float:
-    return step_statistics(plan, lengths).step_time
-
-
 def measured_job(tmp_path: Path, factor: float = 1e-3) -> list[StepRecord]:
     """A job whose steps took what was predicted, but for a slow first one and a fast last one."""
     plans = [plan_step(lengths_of(step), DIMS, CONFIG, COSTS) for step in range(5)]
-    times = [factor * step_time(plan, lengths_of(i)) for i, plan in enumerate(plans)]
+    times = [factor * predicted_step_time(plan, lengths_of(i)) for i, plan in enumerate(plans)]
     times[0] *= 4
     times[-1] *= 0.8
     recorded_job(tmp_path, [*times])
@@ -43,26 +38,20 @@ def test_units_become_seconds_by_the_median(tmp_path: Path) -> None:
     factor = replay.seconds_per_unit(steps)
     assert factor == pytest.approx(1e-3)
     assert [step.error(factor) for step in steps] == pytest.approx([-0.75, 0, 0, 0, 0.25])
-
-
-def test_a_step_that_was_not_measured_has_no_error_beside_those_that_were(tmp_path: Path) -> None:
-    recorded_job(tmp_path, [None, 1.0])
-    steps = replay.replay(read_records(tmp_path))
+    recorded_job(tmp_path / "begun", [None, 1.0])
+    steps = replay.replay(read_records(tmp_path / "begun"))
     rows = replay_command.step_table(steps, replay.seconds_per_unit(steps)).rows
     assert [row[4:6] for row in rows] == [("-", "-"), ("1.000 s", "+0.0%")]
 
 
 def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path)
+    steps = []
     for step in range(6):
-        costs = replace(COSTS, per_micro_batch=7.0 + step)
-        plan = plan_step(lengths_of(step), DIMS, CONFIG, costs)
-        seconds = 1e-3 * step_time(plan, lengths_of(step))
-        recorder.append(
-            plan, lengths_of(step), seconds, seconds_per_unit=1e-3 if step > 1 else None
-        )
-    recorder.close()
-    groups = replay.by_setting(replay.replay(read_records(tmp_path)))
+        lengths, costs = lengths_of(step), replace(COSTS, per_micro_batch=7.0 + step)
+        plan = plan_step(lengths, DIMS, CONFIG, costs)
+        unit = 1e-3 if step > 1 else None
+        steps.append((plan, lengths, 1e-3 * predicted_step_time(plan, lengths), unit))
+    groups = replay.by_setting(replay.replay(recorded(tmp_path, *steps)))
     assert [len(alike) for alike in groups] == [1, 1, 4]
     assert replay.seconds_per_unit(groups[-1]) == pytest.approx(1e-3)
 
@@ -74,15 +63,13 @@ def test_learnt_units_that_change_are_each_step_s_own(
 
     Alternatives, too, are in seconds that are true.
     """
-    recorder, expected = StepRecorder(tmp_path / "records"), []
+    given, expected = [], []
     for step, (unit, seconds) in enumerate([(37.0, 1e-3), (1.0, 2e-2), (0.5, 5e-2), (1.0, None)]):
-        costs = in_units_of(COSTS, 1 / unit)
-        plan = plan_step(lengths_of(step), DIMS, CONFIG, costs)
-        expected.append((seconds or 0) * step_time(plan, lengths_of(step)))
+        plan = plan_step(lengths_of(step), DIMS, CONFIG, in_units_of(COSTS, 1 / unit))
+        expected.append((seconds or 0) * predicted_step_time(plan, lengths_of(step)))
         measured = 1.25 * expected[-1] if seconds else None
-        recorder.append(plan, lengths_of(step), measured, seconds_per_unit=seconds or 2e-2)
-    recorder.close()
-    records = read_records(tmp_path / "records")
+        given.append((plan, lengths_of(step), measured, seconds or 2e-2))
+    records = recorded(tmp_path, *given)
     # Recorded in units of one token's work, which each took other seconds.
     assert [record.plan.cost_model.linear for record in records] == [1.0] * 4
     assert [r.seconds_per_unit for r in records] == pytest.approx([37e-3, 2e-2, 2.5e-2, 2e-2])
@@ -95,20 +82,9 @@ def test_learnt_units_that_change_are_each_step_s_own(
     assert steps[3].error(factor) is None
     found = replay.better_plans(steps[:3], 10)
     assert factor * found[0].recorded_time == pytest.approx(1.25 * sum(expected[:3]))
-    assert main(["replay", str(tmp_path / "records"), "--plan-effort", "1"]) == 0
+    assert main(["replay", str(tmp_path), "--plan-effort", "1"]) == 0
     printed = capsys.readouterr().out
     assert "a unit of cost took 2.500e-02 s (median); predictions are off by 0.0%" in printed
-
-
-def test_a_learnt_job_that_was_not_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recorder = StepRecorder(tmp_path / "records")
-    plan = plan_step(lengths_of(0), DIMS, CONFIG, COSTS)
-    recorder.append(plan, lengths_of(0), seconds_per_unit=1e-3)
-    recorder.close()
-    assert main(["replay", str(tmp_path / "records"), "--plan-effort", "1"]) == 0
-    assert "a unit of cost took 1.000e-03 s (as learnt)\n" in capsys.readouterr().out
 
 
 def test_better_plans(tmp_path: Path) -> None:
@@ -127,9 +103,8 @@ def test_better_plans(tmp_path: Path) -> None:
     assert gains == sorted(gains, reverse=True)
     config = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
     planned = [plan_step(step.record.lengths, DIMS, config, COSTS) for step in steps]
-    time = sum(
-        step_time(plan, step.record.lengths) for plan, step in zip(planned, steps, strict=True)
-    )
+    pairs = zip(planned, steps, strict=True)
+    time = sum(predicted_step_time(plan, step.record.lengths) for plan, step in pairs)
     assert found[0].time == pytest.approx(time)
     assert found[0].recorded_time == pytest.approx(sum(step.predicted for step in steps))
     assert found[0].gain > 1
@@ -137,11 +112,8 @@ def test_better_plans(tmp_path: Path) -> None:
 
 def test_a_cap_that_cannot_hold_a_step_is_left_out(tmp_path: Path) -> None:
     config = replace(CONFIG, on_oversize="error")
-    recorder = StepRecorder(tmp_path)
-    for lengths in ([400, 30], [900, 20]):
-        recorder.append(plan_step(lengths, DIMS, config), lengths)
-    recorder.close()
-    steps = replay.replay(read_records(tmp_path))
+    both = [(plan_step(each, DIMS, config), each, None, None) for each in ([400, 30], [900, 20])]
+    steps = replay.replay(recorded(tmp_path, *both))
     smaller = (Argument("max_tokens_per_gpu", 500),)
     assert smaller in [other.changes for other in replay.better_plans(steps[:1], 10)]
     assert smaller not in [other.changes for other in replay.better_plans(steps, 10)]
@@ -168,7 +140,7 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for column in ("error", "time/floor", "faster by"):
         assert f"\n{column} " in printed
     first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
-    assert f"{1e-3 * step_time(records[0].plan, records[0].lengths):.3f} s" in first
+    assert f"{1e-3 * predicted_step_time(records[0].plan, records[0].lengths):.3f} s" in first
     assert "-75.0%" in first
     total = sum(step.predicted for step in replay.spread_out(replay.replay(records), 2))
     as_it_was = next(line for line in printed.splitlines() if "as it was recorded" in line)
@@ -180,61 +152,60 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "faster by" not in printed
 
 
-def test_steps_must_be_one_or_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "unit", "printed"),
+    [
+        ([0.0, 0.0], None, "no time was measured: times are in units of cost"),
+        ([None], 1e-3, "a unit of cost took 1.000e-03 s (as learnt)\n"),
+    ],
+)
+def test_a_job_without_times(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    seconds: list[float | None],
+    unit: float | None,
+    printed: str,
+) -> None:
+    plan = plan_step(lengths_of(0), DIMS, CONFIG, COSTS)
+    recorded(tmp_path, *((plan, lengths_of(0), each, unit) for each in seconds))
+    assert main(["replay", str(tmp_path), "--steps", "1", "--plan-effort", "1"]) == 0
+    assert printed in capsys.readouterr().out
     assert main(["replay", str(tmp_path), "--steps", "0"]) == 2
     assert "--steps must be 1 or more" in capsys.readouterr().err
-
-
-def test_a_job_whose_times_are_all_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded_job(tmp_path, [0.0, 0.0])
-    assert replay.seconds_per_unit(replay.replay(read_records(tmp_path))) is None
-    assert main(["replay", str(tmp_path), "--steps", "1", "--plan-effort", "1"]) == 0
-    assert "no time was measured: times are in units of cost" in capsys.readouterr().out
-
-
-def two_jobs(directory: Path) -> None:
-    """Jobs of two layouts in one folder, of which the second takes half the time for a unit."""
-    for name, dims, factor in (("a", DIMS, 2e-3), ("b", ParallelDims(data_parallel=8), 1e-3)):
-        recorder = StepRecorder(directory / name)
-        for step in range(2):
-            plan = plan_step(lengths_of(step), dims, CONFIG, COSTS)
-            seconds = factor * step_time(plan, lengths_of(step))
-            recorder.append(plan, lengths_of(step), seconds)
-        recorder.close()
-        the_file(directory / name).rename(directory / f"{name}.jsonl")
 
 
 def test_jobs_of_different_layouts_are_replayed_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    two_jobs(tmp_path)
+    """In one folder; the second takes half the time for a unit."""
+    for name, dims, factor in (("a", DIMS, 2e-3), ("b", ParallelDims(data_parallel=8), 1e-3)):
+        plans = [plan_step(lengths_of(step), dims, CONFIG, COSTS) for step in range(2)]
+        times = [factor * predicted_step_time(p, lengths_of(i)) for i, p in enumerate(plans)]
+        given = [(plans[i], lengths_of(i), times[i], None) for i in range(2)]
+        recorded(tmp_path / name, *given)
+        the_file(tmp_path / name).rename(tmp_path / f"{name}.jsonl")
     assert main(["replay", str(tmp_path), "--plan-effort", "1"]) == 0
     deep, wide = capsys.readouterr().out.split("\nthen with --dp=8, --pp=1\n")
-    assert deep.startswith("2 recorded steps, DP2 x PP4, cap 1000 tokens\n")
-    assert "a unit of cost took 2.000e-03 s (median)" in deep
-    assert "--pp=8 and --dp=1" in deep
-    assert wide.startswith("2 recorded steps, DP8, cap 1000 tokens\n")
-    assert "a unit of cost took 1.000e-03 s (median)" in wide
-    assert "--pp=2 and --dp=4" in wide
-    for block in (deep, wide):
+    for block, heading, unit, other in (
+        (deep, "2 recorded steps, DP2 x PP4, cap 1000 tokens\n", 2e-3, "--pp=8 and --dp=1"),
+        (wide, "2 recorded steps, DP8, cap 1000 tokens\n", 1e-3, "--pp=2 and --dp=4"),
+    ):
+        assert block.startswith(heading)
+        assert f"a unit of cost took {unit:.3e} s (median)" in block
+        assert other in block
         assert "off by 0.0% on average, 0.0% at worst" in block
 
 
 def test_steps_part_where_options_or_costs_change(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path)
-    for config, costs in (
-        (CONFIG, COSTS),
-        (replace(CONFIG, max_tokens_per_gpu=950), COSTS),
-        (replace(CONFIG, max_tokens_per_gpu=950), replace(COSTS, linear=2.0)),
-        (CONFIG, COSTS),
-    ):
-        recorder.append(plan_step(lengths_of(0), DIMS, config, costs), lengths_of(0))
-    recorder.close()
-    records = read_records(tmp_path)
+    smaller, costs = replace(CONFIG, max_tokens_per_gpu=950), replace(COSTS, linear=2.0)
+    settings = ((CONFIG, COSTS), (smaller, COSTS), (smaller, costs), (CONFIG, COSTS))
+    plans = [plan_step(lengths_of(0), DIMS, *setting) for setting in settings]
+    records = recorded(tmp_path, *((plan, lengths_of(0), None, None) for plan in plans))
     alike = replay.by_setting(replay.replay(records))
     assert [len(steps) for steps in alike] == [1, 1, 1, 1]
-    changes = [
-        replay.changed_options(before[-1], after[0]) for before, after in itertools.pairwise(alike)
+    pairs = itertools.pairwise(alike)
+    assert [replay.changed_options(before[-1], after[0]) for before, after in pairs] == [
+        {"max_tokens_per_gpu": 950},
+        {"linear": 2.0},
+        {"max_tokens_per_gpu": 1000, "linear": 1.0},
     ]
-    assert changes[:2] == [{"max_tokens_per_gpu": 950}, {"linear": 2.0}]
-    assert changes[2] == {"max_tokens_per_gpu": 1000, "linear": 1.0}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from planning_cases import Case, cases, examples
+from planning_cases import Case, cases, examples, row_tokens
 
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
     PlannerConfig,
     plan_step,
+    step_problem,
     step_statistics,
 )
 from mcore_batching.planning.pipeline import Clock, Schedule
@@ -29,24 +30,18 @@ def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
     predicted = step_statistics(step, case.lengths).step_time
     assert timeline.end == pytest.approx(predicted, rel=1e-12)
     assert timeline.end == max(rank.end for rank in timeline.ranks)
-    dims = case.dims
-    for rank in timeline.ranks:
-        assert len(rank.passes) == (
-            2 * step.num_microbatches * dims.pipeline_parallel * dims.virtual_pipeline
-        )
+    dims, (_, ranks) = case.dims, step_problem(step, case.lengths)
+    for rank, slots in zip(timeline.ranks, ranks, strict=True):
+        chunks = dims.pipeline_parallel * dims.virtual_pipeline
+        assert len(rank.passes) == 2 * step.num_microbatches * chunks
         assert 0 <= rank.busy <= 1 + 1e-12
+        assert rank.num_samples == tuple(map(len, slots))
+        for tokens, samples in zip(rank.tokens, slots, strict=True):
+            assert not samples or tokens == row_tokens(samples, case.lengths, step)
+        if not dims.in_lockstep:
+            costs = [step.cost_model.micro_batch([case.lengths[i] for i in row]) for row in slots]
+            assert list(rank.passes) == Clock(costs, Schedule(dims=dims)).operations()
     assert 0 <= timeline.busy <= 1 + 1e-12
-
-
-def test_passes_without_expert_parallelism_are_the_simulation() -> None:
-    lengths = [30, 20, 40, 10]
-    dims = ParallelDims(data_parallel=1, pipeline_parallel=2)
-    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=40), PLAIN_COSTS)
-    (rank,) = step_timeline(step, lengths).ranks
-    costs = [float(sum(lengths[i] for i in held)) for held in step.micro_batches[0]]
-    assert list(rank.passes) == Clock(costs, Schedule(dims=dims)).operations()
-    assert rank.tokens == tuple(costs)
-    assert rank.num_samples == tuple(map(len, step.micro_batches[0]))
 
 
 def test_with_expert_parallelism_ranks_wait_within_the_slot() -> None:
