@@ -34,6 +34,10 @@ class Step:
     def played(self, costs: list[list[float]]) -> dict[tuple[int, Node], tuple[float, float]]:
         return played(costs, self.schedule, self.blocks)
 
+    def order(self) -> list[Node]:
+        count, stages = len(self.blocks), range(self.schedule.dims.pipeline_parallel)
+        return [(stage, *what) for stage in stages for what in self.schedule.order(stage, count)]
+
     def other_costs(self) -> list[list[float]]:
         dice, ranks = self.dice, len(self.costs[0])
         costs = []
@@ -64,7 +68,7 @@ class Step:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    stages = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    stages = draw(st.sampled_from([1, 2, 3, 4, 5, 8]))
     chunks = draw(st.sampled_from([1, 1, 2, 3, 4])) if stages > 1 else 1
     group = draw(st.none() | st.integers(stages, stages + 2)) if chunks > 1 else None
     dims = ParallelDims(
@@ -120,9 +124,10 @@ def test_ends_and_chains_are_those_of_passes_played_before_and_after_changes(ste
         assert clock.ends == close(ends_of(times))
         assert clock.end == max(clock.ends)
         for rank in range(len(clock.ends)):
-            for o in clock.operations(rank):
-                timed = times[rank, (o.stage, o.kind, o.chunk, o.slot)]
-                assert (o.start, o.end) == close(timed)
+            made = [(o.stage, o.kind, o.chunk, o.slot) for o in clock.operations(rank)]
+            assert made == step.order()
+            for node, o in zip(made, clock.operations(rank), strict=True):
+                assert (o.start, o.end) == close(times[rank, node])
         weights = clock.weights()
         assert length(weights, costs) == close(clock.end)
         others = step.other_costs()
