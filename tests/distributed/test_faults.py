@@ -462,7 +462,7 @@ def test_a_model_that_a_framework_shows_on_one_stage_is_refused_on_all(
     ],
     ids=str,
 )
-def test_the_model_of_verl_and_skyrl_makes_the_plan_or_is_refused_on_all_stages(
+def test_the_model_of_verl_and_skyrl_is_packed_by_the_rule_or_refused_on_all_stages(
     job: Job, ranks: list[dict[str, Any]]
 ) -> None:
     for rank in ranks:

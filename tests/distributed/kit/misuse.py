@@ -35,8 +35,9 @@ from mcore_batching.megatron import (
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
 from mcore_batching.megatron.rollout.rollout import RolloutRequest
-from mcore_batching.megatron.topology import first_guess, is_last_stage
-from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.local import fill_local, least_count, pack_local
 
 
 def returns_less(dims: dict[str, Any], reference: str) -> dict[str, Any]:
@@ -167,7 +168,7 @@ class _Framework:
         mask = torch.arange(max(_LENGTHS)) < torch.tensor(_LENGTHS)[:, None]
         batch = {"input_ids": mask.long(), "attention_mask": mask}
         group = parallel_state.get_data_parallel_group()
-        return micro_batches.rearrange_micro_batches(None, None, batch, _CAP, group)[1]
+        return micro_batches.rearrange_micro_batches(None, batch, _CAP, group)[1]
 
     def skyrl(self) -> Any:
         data = SimpleNamespace(_token_counts=_LENGTHS, _max_tokens_per_microbatch=_CAP)
@@ -189,15 +190,10 @@ def framework_holds_model(dims: dict[str, Any], reference: str) -> dict[str, Any
             except Exception as error:
                 said.append(f"{type(error).__name__}: {error}")
         report[name] = said
-    config = get_model_config(model[0])
-    step = plan_step(
-        _LENGTHS,
-        ParallelDims(**dims),
-        PlannerConfig(max_tokens_per_gpu=_CAP),
-        first_guess(VOCABULARY, config),
-        owners=[0] * len(_LENGTHS),
-    )
-    return report | {"plan": [list(samples) for samples in step.micro_batches[0]]}
+    problem = Problem.of(_LENGTHS, ParallelDims(**dims), PlannerConfig(max_tokens_per_gpu=_CAP))
+    packed = pack_local(problem)
+    plan = fill_local(problem, packed, least_count(problem, packed))
+    return report | {"plan": [list(samples) for samples in plan]}
 
 
 def data_that_few_read(dims: dict[str, Any], reference: str) -> list[str]:
