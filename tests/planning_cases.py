@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,13 @@ def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placehold
             )
         )
     return Case(lengths, dims, config, owners)
+
+
+def log_normal(count: int, seed: int, *, median: float, sigma: float, cap: int) -> list[int]:
+    generator = random.Random(seed)
+    return [
+        max(1, min(cap, int(median * generator.lognormvariate(0, sigma)))) for _ in range(count)
+    ]
 
 
 def real_lengths(count: int) -> list[int]:

@@ -171,17 +171,20 @@ def test_config_refuses(options: dict[str, Any], message: str) -> None:
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(("most", "instead"), [(3, 2), (5, 4), (8, 4), (7, 4)])
-def test_most_ranks_of_a_row_are_a_power_of_two_or_all(most: int, instead: int) -> None:
-    dims = ParallelDims(data_parallel=3, context_parallel=2)
-    for legal in (None, 1, 2, 4, 6):
+@pytest.mark.parametrize(
+    ("most", "ranks", "instead"),
+    [(3, 6, 2), (5, 6, 4), (8, 6, 4), (7, 6, 4), (9, 6, 4), (3, 8, 2), (16, 8, 8)],
+)
+def test_most_ranks_of_a_row_are_a_power_of_two_or_all(most: int, ranks: int, instead: int) -> None:
+    dims = ParallelDims(data_parallel=ranks // 2, context_parallel=2)
+    for legal in (None, 1, 2, 4, ranks):
         PlannerConfig(max_tokens_per_gpu=10, max_context_parallel=legal).check_max_context_parallel(
             dims
         )
     with pytest.raises(ConfigError) as caught:
         plan_step([3], dims, PlannerConfig(max_tokens_per_gpu=10, max_context_parallel=most))
     assert str(caught.value) == (
-        f"max_context_parallel must be a power of two or all 6 ranks, got {most}; set "
+        f"max_context_parallel must be a power of two or all {ranks} ranks, got {most}; set "
         f"max_context_parallel to {instead}"
     )
 

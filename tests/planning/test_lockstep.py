@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from planning_cases import Case, cases, examples
+from planning_cases import Case, cases, examples, log_normal
 
 from mcore_batching.planning import (
     CostModel,
@@ -28,9 +28,8 @@ CONFIG = PlannerConfig(max_tokens_per_gpu=16384)
 MODEL = CostModel()
 
 
-def log_normal(seed: int, count: int = 512) -> list[int]:
-    generator = random.Random(seed)
-    return [max(1, min(16384, int(6000 * generator.lognormvariate(0, 1)))) for _ in range(count)]
+def lengths_of(seed: int, count: int = 512) -> list[int]:
+    return log_normal(count, seed, median=6000, sigma=1, cap=16384)
 
 
 def slot_costs(step: StepPlan, lengths: list[int]) -> list[list[float]]:
@@ -45,7 +44,7 @@ def slot_costs(step: StepPlan, lengths: list[int]) -> list[list[float]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_32_ranks_in_lockstep_lose_at_most_4_percent(seed: int) -> None:
     """Sum over slots of the slowest rank over the mean rank; evenly packed ones lose 6 to 10."""
-    lengths = log_normal(seed)
+    lengths = lengths_of(seed)
     step = plan_step(lengths, ParallelDims(data_parallel=32, expert_parallel=8), CONFIG)
     slots = slot_costs(step, lengths)
     lost = sum(map(max, slots)) / (sum(map(sum, slots)) / 32)
@@ -74,7 +73,7 @@ def test_pipelines_in_lockstep_end_near_their_bound(
 @pytest.mark.parametrize("stages", [1, 4])
 @pytest.mark.parametrize("seed", range(3))
 def test_ends_sooner_than_evenly_packed_micro_batches(seed: int, stages: int) -> None:
-    lengths = log_normal(seed)
+    lengths = lengths_of(seed)
     dims = ParallelDims(data_parallel=32, expert_parallel=8, pipeline_parallel=stages)
     searched = predicted_step_time(plan_step(lengths, dims, CONFIG), lengths)
     for balance in ("cost", "tokens"):
@@ -84,7 +83,7 @@ def test_ends_sooner_than_evenly_packed_micro_batches(seed: int, stages: int) ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_are_even_too(seed: int) -> None:
-    lengths = log_normal(seed)
+    lengths = lengths_of(seed)
     step = plan_step(lengths, ParallelDims(data_parallel=32, expert_parallel=8), CONFIG)
     assert step_statistics(step, lengths).rank_balance < 1.02
 
@@ -112,7 +111,7 @@ def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> 
 @pytest.mark.parametrize("seed", range(3))
 def test_improving_evens_out_slots_of_few_samples(seed: int, stages: int) -> None:
     """By a fiftieth of the step and more, over micro-batches packed full."""
-    lengths = log_normal(seed, 48)
+    lengths = lengths_of(seed, 48)
     dims = ParallelDims(data_parallel=4, expert_parallel=4, pipeline_parallel=stages)
     step = plan_step(lengths, dims, replace(CONFIG, balance="tokens"))
     objective = Objective(Problem.of(lengths, dims, CONFIG, MODEL))

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from planning_cases import broken_invariants, examples
-from test_dynamic_cp import broken, long_tailed
-from test_search import PP4, Step, as_tuples, log_normal, problems
+from planning_cases import broken_invariants, examples, log_normal
+from test_dynamic_cp import LAYOUTS, broken, long_tailed
+from test_search import PP4, Step, as_tuples, problems
 
 from mcore_batching.planning import (
     CostModel,
@@ -33,13 +33,6 @@ from mcore_batching.planning.search.pipelines import (
 )
 from mcore_batching.planning.search.shared_rows import SharedObjective
 
-LAYOUTS = [
-    ParallelDims(data_parallel=4, pipeline_parallel=2),
-    ParallelDims(data_parallel=4, context_parallel=2, pipeline_parallel=3),
-    ParallelDims(data_parallel=4, pipeline_parallel=2, virtual_pipeline=2),
-    ParallelDims(data_parallel=4, pipeline_parallel=2, expert_parallel=2),
-    ParallelDims(data_parallel=8),
-]
 LENGTHS = [*long_tailed(50), 5000]
 CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
 

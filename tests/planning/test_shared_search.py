@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from test_dynamic_cp import long_tailed
+from test_dynamic_cp import LAYOUTS, long_tailed
 
 from mcore_batching.planning import (
     CostModel,
@@ -21,15 +21,7 @@ from mcore_batching.planning.search.objective import Candidate
 from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective, make_last_real
 from mcore_batching.planning.search.targets import Kind
 
-PP2 = ParallelDims(data_parallel=4, pipeline_parallel=2)
-LAYOUTS = [
-    PP2,
-    ParallelDims(data_parallel=4, context_parallel=2, pipeline_parallel=3),
-    ParallelDims(data_parallel=4, pipeline_parallel=2, virtual_pipeline=2),
-    ParallelDims(data_parallel=4, pipeline_parallel=2, expert_parallel=2),
-    ParallelDims(data_parallel=8),
-]
-
+PP2 = LAYOUTS[0]
 
 LENGTHS = [*long_tailed(50), 5000]
 CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
