@@ -192,16 +192,17 @@ def test_samples_are_swapped_where_slots_may_hold_them() -> None:
     assert swapped([24.0, -24.0, 0.0], [500, 10, 500]) == as_they_were
 
 
-def test_empty_slots_take_the_cheapest_of_the_costliest() -> None:
-    work = Filling([5, 4, 3, 9, 1], 100, [1.0] * 4).problem()
-    # 5 + 4 + 3 costs more than 9 + 1, and 5 + 4 less.
-    assert settle([[0, 1, 2], [], [3, 4], []], work.costs) == [[0, 1], [2], [3], [4]]
-
-
-def test_the_last_slot_is_real() -> None:
-    problem = Filling([5, 4, 3], 100, [1.0] * 5).problem()
-    assert settle([[0, 1], [], [], [2], []], problem.costs) == [[0], [1], [], [], [2]]
-    assert settle([[], [], []], problem.costs) == [[], [], []]
+@pytest.mark.parametrize(
+    ("slots", "settled"),
+    [
+        # 5 + 4 + 3 costs more than 9 + 1, and 5 + 4 less: the cheapest of the costliest slot.
+        ([[0, 1, 2], [], [3, 4], []], [[0, 1], [2], [3], [4]]),
+        ([[0, 1], [], [], [2], []], [[0], [1], [], [], [2]]),  # the last slot is real
+        ([[], [], []], [[], [], []]),
+    ],
+)
+def test_slots_are_settled(slots: Slots, settled: Slots) -> None:
+    assert settle(slots, Filling([5, 4, 3, 9, 1], 100, [1.0] * 4).problem().costs) == settled
 
 
 def targets_of(dims: ParallelDims, count: int, first: float = 0.25, **options: Any) -> Targets:
