@@ -22,19 +22,10 @@ static double t1f1b(const double*c,int K,int P,double b){
   }
   return clock[0];
 }
-static int*prog;static int nprog,V;
-static double tprog(const double*c,int K,int P,double b){
-  static double ends[200000];double clock[MAXP],cc[2*MAXK];
-  for(int s=0;s<P;s++)clock[s]=0;
-  for(int i=0;i<K;i++){cc[i]=c[i]/V;cc[K+i]=b*cc[i];}
-  for(int i=0;i<nprog;i++){int s=prog[3*i],n=prog[3*i+1];double t=clock[s];if(n>=0&&ends[n]>t)t=ends[n];t+=cc[prog[3*i+2]];clock[s]=t;ends[i]=t;}
-  double m=0;for(int s=0;s<P;s++)if(clock[s]>m)m=clock[s];return m;
-}
-static double T(const double*c,int K,int P,double b){return nprog?tprog(c,K,P,b):t1f1b(c,K,P,b);}
 double anneal(int n,const double*cost,const double*lcost,const double*tok,double cap,int D,int P,int K,
   double b,double fixed,double lfixed,
-  int*place,long moves,double t0,double t1,uint64_t seed,int*pr,int np,int v){
-  prog=pr;nprog=np;V=v;S=seed*2654435761u+88172645463325252ull;for(int i=0;i<10;i++)rnd();
+  int*place,long moves,double t0,double t1,uint64_t seed){
+  S=seed*2654435761u+88172645463325252ull;for(int i=0;i<10;i++)rnd();
   int M=D*K;double*c=malloc(2*M*8),*tk=calloc(M,8),*end=malloc(D*8);int*cnt=calloc(M,4),*mem=malloc((size_t)n*4),*pos=malloc(n*4),*best=malloc(n*4);
   /* The samples of each slot. */
   int **lst=malloc(M*sizeof(int*)),*capl=malloc(M*4);
@@ -44,7 +35,7 @@ double anneal(int n,const double*cost,const double*lcost,const double*tok,double
   #define ADD(i,m) do{if(cnt[m]==capl[m]){capl[m]*=2;lst[m]=realloc(lst[m],capl[m]*4);}pos[i]=cnt[m];lst[m][cnt[m]++]=i;place[i]=m;}while(0)
   #define DEL(i) do{int m_=place[i];int l_=lst[m_][--cnt[m_]];lst[m_][pos[i]]=l_;pos[l_]=pos[i];}while(0)
   for(int i=0;i<n;i++){int m=place[i];C(m)+=cost[i];L(m)+=lcost[i];tk[m]+=tok[i];ADD(i,m);}
-  double ref=0;for(int r=0;r<D;r++){end[r]=T(c+2*r*K,K,P,b);if(end[r]>ref)ref=end[r];}
+  double ref=0;for(int r=0;r<D;r++){end[r]=t1f1b(c+2*r*K,K,P,b);if(end[r]>ref)ref=end[r];}
   double bestE=ref;memcpy(best,place,n*4);
   double beta=300/ref;double sum=0;for(int r=0;r<D;r++)sum+=exp(beta*(end[r]-ref));
   double cur=log(sum)/beta;double na[2*MAXK],nb[2*MAXK];
@@ -62,8 +53,8 @@ double anneal(int n,const double*cost,const double*lcost,const double*tok,double
         if(tk[bb]+tok[i]-tok[j]>cap||tk[a]-tok[i]+tok[j]>cap)continue;}
       double d=cost[i]-(j>=0?cost[j]:0),l=lcost[i]-(j>=0?lcost[j]:0);
       memcpy(na,c+2*ra*K,2*K*8);na[a-ra*K]-=d;na[a-ra*K+K]-=l;double ea,eb=0;
-      if(rb==ra){na[bb-ra*K]+=d;na[bb-ra*K+K]+=l;ea=T(na,K,P,b);}
-      else{memcpy(nb,c+2*rb*K,2*K*8);nb[bb-rb*K]+=d;nb[bb-rb*K+K]+=l;ea=T(na,K,P,b);eb=T(nb,K,P,b);}
+      if(rb==ra){na[bb-ra*K]+=d;na[bb-ra*K+K]+=l;ea=t1f1b(na,K,P,b);}
+      else{memcpy(nb,c+2*rb*K,2*K*8);nb[bb-rb*K]+=d;nb[bb-rb*K+K]+=l;ea=t1f1b(na,K,P,b);eb=t1f1b(nb,K,P,b);}
       double ns=sum-exp(beta*(end[ra]-ref))+exp(beta*(ea-ref));
       if(rb!=ra)ns+=exp(beta*(eb-ref))-exp(beta*(end[rb]-ref));
       double ne=log(ns)/beta;
@@ -77,7 +68,7 @@ double anneal(int n,const double*cost,const double*lcost,const double*tok,double
       if(kind==8){perm[x]=y;perm[y]=x;}
       else{if(below(2)){y=x+1+below(3);if(y>=K)continue;}int t=perm[x];if(x<y){for(int k=x;k<y;k++)perm[k]=perm[k+1];}else for(int k=x;k>y;k--)perm[k]=perm[k-1];perm[y]=t;}
       for(int k=0;k<K;k++)na[k]=C(ra*K+perm[k]),na[K+k]=L(ra*K+perm[k]);
-      double ea=T(na,K,P,b);double ns=sum-exp(beta*(end[ra]-ref))+exp(beta*(ea-ref));double ne=log(ns)/beta;
+      double ea=t1f1b(na,K,P,b);double ns=sum-exp(beta*(end[ra]-ref))+exp(beta*(ea-ref));double ne=log(ns)/beta;
       if(ne>cur&&uni()>=exp((cur-ne)/temp))continue;
       int*ol[MAXK];double ot[MAXK];int oc[MAXK],op[MAXK];
       for(int k=0;k<K;k++){int m=ra*K+perm[k];ol[k]=lst[m];ot[k]=tk[m];oc[k]=cnt[m];op[k]=capl[m];}

@@ -2,17 +2,15 @@
 
     python tests/benchmarks/bench_shared_prefixes.py [--data ../shared/data] [--trajectories 6]
 
-The first table is planned: tokens, work and predicted end of a step of all recorded turns
-(`tau_airline_turns.jsonl`, characters over 4) on DP8×PP4 with the default costs, apart over shared.
-Merged data, one sample for each trajectory, takes what shared segments take. The second trains on
-the first turns, each a sixteenth as long, on one process of the CPU: processor time of a training
-step, and how far the gradient of merged data is from that of the turns, with random advantages,
-the same for a token either way. Frameworks that merge change advantages besides, or weigh anew.
+The first table is planned: tokens, work and predicted end of a step of all recorded turns on
+DP8×PP4 with the default costs, apart over shared. The second trains the first trajectories, each a
+sixteenth as long, on one process of the CPU: processor time of a step, and how far its gradient is
+from that of turns apart, with random advantages, the same for a token either way. Frameworks that
+merge change advantages besides, or weigh anew.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -26,15 +24,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from kit.harness import Job, JobFailedError, run_jobs
+from benchmark_cases import PP4, parser_of
+from kit.harness import Job, results, run_jobs
 
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.batch.rows.prefixes import Hosts, find_hosts
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_step
+from mcore_batching.planning import CostModel, PlannerConfig, plan_step
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.report import Table
 
-DIMS = ParallelDims(data_parallel=8, pipeline_parallel=4)
 CAP = 16384
 VOCABULARY = 150_000
 SHORTER = 16
@@ -73,7 +71,7 @@ def planned(trajectories: Trajectories, name: str) -> tuple[str, ...]:
     work, times = [], []
     for each in (lengths, own):
         work.append(sum(map(model.sample, each)))
-        times.append(predicted_step_time(plan_step(each, DIMS, config, model), each))
+        times.append(predicted_step_time(plan_step(each, PP4, config, model), each))
     dealt = [hosts_of(samples, list(range(rank, count, 8))).computed for rank in range(8)]
     return (
         *(name, f"{count:,}", f"{len(own):,}", f"{hosts.tokens:,}", f"{hosts.computed:,}"),
@@ -100,10 +98,7 @@ def trained(trajectories: Trajectories, repeats: int) -> list[tuple[str, ...]]:
         seconds=500.0,
     )
     with tempfile.TemporaryDirectory() as scratch:
-        outcome = run_jobs([job], Path(scratch))[job.name]
-    if isinstance(outcome, JobFailedError):
-        raise outcome
-    [ways] = outcome
+        [ways] = results(run_jobs([job], Path(scratch))[job.name])
     return [
         (
             *(way, f"{found['samples']}", f"{found['tokens']:,}", f"{found['micro_batches']}"),
@@ -116,9 +111,7 @@ def trained(trajectories: Trajectories, repeats: int) -> list[tuple[str, ...]]:
 
 def main() -> None:
     """Plan, train, print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    repository = Path(__file__).resolve().parents[2]
-    parser.add_argument("--data", type=Path, default=repository.parent / "shared" / "data")
+    parser = parser_of(__doc__)
     parser.add_argument("--trajectories", type=int, default=6, help="that are trained")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()

@@ -1,73 +1,61 @@
 """Planned steps over the best known ones, and how far these are from a bound that no plan beats.
 
-    python tests/benchmarks/best_known.py [--data ../shared/data]
+    python tests/benchmarks/best_known.py [--data ../shared/data] [--only TEXT]
     python tests/benchmarks/best_known.py --anneal 1000000
 
-The best known ends in best_known.json come from the second command, which takes an hour of one core
-and a C compiler (`cc`): for each number of micro-batches that could be best, simulated annealing
-(anneal.c) of the planner's own step, a tenth of the moves for all numbers and twice all of them for
-the three best. Ends are in units of cost of the default model; lengths and seeds are those of
-bench_step_time.py. An end is replaced by a sooner one alone. Where the last stage is slow, an
-output layer makes it 1.5 times the mean; `--only slow` plans or anneals these cases alone.
+The second command searches for sooner ends, which best_known.json then holds; it takes an hour of
+one core and a C compiler (`cc`). For each number of micro-batches near the planner's, simulated
+annealing (anneal.c) starts from the planner's step or from samples dealt longest first: a tenth of
+the moves for each number, twice all of them for the three best. Ends are in units of cost of the
+default model. A slow last stage costs 1.5 times the mean, by an output layer.
+
+A planned step's end is also played pass by pass (tests/planning/naive_pipeline.py), by code that
+shares nothing with the planner's clock: the table has the largest difference.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
-import random
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from bench_step_time import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planning"))
+
+from annealing import KnownEnds, Slots, compiled, doubles, with_empty_slots
+from benchmark_cases import (
     MODEL,
     PP4,
     PP8,
-    REPOSITORY,
     Lengths,
     layout_name,
-    log_normal,
+    made_up,
     mean,
-    sources,
+    parser_of,
     timed_plan,
+    traces,
 )
+from naive_pipeline import played
 from step_bound import step_time_bound
 
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem, StepPlan
 from mcore_batching.planning.costs.layer_costs import OUTPUT, LayerCost, cost_model
 from mcore_batching.planning.plans.statistics import predicted_step_time
-from mcore_batching.planning.search import Objective
-from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.steps import FIRSTS, Steps
-from mcore_batching.planning.search.targets import Kind
 from mcore_batching.tools.report import Table
 
-HERE = Path(__file__).resolve().parent
-KNOWN = HERE / "best_known.json"
 SEEDS = range(3)
 SLOW = ", slow last stage"
-Known = dict[tuple[str, int, str, int], tuple[float, int]]
-"""End and number of micro-batches of lengths, samples, layout and seed."""
+NEAR = range(-8, 9)
+"""Numbers of micro-batches that are tried, over the planner's."""
 
 
-def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims]]:
-    by_name = {source.name: source for source in sources(data)}
-    long = [min(length, 200_000) for length in log_normal(2048, 1.6, 20_000)]
-    short = [min(length, 4096) for length in log_normal(200, 0.6, 20_000)]
-    code = [min(length, 8192) for length in log_normal(1500, 1.0, 20_000)]
-    by_name |= {
-        "long-tailed": Lengths("long-tailed", long, 200_000),
-        "short questions": Lengths("short questions", short, 4096),
-        "code-like": Lengths("code-like", code, 8192),
-    } | made_up()
+def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims, CostModel]]:
+    """Lengths, samples, layout and costs of each row of the table."""
+    sources = traces(data) | made_up()
     for name in ("azure_conv", "mooncake_conv", "truncated reasoning", "code-like"):
-        if name in by_name:
-            by_name[name + SLOW] = replace(by_name[name], name=name + SLOW)
+        if name in sources:
+            sources[name + SLOW] = replace(sources[name], name=name + SLOW)
     for name, samples, dims in (
         ("azure_conv", 512, PP4),
         ("azure_conv", 512, PP8),
@@ -88,84 +76,51 @@ def cases(data: Path) -> Iterator[tuple[Lengths, int, ParallelDims]]:
         ("truncated reasoning" + SLOW, 512, PP4),
         ("code-like" + SLOW, 512, PP4),
     ):
-        if name in by_name:
-            yield by_name[name], samples, dims
-
-
-def made_up() -> dict[str, Lengths]:
-    """Kinds of lengths on which nothing in the search was chosen."""
-    draw = random.Random(11)
-
-    def reasoning() -> int:
-        """Answers, chains of thought, and a tenth that ran into the limit on new tokens."""
-        kind = draw.random()
-        if kind < 0.1:
-            return 32768
-        median, sigma = (1200, 0.6) if kind < 0.7 else (7000, 0.5)
-        return min(32768, int(median * draw.lognormvariate(0, sigma)) + 1)
-
-    reasoned = [reasoning() for _ in range(20_000)]
-    even = [draw.randint(64, 16384) for _ in range(20_000)]
-    powers = [256 << draw.randrange(8) for _ in range(20_000)]
-    return {
-        "truncated reasoning": Lengths("truncated reasoning", reasoned, 34816),
-        "uniform": Lengths("uniform", even, 24576),
-        "powers of two": Lengths("powers of two", powers, 40960),
-    }
+        if name in sources:
+            yield sources[name], samples, dims, slow_last_stage() if SLOW in name else MODEL
 
 
 def slow_last_stage() -> CostModel:
-    """32 layers of the default model; an output layer makes the last of four stages 1.5 times the
-    mean in work on tokens."""
+    """32 layers of the default model, and an output layer of 1.5 times the mean stage's work."""
     layer = LayerCost(MODEL.linear, MODEL.quadratic, MODEL.quadratic, 1.0)
     output = LayerCost(token=0.6 * 32 / 3.0, read=1.0)
     return cost_model("a" * 32 + OUTPUT, {"a": layer, OUTPUT: output})
 
 
-def known() -> Known:
-    return {
-        (row["lengths"], row["samples"], row["dims"], row["seed"]): (
-            row["end"],
-            row["num_microbatches"],
-        )
-        for row in json.loads(KNOWN.read_text(encoding="utf-8"))
-    }
+def known() -> KnownEnds:
+    return KnownEnds("best_known.json", ("lengths", "samples", "dims", "seed"))
 
 
-def write(ends: Known) -> None:
-    names = ("lengths", "samples", "dims", "seed", "end", "num_microbatches")
-    rows = [dict(zip(names, (*case, *end), strict=True)) for case, end in sorted(ends.items())]
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    KNOWN.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+def played_end(problem: Problem, step: StepPlan) -> float:
+    """The end of a step by the pipeline that is played pass by pass."""
+    costs = [
+        [fixed + sum(costs[i] for i in rank[slot]) for rank in step.micro_batches]
+        for slot in range(step.num_microbatches)
+        for fixed, costs in problem.costs_of_stages
+    ]
+    return max(end for _, end in played(costs, problem.schedule).values())
 
 
 class Annealer:
-    """anneal.c, compiled."""
+    """anneal.c, for one problem."""
 
-    def __init__(self, folder: Path) -> None:
-        built = folder / "anneal.so"
-        flags = ["-O3", "-march=native", "-shared", "-fPIC"]
-        subprocess.run(["cc", *flags, str(HERE / "anneal.c"), "-o", str(built), "-lm"], check=True)
-        self._anneal = ctypes.CDLL(str(built)).anneal
-        self._anneal.restype = ctypes.c_double
+    def __init__(self, problem: Problem) -> None:
+        self._anneal, self._problem = compiled("anneal.c"), problem
 
-    def __call__(
-        self, problem: Problem, step: Candidate, moves: int, hot: float, cold: float, seed: int
-    ) -> Candidate:
-        """The best step found, with as many micro-batches."""
-        dims, count, number = problem.dims, len(step.ranks[0]), problem.num_samples
+    def __call__(self, ranks: Slots, moves: int, hot: float, cold: float, seed: int) -> Slots:
+        """The best step found with as many micro-batches."""
+        problem, dims, count = self._problem, self._problem.dims, len(ranks[0])
         (fixed, costs), (last_fixed, last_costs) = (problem.costs_of_stages[i] for i in (0, -1))
-        places = (ctypes.c_int * number)()
-        for rank, slots in enumerate(step.ranks):
+        places = (ctypes.c_int * problem.num_samples)()
+        for rank, slots in enumerate(ranks):
             for slot, samples in enumerate(slots):
                 for sample in samples:
                     places[sample] = rank * count + slot
-        numbers = ctypes.c_double * number
-        end = self._anneal(
-            number,
-            numbers(*costs),
-            numbers(*last_costs),
-            numbers(*map(float, problem.tokens)),
+        self._anneal(
+            problem.num_samples,
+            doubles(costs),
+            doubles(last_costs),
+            doubles(problem.tokens),
             ctypes.c_double(problem.capacity),
             dims.data_parallel,
             dims.pipeline_parallel,
@@ -178,90 +133,87 @@ class Annealer:
             ctypes.c_double(hot),
             ctypes.c_double(cold),
             ctypes.c_uint64(seed),
-            None,
-            0,
-            1,
         )
-        ranks: list[list[list[int]]] = [
-            [[] for _ in range(count)] for _ in range(dims.data_parallel)
-        ]
+        found: Slots = [[[] for _ in range(count)] for _ in range(dims.data_parallel)]
         for sample, place in enumerate(places):
-            ranks[place // count][place % count].append(sample)
-        return Candidate(ranks, [end])
+            found[place // count][place % count].append(sample)
+        return found
 
 
-def search_long(problem: Problem, anneal: Annealer, moves: int) -> Candidate:
-    objective = Objective(problem)
-    objective.effort = 10**12
-    steps = Steps(objective)
-    per_rank = -(-problem.num_samples // problem.dims.data_parallel)
-
-    def quick(counts: set[int]) -> Iterator[Candidate]:
-        for count in sorted(counts):
-            kinds = [Kind(count, first, gentle) for first in FIRSTS for gentle in (False, True)]
-            for kind in kinds:
-                steps.make(kind, in_vain=3)
-            made = [kind for kind in steps.soonest if kind in kinds]
-            if made and count <= per_rank:
-                yield anneal(problem, steps.best[made[0]], moves // 10, 3e-3, 3e-5, 1)
-
-    counts = set(steps.counts())
-    found = sorted(quick(counts), key=lambda step: step.end)
-    near = {len(step.ranks[0]) + more for step in found[:3] for more in range(-2, 3)}
-    near = {count for count in near if count >= min(counts)}
-    found = sorted([*found, *quick(near - counts)], key=lambda step: step.end)
-    found += [
-        anneal(problem, step, moves, 4e-3, 1e-5, seed) for step in found[:3] for seed in (1, 2)
-    ]
-    return min(found, key=lambda step: step.end)
+def dealt(problem: Problem, count: int) -> Slots | None:
+    """So many slots a rank, the longest sample first into the emptiest; None if they overflow."""
+    slots: list[list[int]] = [[] for _ in range(count * problem.dims.data_parallel)]
+    for sample in sorted(range(problem.num_samples), key=lambda i: -problem.tokens[i]):
+        emptiest = min(slots, key=lambda held: sum(problem.tokens[i] for i in held))
+        emptiest.append(sample)
+        if sum(problem.tokens[i] for i in emptiest) > problem.capacity:
+            return None
+    return [slots[first : first + count] for first in range(0, len(slots), count)]
 
 
-def main() -> int:
-    """Print the table, or search for sooner ends."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=REPOSITORY.parent / "shared" / "data")
+def search_long(problem: Problem, step: StepPlan, moves: int) -> tuple[float, int]:
+    """End and number of micro-batches of the best step found."""
+    anneal, found = Annealer(problem), list[tuple[float, Slots]]()
+
+    def note(ranks: Slots) -> None:
+        micro_batches = tuple(tuple(map(tuple, rank)) for rank in ranks)
+        made = replace(step, micro_batches=micro_batches, num_microbatches=len(ranks[0]))
+        found.append((played_end(problem, made), ranks))
+
+    for more in NEAR:
+        starts = (
+            [dealt(problem, step.num_microbatches + more)] if step.num_microbatches > -more else []
+        )
+        if more >= 0:
+            starts.append(with_empty_slots(step.micro_batches, more))
+        for start in starts:
+            if start is not None:
+                note(anneal(start, moves // 10, 3e-3, 3e-5, 1))
+    for _, ranks in sorted(found)[:3]:
+        for seed in (1, 2):
+            note(anneal(ranks, moves, 4e-3, 1e-5, seed))
+    end, ranks = min(found)
+    return end, len(ranks[0])
+
+
+def main() -> None:
+    """Print the table; first search for sooner ends if asked to."""
+    parser = parser_of(__doc__)
     parser.add_argument("--anneal", type=int, metavar="MOVES", help="search for sooner ends")
-    parser.add_argument("--only", default="", metavar="TEXT", help="in the name of the lengths")
     options = parser.parse_args()
     ends, rows = known(), []
-    for source, samples, dims in cases(options.data):
+    for source, samples, dims, model in cases(options.data):
         if options.only not in source.name:
             continue
-        model = slow_last_stage() if source.name.endswith(SLOW) else MODEL
-        ours, bounds, milliseconds, counts = [], [], [], []
+        ours, bounds, milliseconds, differences, counts = [], [], [], [], []
         for seed in SEEDS:
             lengths, cap = source.draw(samples, seed)
             config = PlannerConfig(max_tokens_per_gpu=cap)
             problem = Problem.of(lengths, dims, config, model)
+            step, took = timed_plan(lengths, dims, config, model)
             case = (source.name, samples, layout_name(dims), seed)
             if options.anneal:
-                with tempfile.TemporaryDirectory() as folder:
-                    best = search_long(problem, Annealer(Path(folder)), options.anneal)
-                if case not in ends or best.end < ends[case][0]:
-                    ends[case] = best.end, len(best.ranks[0])
-                    write(ends)
-            step, seconds = timed_plan(lengths, dims, config, model)
-            ours.append(predicted_step_time(step, lengths) / ends[case][0])
-            bounds.append(ends[case][0] / step_time_bound(problem))
-            milliseconds.append(1000 * seconds)
-            counts.append(f"{step.num_microbatches}/{ends[case][1]}")
+                ends.note(case, *search_long(problem, step, options.anneal))
+            end = predicted_step_time(step, lengths)
+            best, best_count = ends[case]
+            ours.append(end / best)
+            bounds.append(best / step_time_bound(problem))
+            milliseconds.append(took)
+            differences.append(abs(played_end(problem, step) / end - 1.0))
+            counts.append(f"{step.num_microbatches}/{best_count}")
         rows.append(
             (
-                source.name,
-                str(samples),
-                layout_name(dims),
-                f"{mean(ours):.4f}",
-                f"{max(ours):.4f}",
-                f"{mean(bounds):.4f}",
+                f"{source.name}, {samples}, {layout_name(dims)}",
+                *(f"{figure:.3f}" for figure in (mean(ours), max(ours), mean(bounds))),
                 " ".join(counts),
                 f"{mean(milliseconds):.0f} ms",
+                f"{max(differences):.0e}",
             )
         )
-    columns = ("lengths", "samples", "layout", "ours/best known", "worst draw")
-    columns += ("best known/bound", "micro-batches ours/best", "planning")
+    columns = ("lengths, samples, layout", "ours/best known", "worst draw", "best known/bound")
+    columns += ("micro-batches ours/best", "planning", "clocks differ by")
     print(Table(columns=columns, rows=tuple(rows)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,141 @@
+"""Lengths, layouts, costs and figures that the benchmarks share.
+
+The traces are files in the folder --data; those that are not there are left out. Two come from
+serving; an agent's turns, grade-school answers and rollouts are counted as characters over 4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
+from mcore_batching.tools.lengths_file import read_lengths
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+MODEL = CostModel()
+PP1 = ParallelDims(data_parallel=8)
+PP4 = ParallelDims(data_parallel=8, pipeline_parallel=4)
+PP8 = ParallelDims(data_parallel=4, pipeline_parallel=8)
+VPP2 = replace(PP4, virtual_pipeline=2)
+POOL = 20_000  # lengths of each kind that is made up
+SOLVERS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A pool that steps are drawn from, and the cap; None: 64 over the longest of a draw."""
+
+    name: str
+    pool: list[int]
+    cap: int | None
+
+    def draw(self, count: int, seed: int) -> tuple[list[int], int]:
+        """`count` lengths, cut at the cap, and the cap."""
+        lengths = random.Random(seed).sample(self.pool, count)
+        cap = self.cap or max(lengths) + 64
+        return [min(length, cap) for length in lengths], cap
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags of all benchmarks that draw lengths."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=DATA, help="folder with the traces' files")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases that have it in the name")
+    return parser
+
+
+def layout_name(dims: ParallelDims) -> str:
+    name = f"DP{dims.data_parallel} PP{dims.pipeline_parallel}"
+    return name + (f" VPP{dims.virtual_pipeline}" if dims.virtual_pipeline > 1 else "")
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def timed_plan(
+    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, model: CostModel = MODEL
+) -> tuple[StepPlan, float]:
+    """A plan, and the milliseconds of processor time that it took."""
+    started = time.process_time()
+    step = plan_step(lengths, dims, config, model)
+    return step, 1000 * (time.process_time() - started)
+
+
+def log_normal(median: float, sigma: float, most: int | None = None) -> list[int]:
+    generator = random.Random(5)
+    lengths = [int(median * generator.lognormvariate(0, sigma)) + 1 for _ in range(POOL)]
+    return lengths if most is None else [min(length, most) for length in lengths]
+
+
+def traces(data: Path) -> dict[str, Lengths]:
+    """The recorded lengths that are there, under the cap that a job would have."""
+
+    def rows_of(path: Path) -> list[Any]:
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+    def serving(path: Path) -> list[int]:
+        return list(read_lengths(str(path)))
+
+    def turns(path: Path) -> list[int]:
+        return [sum(turn) for trajectory in rows_of(path) for turn in trajectory]
+
+    def answers(path: Path) -> list[int]:
+        return [(len(row["question"]) + len(row["answer"])) // 4 for row in rows_of(path)]
+
+    def rollouts(path: Path) -> list[int]:
+        return [
+            (len(row["question"]) + len(row[solver]["solution"])) // 4
+            for row in rows_of(path)
+            for solver in SOLVERS
+        ]
+
+    kinds: list[tuple[str, str, Callable[[Path], list[int]], int]] = [
+        ("azure_conv", "azure_conv_lengths.txt", serving, 16384),
+        ("mooncake_conv", "mooncake_conv_lengths.txt", serving, 131072),
+        ("agent's turns", "tau_airline_turns.jsonl", turns, 16384),
+        ("gsm8k answers", "gsm8k_test.jsonl", answers, 4096),
+        ("gsm8k rollouts", "gsm8k_example_model_solutions.jsonl", rollouts, 4096),
+    ]
+    found = {}
+    for name, file, pool_of, cap in kinds:
+        if (data / file).exists():
+            found[name] = Lengths(name, pool_of(data / file), cap)
+        else:
+            print(f"{name}: left out, there is no {data / file}; set --data to its folder")
+    return found
+
+
+def made_up() -> dict[str, Lengths]:
+    """Lengths from distributions; nothing in the search was chosen on the last three."""
+    draw = random.Random(11)
+
+    def reasoning() -> int:
+        """An answer, a chain of thought, or one of the tenth cut at the limit on new tokens."""
+        kind = draw.random()
+        if kind < 0.1:
+            return 32768
+        median, sigma = (1200, 0.6) if kind < 0.7 else (7000, 0.5)
+        return min(32768, int(median * draw.lognormvariate(0, sigma)) + 1)
+
+    all_kinds = [
+        Lengths("long-tailed", log_normal(2048, 1.6, 200_000), 200_000),
+        Lengths("short questions", log_normal(200, 0.6, 4096), 4096),
+        Lengths("code-like", log_normal(1500, 1.0, 8192), 8192),
+        Lengths("σ 1.3", log_normal(2048, 1.3, 16384), 16384 + 64),
+        Lengths("σ 1.3 uncut", log_normal(2048, 1.3), None),
+        Lengths("truncated reasoning", [reasoning() for _ in range(POOL)], 34816),
+        Lengths("uniform", [draw.randint(64, 16384) for _ in range(POOL)], 24576),
+        Lengths("powers of two", [256 << draw.randrange(8) for _ in range(POOL)], 40960),
+    ]
+    return {each.name: each for each in all_kinds}
