@@ -72,13 +72,11 @@ def planned(trajectories: Trajectories, name: str) -> tuple[str, ...]:
     for each in (lengths, own):
         work.append(sum(map(model.sample, each)))
         times.append(predicted_step_time(plan_step(each, PP4, config, model), each))
-    dealt = [hosts_of(samples, list(range(rank, count, 8))).computed for rank in range(8)]
     return (
         *(name, f"{count:,}", f"{len(own):,}", f"{hosts.tokens:,}", f"{hosts.computed:,}"),
         f"{hosts.tokens / hosts.computed:.1f}",
         f"{work[0] / work[1]:.1f}",
         f"{times[0] / times[1]:.1f}",
-        f"{hosts.tokens / sum(dealt):.1f}",
         f"{seconds:.2f} s",
     )
 
@@ -121,7 +119,7 @@ def main() -> None:
     read = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
     rows = [planned(read[:n], f"{n} trajectories") for n in (len(read), 64)]
     columns = ("", "samples", "hosts", "tokens", "computed", "x", "work x", "predicted step x")
-    columns = (*columns, "dealt to 8 ranks x", "found in")
+    columns = (*columns, "found in")
     print(Table(columns=columns, rows=tuple(rows)))
     columns = ("", "samples", "tokens", "micro-batches", "step", "sample mean: off by, cosine")
     columns = (*columns, "token mean")

@@ -1,16 +1,22 @@
 """Predicted end of a step under other frameworks' rules, over that under this planner's plan.
 
-    python tests/benchmarks/bench_step_time.py [--ranks 8] [--stages 4] [--chunks 1] [--draws 3]
+    python tests/benchmarks/bench_step_time.py [--ranks 8] [--stages 4] [--chunks 1]
+        [--samples 512] [--draws 3] [--skyrl DIR]
 
 Each rule is shown at the given cap, and at the cap in brackets: the best for it of caps each a
 tenth below the last. Costs are the default model's: a sample L + L²/24576, a micro-batch 256 more,
-backward twice forward. Steps are drawn without replacement; means are over draws.
+backward twice forward. Steps are drawn without replacement; means are over draws. "Ours on verl's
+ranks" is what hooked verl plans: its ranks keep the samples that it deals to them. SkyRL's packer
+is read from DIR, a checkout.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmark_cases import MODEL, parser_of, traces
 from other_rules import ALL_RULES
+from rank_rules import ours_on, skyrl, skyrl_shards, verl_shards
 
 from mcore_batching.planning import ParallelDims, PlannerConfig
 from mcore_batching.tools.compare import Outcome, compare
@@ -33,7 +39,11 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1, help="of a stage: virtual pipeline")
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--skyrl", type=Path, metavar="DIR", help="a checkout of SkyRL")
     options = parser.parse_args()
+    rules = ALL_RULES | {"ours on verl's ranks": ours_on(verl_shards)}
+    if options.skyrl:
+        rules |= {"SkyRL": skyrl(options.skyrl), "ours on SkyRL's ranks": ours_on(skyrl_shards)}
     dims = ParallelDims(
         data_parallel=options.ranks,
         pipeline_parallel=options.stages,
@@ -44,11 +54,11 @@ def main() -> None:
         if options.only in name and source.cap is not None:
             steps = [source.draw(options.samples, seed)[0] for seed in range(options.draws)]
             config = PlannerConfig(max_tokens_per_gpu=source.cap)
-            by_trace[f"{name}, {source.cap}"] = compare(steps, dims, config, MODEL, ALL_RULES)
+            by_trace[f"{name}, {source.cap}"] = compare(steps, dims, config, MODEL, rules)
     rows = [
         (outcomes[0].name, *map(cell, outcomes))
         for outcomes in zip(*by_trace.values(), strict=True)
-        if outcomes[0].kind != "ours"
+        if outcomes[0].kind == "peer"
     ]
     print(Table(columns=("given cap; own best (which)", *by_trace), rows=tuple(rows)))
     for name, (ours, *_) in by_trace.items():

@@ -4,10 +4,8 @@ and where they fail."""
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from hypothesis import strategies as st
 from megatron_dev import CHECKOUT, scheduling_file, scheduling_module
 from other_rules import ALL_RULES
 from planning_cases import examples, megatron_runs, row_tokens
-from verl_original import verl_original
 
 from mcore_batching.planning import (
     LengthError,
@@ -29,7 +26,6 @@ from mcore_batching.planning import (
 from mcore_batching.tools.rules import (
     Rule,
     RuleFailureError,
-    karmarkar_karp,
     megatron_dp_balanced,
     rule_plan,
 )
@@ -67,25 +63,6 @@ def random_problem(seed: int) -> Problem:
     ]
     group = generator.choice([None, None, 4]) if stages > 1 else None
     return problem_of(lengths, ranks, cap, stages, group)
-
-
-def test_verl_s_rule_plans_as_its_own_functions() -> None:
-    """Sample by sample; where the original raises, the rule refuses."""
-    source = os.environ.get("MCORE_BATCHING_VERL_SOURCE")
-    if not source:
-        pytest.skip("MCORE_BATCHING_VERL_SOURCE names no checkout")
-    original, planned = verl_original(Path(source)), 0
-    for seed in range(100):
-        problem = random_problem(seed)
-        try:
-            theirs = original(problem)
-        except (AssertionError, ValueError, RuntimeError):
-            with pytest.raises(RuleFailureError):
-                ALL_RULES["verl 0.9"](problem)
-            continue
-        assert ALL_RULES["verl 0.9"](problem) == theirs, seed
-        planned += 1
-    assert planned >= 50
 
 
 def digest_of(plans: list[Any]) -> str:
@@ -174,47 +151,6 @@ def test_no_samples_and_bad_lengths(rule: Rule) -> None:
         rule_plan(rule, [], PLAIN, CONFIG)
     with pytest.raises(LengthError):
         rule_plan(rule, [5, -1], PLAIN, CONFIG)
-
-
-def slow_karmarkar_karp(values: list[int], parts: int, equal_count: bool) -> list[list[int]]:
-    """The differencing method as it is told, every empty set stored, all pairs looked through."""
-    ascending = sorted(range(len(values)), key=lambda item: (values[item], item))
-    width = parts if equal_count else 1
-
-    def weight(items: list[int]) -> tuple[int, int, list[int]]:
-        return sum(values[i] for i in items), len(items), items
-
-    states = []
-    for first in range(0, len(values), width):
-        sets = [[item] for item in ascending[first : first + width]]
-        sets += [[] for _ in range(parts - len(sets))]
-        states.append(sorted(sets, key=weight, reverse=True))
-    while len(states) > 1:
-        widest_first = sorted(
-            states,
-            key=lambda s: (weight(s[0])[0] - weight(s[-1])[0], weight(s[0])),
-            reverse=True,
-        )
-        one, other, *states = widest_first
-        merged = [a + b for a, b in zip(one, reversed(other), strict=True)]
-        states.append(sorted(merged, key=weight, reverse=True))
-    return [sorted(items) for items in states[0]]
-
-
-@given(
-    values=st.lists(st.integers(0, 9), min_size=1, max_size=14),
-    parts=st.integers(1, 5),
-    equal_count=st.booleans(),
-)
-@examples(300)
-def test_karmarkar_karp_is_the_slow_one(values: list[int], parts: int, equal_count: bool) -> None:
-    if len(values) < parts or (equal_count and len(values) % parts):
-        with pytest.raises(RuleFailureError):
-            karmarkar_karp(values, parts, equal_count=equal_count)
-        return
-    assert karmarkar_karp(values, parts, equal_count=equal_count) == slow_karmarkar_karp(
-        values, parts, equal_count
-    )
 
 
 def megatron_original(name: str) -> Any:

@@ -99,11 +99,7 @@ PARTS = [
         "memory",
         "peak memory at vocabulary 152064 × 16384 tokens, against the prediction",
         part("memory"),
-        twin=(
-            "tests/benchmarks/bench_log_prob_memory.py",
-            *("--tokens", "2048", "--vocabularies", "32768"),
-            *("--tensor-parallel", "1", "--dtypes", "bfloat16"),
-        ),
+        twin=pytest("tests/megatron/test_fused_output.py", "-k", "predicted or float32_copy"),
     ),
     Part(
         "throughput",

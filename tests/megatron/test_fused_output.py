@@ -1,4 +1,5 @@
-"""The fused output layer's memory beside what plans predict; options that end with their step."""
+"""Memory of log-probs: the fused output layer's as predicted, no float32 copy of logits otherwise;
+options that end with their step."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from megatron.core import parallel_state
 
 from mcore_batching.megatron.logits.log_probs import (
     Options,
+    StatisticsOfLogits,
     StatisticsOfProduct,
     _options,
     chunks_of_tokens,
@@ -60,6 +62,23 @@ def test_it_takes_what_is_predicted(dtype: torch.dtype) -> None:
     output = predicted.last_stage_bytes - predicted.first_stage_bytes
     found = _peak_bytes(run)
     assert 0.7 * output < found <= output
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_probs_need_no_float32_copy(dtype: torch.dtype) -> None:
+    """Logits that nothing else reads: their gradient takes their place."""
+    logits = torch.randn(1, TOKENS, VOCABULARY, dtype=dtype, requires_grad=True)
+    places, targets = torch.arange(TOKENS), torch.randint(VOCABULARY, (TOKENS,))
+    statistics, options = cast(Any, StatisticsOfLogits), Options(1.0, TOKENS // 16, True)
+
+    def run() -> None:
+        made = logits * 1
+        found = statistics.apply(made, places, targets, options, [None])
+        torch.autograd.grad(found.sum(), made)
+
+    of_logits, copy = TOKENS * VOCABULARY * dtype.itemsize, 4 * TOKENS * VOCABULARY
+    assert of_logits < _peak_bytes(run) <= of_logits + 0.7 * copy
 
 
 def test_chunks_and_temperatures_are_of_the_innermost_step() -> None:
