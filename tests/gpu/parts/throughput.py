@@ -7,11 +7,11 @@ length costs. Layers, kernels, loss and cap are the same.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import setting
 import torch
 
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.planning import predicted_step_time
 
 TOLERANCE = 0.25
@@ -36,8 +36,9 @@ def main() -> None:
     data = setting.samples(lengths, sizes.vocabulary)
     packed = setting.arguments(cap, dynamic_batch_cost_model="auto")
     padded = setting.arguments(cap, dynamic_batch_pad_each_to=max(lengths))
-    packed_seconds, predicted = _seconds(packed, model, data)
-    padded_seconds, _ = _seconds(padded, model, data)
+    packed_seconds, schedule = setting.timed_steps(packed, model, data)
+    padded_seconds, _ = setting.timed_steps(padded, model, data)
+    predicted = _predicted_seconds(schedule)
     tokens = sum(lengths)
     gain = padded_seconds / packed_seconds
     source = "lengths of the file" if options.lengths else "log-normal lengths"
@@ -57,13 +58,11 @@ def main() -> None:
     )
 
 
-def _seconds(args: Any, model: list[Any], data: dict[str, list[Any]]) -> tuple[float, float]:
-    """Median seconds of a step, and those predicted of the last one by what was learnt so far."""
-    seconds, schedule = setting.timed_steps(args, model, data)
+def _predicted_seconds(schedule: MicroBatchSchedule) -> float:
+    """Seconds of a step by what was learnt before it."""
     assert schedule.learnt is not None
     assert schedule.learnt.seconds_per_unit is not None
-    units = predicted_step_time(*schedule.step_plan(0))
-    return seconds, schedule.learnt.seconds_per_unit * units
+    return schedule.learnt.seconds_per_unit * predicted_step_time(*schedule.step_plan(0))
 
 
 if __name__ == "__main__":
