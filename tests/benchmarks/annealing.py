@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import subprocess
 import tempfile
@@ -45,6 +46,7 @@ class KnownEnds:
         self._path.write_text("[\n" + ",\n".join(rows) + "\n]\n", encoding="utf-8")
 
 
+@functools.cache
 def compiled(source: str) -> Any:
     """The function ``anneal`` of a C file in this folder."""
     with tempfile.TemporaryDirectory() as folder:
