@@ -90,31 +90,8 @@ def test_experts_even_out_slots_and_others_ranks(seed: int) -> None:
     dense = plan_step(lengths, ParallelDims(data_parallel=4), config)
     experts = plan_step(lengths, ParallelDims(data_parallel=4, expert_parallel=4), config)
     of_dense, of_experts = step_statistics(dense, lengths), step_statistics(experts, lengths)
-    assert of_experts.slot_balance <= of_dense.slot_balance
-    assert of_dense.rank_balance <= of_experts.rank_balance
-
-
-def test_experts_and_dense_models_are_planned_differently() -> None:
-    lengths = [1000, 150, 140, 130, 120, 110, 100, 90]
-    config = PlannerConfig(max_tokens_per_gpu=160)
-    dense = plan_step(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
-    experts = plan_step(
-        lengths, ParallelDims(data_parallel=2, expert_parallel=2), config, PROPORTIONAL
-    )
-    of_dense = step_statistics(dense, lengths)
-    of_experts = step_statistics(experts, lengths)
-    assert of_dense.rank_balance < of_experts.rank_balance
     assert of_experts.slot_balance < of_dense.slot_balance
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_global_plans_are_nearly_even_on_log_normal_lengths(seed: int) -> None:
-    """512 samples on 8 ranks: the heaviest rank within 5 % of the mean."""
-    lengths = log_normal(512, seed)
-    config = PlannerConfig(max_tokens_per_gpu=16384)
-    even = step_statistics(plan_step(lengths, ParallelDims(data_parallel=8), config), lengths)
-    assert even.rank_balance < 1.05
-    assert even.slot_balance < 1.15
+    assert of_dense.rank_balance < of_experts.rank_balance
 
 
 @pytest.mark.parametrize(
