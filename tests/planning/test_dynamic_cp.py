@@ -30,7 +30,6 @@ from mcore_batching.planning import (
     predicted_step_time,
     validate_plan,
 )
-from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.planning.packing.bounds import step_time_floor
 
 LENGTHS = [100, 60, 7, 3]
@@ -398,18 +397,3 @@ def test_documents_of_costs_have_what_dynamic_cp_adds_only_where_it_was_set() ->
     assert "context_parallel_fixed" not in model.to_json()
     with pytest.raises(ConfigError, match="context_parallel_fixed must be a number from 0"):
         CostModel(context_parallel_fixed=-1.0)
-
-
-def test_a_plan_of_one_size_is_one_under_dynamic_cp() -> None:
-    """Fixed CP as a plan under dynamic CP ends when the plan it was made of does."""
-    lengths, dims = long_tailed(30), ParallelDims(data_parallel=4, pipeline_parallel=3)
-    config = PlannerConfig(max_tokens_per_gpu=max(lengths), max_context_parallel=4, plan_effort=10)
-    problem = Problem.of(lengths, dims, config)
-    for size, rows in problem.on_ranks.items():
-        fixed = plan_step(lengths, rows.dims, rows.config, rows.cost_model)
-        shared = of_one_size(fixed, dims, config, CostModel())
-        validate_plan(shared, lengths)
-        assert {row.size for row in shared.rows() if row.samples} == {size}
-        assert predicted_step_time(shared, lengths) <= predicted_step_time(fixed, lengths) * (
-            1 + 1e-9
-        )

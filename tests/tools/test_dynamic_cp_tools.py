@@ -46,6 +46,11 @@ def test_one_size_for_all(size: int) -> None:
     fixed = one_size(size, DIMS, STEP.cost_model, LENGTHS, CONFIG)
     validate_plan(fixed, LENGTHS)
     assert {row.size for row in fixed.rows() if row.samples} == {size}
+    problem, _ = step_problem(STEP, LENGTHS)
+    rows = problem.on_ranks[size]
+    alone = plan_step(LENGTHS, rows.dims, rows.config, rows.cost_model)
+    end = predicted_step_time(alone, LENGTHS)  # of a plan without dynamic CP
+    assert predicted_step_time(fixed, LENGTHS) <= end * (1 + 1e-9)
     if size < 4:
         small = replace(CONFIG, max_tokens_per_gpu=5000)
         with pytest.raises(OversizeSampleError):
