@@ -122,9 +122,11 @@ def planned_or_discarded(lengths: list[int], dims: ParallelDims, config: Planner
         reject()
 
 
+SPREAD = ParallelDims(data_parallel=8, pipeline_parallel=2, virtual_pipeline=4)
 ENDS_WITH_A_ROW = [
-    (lengths, ParallelDims(data_parallel=ranks, pipeline_parallel=2, virtual_pipeline=4), BY_TWO)
-    for lengths, ranks in (([0, 9000], 4), ([0, 2000, 300], 8))
+    ([0, 9000], replace(SPREAD, data_parallel=4), BY_TWO),
+    ([0, 2000, 300], SPREAD, BY_TWO),
+    ([300], SPREAD, PlannerConfig(max_tokens_per_gpu=5001, max_context_parallel=8, plan_effort=10)),
 ]
 """Ranks beside shared rows end with a row of their own."""
 
@@ -133,6 +135,7 @@ ENDS_WITH_A_ROW = [
 @given(dynamic_cases())
 @example(ENDS_WITH_A_ROW[0])
 @example(ENDS_WITH_A_ROW[1])
+@example(ENDS_WITH_A_ROW[2])
 def test_plans_keep_every_invariant(
     case: tuple[list[int], ParallelDims, PlannerConfig],
 ) -> None:

@@ -46,6 +46,8 @@ def test_one_size_for_all(size: int) -> None:
     fixed = one_size(size, DIMS, STEP.cost_model, LENGTHS, CONFIG)
     validate_plan(fixed, LENGTHS)
     assert {row.size for row in fixed.rows() if row.samples} == {size}
+    assert fixed.cost_model == STEP.cost_model
+    validate_plan(one_size(size, DIMS, STEP.cost_model, [5], CONFIG), [5])  # placeholders have none
     problem, _ = step_problem(STEP, LENGTHS)
     rows = problem.on_ranks[size]
     alone = plan_step(LENGTHS, rows.dims, rows.config, rows.cost_model)
