@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import re
 import subprocess
@@ -19,7 +18,6 @@ from kit.stock_jobs import (
     COMMON,
     EXCHANGE,
     EXPERTS,
-    FLAG,
     NO_AUXILIARY_LOSS,
     OWN_DATA,
     PP2,
@@ -31,9 +29,6 @@ from kit.stock_jobs import (
 )
 
 CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
-RELEASES = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
-BRANCHES = ("main", "dev", "main-6742")
-"""The last is pull request 6742, whose script unpacks its batch in branches, by its length."""
 
 RAMP_UP_UNTIL_017 = [
     # From 2 to 5 and 8 samples, a step up after every 6. 0.18 and 0.19 take the flag and ignore it.
@@ -41,14 +36,21 @@ RAMP_UP_UNTIL_017 = [
     *("--lr-decay-samples", "160", "--lr-warmup-samples", "16"),
     *("--micro-batch-size", "1", "--eval-iters", "0"),
 ]
-LAYOUTS = {
-    "pp2": ([*steps(3), *PP2], FLAG, [8, 16, 24]),
-    "dp2-exchange": (steps(3), EXCHANGE, [8, 16, 24]),
-    "pp2-ramp-up": ([*RAMP_UP_UNTIL_017, *PP2], FLAG, [2, 4, 6, 11, 16, 24]),
-    "pp2-schedule": ([*RAMP_UP, *PP2], FLAG, [2, 4, 8, 12, 20, 28, 36]),
-    "ep2": ([*steps(3), *EXPERTS, *NO_AUXILIARY_LOSS], FLAG, [8, 16, 24]),
+USUAL = steps(3), [8, 16, 24]
+WITH_EXPERTS = [*PP2, *EXPERTS, *NO_AUXILIARY_LOSS]
+GPT: dict[str, tuple[tuple[list[str], list[int]], list[str]]] = {
+    "core_v0.16.1": (USUAL, PP2),
+    "core_v0.17.1": ((RAMP_UP_UNTIL_017, [2, 4, 6, 11, 16, 24]), PP2),
+    "core_v0.18.2": ((RAMP_UP, [2, 4, 8, 12, 20, 28, 36]), PP2),
+    "core_v0.19.0": (USUAL, WITH_EXPERTS),
+    "main": (USUAL, WITH_EXPERTS),
+    "dev": (USUAL, WITH_EXPERTS),
+    "main-6742": (USUAL, WITH_EXPERTS),
 }
-"""By name: what two processes run, with which flags of the plugin, and samples after each step."""
+"""By release or branch: a schedule with the samples after each step, and a layout with its model.
+
+The last is pull request 6742, whose script unpacks its batch in branches, by its length.
+"""
 
 WITHOUT_LAUNCHER = """
 import os, runpy, sys
@@ -129,7 +131,7 @@ def printed(
     words: list[str],
     launch: list[str] = LAUNCHER,
     script: str = "pretrain_gpt.py",
-    nproc: int = 2,
+    nproc: int = 4,
 ) -> list[str]:
     """A line for each step of one of Megatron's scripts."""
     variables = environment(nproc)
@@ -168,8 +170,8 @@ def log_lines(
 needs_checkouts = pytest.mark.skipif(
     CHECKOUTS is None,
     reason="MCORE_BATCHING_MEGATRON_LM is not set: a folder with checkouts of Megatron-LM's "
-    f"releases, {RELEASES[0]} to {RELEASES[-1]}, and branches, {', '.join(BRANCHES)}, their "
-    "dataset helpers compiled; until 0.17 they import PyYAML, 0.16 also six, regex and pydantic",
+    f"releases and branches, {', '.join(GPT)}, their dataset helpers compiled; until 0.17 they "
+    "import PyYAML, 0.16 also six, regex and pydantic",
 )
 
 
@@ -180,84 +182,67 @@ def checkout_of(release: str) -> Path:
     return checkout
 
 
-@pytest.mark.parametrize(
-    ("release", "dims"),
-    [
-        *itertools.product((*RELEASES, *BRANCHES), ("pp2", "dp2-exchange")),
-        ("core_v0.17.1", "pp2-ramp-up"),
-        ("core_v0.18.2", "pp2-schedule"),
-        *itertools.product(("core_v0.19.0", *BRANCHES), ("ep2",)),
-    ],
-)
+def logs_are_equal(
+    release: str, schedule: tuple[list[str], list[int]], words: list[str], **script: str
+) -> None:
+    """The same steps padded and packed, in four processes."""
+    checkout, (steps, consumed) = checkout_of(release), schedule
+    words = [*steps, *words]
+    padded = log_lines(checkout, words, **script)
+    flagged = log_lines(checkout, [*words, *EXCHANGE], **script)
+    assert [line["consumed samples"] for line in padded] == consumed
+    assert [line.pop("packed") for line in padded] == [0.0] * len(consumed)
+    assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)
+    for line, expected in zip(flagged, padded, strict=True):
+        assert line == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("release", GPT)
 @needs_checkouts
-def test_megatrons_own_script_unmodified(release: str, dims: str) -> None:
-    logs_are_equal(checkout_of(release), dims, [])
+def test_megatrons_own_script_unmodified(release: str) -> None:
+    logs_are_equal(release, *GPT[release])
 
 
-HYBRID = ["--spec", "kit.cpu_kernels", "packed_hybrid_stack_spec"]
-# Weights of the usual size leave so small a state that a log shows none of it in 7 digits.
-LARGE_WEIGHTS = ["--init-method-std", "0.2"]
-MAMBA = [
+HYBRID = ["--spec", "kit.cpu_kernels", "packed_hybrid_stack_spec", "--hybrid-layer-pattern"]
+EVERY_LAYER = [
+    *(*HYBRID, "M*E|G*-", *WITH_EXPERTS),
+    # Weights of the usual size leave so small a state that a log shows none of it in 7 digits.
+    *("--init-method-std", "0.2"),
     *("--mamba-num-groups", "2", "--mamba-head-dim", "8", "--mamba-num-heads", "8"),
-    *("--mamba-state-dim", "16", *LARGE_WEIGHTS),
-]
-GATED_DELTA_NET = [
-    *LARGE_WEIGHTS,
+    *("--mamba-state-dim", "16"),
     *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
     *("--linear-key-head-dim", "8", "--linear-value-head-dim", "8"),
 ]
-ALL_EXPERTS = ["--expert-model-parallel-size", "1"]
-PATTERNS: dict[str, tuple[str, str, list[str]]] = {
-    "pp2": ("pp2", "*-*-|*-*-", []),
-    "dp2-exchange": ("dp2-exchange", "*-*-*-*-", []),
-    "vpp2": ("pp2", "*|-|*|-", []),
-    "ep2": ("ep2", "*E*E", []),
-    "ep2-exchange": ("dp2-exchange", "*E*E", [*EXPERTS, *NO_AUXILIARY_LOSS]),
-    "pp2-experts": ("pp2", "*E|*E", [*EXPERTS, *NO_AUXILIARY_LOSS, *ALL_EXPERTS]),
-    "pp2-mamba": ("pp2", "M*-|M*-", MAMBA),
-    "dp2-exchange-mamba": ("dp2-exchange", "M*-M*-", MAMBA),
-    "pp2-gdn": ("pp2", "G*-|G*-", GATED_DELTA_NET),
-    "dp2-exchange-gdn": ("dp2-exchange", "G*-G*-", GATED_DELTA_NET),
-}
-"""By name: a layout, the layers, and what they need."""
 HAVE_HYBRIDS = ("core_v0.18.2", "core_v0.19.0", "main")
 
 
 @pytest.mark.parametrize(
-    ("release", "name"),
+    "model",
     [
-        pytest.param(release, name, marks=() if name == "pp2-mamba" else pytest.mark.long)
-        for release, name in itertools.product(HAVE_HYBRIDS, PATTERNS)
+        pytest.param(EVERY_LAYER, id="every-layer"),
+        pytest.param([*PP2, *HYBRID, "*|-|*|-"], id="vpp2", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.parametrize("release", HAVE_HYBRIDS)
 @needs_checkouts
-def test_megatrons_script_of_hybrid_models(release: str, name: str) -> None:
-    dims, pattern, layers = PATTERNS[name]
-    words = [*HYBRID, "--hybrid-layer-pattern", pattern, *layers]
-    logs_are_equal(checkout_of(release), dims, words, script="pretrain_hybrid.py")
+def test_megatrons_script_of_hybrid_models(release: str, model: list[str]) -> None:
+    logs_are_equal(release, USUAL, model, script="pretrain_hybrid.py")
 
 
 MULTI_TOKEN: dict[str, tuple[str, list[str]]] = {
     "gpt": ("pretrain_gpt.py", ["--mtp-num-layers", "1"]),
-    "hybrid": ("pretrain_hybrid.py", [*HYBRID, "--hybrid-layer-pattern", "*-*-/*-"]),
-    "hybrid-pp2": ("pretrain_hybrid.py", [*HYBRID, "--hybrid-layer-pattern", "*-|*-/*-"]),
+    "hybrid": ("pretrain_hybrid.py", [*HYBRID, "*-|*-/*-"]),
 }
 """By name: a script, and a model that predicts the token after the next one, too."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("release", "name", "dims"),
-    [
-        *itertools.product(("core_v0.17.1", *HAVE_HYBRIDS), ("gpt",), ("pp2", "dp2-exchange")),
-        *itertools.product(HAVE_HYBRIDS, ("hybrid-pp2",), ("pp2",)),
-        *itertools.product(HAVE_HYBRIDS, ("hybrid",), ("dp2-exchange",)),
-    ],
+    ("release", "name"),
+    [("core_v0.17.1", "gpt"), *((r, name) for r in HAVE_HYBRIDS for name in MULTI_TOKEN)],
 )
 @needs_checkouts
-def test_scripts_that_predict_further_tokens(
-    release: str, name: str, dims: str, tmp_path: Path
-) -> None:
+def test_scripts_that_predict_further_tokens(release: str, name: str, tmp_path: Path) -> None:
     """Padded in one micro-batch on one replica, of which stock code logs the mean over all tokens.
 
     Of more it logs the mean of their means.
@@ -266,23 +251,8 @@ def test_scripts_that_predict_further_tokens(
     (tmp_path / "launch.py").write_text(SAME_WEIGHTS)
     logged: dict[str, Any] = {"also": ("mtp_1 loss",), "script": script}
     logged["launch"] = [str(tmp_path / "launch.py")]
-    whole, nproc = steps(3, micro_batch_size=8), 1
-    if dims == "pp2":
-        model, nproc = [*PP2, *model], 2
-    padded = log_lines(checkout, [*whole, *model], nproc=nproc, **logged)
-    flagged = log_lines(checkout, [*steps(3), *model, *LAYOUTS[dims][1]], **logged)
+    model = [*PP2, *model]
+    padded = log_lines(checkout, [*steps(3, micro_batch_size=8), *model], nproc=2, **logged)
+    flagged = log_lines(checkout, [*steps(3), *model, *EXCHANGE], nproc=4, **logged)
     for line, expected in zip(flagged, padded, strict=True):
         assert line == pytest.approx(expected | {"packed": 1.0}, rel=2e-6)
-
-
-def logs_are_equal(checkout: Path, dims: str, model: list[str], **script: str) -> None:
-    """The same steps padded and packed."""
-    layout, flags, consumed = LAYOUTS[dims]
-    words = [*layout, *model]
-    padded = log_lines(checkout, words, **script)
-    flagged = log_lines(checkout, [*words, *flags], **script)
-    assert [line["consumed samples"] for line in padded] == consumed
-    assert [line.pop("packed") for line in padded] == [0.0] * len(consumed)
-    assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)
-    for line, expected in zip(flagged, padded, strict=True):
-        assert line == pytest.approx(expected, rel=2e-6)

@@ -86,12 +86,9 @@ def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
     ],
 )
 def test_refused_losses(result: Any, message: str) -> None:
+    check_loss((torch.ones(()), torch.ones(()), {"lm loss": torch.ones(2)}))
     with pytest.raises(DynamicBatchArgumentError, match=message):
         check_loss(result)
-
-
-def test_a_loss_as_a_sum_with_its_count_passes() -> None:
-    check_loss((torch.ones(()), torch.ones(()), {"lm loss": torch.ones(2)}))
 
 
 @pytest.mark.parametrize(
@@ -134,8 +131,8 @@ class Chunk(torch.nn.Module):
         return inputs
 
 
-def test_routers_are_told_which_tokens_are_padding() -> None:
-    experts, iterator = Chunk(4), rows()
+def test_routers_get_a_mask_of_padding() -> None:
+    experts, dense, iterator = Chunk(4), Chunk(None), rows()
     with row_given(iterator, experts):
         next(iterator)
         mask = experts()["padding_mask"]
@@ -144,40 +141,23 @@ def test_routers_are_told_which_tokens_are_padding() -> None:
         params = SimpleNamespace(tokens_per_sample=8)
         assert experts(packed_seq_params=params)["packed_seq_params"].tokens_per_sample is None
     assert experts() == {}
-
-
-def test_placeholders_are_padding_throughout_for_routers() -> None:
-    experts, iterator = Chunk(4), rows(is_placeholder=True)
-    with row_given(iterator, experts):
-        next(iterator)
+    placeholder = rows(is_placeholder=True)
+    with row_given(placeholder, experts):
+        next(placeholder)
         assert experts()["padding_mask"].all()
-
-
-def test_dense_models_get_no_padding_mask() -> None:
-    dense, iterator = Chunk(None), rows()
-    with row_given(iterator, dense):
-        next(iterator)
+    with row_given(rows(), dense):
         assert dense() == {}
 
 
 @pytest.mark.parametrize("num_moe_experts", [None, 4])
-def test_attention_is_told_the_offsets_on_the_host(num_moe_experts: int | None) -> None:
-    """Scripts that make the parameters themselves know them on the device alone."""
+def test_parameters_of_scripts_get_what_the_device_alone_has(num_moe_experts: int | None) -> None:
+    """Offsets on the host; from 0.17 on, numbers by which Mamba's states end with samples."""
     chunk, iterator = Chunk(num_moe_experts), rows()
-    params = SimpleNamespace()
-    with row_given(iterator, chunk):
-        next(iterator)
-        assert chunk(packed_seq_params=params)["packed_seq_params"] is params
-    assert params.host_cu_seqlens == (0, 4, 8)
-
-
-def test_scripts_that_make_the_parameters_themselves_get_states_that_end_with_samples() -> None:
-    """Without it, from 0.17 on, Mamba layers took a row for one sample."""
-    chunk, iterator = Chunk(None), rows()
     with row_given(iterator, chunk):
         offsets = next(iterator).row.cu_seqlens_padded
-        params = PackedSeqParams(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
-        chunk(packed_seq_params=params)
+        params: Any = PackedSeqParams(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        assert chunk(packed_seq_params=params)["packed_seq_params"] is params
+    assert params.host_cu_seqlens == (0, 4, 8)
     if hasattr(params, "seq_idx"):
         assert params.total_tokens == 8
         assert params.seq_idx.tolist() == [[0] * 4 + [1] * 4]

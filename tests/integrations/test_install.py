@@ -1,4 +1,5 @@
-"""`install` and the launcher: what is touched with the flag, and that nothing is without it.
+"""`install` and the launcher: what is touched with the flag, that nothing is without it, and which
+command lines and scripts are refused.
 
 In processes of their own, since Megatron's modules are patched there.
 """
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from kit.patience import patience
@@ -46,7 +48,23 @@ def names():
 def changed(before, after):
     return sorted(name for name in before | after if before.get(name) != after.get(name))
 
+def refused(text, words, **options):
+    try:
+        install(words, **options)
+    except DynamicBatchArgumentError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("accepted")
+
 from mcore_batching.integrations.megatron_lm import install
+from mcore_batching.megatron import DynamicBatchArgumentError
+
+# Every parser reads the sources of Megatron's dataclasses for its help texts, half a second each.
+import functools
+from megatron.training.argument_utils import ArgumentGroupFactory as Factory
+read = Factory._get_field_docstrings
+texts = functools.cache(lambda of: read(Factory.__new__(Factory), of))
+Factory._get_field_docstrings = lambda self, of: texts(of)
 """
 
 
@@ -59,25 +77,30 @@ for line in sys.stdin:
     if child := os.fork():
         os.waitpid(child, 0)
         continue
-    report = ""
+    report, found = "", {}
     try:
         exec(program, globals())
     except BaseException:
         report = traceback.format_exc()
-    print(json.dumps(report), file=reports, flush=True)
+    print(json.dumps([report, found]), file=reports, flush=True)
     os._exit(0)
 """
 
 
-Runs = Callable[..., None]
+Runs = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Runs]:
-    """Runs a program in a process of its own, forked off one that has imported Megatron."""
+    """Runs a program in a process of its own, forked off one that has imported Megatron.
+
+    Returns what it has put into `found`.
+    """
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", NAMES + SERVER],
-        env=os.environ | {"MCORE_BATCHING_CPU": "1"},
+        env=os.environ
+        | {"MCORE_BATCHING_CPU": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        | {"WORLD_SIZE": "4", "RANK": "0"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -85,11 +108,13 @@ def run() -> Iterator[Runs]:
         assert server.stdin is not None
         assert server.stdout is not None
 
-        def run_in_fork(program: str, *arguments: str) -> None:
+        def run_in_fork(program: str, *arguments: str) -> Any:
             print(json.dumps([program, arguments]), file=server.stdin, flush=True)
             ready, _, _ = select.select([server.stdout], [], [], patience(200))
             assert ready, "no report in time"
-            assert json.loads(server.stdout.readline()) == ""
+            report, found = json.loads(server.stdout.readline())
+            assert report == ""
+            return found
 
         yield run_in_fork
         server.kill()
@@ -125,11 +150,17 @@ def test_with_the_flag_it_says_what_it_hooked_and_undo_puts_it_back(run: Runs) -
     run("""
 before = names()
 installation = install(["--use-dynamic-batch-size", "--dynamic-batch-data", "x"])
-assert changed(before, names()) == sorted(installation.hooked)
-for name in ("get_forward_backward_func", "train", "evaluate", "training_log"):
-    assert f"megatron.training.training.{name}" in installation.hooked
-    assert f"megatron.training.training.{name}" in str(installation)
-assert "megatron.core.models.backends.DotProductAttention" in installation.hooked
+assert changed(before, names()) == sorted(installation.hooked) == [
+    "megatron.core.models.backends.DotProductAttention",
+    "megatron.training.arguments.add_megatron_arguments",
+    "megatron.training.arguments.validate_args",
+    "megatron.training.training.build_train_valid_test_data_iterators",
+    "megatron.training.training.evaluate",
+    "megatron.training.training.get_forward_backward_func",
+    "megatron.training.training.train",
+    "megatron.training.training.training_log",
+]
+assert all(name in str(installation) for name in installation.hooked)
 hooked = names()
 assert install([]) is installation  # the second call changes nothing
 assert install(["--use-dynamic-batch-size"]) is installation
@@ -146,26 +177,18 @@ def test_what_raises_hooks_nothing_and_a_later_call_hooks_the_rest(run: Runs) ->
     """A second call returned what the first had hooked, until it raised or altogether."""
     run("""
 from mcore_batching.integrations.megatron_lm import script_batches
-from mcore_batching.megatron import DynamicBatchArgumentError
 from megatron.training import training
 OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
 before, log = names(), training.training_log
 flags = install(["--max-tokens-per-gpu", "64"])
 of_flags = names()
 assert changed(before, of_flags)
-del training.training_log
 for _ in range(2):
-    try:
-        install(["--use-dynamic-batch-size"])
-    except DynamicBatchArgumentError as error:
-        assert "has no training_log" in str(error)
-    else:
-        raise AssertionError("accepted")
+    del training.training_log
+    refused("has no training_log", ["--use-dynamic-batch-size"])
     training.training_log = log
     assert changed(of_flags, names()) == []
     assert changed(before, names()) == sorted(flags.hooked)
-    del training.training_log
-training.training_log = log
 assert install(["--use-dynamic-batch-size"]) is flags
 assert changed(before, names()) == sorted(flags.hooked)
 assert "megatron.training.training.train" in flags.hooked
@@ -173,53 +196,192 @@ flags.undo()
 assert changed(before, names()) == []
 del training.training_log
 for fields in (None, ["tokens"], ["tokens", "labels", "loss_mask", "position_ids", *OFFSETS]):
-    try:
-        install(["--use-dynamic-batch-size"], batch_fields=fields)
-    except DynamicBatchArgumentError as error:
-        assert "has no training_log" in str(error)
-        continue
-    raise AssertionError("accepted")
+    refused("has no training_log", ["--use-dynamic-batch-size"], batch_fields=fields)
 assert script_batches._declared_fields is None  # no later script is read by them
 training.training_log = log
 assert changed(before, names()) == []
+for word in ("--yaml-cfg", "--yaml-cfg=job.yaml"):
+    refused("--yaml-cfg overrides", ["--use-dynamic-batch-size", word])
+    assert changed(before, names()) == []
+    assert install([word]).hooked == []  # without the flag it is not read
 """)
 
 
-@needs_training
-@pytest.mark.parametrize("word", ["--yaml-cfg", "--yaml-cfg=job.yaml"])
-def test_a_yaml_file_that_would_drop_the_flag_is_refused(word: str, run: Runs) -> None:
-    run(
-        """
-from mcore_batching.megatron import DynamicBatchArgumentError
-before = names()
-try:
-    install(["--use-dynamic-batch-size", *sys.argv[1:]])
-except DynamicBatchArgumentError as error:
-    assert "--yaml-cfg overrides" in str(error)
-else:
-    raise AssertionError("accepted")
-assert changed(before, names()) == []
-assert install(sys.argv[1:]).hooked == []  # without the flag it is nobody's business
-""",
-        word,
-    )
-
-
-@needs_training
-def test_the_parser_takes_every_flag(run: Runs) -> None:
-    run("""
+LINES = """
+import contextlib, inspect, io
+from megatron.training import arguments, global_vars, training
 install(["--use-dynamic-batch-size"])
-import argparse
-from megatron.training import arguments
-parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-args = parser.parse_args([
-    "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64", "--dynamic-batch-exchange",
-    "--dynamic-batch-plan-effort", "10", "--dynamic-batch-data", "a.jsonl", "b.jsonl",
-])
-assert args.use_dynamic_batch_size and args.dynamic_batch_exchange
-assert args.max_tokens_per_gpu == 64 and args.dynamic_batch_plan_effort == 10
-assert args.dynamic_batch_data == ["a.jsonl", "b.jsonl"]
-""")
+from mcore_batching.megatron import compat
+
+def outcome(words, **settings):
+    sys.argv = ["script.py", *words]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            args = arguments.parse_args()
+            vars(args).update(settings)
+            arguments.validate_args(args)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    messages = [line for line in said.getvalue().splitlines() if line.startswith("mcore_batching")]
+    return "; ".join(["accepted", *messages])
+
+def called(name, on, function, **given):
+    "The error of the hooked function before it does anything, which it cannot with None."
+    global_vars._GLOBAL_ARGS = types.SimpleNamespace(use_dynamic_batch_size=on)
+    hooked = getattr(training, name)
+    options = dict.fromkeys(inspect.signature(hooked).parameters) | given
+    try:
+        hooked(**options | {"forward_step_func": function})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+def no_get_batch(data_iterator, model):
+    return model(data_iterator)
+
+lines = json.loads(sys.argv[1])
+found = {name: outcome(words) for name, words in lines.items()}
+found["ModelOpt"] = outcome(lines["dense"], modelopt_enabled=True)  # no flag of Megatron's parser
+compat.scripts.counts_operations_of_samples = lambda: False  # until 0.17
+found["no throughput"], found["padding"] = map(outcome, (lines["dense"], lines["throughput"]))
+os.environ["RANK"] = "1"
+found["on rank 1"] = outcome(lines["auxiliary losses"])
+for name in ("train", "evaluate"):
+    for on in (True, False):
+        found[f"{name} {on} script"] = called(name, on, no_get_batch)
+        found[f"{name} {on} non-loss"] = called(
+            name, on, no_get_batch, process_non_loss_data_func=print
+        )
+"""
+
+BASE = [
+    *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "1"),
+    *("--train-iters", "1", "--lr", "1e-3", "--transformer-impl", "local"),
+    *("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion"),
+    *("--no-persist-layer-norm", "--tokenizer-type", "NullTokenizer", "--vocab-size", "64"),
+    *("--position-embedding-type", "rope"),
+]
+ON = "--use-dynamic-batch-size --max-tokens-per-gpu 64 --calculate-per-token-loss "
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+)
+PP2 = "--pipeline-model-parallel-size 2 "
+VPP2 = PP2 + "--num-virtual-stages-per-pipeline-rank 2 "
+ACCEPTED, MESSAGE, REFUSED = "accepted", "accepted; mcore_batching: ", "DynamicBatchArgumentError: "
+COMMAND_LINES: dict[str, tuple[str, str, str]] = {
+    "dense": (ON, ACCEPTED, ""),
+    "interleaved": (ON + VPP2, ACCEPTED, ""),
+    "experts": (ON + EXPERTS, ACCEPTED, ""),
+    "exchange": (ON + "--dynamic-batch-exchange --dynamic-batch-data a b", ACCEPTED, ""),
+    "hybrid": (ON + PP2 + "--hybrid-layer-pattern M*-|G*-|M*-|G*-", ACCEPTED, ""),
+    "documents": (ON + "--reset-attention-mask --reset-position-ids", ACCEPTED, ""),
+    "multi-token": (ON + "--mtp-num-layers 1", ACCEPTED, ""),
+    "hybrid multi-token": (ON + "--hybrid-layer-pattern *-*-/*-", ACCEPTED, ""),
+    "throughput": (ON + "--log-throughput", ACCEPTED, ""),
+    "off": ("--sft " + PP2, ACCEPTED, ""),
+    "off, with a cap": ("--max-tokens-per-gpu 64", ACCEPTED, ""),
+    "auxiliary losses": (
+        ON + EXPERTS + "--moe-aux-loss-coeff 0.01",
+        MESSAGE,
+        "load-balancing and z-losses are weighted by real tokens",
+    ),
+    "documents in Transformer Engine": (
+        ON + "--reset-attention-mask --reset-position-ids --transformer-impl transformer_engine",
+        MESSAGE,
+        "Transformer Engine ignores that mask",
+    ),
+    "several": (
+        "--use-dynamic-batch-size --sft --logits-load-dir x",
+        REFUSED + "--use-dynamic-batch-size cannot run with these settings:",
+        "set --calculate-per-token-loss\n  - --use-dynamic-batch-size needs a cap: set --max",
+    ),
+    "no cap": (ON + "--max-tokens-per-gpu 0", REFUSED, "--max-tokens-per-gpu must be"),
+    "effort": (ON + "--dynamic-batch-plan-effort -1", REFUSED, "--dynamic-batch-plan-effort must"),
+    "costs": (ON + "--dynamic-batch-cost-model /no", REFUSED, "--dynamic-batch-cost-model /no: "),
+    "exchange alone": ("--dynamic-batch-exchange", REFUSED, "nothing alone: set --use-dynamic"),
+    "prefixes": (
+        ON + "--dynamic-batch-share-prefixes",
+        REFUSED,
+        "unset --dynamic-batch-share-prefixes",
+    ),
+    "sft": (ON + "--sft", REFUSED, "unset --sft and give the file with --dynamic-batch-data"),
+    "masking": (
+        ON + "--dataloader-inter-document-masking",
+        REFUSED,
+        "set --reset-attention-mask and --reset-position-ids instead",
+    ),
+    "mask": (ON + "--reset-attention-mask", REFUSED, "needs --reset-position-ids"),
+    "skipped": (ON + "--iterations-to-skip 3", REFUSED, "--iterations-to-skip draws batches of a"),
+    "teacher": (ON + "--logits-load-dir x", REFUSED, "unset --logits-load-dir"),
+    "interleaved without overlap": (
+        f"{ON} --num-layers 8 --pipeline-model-parallel-size 4 "
+        "--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+        REFUSED,
+        "drop --no-overlap-p2p-communication",
+    ),
+    "reinforcement learning": (ON + "--perform-rl-step", REFUSED, "unset --perform-rl-step"),
+    "rank capacity": (
+        ON + EXPERTS + "--moe-expert-rank-capacity-factor 1.0",
+        REFUSED,
+        "unset --moe-expert-rank-capacity-factor",
+    ),
+    "hybrid context parallelism": (
+        ON + "--hybrid-context-parallel",
+        REFUSED,
+        "unset --hybrid-context-parallel",
+    ),
+    "shared buffers": (
+        ON + "--reuse-grad-buf-for-mxfp8-param-ag --fp8-format e4m3",
+        REFUSED,
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+    ),
+}
+"""By name: the words, how the outcome begins, and what is in it."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(run: Runs) -> dict[str, str]:
+    """What became of each command line in Megatron's own parser and validation, and of scripts."""
+    lines = {name: [*BASE, *words.split()] for name, (words, *_) in COMMAND_LINES.items()}
+    found: dict[str, str] = run(LINES, json.dumps(lines))
+    return found
+
+
+@needs_training
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_command_lines(outcomes: dict[str, str], name: str) -> None:
+    _, begins, text = COMMAND_LINES[name]
+    assert outcomes[name].startswith(begins)
+    assert text in outcomes[name]
+    assert begins != ACCEPTED or outcomes[name] == ACCEPTED
+    assert outcomes[name].count("mcore_batching: ") == (begins == MESSAGE)
+    assert name != "several" or outcomes[name].count("\n  - ") == 4
+
+
+@needs_training
+def test_messages_and_refusals_beyond_the_command_line(outcomes: dict[str, str]) -> None:
+    assert outcomes["on rank 1"] == outcomes["no throughput"] == ACCEPTED
+    assert "TFLOP/s (--log-throughput) as if samples were padded" in outcomes["padding"]
+    assert "ModelOpt expects rows of seq_length" in outcomes["ModelOpt"]
+
+
+@needs_training
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("non-loss", "process_non_loss_data_func runs the model on one rank"),
+        ("script", "has no get_batch in its module"),
+    ],
+)
+def test_scripts_are_refused_before_the_first_step(
+    outcomes: dict[str, str], name: str, what: str, message: str
+) -> None:
+    assert outcomes[f"{name} True {what}"].startswith(REFUSED)
+    assert message in outcomes[f"{name} True {what}"]
+    assert "DynamicBatchArgumentError" not in outcomes[f"{name} False {what}"]
 
 
 def launched(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -43,16 +43,13 @@ def test_later_tokens_have_the_labels_and_masks_of_the_batch() -> None:
     assert row.token_weights == (4, 3)
 
 
-def test_rows_are_told_apart_by_packed_sequence_parameters() -> None:
+def test_rows_are_told_apart_by_parameters_or_by_offsets_where_scripts_make_them() -> None:
     values = next_batch(rows(), 6)
     assert values is not None
     params = found(values, SIX_FIELDS)["packed_seq_params"]
     assert params.qkv_format == "thd"
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 8]
     assert params.max_seqlen_q == params.max_seqlen_kv == 4
-
-
-def test_rows_are_told_apart_by_offsets_where_scripts_make_the_parameters() -> None:
     values = next_batch(rows(), 10)
     assert values is not None
     got = found(values, TEN_FIELDS)
@@ -138,11 +135,8 @@ def test_each_call_draws_the_next_row() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 5, 8])
-def test_other_numbers_of_fields_ask_for_names(number: int) -> None:
+def test_numbers_of_fields_that_no_release_has_ask_for_names(number: int) -> None:
     with pytest.raises(DynamicBatchArgumentError, match=rf"{number}: give their names, as next"):
         next_batch(rows(), number)
-
-
-def test_ordinary_iterators_are_left_to_the_script() -> None:
-    assert next_batch(iter([1]), 6) is None
+    assert next_batch(iter([1]), 6) is None  # ordinary iterators are left to the script
     assert next_batch(None, 10) is None

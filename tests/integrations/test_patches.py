@@ -11,7 +11,6 @@ import ast
 import importlib.util
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.patience import patience
+from kit.stock_jobs import COMMON, FLAG, OWN_DATA, PP2, VARIANTS, steps
 
 from mcore_batching.integrations import megatron_lm
 
@@ -46,20 +46,10 @@ sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
-ARGUMENTS = shlex.split("""
---num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64
---max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 4
---lr 1e-3 --lr-decay-style constant --distributed-backend gloo --transformer-impl local
---use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
---no-bias-dropout-fusion --no-bias-swiglu-fusion --no-persist-layer-norm --no-rope-fusion
---tokenizer-type NullTokenizer --vocab-size 127 --eval-interval 1000 --eval-iters 1
---log-interval 1 --hidden-dropout 0 --attention-dropout 0 --calculate-per-token-loss
---num-workers 0 --position-embedding-type rope --swiglu --normalization RMSNorm
---disable-bias-linear --no-create-attention-mask-in-dataloader --mock-data
---pipeline-model-parallel-size 2
-""")
-
-FLAGS = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "128"]
+ARGUMENTS = [*COMMON, *steps(4), *PP2]
+SCRIPT = REPOSITORY / VARIANTS
+PP1 = ["--pipeline-model-parallel-size", "1"]
+SCRIPT_DATA = [*OWN_DATA, "--variant", "none"]
 
 
 def lines_of(release: str) -> list[str]:
@@ -74,6 +64,12 @@ def checkout_of(release: str) -> Path:
     if not found.is_dir():
         pytest.skip(f"MCORE_BATCHING_MEGATRON_LM={folder} has no {release}")
     return found
+
+
+def copy(checkout: Path, tree: Path, *names: str) -> None:
+    for name in names:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(checkout / name, tree / name)
 
 
 def wheel_training() -> Path:
@@ -125,26 +121,20 @@ def test_insertions_only_with_one_line_of_context(release: str) -> None:
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_calls_only_what_the_plugin_has(release: str) -> None:
+    """And ``get_batch`` returns as many values as the release unpacks."""
     added = [line[1:].strip() for line in lines_of(release) if line[:1] == "+"]
     imports = [line.split() for line in added if line.startswith("from ")]
     assert len(imports) == 7
     for _, module, _, *names in imports:
         assert module == megatron_lm.__name__
         assert {name.rstrip(",") for name in names} <= set(megatron_lm.__all__)
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_get_batch_returns_as_many_values_as_the_release_unpacks(release: str) -> None:
-    (count,) = re.findall(r"next_batch\(data_iterator, (\d+)\)", "\n".join(lines_of(release)))
+    (count,) = re.findall(r"next_batch\(data_iterator, (\d+)\)", "\n".join(added))
     assert int(count) == (6 if release in ("core_v0.16.1", "core_v0.17.1") else 10)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_applies_to_its_release(release: str, tmp_path: Path) -> None:
-    checkout = checkout_of(release)
-    for name in FILES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(checkout / name, tmp_path / name)
+    copy(checkout_of(release), tmp_path, *FILES)
     said = apply(tmp_path, release)
     assert said.count("Applied patch") == len(FILES)
     assert "offset" not in said
@@ -155,10 +145,7 @@ def test_applies_to_its_release(release: str, tmp_path: Path) -> None:
 
 def test_applies_to_main_where_it_belongs(tmp_path: Path) -> None:
     """With offsets: of several places that look alike git takes the nearest."""
-    checkout = checkout_of("main")
-    for name in FILES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(checkout / name, tmp_path / name)
+    copy(checkout_of("main"), tmp_path, *FILES)
     apply(tmp_path, "core_v0.19.0")
     found = {calling: function for name in FILES for calling, function in calls(tmp_path / name)}
     expected = {
@@ -192,10 +179,10 @@ def test_applies_to_the_wheel(tmp_path: Path) -> None:
 
 def patched_training(tree: Path) -> Path:
     """A patched copy of the wheel's ``megatron/training`` in ``tree``."""
-    copy = tree / "megatron" / "training"
-    shutil.copytree(wheel_training(), copy, ignore=shutil.ignore_patterns("__pycache__"))
+    patched = tree / "megatron" / "training"
+    shutil.copytree(wheel_training(), patched, ignore=shutil.ignore_patterns("__pycache__"))
     apply(tree, "core_v0.19.0", "--include=megatron/training/*")
-    return copy
+    return patched
 
 
 def train(tree: Path, script: Path, *flags: str, nproc: int = 2, iterations: int = 4) -> list[str]:
@@ -238,13 +225,12 @@ def counted(iterations: list[str]) -> list[str]:
 @pytest.mark.long
 def test_the_patched_tree_trains(tmp_path: Path) -> None:
     """With the flag, loss for loss as without it; without it, digit for digit as unpatched."""
-    script = Path(__file__).parent / "vendored_script.py"
     (tmp_path / "stock").mkdir()
     (tmp_path / "patched").mkdir()
     patched_training(tmp_path / "patched")
-    stock = train(tmp_path / "stock", script)
-    unflagged = train(tmp_path / "patched", script)
-    flagged = train(tmp_path / "patched", script, *FLAGS)
+    stock = train(tmp_path / "stock", SCRIPT, *SCRIPT_DATA)
+    unflagged = train(tmp_path / "patched", SCRIPT, *SCRIPT_DATA)
+    flagged = train(tmp_path / "patched", SCRIPT, *SCRIPT_DATA, *FLAG)
     assert unflagged == stock
     assert counted(flagged) == counted(stock)
     # Printed with 7 digits; the sums are of the same float32 terms in another order.
@@ -257,12 +243,11 @@ def test_the_patched_tree_trains(tmp_path: Path) -> None:
 def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
     checkout = checkout_of("core_v0.19.0")
     patched_training(tmp_path)
-    for name in ("pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
-        shutil.copy(checkout / name, tmp_path / name)
+    copy(checkout, tmp_path, "pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
     apply(tmp_path, "core_v0.19.0", "--include=pretrain_gpt.py")
     script = tmp_path / "pretrain_gpt.py"
-    unflagged = train(tmp_path, script)
-    flagged = train(tmp_path, script, *FLAGS)
+    unflagged = train(tmp_path, script, "--mock-data")
+    flagged = train(tmp_path, script, "--mock-data", *FLAG)
     assert counted(flagged) == counted(unflagged)
     assert losses(flagged) == pytest.approx(losses(unflagged), rel=2e-6)
     assert all("batching/fill" in line for line in flagged)
@@ -272,6 +257,5 @@ def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
 def test_a_refused_combination_ends_at_the_start(tmp_path: Path) -> None:
     """The patched ``validate_args`` asks the plugin."""
     patched_training(tmp_path)
-    script = Path(__file__).parent / "vendored_script.py"
     with pytest.raises(AssertionError, match="--sft packs in the dataset"):
-        train(tmp_path, script, *FLAGS, "--sft", "--pipeline-model-parallel-size", "1", nproc=1)
+        train(tmp_path, SCRIPT, *SCRIPT_DATA, *FLAG, "--sft", *PP1, nproc=1)

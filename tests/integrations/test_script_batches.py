@@ -61,10 +61,6 @@ def _restored() -> Iterator[None]:
     restore_batches()
 
 
-def test_names_are_read_from_the_forward_step(tmp_path: Path) -> None:
-    assert fields_unpacked_by(script(tmp_path, STOCK).forward_step) == SIX_FIELDS
-
-
 def test_names_are_read_of_get_batch_alone(tmp_path: Path) -> None:
     module = script(
         tmp_path,
@@ -125,6 +121,7 @@ def test_get_batch_takes_packed_rows_and_ordinary_iterators(
     tmp_path: Path, of: Callable[[types.ModuleType], Any]
 ) -> None:
     module = script(tmp_path, STOCK)
+    assert fields_unpacked_by(module.forward_step) == SIX_FIELDS
     use_packed_batches(of(module))
     tokens, params = module.forward_step(rows(), None)
     assert tokens.tolist() == EXPECTED["tokens"]
@@ -188,15 +185,6 @@ def test_declared_names_take_the_place_of_the_source(tmp_path: Path) -> None:
         declare_batch_fields([*names, "images"])
 
 
-def test_source_that_cannot_be_had_asks_for_names() -> None:
-    scope: dict[str, Any] = {}
-    exec(textwrap.dedent(UNREADABLE), scope)
-    with pytest.raises(
-        DynamicBatchArgumentError, match=r"cannot read the source .*install\(batch_fields="
-    ):
-        use_packed_batches(scope["forward_step"])
-
-
 @pytest.mark.parametrize(
     ("unpacked", "message"),
     [
@@ -229,6 +217,12 @@ def test_batches_into_which_no_row_fits_are_refused(
     assert module.get_batch is original
 
 
-def test_a_script_without_get_batch_is_refused() -> None:
+def test_scripts_whose_get_batch_cannot_be_read_are_refused() -> None:
     with pytest.raises(DynamicBatchArgumentError, match="module: name the function that reads"):
         use_packed_batches(pytest.importorskip)
+    scope: dict[str, Any] = {}
+    exec(textwrap.dedent(UNREADABLE), scope)
+    with pytest.raises(
+        DynamicBatchArgumentError, match=r"cannot read the source .*install\(batch_fields="
+    ):
+        use_packed_batches(scope["forward_step"])

@@ -57,24 +57,17 @@ def rows_of_documents(draw_from: st.DrawFn) -> Rows:
 
 
 @given(rows=rows_of_documents(), split=st.booleans())
-def test_every_trained_position_is_in_exactly_one_sample(rows: Rows, split: bool) -> None:
-    given_batch = batch(rows)
-    data = unpadded_samples([given_batch], split_documents=split)
-    trained = given_batch["loss_mask"].bool()
-    for name in ("tokens", "labels", "position_ids"):
-        kept = [
-            value
-            for values, mask in zip(data[name], data["loss_mask"], strict=True)
-            for value in values[mask.bool()].tolist()
-        ]
-        assert kept == given_batch[name][trained].tolist()
-
-
-@given(rows=rows_of_documents(), split=st.booleans())
 def test_samples_are_runs_of_their_rows_without_a_tail(rows: Rows, split: bool) -> None:
+    """Every trained position is in exactly one sample; every row has one."""
     given_batch = batch(rows)
     data = unpadded_samples([given_batch], split_documents=split)
-    length = given_batch["tokens"].shape[1]
+    assert data.keys() == {*FIELDS, "total_lengths", "response_lengths"}
+    assert data["response_lengths"] == [0] * len(data["tokens"])
+    trained, length = given_batch["loss_mask"].bool(), given_batch["tokens"].shape[1]
+    masks = torch.cat(data["loss_mask"]).bool()
+    for name in FIELDS:
+        assert [len(values) for values in data[name]] == data["total_lengths"]
+        assert torch.cat(data[name])[masks].tolist() == given_batch[name][trained].tolist()
     rows_seen = []
     for tokens, mask, positions in zip(
         data["tokens"], data["loss_mask"], data["position_ids"], strict=True
@@ -89,17 +82,10 @@ def test_samples_are_runs_of_their_rows_without_a_tail(rows: Rows, split: bool) 
         else:
             assert first % length == 0
     assert set(rows_seen) == set(range(len(rows)))
-    if not split:
-        assert len(rows_seen) == len(rows)
-
-
-@given(rows=rows_of_documents(), split=st.booleans())
-def test_lengths_are_those_of_the_fields_and_responses_are_empty(rows: Rows, split: bool) -> None:
-    data = unpadded_samples([batch(rows), batch(rows)], split_documents=split)
-    for name in FIELDS:
-        assert [len(values) for values in data[name]] == data["total_lengths"]
-    assert data["response_lengths"] == [0] * len(data["tokens"])
-    assert data.keys() == {*FIELDS, "total_lengths", "response_lengths"}
+    assert split or len(rows_seen) == len(rows)
+    assert len(unpadded_samples([given_batch] * 2, split_documents=split)["tokens"]) == 2 * len(
+        rows_seen
+    )
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -124,20 +110,17 @@ def test_samples_of_any_length_come_as_lists() -> None:
     assert lists(data) == [[0, 1, 2], [0, 1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize("how", ["absent", "None"])
-def test_a_lacking_field_is_named(how: str) -> None:
-    given_batch: dict[str, Any] = masked([1]) | {"attention_mask": None}
-    given_batch["labels"] = None
-    if how == "absent":
-        del given_batch["labels"]
-    with pytest.raises(StockDataError, match=r"lacks labels, it has .*: yield tokens, labels"):
-        unpadded_samples([given_batch], split_documents=False)
-
-
-def test_fields_of_unequal_numbers_of_rows_are_an_error() -> None:
-    given_batch = masked([1], [1])
-    given_batch["labels"] = given_batch["labels"][:1]
+def test_lacking_fields_and_unequal_numbers_of_rows_are_errors() -> None:
+    given_batch: dict[str, Any] = masked([1], [1]) | {"attention_mask": None}
     with pytest.raises(ValueError, match="zip"):
+        unpadded_samples(
+            [given_batch | {"labels": given_batch["labels"][:1]}], split_documents=False
+        )
+    lacking = r"lacks labels, it has .*: yield tokens, labels"
+    with pytest.raises(StockDataError, match=lacking):
+        unpadded_samples([given_batch | {"labels": None}], split_documents=False)
+    del given_batch["labels"]
+    with pytest.raises(StockDataError, match=lacking):
         unpadded_samples([given_batch], split_documents=False)
 
 
@@ -150,22 +133,16 @@ def test_schema_takes_labels_and_masks_ready_made() -> None:
     STOCK_SCHEMA.resolve(data).validate(data)
 
 
-def test_as_many_batches_are_drawn_as_asked_for() -> None:
-    iterator = iter([{"number": number} for number in range(5)])
-    assert draw_batches(iterator, 2) == [{"number": 0}, {"number": 1}]
-    assert draw_batches(iterator, 0) == []
-    assert next(iterator) == {"number": 2}
-
-
-def test_iterators_of_all_model_chunks_are_advanced_alike() -> None:
-    chunks: list[Any] = [iter([{"number": number} for number in range(4)]) for _ in range(2)]
-    assert draw_batches([None, *chunks], 3) == [{"number": 0}, {"number": 1}, {"number": 2}]
-    assert [next(iterator) for iterator in chunks] == [{"number": 3}] * 2
-
-
-@pytest.mark.parametrize("iterator", [None, [None, None], []])
-def test_ranks_that_read_nothing_draw_nothing(iterator: Any) -> None:
-    assert draw_batches(iterator, 3) is None
+def test_as_many_batches_are_drawn_as_asked_for_from_all_model_chunks() -> None:
+    draw: Any = draw_batches
+    chunks = [iter(range(5)) for _ in range(3)]
+    assert draw(chunks[0], 2) == [0, 1]
+    assert draw(chunks[0], 0) == []
+    assert next(chunks[0]) == 2
+    assert draw([None, *chunks[1:]], 3) == [0, 1, 2]
+    assert [next(iterator) for iterator in chunks] == [3] * 3
+    for reads_nothing in (None, [None, None], []):
+        assert draw(reads_nothing, 3) is None
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

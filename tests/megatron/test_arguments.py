@@ -308,14 +308,24 @@ def test_without_the_flag_there_is_no_cap() -> None:
     assert packed.filled([4.0, 5.0]) == ((0, 1), (2, 3), (), (4,))
 
 
-def test_a_loop_of_its_own_without_the_flag_is_told_of_it() -> None:
-    with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and --max"):
-        Options.of(parse("--max-tokens-per-gpu", "9")).planner_config(ParallelDims())
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--max-tokens-per-gpu", "9"], "set --use-dynamic-batch-size and --max"),
+        (["--use-dynamic-batch-size"], "set --max-tokens-per-gpu"),
+    ],
+)
+def test_a_loop_of_ones_own_without_a_cap_is_refused(words: list[str], expected: str) -> None:
+    with pytest.raises(DynamicBatchArgumentError, match=expected):
+        Options.of(parse(*words)).planner_config(ParallelDims())
 
 
-def test_missing_cap_says_what_to_set() -> None:
-    with pytest.raises(DynamicBatchArgumentError, match="set --max-tokens-per-gpu"):
-        Options.of(parse("--use-dynamic-batch-size")).planner_config(ParallelDims())
+SOME_RELEASES = (
+    "moe_hybridep_pad_uneven_dispatch_inputs",
+    "mtp_hsm",
+    "sequence_packing_scheduler",
+)
+"""Fields that other releases of Megatron may have."""
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -323,7 +333,7 @@ def config(**changes: Any) -> TransformerConfig:
     made = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2)
     made.overlap_p2p_comm, made.batch_p2p_comm = False, True
     for name, value in changes.items():
-        assert hasattr(made, name), f"this megatron-core has no {name}"
+        assert hasattr(made, name) or name in SOME_RELEASES, f"this megatron-core has no {name}"
         setattr(made, name, value)
     return made
 
@@ -338,8 +348,7 @@ def test_multi_token_prediction_runs_from_0_17_on() -> None:
 
 
 def test_hidden_states_mixed_at_random_are_refused() -> None:
-    made = config(mtp_num_layers=2)
-    made.mtp_hsm = True  # a field of main
+    made = config(mtp_num_layers=2, mtp_hsm=True)
     assert any("unset --mtp-hsm" in problem for problem in multi_token_problems(made))
 
 
@@ -381,188 +390,133 @@ def test_models_that_cannot_predict_later_tokens_are_refused() -> None:
     assert not [*unfit_for_later_tokens([chunk])]
 
 
+ONE, SEVERAL = ParallelDims(), ParallelDims(data_parallel=4)
+VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
+TP2, CP2 = ParallelDims(tensor_parallel=2), ParallelDims(context_parallel=2)
+TP2_SP = ParallelDims(tensor_parallel=2, sequence_parallel=True)
+CP2_TP2_SP = ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
+PER_TOKEN = {"calculate_per_token_loss": True}
 EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
 FLEX = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
-VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
-ONE, SEVERAL = ParallelDims(), ParallelDims(data_parallel=4)
-LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+HYBRID_EP = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
+LOSS = {**EXPERTS, "moe_aux_loss_coeff": 0.01}
+Z_LOSS = {**EXPERTS, "moe_z_loss_coeff": 0.01}
+ALL_TOKENS = "routes a token by all tokens of its micro-batch"
+ROUTING = "set --moe-router-load-balancing-type aux_loss or none"
+PER_TOKEN_LOSS = "set --calculate-per-token-loss"
+
+
+def routed(*kinds: str, **changes: Any) -> dict[str, Any]:
+    kind = [*kinds] if len(kinds) > 1 else kinds[0]
+    return {**EXPERTS, "moe_router_load_balancing_type": kind, **changes}
+
+
+PAD = "set --dynamic-batch-pad-total-to"
+REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
+    (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
+    (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
+    (ONE, {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
+    (ONE, {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
+    (ONE, LOSS, PER_TOKEN_LOSS),
+    (ONE, routed("none", "seq_aux_loss", moe_aux_loss_coeff=[0.0, 0.01]), PER_TOKEN_LOSS),
+    (ONE, Z_LOSS, PER_TOKEN_LOSS),
+    (ONE, {"mtp_num_layers": 1, "mtp_standalone": True}, "put its layers on the last stage"),
+    (ONE, {"dsa_indexer_loss_coeff": 0.1}, "sparse attention's indexer loss would be a mean"),
+    (ONE, routed("global_aux_loss"), ROUTING),
+    (ONE, routed("sinkhorn"), f"sinkhorn {ALL_TOKENS}"),
+    (ONE, routed("none", "sinkhorn"), ROUTING),
+    (ONE, routed("quantile_balancing"), f"quantile_balancing {ALL_TOKENS}"),
+    (
+        ONE,
+        {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
+        "set --moe-token-dispatcher-type alltoall",
+    ),
+    (ONE, {**EXPERTS, "moe_expert_capacity_factor": 0.0}, "unset --moe-expert-capacity-factor"),
+    (CP2_TP2_SP, {"fp8": "hybrid"}, f"{PAD} 64"),
+    (ONE, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, f"{PAD} 32"),
+    (ONE, {"fp4": "e2m1"}, f"{PAD} 32"),
+    (
+        TP2_SP,
+        {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+        "FP8 rows must divide by 128 on each rank, so by 256 in all",
+    ),
+    (TP2, {"fp8": "e4m3", "fp8_recipe": "blockwise"}, f"{PAD} 16"),
+    (CP2_TP2_SP, {"fp4": "e2m1"}, "FP4 rows must divide by 32 on each rank, so by 128 in all"),
+    (ONE, {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
+    (
+        ONE,
+        {"experimental_attention_variant": "dsv4_hybrid"},
+        "attention of the variant dsv4_hybrid is not known to keep packed samples apart",
+    ),
+    (ONE, {"defer_embedding_wgrad_compute": True}, "unset --defer-embedding-wgrad-compute"),
+    (ONE, HYBRID_EP, "set --moe-hybridep-pad-uneven-dispatch-inputs"),
+    (
+        ONE,
+        {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
+        "set --moe-flex-dispatcher-backend deepep",
+    ),
+    (ONE, {"overlap_moe_expert_parallel_comm": True}, "unset --overlap-moe-expert-parallel-comm"),
+    (ONE, {"sequence_packing_scheduler": "dp_balanced"}, "unset --sequence-packing-scheduler"),
+]
+ACCEPTED: list[tuple[ParallelDims, dict[str, Any]]] = [
+    (ONE, {}),
+    (ONE, {"overlap_p2p_comm": True}),  # without a pipeline nothing is sent
+    (ParallelDims(pipeline_parallel=4), {}),
+    (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
+    (ONE, EXPERTS),  # a load-balancing loss with coefficient 0
+    (ONE, {**LOSS, **PER_TOKEN}),
+    (ONE, {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
+    (ONE, {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
+    (ONE, {**HYBRID_EP, "moe_hybridep_pad_uneven_dispatch_inputs": True}),
+]
+PLANNER = PlannerConfig(max_tokens_per_gpu=128)
+SHARED = dataclasses.replace(PLANNER, max_context_parallel=4)
+SHARED_REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
+    (SEVERAL, {"calculate_per_token_loss": False}, f"a fixed number of ranks: {PER_TOKEN_LOSS}"),
+    (SEVERAL, LOSS, "set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff"),
+    (SEVERAL, Z_LOSS, "or unset --dynamic-batch-context-parallel"),
+    (SEVERAL, {"fp8": "hybrid"}, "divide by 16 on each rank, so by 64 in all"),
+]
+FP8_PAD_8 = dataclasses.replace(PLANNER, pad_total_to=8)
+FP8_PAD_48 = dataclasses.replace(PLANNER, pad_total_to=48)
 
 
 @pytest.mark.parametrize(
-    ("dims", "changes", "expected"),
+    ("planner", "dims", "changes", "expected"),
     [
-        (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
-        (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
-        (ONE, {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
-        (ONE, {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
-        (ONE, {**EXPERTS, **LOSS}, "set --calculate-per-token-loss"),
-        (
-            ONE,
-            {
-                **EXPERTS,
-                "moe_router_load_balancing_type": ["none", "seq_aux_loss"],
-                "moe_aux_loss_coeff": [0.0, 0.01],
-            },
-            "set --calculate-per-token-loss",
-        ),
-        (ONE, {**EXPERTS, "moe_z_loss_coeff": 0.01}, "set --calculate-per-token-loss"),
-        (ONE, {"mtp_num_layers": 1, "mtp_standalone": True}, "put its layers on the last stage"),
-        (ONE, {"dsa_indexer_loss_coeff": 0.1}, "sparse attention's indexer loss would be a mean"),
-        (
-            ONE,
-            {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
-            "set --moe-router-load-balancing-type aux_loss or none",
-        ),
-        (
-            ONE,
-            {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
-            "set --moe-token-dispatcher-type alltoall",
-        ),
-        (ONE, {**EXPERTS, "moe_expert_capacity_factor": 1.0}, "unset --moe-expert-capacity-factor"),
-        (
-            ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
-            {"fp8": "hybrid"},
-            "set --dynamic-batch-pad-total-to 64",
-        ),
-        (ONE, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "set --dynamic-batch-pad-total-to 32"),
-        (ONE, {"fp4": "e2m1"}, "set --dynamic-batch-pad-total-to 32"),
-        (
-            ParallelDims(tensor_parallel=2, sequence_parallel=True),
-            {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-            "FP8 rows must divide by 128 on each rank, so by 256 in all",
-        ),
-        (
-            ParallelDims(tensor_parallel=2),
-            {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-            "set --dynamic-batch-pad-total-to 16",
-        ),
-        (
-            ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
-            {"fp4": "e2m1"},
-            "FP4 rows must divide by 32 on each rank, so by 128 in all",
-        ),
-        (ONE, {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
-        (
-            ONE,
-            {"experimental_attention_variant": "dsv4_hybrid"},
-            "attention of the variant dsv4_hybrid is not known to keep packed samples apart",
-        ),
-        (
-            ParallelDims(pipeline_parallel=2),
-            {"defer_embedding_wgrad_compute": True},
-            "unset --defer-embedding-wgrad-compute",
-        ),
-        (
-            ONE,
-            {**EXPERTS, "moe_router_load_balancing_type": "sinkhorn"},
-            "sinkhorn routes a token by all tokens of its micro-batch",
-        ),
-        (
-            ONE,
-            {**EXPERTS, "moe_router_load_balancing_type": ["none", "sinkhorn"]},
-            "set --moe-router-load-balancing-type aux_loss or none",
-        ),
-        (
-            ONE,
-            {**EXPERTS, "moe_router_load_balancing_type": "quantile_balancing"},
-            "quantile_balancing routes a token by all tokens of its micro-batch",
-        ),
-        (
-            ONE,
-            {**FLEX, "moe_flex_dispatcher_backend": "hybridep"},
-            "set --moe-hybridep-pad-uneven-dispatch-inputs",
-        ),
-        (
-            ONE,
-            {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
-            "set --moe-flex-dispatcher-backend deepep",
-        ),
-        (
-            ONE,
-            {"overlap_moe_expert_parallel_comm": True},
-            "unset --overlap-moe-expert-parallel-comm",
-        ),
+        *((PLANNER, *each) for each in REFUSED),
+        *((PLANNER, *each, "") for each in ACCEPTED),
+        *((SHARED, dims, PER_TOKEN | changes, said) for dims, changes, said in SHARED_REFUSED),
+        (SHARED, SEVERAL, PER_TOKEN, ""),
+        (FP8_PAD_8, ONE, {"fp8": "hybrid"}, "padded to a multiple of 8"),
+        (FP8_PAD_48, ONE, {"fp8": "hybrid"}, ""),
     ],
 )
 def test_refused_combination_says_what_to_set(
-    dims: ParallelDims, changes: dict[str, Any], expected: str
+    planner: PlannerConfig, dims: ParallelDims, changes: dict[str, Any], expected: str
 ) -> None:
-    planner = PlannerConfig(max_tokens_per_gpu=128)
+    if not expected:
+        check_model_config(config(**changes), dims, planner)
+        return
     with pytest.raises(DynamicBatchArgumentError) as caught:
         check_model_config(config(**changes), dims, planner)
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("dims", "changes"),
-    [
-        (ONE, {}),
-        (ONE, {"overlap_p2p_comm": True}),  # without a pipeline nobody communicates
-        (ParallelDims(pipeline_parallel=4), {}),
-        (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
-        (ONE, EXPERTS),  # a load-balancing loss with coefficient 0
-        (ONE, {**EXPERTS, "moe_aux_loss_coeff": 0.01, "calculate_per_token_loss": True}),
-        (ONE, {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
-        (ONE, {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
-    ],
-)
-def test_sound_combination_is_accepted(dims: ParallelDims, changes: dict[str, Any]) -> None:
-    check_model_config(config(**changes), dims, PlannerConfig(max_tokens_per_gpu=128))
-
-
-@pytest.mark.parametrize(
-    "dims", [ParallelDims(context_parallel=2), ParallelDims(tensor_parallel=2)]
-)
+@pytest.mark.parametrize("dims", [CP2, TP2])
 def test_a_z_loss_that_megatron_makes_too_weak_is_refused(
     dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before 0.19 by the number of ranks that share a row, with or without this package."""
-    planner = PlannerConfig(max_tokens_per_gpu=128)
-    made = config(**EXPERTS, moe_z_loss_coeff=0.01, calculate_per_token_loss=True)
+    made = config(**Z_LOSS, **PER_TOKEN)
     monkeypatch.setattr(compat.experts, "multiplies_by_ranks", lambda: True)
-    check_model_config(made, dims, planner)
+    check_model_config(made, dims, PLANNER)
     monkeypatch.setattr(compat.experts, "multiplies_by_ranks", lambda: False)
-    check_model_config(made, ONE, planner)
+    check_model_config(made, ONE, PLANNER)
     with pytest.raises(DynamicBatchArgumentError, match=r"2 times too weak .*, or install"):
-        check_model_config(made, dims, planner)
+        check_model_config(made, dims, PLANNER)
     made.moe_z_loss_coeff = None
-    check_model_config(made, dims, planner)
-
-
-SHARED_ROWS = PlannerConfig(max_tokens_per_gpu=128, max_context_parallel=4)
-
-
-@pytest.mark.parametrize(
-    ("dims", "changes", "expected"),
-    [
-        (
-            SEVERAL,
-            {"calculate_per_token_loss": False},
-            "a fixed number of ranks: set --calculate-per-token-loss",
-        ),
-        (
-            SEVERAL,
-            {**EXPERTS, **LOSS},
-            "set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff",
-        ),
-        (
-            SEVERAL,
-            {**EXPERTS, "moe_z_loss_coeff": 0.01},
-            "or unset --dynamic-batch-context-parallel",
-        ),
-        (SEVERAL, {"fp8": "hybrid"}, "divide by 16 on each rank, so by 64 in all"),
-    ],
-)
-def test_what_shared_rows_do_not_go_with_is_refused(
-    dims: ParallelDims, changes: dict[str, Any], expected: str
-) -> None:
-    made = config(calculate_per_token_loss=True)
-    check_model_config(made, SEVERAL, SHARED_ROWS)
-    for name, value in changes.items():
-        setattr(made, name, value)
-    with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(made, dims, SHARED_ROWS)
-    assert expected in str(caught.value)
+    check_model_config(made, dims, PLANNER)
 
 
 def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
@@ -584,20 +538,3 @@ def test_all_problems_are_listed_at_once() -> None:
     with pytest.raises(DynamicBatchArgumentError) as caught:
         check_model_config(broken, VIRTUAL, PlannerConfig(max_tokens_per_gpu=128))
     assert str(caught.value).count("\n  - ") == 3
-
-
-def test_fields_that_some_releases_lack() -> None:
-    packing = config()
-    packing.sequence_packing_scheduler = "dp_balanced"
-    with pytest.raises(DynamicBatchArgumentError, match="unset --sequence-packing-scheduler"):
-        check_model_config(packing, ONE, PlannerConfig(max_tokens_per_gpu=128))
-    padded = config(**FLEX, moe_flex_dispatcher_backend="hybridep")
-    padded.moe_hybridep_pad_uneven_dispatch_inputs = True  # a field from 0.19 on
-    check_model_config(padded, ONE, PlannerConfig(max_tokens_per_gpu=128))
-
-
-def test_rows_that_fp8_can_run_are_accepted() -> None:
-    fp8 = config(fp8="hybrid")
-    check_model_config(fp8, ONE, PlannerConfig(max_tokens_per_gpu=128, pad_total_to=48))
-    with pytest.raises(DynamicBatchArgumentError, match="padded to a multiple of 8"):
-        check_model_config(fp8, ONE, PlannerConfig(max_tokens_per_gpu=128, pad_total_to=8))

@@ -54,7 +54,6 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
           far, if the script counts them), ``moe`` (sum over this rank's layers and micro-batches of
           what routers recorded, how many times, and what was reported);
         - ``evaluations``: the losses that each returned;
-        - ``hooked``: what the launcher replaced;
         - ``error``, ``message``, ``cause`` and ``seconds`` since the last step, if the run raised
           (``SystemExit`` where Megatron exits early).
     """
@@ -74,9 +73,7 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
             "seconds": time.monotonic() - record.get("ended", 0.0),
         }
     finally:
-        installation = install([])  # the one that there is, or an empty one
-        record["hooked"] = list(installation.hooked)
-        installation.undo()
+        install([]).undo()  # the one that there is, or an empty one
         undo()
         _take_down()
         sys.argv, sys.path[:] = before

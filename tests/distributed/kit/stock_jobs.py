@@ -86,6 +86,8 @@ ONE_ROW = [
     *("--dynamic-batch-balance", "none", "--dynamic-batch-fill", "placeholder"),
 ]
 """All samples of a rank in one micro-batch, beside a placeholder where two are wanted."""
+FIRST_FIT = [*FLAG, "--dynamic-batch-balance", "none"]
+"""The same rows, however they are padded."""
 EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2"),
     *("--moe-token-dispatcher-type", "alltoall", "--ffn-hidden-size", "64"),
@@ -125,8 +127,8 @@ def ahead(name: str, *words: str, faults: tuple[str, ...] = (), **parameters: An
 JOBS = {
     each.name: each
     for each in (
-        job("pp2-padded", *steps(20), *PP2),
-        job("pp2", *steps(20), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
+        job("pp2-padded", *steps(10), *PP2),
+        job("pp2", *steps(10), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
         job("pp2-exchange", *steps(10), *PP2, *EXCHANGE),
         job(
             "pp2-overlapped-reduction",
@@ -167,19 +169,17 @@ JOBS = {
         job("cp2-shared", *steps(5), *PP2, *CP2, *SHARED, "2"),
         job("dp4-shared", *steps(5), *SHARED, "4"),
         job("ep2-padded", *steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS),
-        job("ep2", *steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
         job(
             "ep2-tokens-per-sample",
             *(*steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
             *("--variant", "tokens-per-sample"),
             script=VARIANTS,
         ),
-        job("ep2-auxiliary-loss", *steps(5), *PP2, *EXPERTS, *AUXILIARY_LOSS, *FLAG),
-        job("ep2-one-row", *steps(3), *PP2, *EXPERTS, *AUXILIARY_LOSS, *ONE_ROW),
+        job("ep2-auxiliary-loss", *steps(5), *PP2, *EXPERTS, *AUXILIARY_LOSS, *FIRST_FIT),
         job(
-            "ep2-one-padded-row",
-            *(*steps(3), *PP2, *EXPERTS, *AUXILIARY_LOSS, *ONE_ROW),
-            *("--dynamic-batch-pad-total-to", "1024"),
+            "ep2-padded-rows",
+            *(*steps(3), *PP2, *EXPERTS, *AUXILIARY_LOSS, *FIRST_FIT),
+            *("--dynamic-batch-pad-total-to", str(CAP)),
         ),
         job(
             "pp2-rerun",
