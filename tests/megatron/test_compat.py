@@ -10,7 +10,6 @@ from typing import Any
 import megatron.core
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
@@ -22,7 +21,6 @@ from mcore_batching.megatron.compat import experts
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.logits.fused_output import check_can_be_fused
-from mcore_batching.megatron.topology import current_dims
 from mcore_batching.planning import ParallelDims
 
 
@@ -97,24 +95,6 @@ def test_who_waits_for_sends(
     assert compat.schedules.waits_for_sends(config) is waits
 
 
-@pytest.mark.parametrize(("virtual", "group"), [(2, 6), (1, None)])
-def test_dims_have_the_interleaved_schedules_group(
-    monkeypatch: pytest.MonkeyPatch, virtual: int, group: int | None
-) -> None:
-    for name in dir(parallel_state):
-        if name.startswith("get_") and name.endswith("_world_size"):
-            size = {"get_virtual_pipeline_model_parallel_world_size": virtual}.get(name, 2)
-            monkeypatch.setattr(parallel_state, name, lambda size=size: size)
-    config = SimpleNamespace(
-        sequence_parallel=True,
-        microbatch_group_size_per_vp_stage=6,
-        deallocate_pipeline_outputs=True,
-    )
-    dims = current_dims([SimpleNamespace(config=config)])
-    assert (dims.virtual_pipeline, dims.microbatch_group_size) == (virtual, group)
-    assert dims.sequence_parallel
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -130,17 +110,15 @@ def test_output_layers_that_are_more_than_a_product(changes: dict[str, Any], rea
     assert compat.layers.why_no_plain_product(layer) == reason
 
 
-def test_an_output_layer_of_another_class_is_more_than_a_product() -> None:
+def test_output_layers_of_another_class_and_scaled_logits_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
     args = SimpleNamespace(use_dynamic_batch_size=True, dynamic_batch_fuse_output_layer=True)
     with pytest.raises(DynamicBatchArgumentError, match="the output layer is a Identity, so it"):
         validation.check_logits(Options.of(args), [chunk])
-
-
-def test_settings_that_a_release_lacks_scale_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat.layers, "why_no_plain_product", lambda layer: "")
-    chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
-    check_can_be_fused([chunk])
+    check_can_be_fused([chunk])  # of a release that lacks the setting
     chunk.config.use_mup = True
     with pytest.raises(DynamicBatchArgumentError, match="the output layer scales its logits"):
         check_can_be_fused([chunk])

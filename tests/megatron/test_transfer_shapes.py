@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mcore_batching.megatron import DynamicBatchArgumentError, compat
-from mcore_batching.megatron.step.run_pipeline import PlannedTransfers, planned_transfers
+from mcore_batching.megatron.step.run_pipeline import PlannedTransfers
 from mcore_batching.planning import ParallelDims
 
 
@@ -79,26 +77,6 @@ def test_megatrons_exchange_is_replaced_inside_the_block_alone() -> None:
         raise ZeroDivisionError
     assert answers == [(None, None, True, False)]
     assert P2PCommunicator._communicate_shapes is exchange
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "flag", "known"), [(2, False, 1), (1, False, 0), (2, True, 0)]
-)
-def test_shapes_are_of_the_plan_wherever_there_are_stages(
-    pipeline: int, flag: bool, known: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
-    dims = ParallelDims(pipeline_parallel=pipeline, tensor_parallel=2, sequence_parallel=True)
-    rows = [SimpleNamespace(row=SimpleNamespace(tokens=torch.zeros(1, 6)))]
-    prepared: Any = SimpleNamespace(schedule=SimpleNamespace(dims=dims), rows=rows)
-    model = [SimpleNamespace(config=SimpleNamespace(sequence_parallel=True, hidden_size=4))]
-    options: Any = SimpleNamespace(no_planned_shapes=flag)
-    exchange = P2PCommunicator._communicate_shapes
-    with planned_transfers(options, model, prepared, forward_only=True):
-        assert (P2PCommunicator._communicate_shapes is not exchange) == known
-        if known:
-            shapes = P2PCommunicator._communicate_shapes(None, None, None, True, False)
-            assert shapes == ([3, 1, 4], [0, 0, 0])  # each tensor-parallel rank's part
 
 
 def test_an_exchange_of_another_kind_is_left_alone_with_one_warning(
