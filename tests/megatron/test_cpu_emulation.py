@@ -142,20 +142,18 @@ def _run(program: str, *folders: str) -> dict[str, object]:
     return outcome
 
 
-def test_import_touches_nothing_unless_asked_to(found: dict[str, object]) -> None:
+def test_nothing_is_touched_unless_asked_to_nor_where_cuda_is_present(
+    found: dict[str, object],
+) -> None:
     assert found["import"] == [True, False]
-
-
-def test_bootstrap_needs_the_stand_in_to_be_asked_for(found: dict[str, object]) -> None:
     assert "no CUDA device: set MCORE_BATCHING_CPU=1" in str(found["bootstrap"])
-
-
-def test_refuses_where_cuda_is_present_unless_forced(found: dict[str, object]) -> None:
-    (message, is_runtime_error, enabled) = found["refused"]  # type: ignore[misc]
+    message, is_runtime_error, enabled = found["refused"]  # type: ignore[misc]
     assert "this machine has CUDA: unset MCORE_BATCHING_CPU" in message
     assert "set it to force" in message
     assert is_runtime_error
     assert not enabled
+    assert "cannot run with Transformer Engine" in str(found["engine imported"])
+    assert "set MCORE_BATCHING_CPU=1 before" in str(found["engine imported"])
 
 
 def test_cuda_tensors_are_cpu_tensors(found: dict[str, object]) -> None:
@@ -184,17 +182,7 @@ def test_the_variable_alone_turns_it_on_in_a_loop_of_ones_own(
     assert not asked_for["for torch"]
     assert "DeviceError: the CPU stand-in was asked for, but" in str(asked_for["with CUDA"])
     assert "set it to force" in str(asked_for["with CUDA"])
-
-
-def test_transformer_engine_is_hidden_where_the_stand_in_is_asked_for(
-    asked_for: dict[str, object],
-) -> None:
     assert asked_for["engine hidden"] == "ModuleNotFoundError"
-
-
-def test_transformer_engine_imported_all_the_same_is_refused(found: dict[str, object]) -> None:
-    assert "cannot run with Transformer Engine" in str(found["engine imported"])
-    assert "set MCORE_BATCHING_CPU=1 before" in str(found["engine imported"])
 
 
 def test_mambas_state_decays_from_token_to_token() -> None:
