@@ -31,8 +31,8 @@ from kit.stock_jobs import (
 CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
 
 RAMP_UP_UNTIL_017 = [
-    # From 2 to 5 and 8 samples, a step up after every 6. 0.18 and 0.19 take the flag and ignore it.
-    *("--rampup-batch-size", "2", "3", "12", "--global-batch-size", "8", "--train-samples", "24"),
+    # From 2 to 4, 6 and 8 samples, a step up after every 4. 0.18 and 0.19 ignore the flag.
+    *("--rampup-batch-size", "2", "2", "12", "--global-batch-size", "8", "--train-samples", "30"),
     *("--lr-decay-samples", "160", "--lr-warmup-samples", "16"),
     *("--micro-batch-size", "1", "--eval-iters", "0"),
 ]
@@ -40,7 +40,7 @@ USUAL = steps(3), [8, 16, 24]
 WITH_EXPERTS = [*PP2, *EXPERTS, *NO_AUXILIARY_LOSS]
 GPT: dict[str, tuple[tuple[list[str], list[int]], list[str]]] = {
     "core_v0.16.1": (USUAL, PP2),
-    "core_v0.17.1": ((RAMP_UP_UNTIL_017, [2, 4, 6, 11, 16, 24]), PP2),
+    "core_v0.17.1": ((RAMP_UP_UNTIL_017, [2, 4, 8, 14, 22, 30]), PP2),
     "core_v0.18.2": ((RAMP_UP, [2, 4, 8, 12, 20, 28, 36]), PP2),
     "core_v0.19.0": (USUAL, WITH_EXPERTS),
     "main": (USUAL, WITH_EXPERTS),
@@ -203,7 +203,7 @@ def test_megatrons_own_script_unmodified(release: str) -> None:
     logs_are_equal(release, *GPT[release])
 
 
-HYBRID = ["--spec", "kit.cpu_kernels", "packed_hybrid_stack_spec", "--hybrid-layer-pattern"]
+HYBRID = ["--spec", "kit.hybrid_spec", "packed_hybrid_stack_spec", "--hybrid-layer-pattern"]
 EVERY_LAYER = [
     *(*HYBRID, "M*E|G*-", *WITH_EXPERTS),
     # Weights of the usual size leave so small a state that a log shows none of it in 7 digits.

@@ -3,7 +3,7 @@
 For ``mamba_ssm``, ``causal_conv1d`` and ``flash-linear-attention`` under the CPU stand-in. As
 these, they begin anew with every sequence of a row; the scan's memory is quadratic in its length.
 
-    --spec kit.cpu_kernels packed_hybrid_stack_spec    for scripts, in place of the package's own
+    --spec kit.hybrid_spec packed_hybrid_stack_spec    for scripts, in place of the package's own
 """
 
 from __future__ import annotations
@@ -28,12 +28,6 @@ def hybrid_spec() -> Any:
     if cpu_emulation.is_enabled():
         stand_in_for_kernels()
     return spec
-
-
-def __getattr__(name: str) -> Any:
-    if name != "packed_hybrid_stack_spec":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return hybrid_spec()
 
 
 def stand_in_for_kernels() -> None:
