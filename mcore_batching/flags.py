@@ -86,32 +86,22 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
         ),
     },
     "samples that move between ranks, and rows that ranks share": {
-        "exchange": _switch(
-            "plan the samples of all data-parallel ranks as one, and move them between ranks so "
-            "that these are balanced; without it every rank runs the samples that it has read"
+        "exchange": _flag(
+            "the samples of all data-parallel ranks are planned together, and move to the ranks "
+            "that run them: the default; --no-dynamic-batch-exchange leaves each on the rank that "
+            "has read it, for samples too heavy to move, such as images, and steps end later",
+            action=argparse.BooleanOptionalAction,
+            default=None,
         ),
         "max_context_parallel": _flag(
             "dynamic context parallelism: let each micro-batch be shared by 1, 2, 4, ... up to "
             "MAX data- and context-parallel ranks, as the plan finds best; a shared one may hold "
-            "--max-tokens-per-gpu on each of them. Implies --dynamic-batch-exchange",
+            "--max-tokens-per-gpu on each of them",
             type=int,
             metavar="MAX",
         ),
-        "no_plan_ahead": _switch(
-            "plan a step, and in stock scripts read it, while the device waits; without it this "
-            "happens during the step before, where samples are exchanged (in stock scripts with "
-            "--dataloader-type single), or during a rollout's first step, also with pipeline "
-            "stages"
-        ),
     },
     "forward_only, log-probs and logits": {
-        "forward_only_plan": _flag(
-            "forward_only runs the micro-batches of training (shared: rounding is then the same "
-            "in both, so an unchanged policy has ratio 1), or others planned for forward passes "
-            "alone",
-            choices=["shared", "own"],
-            default="shared",
-        ),
         "forward_only_max_tokens_per_gpu": _tokens(
             "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
             "pass: it then has a plan of its own (default: the plan and the cap of training)"
@@ -211,6 +201,11 @@ FLAGS = {name: _SPELLED.get(name, PREFIX + name.replace("_", "-")) for name in O
 """Argument of the library to the flag that sets it."""
 
 REMOVED_FLAGS = {
+    f"{PREFIX}no-plan-ahead": "plans are made ahead by one worker process: leave it out",
+    f"{PREFIX}forward-only-plan": (
+        "forward passes run training's plan, or one of their own under "
+        f"{PREFIX}forward-only-max-tokens-per-gpu: leave it out"
+    ),
     f"{PREFIX}split-backward": "backward passes run whole: leave it out",
     f"{PREFIX}split-backward-memory": "backward passes run whole: leave it out",
     f"{PREFIX}max-inflight-tokens": (

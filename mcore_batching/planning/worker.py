@@ -94,7 +94,8 @@ class PlanTicket:
     def __init__(
         self, worker: PlanningWorker, process: _Process | None, request: PlanRequest
     ) -> None:
-        self._worker, self._process, self._request = worker, process, request
+        self._worker, self._process = worker, process
+        self.request = request
         self._plan: StepPlan | None = None
         self._answer = b""
         self._is_settled = threading.Event()
@@ -104,14 +105,20 @@ class PlanTicket:
         """True if `result` does not wait for the worker."""
         return self._is_settled.is_set()
 
-    def result(self, timeout: float = WAIT_SECONDS) -> StepPlan:
+    def wait(self, timeout: float) -> bool:
+        """Wait for the worker, up to `timeout` seconds; return `is_ready`."""
+        return self._is_settled.wait(timeout)
+
+    def result(self, timeout: float = WAIT_SECONDS, *, waited: float = 0.0) -> StepPlan:
         """Return the plan: the worker's within `timeout` seconds, or else one made in line.
+
+        `waited` seconds have passed in `wait`, for what is said of a worker that is late.
 
         Raises:
             PlanningError: as `plan_step` does for this request.
         """
         if self._plan is None:
-            self._plan = self._received(timeout) or self._request.plan()
+            self._plan = self._received(timeout, waited) or self.request.plan()
         return self._plan
 
     def settle(self, answer: bytes) -> None:
@@ -119,9 +126,11 @@ class PlanTicket:
         self._answer = answer
         self._is_settled.set()
 
-    def _received(self, timeout: float) -> StepPlan | None:
+    def _received(self, timeout: float, waited: float) -> StepPlan | None:
         if not self._is_settled.wait(timeout):
-            self._worker.give_up(self._process, f"took more than {timeout:g} s for a plan")
+            self._worker.give_up(
+                self._process, f"took more than {timeout + waited:.3g} s for a plan"
+            )
             return None
         kind, content = self._answer[:1], self._answer[1:]
         if kind == _IN_LINE:
@@ -129,7 +138,7 @@ class PlanTicket:
         if kind == _FAILED:
             self._worker.give_up(self._process, content.decode(errors="replace"))
             return None
-        request = self._request
+        request = self.request
         settings = request.dims, request.config, request.cost_model
         try:
             if kind != _PLAN:

@@ -77,11 +77,19 @@ RECOMPUTED = {
     "recompute_method": "uniform",
     "recompute_num_layers": 1,
 }
+STAYING = {"dynamic_batch_exchange": False}
 FORWARD_CAP = "dynamic_batch_forward_only_max_tokens_per_gpu"
 SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     # The last micro-batch starts the reduction: a placeholder there has to touch every parameter.
-    "dp2-pp2-overlapped-reduction": ("dp2-pp2", {"overlap": True, "spread": "empty"}),
-    "dp2-pp2-vpp2-overlapped-reduction": ("dp2-pp2-vpp2", {"overlap": True, "spread": "empty"}),
+    "dp2-pp2-overlapped-reduction": (
+        "dp2-pp2",
+        {"overlap": True, "spread": "empty", "planner": STAYING},
+    ),
+    "dp2-pp2-vpp2-overlapped-reduction": (
+        "dp2-pp2-vpp2",
+        {"overlap": True, "spread": "empty", "planner": STAYING},
+    ),
+    "dp4-lopsided": ("dp4", {"spread": "lopsided"}),
     "dp4-overlapped-reduction-distributed-optimizer": (
         "dp4",
         {"overlap": True, "distributed_optimizer": True},
@@ -225,7 +233,7 @@ MULTI_TOKEN: dict[str, tuple[str, str, dict[str, Any]]] = {
         "mtp",
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
     ),
-    "cp2-pp2": ("cp2-pp2", "mtp", {"planner": {"dynamic_batch_forward_only_plan": "own"}}),
+    "cp2-pp2": ("cp2-pp2", "mtp", {"planner": {FORWARD_CAP: 60}}),
     "dp2-pp2-repeated": ("dp2-pp2", "mtp-repeated", {"spread": "empty"}),
 }
 """Models that predict further tokens: name to layout, kind and what differs."""
@@ -309,17 +317,16 @@ def special_jobs() -> list[Any]:
     return [*made, Job(name, function, 2, CP2, parameters)]
 
 
-OWN_FORWARD_PLAN = {"dynamic_batch_forward_only_plan": "own"}
 BLOCKING: list[tuple[str, dict[str, Any]]] = [
-    ("dp2-pp2-vpp2", {"spread": "empty", "planner": OWN_FORWARD_PLAN}),
+    ("dp2-pp2-vpp2", {"spread": "empty", "planner": {FORWARD_CAP: 60}}),
     ("dp2-pp2-vpp2", {"spread": "uneven", "overlap": True}),
     ("dp2-pp2-vpp2", {"spread": "empty"}),
     ("dp2-pp2-vpp2", {"settings": {"overlap_p2p_comm_warmup_flush": True}}),
     ("dp2-pp2", {"spread": "empty", "overlap_gather": True, "distributed_optimizer": True}),
     ("cp2-pp2", {}),
-    ("cp2-pp2", {"planner": OWN_FORWARD_PLAN}),
+    ("cp2-pp2", {"planner": {FORWARD_CAP: 60}}),
     ("pp4", {}),
-    ("pp4", {"planner": OWN_FORWARD_PLAN}),
+    ("pp4", {"planner": {FORWARD_CAP: 60}}),
     ("pp4", {"settings": {"batch_p2p_comm": False}}),
 ]
 """Settings that also run where transfers between stages block as NCCL's do; without --long the
@@ -363,6 +370,8 @@ def jobs() -> list[Any]:
                     "reference": kind,
                     "spread": spread,
                 }
+                if spread == "empty":  # samples that stay, and placeholders beside them
+                    parameters["planner"] = STAYING
                 name = f"{layout_name}-{spread}{variant}"
                 job = Job(name, "kit.exactness:compare", nproc, dims, parameters)
                 leave_out = layout_name not in EVERY_VARIANT and bool(variant or spread == "fewer")
@@ -401,7 +410,7 @@ PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2-padding-samples": ("dp2", {"padded_to": 8}),
     "dp2-mean-over-micro-batches": ("dp2", {"per_token_loss": False}),
     "cp2": ("cp2", {}),
-    "cp2-own-forward-plan": ("cp2", {"planner": OWN_FORWARD_PLAN, "kind": "qk"}),
+    "cp2-own-forward-plan": ("cp2", {"planner": {FORWARD_CAP: 60}, "kind": "qk"}),
     "cp2-learned-positions": ("cp2", {"kind": "learned"}),
     "cp2-mamba": ("cp2", {"kind": "mamba"}),
     "cp2-window": ("cp2", {"kind": "window"}),
@@ -412,7 +421,7 @@ PREFIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "cp2-ep2-replayed-routing": ("cp2-ep2", {"kind": "replay"}),
     "dp2-pp2": ("dp2-pp2", {"spread": "empty"}),
     "dp2-pp2-vpp2": ("dp2-pp2-vpp2", {"settings": RECOMPUTED}),
-    "cp2-pp2": ("cp2-pp2", {"planner": OWN_FORWARD_PLAN}),
+    "cp2-pp2": ("cp2-pp2", {"planner": {FORWARD_CAP: 60}}),
     "cp2-tp2-sp-padded": (
         "cp2-tp2-sp",
         {"planner": {"dynamic_batch_pad_each_to": 12, "dynamic_batch_pad_total_to": 16}},
@@ -787,7 +796,8 @@ def test_equals_reference(
     assert any(rank["oversize"] for rank in ranks)  # the cap holds 48 tokens, one sample has 200
     short_of_samples = job.parameters.get("spread", "uneven") != "fewer"
     short_of_samples &= job.parameters.get("padded_to") is None
-    if short_of_samples and job.dims.get("data_parallel", 1) > 1:
+    stays = job.parameters.get("planner", {}).get("dynamic_batch_exchange", True) is False
+    if short_of_samples and stays and job.dims.get("data_parallel", 1) > 1:
         assert any(rank["placeholders"] for rank in ranks)
     forward_cap = job.parameters.get("planner", {}).get(FORWARD_CAP)
     if forward_cap is not None:

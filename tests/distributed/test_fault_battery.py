@@ -43,13 +43,9 @@ WITHOUT_AGENT = {
 """Rank 0 hosts the job's store, as under srun, has the fault and ends at once."""
 PLANNER: dict[str, dict[str, Any]] = {
     "DP2 shared": {"dynamic_batch_context_parallel": 2},
-    "exchange": {"dynamic_batch_exchange": True},
-    "gathering": {"dynamic_batch_exchange": True},
     "row groups": {"dynamic_batch_context_parallel": 2},
-    "later steps": {"dynamic_batch_exchange": True, "global_batch_size": 5},
-    "later, SIGKILL": {"dynamic_batch_exchange": True, "global_batch_size": 5},
-    "packed later": {"global_batch_size": 5},
-    "packed later, SIGKILL": {"global_batch_size": 5},
+    "later steps": {"global_batch_size": 5},
+    "later, SIGKILL": {"global_batch_size": 5},
 }
 """Of layouts and faults. The longest sample is cut over both ranks; others are not."""
 FATAL = {
@@ -60,8 +56,6 @@ FATAL = {
     "exchange": "PipelineFailedError",
     "later steps": "PipelineFailedError",
     "later, SIGKILL": "",  # the others see its connections close, wherever they are
-    "packed later": "PlanningFailedError",
-    "packed later, SIGKILL": "",
     "sharing": "PipelineFailedError",
     "gathering": "PipelineFailedError",
     "row groups": "PipelineFailedError",
@@ -121,11 +115,9 @@ def ends(
 
 
 def fatal() -> list[tuple[str, str]]:
-    """Faults and layouts; packing takes long with pipeline stages alone. Megatron has all groups of
-    rows but those on one of CP2's ranks."""
+    """Faults and layouts. Megatron has all groups of rows but those on one of CP2's ranks."""
     found = [(fault, layout) for fault in FATAL for layout in LAYOUTS if fault != "row groups"]
-    staged = [each for each in found if not each[0].startswith("packed") or "PP2" in each[1]]
-    return [*staged, ("row groups", "CP2")]
+    return [*found, ("row groups", "CP2")]
 
 
 @pytest.mark.parametrize(("fault", "layout"), fatal())

@@ -16,8 +16,8 @@ from kit.harness import REPOSITORY, environment
 from kit.patience import patience
 from kit.stock_jobs import (
     COMMON,
-    EXCHANGE,
     EXPERTS,
+    FLAG,
     NO_AUXILIARY_LOSS,
     OWN_DATA,
     PP2,
@@ -189,7 +189,7 @@ def logs_are_equal(
     checkout, (steps, consumed) = checkout_of(release), schedule
     words = [*steps, *words]
     padded = log_lines(checkout, words, **script)
-    flagged = log_lines(checkout, [*words, *EXCHANGE], **script)
+    flagged = log_lines(checkout, [*words, *FLAG], **script)
     assert [line["consumed samples"] for line in padded] == consumed
     assert [line.pop("packed") for line in padded] == [0.0] * len(consumed)
     assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)
@@ -253,6 +253,6 @@ def test_scripts_that_predict_further_tokens(release: str, name: str, tmp_path: 
     logged["launch"] = [str(tmp_path / "launch.py")]
     model = [*PP2, *model]
     padded = log_lines(checkout, [*steps(3, micro_batch_size=8), *model], nproc=2, **logged)
-    flagged = log_lines(checkout, [*steps(3), *model, *EXCHANGE], nproc=4, **logged)
+    flagged = log_lines(checkout, [*steps(3), *model, *FLAG], nproc=4, **logged)
     for line, expected in zip(flagged, padded, strict=True):
         assert line == pytest.approx(expected | {"packed": 1.0}, rel=2e-6)

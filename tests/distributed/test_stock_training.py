@@ -123,7 +123,7 @@ TRAINED: dict[str, tuple[str, int, bool]] = {
     "vpp2-placeholders": ("vpp2-padded", 5, False),
     # Megatron's local attention refuses context parallelism: the reference is data-parallel.
     "tp2-cp2": ("dp4-padded", 10, False),
-    "tp2-exchange": ("dp4-padded", 5, False),
+    "tp2-staying": ("dp4-padded", 5, False),
     # Megatron's own script names the length of padded samples from 0.19 on, at which layers of
     # experts would cut rows.
     "ep2-tokens-per-sample": ("ep2-padded", 5, False),
@@ -170,7 +170,7 @@ def test_placeholders_run_where_they_are_planned(records: list[Ranks]) -> None:
     assert set(batching(without, "placeholders")) == {0}
 
 
-@runs("pp2-padded", "pp2", "pp2-exchange")
+@runs("pp2-padded", "pp2-staying", "pp2")
 def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     padded, kept, exchanged = records
     assert_same_training(exchanged, padded, 10)
@@ -236,7 +236,7 @@ def test_routers_leave_padding_out(records: list[Ranks]) -> None:
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRAD_NORM)
 
 
-@runs("pp2", "vpp2-placeholders", "tp2-cp2", "pp2-exchange")
+@runs("pp2", "vpp2-placeholders", "tp2-cp2", "pp2-staying")
 def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ranks]) -> None:
     """Once, however many ranks and model chunks see a sample; of placeholders and padding none."""
     usual = values(records[0], "tokens")
@@ -253,7 +253,7 @@ def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ra
 @pytest.mark.parametrize(
     ("records", "num_steps"),
     [
-        pytest.param(("pp2-exchange", "pp2-resumed"), 10, id="pp2-exchange"),
+        pytest.param(("pp2-ten", "pp2-resumed"), 10, id="pp2"),
         pytest.param(("vpp2", "vpp2-resumed"), 10, id="vpp2", marks=pytest.mark.long),
         pytest.param(("tp2-cp2", "tp2-cp2-resumed"), 10, id="tp2-cp2", marks=pytest.mark.long),
     ],
@@ -309,33 +309,37 @@ def assert_equal_steps(ranks: Ranks, before: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "counts"),
+    ("records", "count"),
     [
-        pytest.param((f"{name}-not-ahead", f"{name}-ahead"), counts, id=name, marks=marks)
-        for name, counts, marks in (
-            # The first step is planned in line, as all of them without planning ahead.
-            ("pp2", (0, 1), ()),
-            ("vpp2", (0, 1), pytest.mark.long),
-            ("tp2", (0, 1), pytest.mark.long),
-            ("dp4-shared", (0, 1), pytest.mark.long),
-            # Of 2, 2, 4, 4, 8, 8 and 8 samples: the first of each number.
-            ("pp2-ramp-up", (0, 3), pytest.mark.long),
-            # Once more, what was planned ahead is the step after.
-            ("pp2-rerun", (0, 2), pytest.mark.long),
+        pytest.param((f"{name}-not-ahead", f"{name}-ahead"), count, id=name, marks=marks)
+        for name, count, marks in (
+            # Of five steps the first is planned in line.
+            ("pp2", 4, ()),
+            ("vpp2", 4, pytest.mark.long),
+            ("tp2", 4, pytest.mark.long),
+            ("dp4-shared", 4, pytest.mark.long),
+            # Of 2, 2, 4, 4, 8, 8 and 8 samples: but the first of each number.
+            ("pp2-ramp-up", 4, pytest.mark.long),
+            # The third step, too, when it is run again.
+            ("pp2-rerun", 4, pytest.mark.long),
         )
     ],
     indirect=["records"],
 )
-def test_steps_planned_ahead_are_the_same_steps(
-    records: list[Ranks], counts: tuple[int, int]
-) -> None:
+def test_steps_planned_ahead_are_the_same_steps(records: list[Ranks], count: int) -> None:
     in_turn, ahead = records
     assert_equal_steps(ahead, in_turn)
-    in_line = [[record["in_line"] for record in ranks] for ranks in records]
-    assert in_line == [[count] * 4 for count in counts]
+    assert planned_by_worker(in_turn, ahead) == count
     assert [record["said"] for record in ahead] == [[]] * 4
-    # Not only planned: samples have moved, and rows are laid out.
-    assert [record["taken"] for record in ahead] == [4] * 4
+
+
+def planned_by_worker(in_turn: Ranks, ahead: Ranks) -> int:
+    """Plans that the first rank, which makes all, did not make itself."""
+    first, *others = [
+        [record["in_line"] for record in both] for both in zip(in_turn, ahead, strict=True)
+    ]
+    assert others == [[0, 0]] * 3
+    return int(first[0] - first[1])
 
 
 @runs("pp2-not-ahead", "pp2-early-exit")
@@ -343,7 +347,6 @@ def test_an_early_exit_leaves_the_step_that_was_made_ahead(records: list[Ranks])
     in_turn, ended = records
     assert [record.pop("error") for record in ended] == ["SystemExit"] * 4
     assert max(record["seconds"] for record in ended) < ERROR_SECONDS
-    assert [record["taken"] for record in ended] == [2] * 4
     assert_equal_steps(
         ended,
         [
@@ -354,29 +357,27 @@ def test_an_early_exit_leaves_the_step_that_was_made_ahead(records: list[Ranks])
 
 
 @pytest.mark.parametrize(
-    ("records", "counts", "text"),
+    ("records", "count", "text"),
     [
-        pytest.param(("pp2-not-ahead", f"pp2-{fault}"), counts, text, id=fault, marks=marks)
-        for fault, counts, text, marks in (
-            # Its third plan is the fourth step's.
-            ("killed", [3, 1, 1, 1], "planning process PID failed: ", ()),
-            ("stopped", [3, 1, 1, 1], "the plan that is made ahead is late", ()),
-            ("late", [5, 1, 1, 1], "the plan that is made ahead is late", pytest.mark.long),
-            ("absent", [5, 1, 1, 1], "no planning process: ", pytest.mark.long),
-            ("lost", [3, 3, 3, 3], "ranks lost each other: connection closed", ()),
+        pytest.param(("pp2-not-ahead", f"pp2-{fault}"), count, text, id=fault, marks=marks)
+        for fault, count, text, marks in (
+            # Its third plan is the fourth step's; the fifth was asked for before that was missed.
+            ("killed", 2, "was ended by signal 9", ()),
+            ("stopped", 2, "took more than ", ()),
+            ("late", 0, "took more than ", pytest.mark.long),
+            ("absent", 0, "has no request: ", pytest.mark.long),
+            ("out of memory", 0, "raised MemoryError", pytest.mark.long),
         )
     ],
     indirect=["records"],
 )
 def test_planning_ahead_that_fails_is_made_up_for(
-    records: list[Ranks], counts: list[int], text: str
+    records: list[Ranks], count: int, text: str
 ) -> None:
     in_turn, faulty = records
     assert_equal_steps(faulty, in_turn)
-    assert [record["in_line"] for record in faulty] == counts
-    said = faulty[0]["said"]
-    assert said == [said[0]] * (counts[0] - 1)
-    assert said[0].startswith(text.replace("PID", str((faulty[0]["pids"] or [0])[0])))
+    assert planned_by_worker(in_turn, faulty) == count
+    assert faulty[0]["said"][0].startswith(f"the planning worker {text}")
 
 
 @pytest.mark.long

@@ -45,16 +45,13 @@ def test_refused_calls(options: dict[str, Any], message: str) -> None:
 
 def test_a_step_that_megatron_reruns_is_planned_by_the_same_costs() -> None:
     """What was learnt meanwhile would change its rounding, which Megatron compares."""
-    args = SimpleNamespace(curr_iteration=3)
-    steps = StockSteps(args)
+    steps = StockSteps(SimpleNamespace())
     planned = CostModel(per_micro_batch=7.0)
-    assert steps._cost_model_of_rerun() is None
+    assert steps._cost_model_of_rerun(3) is None
     steps._last_planned = 3, planned
-    assert steps._cost_model_of_rerun() is planned
-    args.curr_iteration = 4
-    assert steps._cost_model_of_rerun() is None
-    del args.curr_iteration
-    assert steps._cost_model_of_rerun() is None
+    assert steps._cost_model_of_rerun(3) is planned
+    assert steps._cost_model_of_rerun(4) is None
+    assert steps._cost_model_of_rerun(None) is None
 
 
 def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
@@ -65,9 +62,9 @@ def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
         "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
         "position_ids": torch.arange(3)[None],
     }
-    assert steps._read([batch], 65)
+    assert steps._unpadded([batch], 65)
     with pytest.raises(SchemaError, match=r"'labels', sample 0: .* found 64 at place 2"):
-        steps._read([batch], 64)
+        steps._unpadded([batch], 64)
 
 
 @pytest.mark.parametrize(

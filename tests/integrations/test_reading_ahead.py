@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 from megatron.core import rerun_state_machine
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
 from mcore_batching.integrations.megatron_lm.reading_ahead import (
-    after_first_pass,
     are_same,
     batches_ahead,
-    outcome_of,
 )
 from mcore_batching.integrations.megatron_lm.unpadding import StockDataError, draw_batches
 
@@ -105,34 +102,9 @@ def test_a_rerun_replays_what_its_step_drew_though_more_was_read() -> None:
     assert numbers(draw_batches(iterator, 2)) == [2, 3]
 
 
-def test_a_step_that_was_made_ahead_is_of_the_batches_that_are_drawn() -> None:
+def test_batches_that_were_read_ahead_are_those_that_are_drawn() -> None:
     one, other = {"number": 1}, {"number": 1}
-    ahead = outcome_of(lambda: [one, other])
-    assert are_same(outcome_of(lambda: [one, other]), ahead)
-    assert not are_same(outcome_of(lambda: [one]), ahead)
-    assert not are_same(outcome_of(lambda: [other, one]), ahead)
-    assert not are_same(outcome_of(lambda: next(iter(()))), ahead)
-    assert are_same(
-        outcome_of(lambda: None), outcome_of(lambda: None)
-    )  # of stages that read nothing
-
-
-@pytest.mark.parametrize("passes", ["", "F", "FB", "FFBB"])
-def test_reading_comes_once_and_between_the_first_pass_and_the_second(
-    passes: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    for name in ("forward_step", "backward_step"):
-        kind = name[0].upper()
-        monkeypatch.setattr(schedules, name, lambda kind=kind: done.append(kind))
-    with after_first_pass(lambda: done.append("read")):
-        for kind in passes:
-            (schedules.forward_step if kind == "F" else schedules.backward_step)()
-    assert done == [*passes[:1], "read", *passes[1:]]
-
-
-def test_nothing_is_read_in_a_pipeline_that_fails_at_once() -> None:
-    done: list[str] = []
-    with pytest.raises(ArithmeticError), after_first_pass(lambda: done.append("read")):
-        raise ArithmeticError
-    assert not done
+    assert are_same([one, other], [one, other])
+    assert not are_same([one], [one, other])
+    assert not are_same([other, one], [one, other])
+    assert are_same(None, None)  # of stages that read nothing

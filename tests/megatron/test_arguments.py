@@ -34,9 +34,6 @@ from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import options
 from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.maker import IN_LINE
-from mcore_batching.megatron.rollout.settings import Settings
-from mcore_batching.megatron.rollout.step_shard import StepShard
 from mcore_batching.planning import (
     Argument,
     ConfigError,
@@ -45,6 +42,8 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
 )
+from mcore_batching.planning.local import fill_local, pack_local
+from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.tokens import row_capacity_tokens
 
 FLAGS = {
@@ -55,9 +54,9 @@ FLAGS = {
     "--dynamic-batch-context-parallel",
     "--dynamic-batch-cost-model",
     "--dynamic-batch-exchange",
+    "--no-dynamic-batch-exchange",
     "--dynamic-batch-fill",
     "--dynamic-batch-forward-only-max-tokens-per-gpu",
-    "--dynamic-batch-forward-only-plan",
     "--dynamic-batch-fuse-output-layer",
     "--dynamic-batch-log-prob-chunk-tokens",
     "--dynamic-batch-logits-in-model-dtype",
@@ -67,7 +66,6 @@ FLAGS = {
     "--dynamic-batch-share-prefixes",
     "--no-dynamic-batch-share-prefixes",
     "--dynamic-batch-no-failure-watch",
-    "--dynamic-batch-no-plan-ahead",
     "--dynamic-batch-no-planned-shapes",
     "--dynamic-batch-on-nonfinite",
     "--dynamic-batch-on-oversize",
@@ -268,11 +266,11 @@ def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> 
     assert Options.of(own).forward_only_config(training, ParallelDims()) == dataclasses.replace(
         training, max_tokens_per_gpu=400
     )
-    assert not Options.of(shared).has_own_forward_plan
-    assert Options.of(own).has_own_forward_plan
-    assert not Options.of(SimpleNamespace(max_tokens_per_gpu=9)).has_own_forward_plan
+    assert not Options.of(shared).has_own_forward_cap
+    assert Options.of(own).has_own_forward_cap
+    assert not Options.of(SimpleNamespace(max_tokens_per_gpu=9)).has_own_forward_cap
     unpacked = parse("--max-tokens-per-gpu", "9", FORWARD_CAP, "400")
-    assert not Options.of(unpacked).has_own_forward_plan
+    assert not Options.of(unpacked).has_own_forward_cap
     assert Options.of(unpacked).forward_only_config(training, ParallelDims()) == training
 
 
@@ -288,24 +286,25 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
     training = Options.of(args).planner_config(ParallelDims())
     forward = Options.of(args).forward_only_config(training, ParallelDims())
     for forward_only, config in ((False, training), (True, forward)):
-        settings = Settings(ParallelDims(), config, CostModel())
+        naming = Options.of(args).naming_the_cap(forward_only=forward_only, samples=[4, 7])
         if forward_only:
-            with pytest.raises(OversizeSampleError) as caught:
-                StepShard.of(Options.of(args), settings, [4, 7], [30, 5], forward_only)
+            with pytest.raises(OversizeSampleError) as caught, naming:
+                Problem.of([30, 5], ParallelDims(), config)
             assert str(caught.value).startswith("sample 4 has 30 tokens")
             assert f"set {FORWARD_CAP} to 30 or more, or" in caught.value.text(flag_of)
         else:
-            StepShard.of(Options.of(args), settings, [0, 1], [30, 5], forward_only)
+            with naming:
+                Problem.of([30, 5], ParallelDims(), config)
 
 
 def test_without_the_flag_there_is_no_cap() -> None:
     args = parse("--max-tokens-per-gpu", "9")
     args.micro_batch_size = 2
     options = Options.of(args)
+    assert not options.exchanges_samples
     config = options.planner_config(ParallelDims())
-    settings = Settings(ParallelDims(), config, CostModel())
-    packed = StepShard.of(options, settings, range(5), [10**6, 1, 5, 1, 7], False).packed(IN_LINE)
-    assert packed.filled([4.0, 5.0]) == ((0, 1), (2, 3), (), (4,))
+    problem = Problem.of([10**6, 1, 5, 1, 7], ParallelDims(), config)
+    assert fill_local(problem, pack_local(problem), 4) == ((0, 1), (2, 3), (), (4,))
 
 
 @pytest.mark.parametrize(
@@ -524,7 +523,12 @@ def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
     args = parse(*words, "--dynamic-batch-context-parallel", "2")
     assert Options.of(args).planner_config(SEVERAL).max_context_parallel == 2
     assert Options.of(args).exchanges_samples
-    assert not Options.of(parse(*words)).exchanges_samples
+    assert Options.of(parse(*words)).exchanges_samples
+    stays = parse(*words, "--no-dynamic-batch-exchange")
+    assert not Options.of(stays).exchanges_samples
+    stays.dynamic_batch_context_parallel = 2
+    with pytest.raises(DynamicBatchArgumentError, match="unset --no-dynamic-batch-exchange"):
+        Options.of(stays).planner_config(SEVERAL)
     args = parse(*words, "--dynamic-batch-context-parallel", "3")
     with pytest.raises(ConfigError, match="set --dynamic-batch-context-parallel to 2"):
         Options.of(args).planner_config(SEVERAL)

@@ -12,12 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Field, Kind, SchemaError
-from mcore_batching.megatron.rollout.rollout_batch import (
-    RolloutBatch,
-    checked_fields,
-    places_in_order,
-)
+from mcore_batching.batch import DEFAULT_SCHEMA, SchemaError
+from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch, checked_fields
+from mcore_batching.megatron.rollout.samples import steps_by_size
 from mcore_batching.planning import ConfigError
 
 STEPS = [[3, 1], [0, 2]]
@@ -31,7 +28,7 @@ def batch(samples: int, steps: Any = None, size: int | None = None, **fields: An
         "response_lengths": [2] * samples,
         **fields,
     }
-    read = RolloutBatch.read(data, size, DEFAULT_SCHEMA, steps, 9, {})
+    read = RolloutBatch.read(data, size, DEFAULT_SCHEMA, steps, 9)
     assert read is not None
     return read
 
@@ -83,35 +80,28 @@ def test_steps_without_indices_are_refused(steps: Any) -> None:
         batch(4, steps)
 
 
-@given(SHARES)
-def test_samples_stand_in_the_order_of_their_middles(shares: list[int]) -> None:
-    order = sorted(
-        (Fraction(2 * index + 1, 2 * share), rank, index)
+@given(SHARES, st.integers(1, 20))
+def test_steps_take_samples_in_the_order_of_their_middles(shares: list[int], size: int) -> None:
+    middles = [
+        (Fraction(2 * index + 1, 2 * share), rank)
         for rank, share in enumerate(shares)
         for index in range(share)
-    )
-    place = {(rank, index): number for number, (_, rank, index) in enumerate(order)}
-    for rank, share in enumerate(shares):
-        expected = [place[rank, index] for index in range(share)]
-        assert places_in_order(shares, rank) == expected
-
-
-@given(SHARES, st.integers(1, 20))
-def test_steps_hold_as_many_samples_as_are_asked_for(shares: list[int], size: int) -> None:
-    ranks = [batch(share, size=size).steps_of(shares, rank) for rank, share in enumerate(shares)]
-    whole, left = divmod(sum(shares), size)
-    sizes = [sum(map(len, parts)) for parts in zip(*ranks, strict=True)]
-    assert sizes == ([size] * whole + [left] * bool(left) or [0])
-    for steps, share in zip(ranks, shares, strict=True):
-        assert [index for step in steps for index in step] == list(range(share))
+    ]
+    order = sorted(range(len(middles)), key=middles.__getitem__)
+    steps = steps_by_size(shares, size)
+    whole, left = divmod(len(order), size)
+    assert [*map(len, steps)] == ([size] * whole + [left] * bool(left) or [0])
+    assert [sorted(order[n * size : (n + 1) * size]) for n in range(len(steps))] == steps
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
 def test_equal_shares_are_cut_alike(each: int, ranks: int, steps: int) -> None:
-    shares = [each * steps] * ranks
-    for rank in range(ranks):
-        cut = batch(each * steps, size=each * ranks).steps_of(shares, rank)
-        assert cut == [list(range(i * each, (i + 1) * each)) for i in range(steps)]
+    cut = steps_by_size([each * steps] * ranks, each * ranks)
+    for number, step in enumerate(cut):
+        own = [
+            rank * each * steps + number * each + i for rank in range(ranks) for i in range(each)
+        ]
+        assert step == own
 
 
 def test_a_step_counts_as_what_cut_it() -> None:
@@ -124,8 +114,8 @@ def test_a_step_counts_as_what_cut_it() -> None:
 
 
 def test_without_a_batch_size_all_samples_are_one_step() -> None:
-    assert batch(3).steps_of([3, 5], 0) == [[0, 1, 2]]
-    assert batch(0).steps_of([0, 0], 1) == [[]]
+    assert steps_by_size([3, 5], None) == [[*range(8)]]
+    assert steps_by_size([0, 0], None) == [[]]
 
 
 def test_samples_are_tensors_in_lists_of_their_own() -> None:
@@ -135,18 +125,6 @@ def test_samples_are_tensors_in_lists_of_their_own() -> None:
     given.clear()
     assert [value.tolist() for value in read.data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
     assert all(isinstance(value, torch.Tensor) for value in read.data["tokens"])
-
-
-def test_of_what_ranks_tell_the_first_counts_and_its_own_before_all() -> None:
-    kinds = [Field("a", kind) for kind in (Kind.METADATA, Kind.PER_SAMPLE, Kind.PER_TOKEN)]
-    own, first, second = kinds
-    heard = batch(1).hearing([{"a": first, "b": first}, {"a": second, "b": second}])
-    assert heard.told == {"a": first, "b": first}
-    assert heard.hearing([{"a": own, "c": own}]).told == {"a": first, "b": first, "c": own}
-    told = batch(2, bonus=[0.5, 1.5])
-    assert told.schema["bonus"].kind is Kind.PER_SAMPLE
-    # What the schema declares comes with every batch: later ones are not told it.
-    assert told.inferred() == {"bonus": told.schema["bonus"]}
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:

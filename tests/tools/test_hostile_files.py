@@ -32,7 +32,6 @@ BETWEEN_RANKS = {
     "megatron/job/row_groups.py",
     "megatron/rows/sample_moves.py",
     "planning/worker.py",  # requests, between a rank and the process that it has started
-    "planning/planning_process.py",  # between a rank and the process that it has started
 }
 
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
@@ -171,7 +170,7 @@ def test_the_package_starts_one_process() -> None:
         re.MULTILINE,
     )
     for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name not in ("planning_process.py", "worker.py"):
+        if path.name != "worker.py":
             assert not starts.search(path.read_text(encoding="utf-8")), path
 
 

@@ -70,7 +70,7 @@ def check_arguments(args: Any) -> None:
     options = Options.of(args)
     # Alone these two change nothing, which a user would take for a gain that does not come.
     if not is_on(args):
-        if options.exchanges_samples:
+        if options.exchange or options.max_context_parallel is not None:
             raise DynamicBatchArgumentError(
                 f"{PREFIX}exchange and {PREFIX}context-parallel do nothing alone: set {FLAG}"
             )

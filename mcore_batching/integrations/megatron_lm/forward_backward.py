@@ -104,10 +104,9 @@ class PackedForwardBackward:
         chunks = model_chunks(model)
         started, job = time.monotonic(), job_of(self._args)
         drawn = outcome_of(lambda: draw_batches(data_iterator, num_microbatches))
-        prepared = self._steps.made(job, chunks, drawn, forward_only=forward_only)
-        next_step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not forward_only:
-            next_step = self._steps.making_next(job, chunks, data_iterator, num_microbatches)
+        prepared = self._steps.made(
+            job, chunks, drawn, data_iterator, num_microbatches, forward_only=forward_only
+        )
         # All chunks run every row, so the first alone counts FLOPs; and none in evaluation, after
         # which stock code does not reset its count.
         rows = [
@@ -127,7 +126,6 @@ class PackedForwardBackward:
             forward_only=forward_only,
             rows=rows,
             schedule=self._run,
-            inside=[next_step],
             **others,
         )
         if forward_only:

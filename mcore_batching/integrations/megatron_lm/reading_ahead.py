@@ -1,7 +1,7 @@
-"""The next step's batches, read while the device runs this one.
+"""The next step's batches, read with this one, so that its plan is made while this one runs.
 
     draws of the step    b0 b1 b2 b3 | b4 b5 b6 b7 | ...      as without reading ahead
-    reads                b0 b1 b2 b3   b4 b5 b6 b7 ...        after the step's first pass
+    reads    b0 b1 b2 b3 b4 b5 b6 b7 ...                  before the step's pipeline
 
 Batches that no step has drawn (another number is wanted, or the job ends) are only read, not lost.
 """
@@ -9,14 +9,11 @@ Batches that no step has drawn (another number is wanted, or the job ends) are o
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from megatron.core.rerun_state_machine import RerunDataIterator
-
-from mcore_batching.megatron import compat
 
 Batches = Sequence[Mapping[str, Any]]
 
@@ -84,29 +81,6 @@ def outcome_of(read: Callable[[], Batches | None]) -> Callable[[], Batches | Non
     return outcome.result
 
 
-def are_same(drawn: Callable[[], Batches | None], ahead: Callable[[], Batches | None]) -> bool:
+def are_same(drawn: Batches | None, ahead: Batches | None) -> bool:
     """True if the batches that were read ahead are those that have been drawn."""
-    with contextlib.suppress(Exception, SystemExit):
-        return [*map(id, drawn() or ())] == [*map(id, ahead() or ())]
-    return False
-
-
-@contextlib.contextmanager
-def after_first_pass(call: Callable[[], None]) -> Iterator[None]:
-    """Call a function once, between this rank's first and second pass of the pipeline inside."""
-    # Then the device is at work, and what the first pass made has been sent.
-    num_marks = 0
-
-    def mark() -> None:
-        nonlocal num_marks
-        num_marks += 1
-        if num_marks == _BEFORE_SECOND_PASS:
-            call()
-
-    with compat.schedules.around_passes(mark):
-        yield
-    if num_marks < _BEFORE_SECOND_PASS:
-        call()
-
-
-_BEFORE_SECOND_PASS = 3  # there is a mark before and one after each
+    return [*map(id, drawn or ())] == [*map(id, ahead or ())]

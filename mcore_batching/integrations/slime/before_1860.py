@@ -27,11 +27,10 @@ from mcore_batching.integrations.slime.rollout_manager import option_problems
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.data_iterator import DataIterator, schedule_of
-from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
-from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
-from mcore_batching.megatron.rollout.rollout import RolloutRequest
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
+from mcore_batching.megatron.rollout.rollout import Rollout, plan_rollout
 from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.rollout.samples import read_samples
 from mcore_batching.megatron.rows.prepared_step import MODEL_INPUTS, PortableRow
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.step.forward_only import forward_only as run_forward_only
@@ -48,7 +47,7 @@ _PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_gl
 class _LiveDataIterator(DataIterator):
     """A `DataIterator` whose values are those that the framework's dict has when they are drawn."""
 
-    def __init__(self, rollout: PlannedRollout, rollout_data: dict[str, Any]) -> None:
+    def __init__(self, rollout: Rollout, rollout_data: dict[str, Any]) -> None:
         super().__init__(rollout)
         self._live = rollout_data
 
@@ -84,22 +83,21 @@ def get_data_iterator(
     refuse("the hooked batching", problems)
     # A copy, since the framework goes on with its own.
     planning_args = copy.copy(args)
-    planning_args.dynamic_batch_share_prefixes = None  # nor is it advised
-    # Of all steps at once: slime takes their counts as a list.
-    planning_args.dynamic_batch_no_plan_ahead = True
+    planning_args.dynamic_batch_share_prefixes = False
+    planning_args.dynamic_batch_exchange = False
     planning_args.dynamic_batch_pad_total_to = math.lcm(
         _row_multiple(getattr(args, "data_pad_size_multiplier", None) or 1),
         getattr(args, "dynamic_batch_pad_total_to", None) or 1,
     )
     job = job_of(planning_args)
-    request = RolloutRequest(job, model, DEFAULT_SCHEMA, lambda: _planned(rollout_data))
-    planned = plan_rollout(request).schedule
+    samples = read_samples(job, model, DEFAULT_SCHEMA, lambda: _planned(rollout_data))
+    planned = plan_rollout(samples).schedule
     # Rows are padded to a multiple of the tensor-parallel size, which is enough for sequence
     # parallelism. Samples must not be: slime finds tokens by unpadded lengths.
     schedule = dataclasses.replace(
         planned, dims=dataclasses.replace(planned.dims, sequence_parallel=False)
     )
-    rollout = PlannedRollout(schedule)
+    rollout = Rollout(schedule)
     # A rank that was given nothing has what its replica sent it, without later fields.
     live = schedule.rollout_data if rollout_data is None else rollout_data
     return [
@@ -126,7 +124,7 @@ def forward_only(
             "call the function before"
         )
     live = [_live(each).reset() for each in data_iterator]  # the caller may have drawn from them
-    with _own_positions(model_chunks(model), schedule_of(live)):
+    with _own_positions(model_chunks(model), rollout_of(live).schedule):
         return run_forward_only(f, args, model, live, num_microbatches, store_prefix)
 
 
@@ -148,7 +146,7 @@ def get_batch(
     """
     refuse("the hooked get_batch", _layout_problems(qkv_format, allgather_cp))
     live = _live(data_iterator)
-    schedule, slot = schedule_of([live]), live.offset
+    schedule, slot = rollout_of([live]).schedule, live.offset
     # The row needs more than the keys that the framework asks for.
     values = data_iterator.get_next(list(dict.fromkeys([*keys, *_ROW_FIELDS])))
     row = _packed_row(schedule, schedule.micro_batches[slot], values, pad_multiplier)

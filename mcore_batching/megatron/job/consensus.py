@@ -7,9 +7,7 @@ module's own, so neither the GPU nor Megatron's communicators are involved.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 import datetime
 import functools
 import pickle
@@ -24,25 +22,14 @@ from megatron.core import parallel_state
 # Not by `dist.new_group`: slime puts another in its place, whose groups gloo's queries do not know.
 from torch.distributed.distributed_c10d import new_group, new_subgroups_by_enumeration
 
-from mcore_batching.batch.agreement.consensus import (
-    Agreement as Agreed,
-)
-from mcore_batching.batch.agreement.consensus import (
-    Result,
-    Statement,
-    agree,
-    no_statement,
-)
-from mcore_batching.batch.agreement.figures import largest
 from mcore_batching.batch.consensus import Agreement, Consensus, Reduction
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.batch.messages import RankMessages
 from mcore_batching.flags import flag_of
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
-from mcore_batching.megatron.job.failure_watch import NO_WATCH, FailureWatch
-from mcore_batching.megatron.job.flat_values import exchanged, flat, unflat
+from mcore_batching.megatron.job.failure_watch import FailureWatch
+from mcore_batching.megatron.job.flat_values import flat, unflat
 
-Received = TypeVar("Received")
 Given = TypeVar("Given")
 
 
@@ -140,7 +127,8 @@ class JobConsensus(Consensus):
         return self._own_group(self.replicas)
 
     @functools.cached_property
-    def _counterpart_group(self) -> dist.ProcessGroup | None:
+    def counterpart_group(self) -> dist.ProcessGroup | None:
+        """The ranks at this rank's place in each replica. A collective the first time."""
         return self._own_group(list(zip(*self.replicas, strict=True)))
 
     @functools.cached_property
@@ -154,22 +142,6 @@ class JobConsensus(Consensus):
             _ranks_by([(rank, stage) for _, stage, rank in self._places]),
         )
         return made
-
-    def for_thread(self) -> JobConsensus:
-        """One for another thread, whose messages never meet those of this one. A collective."""
-        with self.watch.reporting("connecting the thread that plans ahead"):
-            made = JobConsensus(self._timeout.total_seconds(), NO_WATCH)
-            # Now: groups are made by main threads, in the same order on all ranks.
-            _ = made._replica_group, made._counterpart_group
-        return made
-
-    def leave(self) -> None:
-        """Close this rank's connections, so that ranks that wait for it raise. For good."""
-        groups = [each for each in vars(self).values() if isinstance(each, dist.ProcessGroup)]
-        vars(self).clear()  # a group closes when nothing refers to it
-        for group in groups:
-            with contextlib.suppress(Exception):  # gone with Megatron's
-                dist.destroy_process_group(group)
 
     def agreement(
         self,
@@ -196,39 +168,12 @@ class JobConsensus(Consensus):
             received = RankMessages(self._world, gathered.among).gather(own)
         return [*map(pickle.loads, received)]
 
-    def agree(
-        self,
-        stage: str,
-        work: Callable[[], Result],
-        says: Callable[[Result], Statement] = no_statement,
-        *,
-        failure: type[CollectiveError] = PlanningFailedError,
-        mismatch: type[CollectiveError] | None = None,
-    ) -> Agreed[Result]:
-        """The former manner of `agreement`."""
-        return agree(self, stage, work, says, failure=failure, mismatch=mismatch)
-
-    def do_alike(
-        self, stage: str, work: Callable[[], Result], *, failure: type[CollectiveError]
-    ) -> Result:
-        """Do deterministic work on agreed input; no collective unless it fails."""
-        try:
-            return work()
-        except Exception:
-            return self.agree(stage, work, failure=failure).result
-
     @property
     def _replica(self) -> Sequence[int]:
         return self.replicas[self.data_parallel_rank]
 
-    def share_within_replica(
-        self, value: Any, says: Callable[[Any], Statement]
-    ) -> tuple[Any, Agreed[Any]]:
+    def share_within_replica(self, value: Any) -> Any:
         """Hand a value to the ranks of each replica that lack it (None). A collective over all.
-
-        Args:
-            value: this rank's value.
-            says: this rank's part in the agreement, made of the replica's value, if it has one.
 
         Raises:
             PlanningFailedError: a value cannot be serialised.
@@ -239,23 +184,32 @@ class JobConsensus(Consensus):
             has = RankMessages(self._world, self._replica).gather(bytes([value is not None]))
             among = self._replica_group
         having = [rank for rank, each in zip(self._replica, has, strict=True) if any(each)]
-        # Nothing travels where all have it, or none: the latter is an error further down, raised
-        # once all replicas have met.
+        # Nothing travels where all have it, or none: the latter is an error below, raised once all
+        # replicas have met.
         source = having[0] if 0 < len(having) < len(self._replica) else None
-        agreed = self.agree(
-            "sharing data",
-            self.handed(lambda: value, source, among),
-            lambda shared: dataclasses.replace(says(shared), tell=bool(having), asks=not having),
-        )
+        read = self.handed(lambda: value, source, among)
+        with self.agreement("sharing data") as agree:
+            received = read()
+            has_any = agree.every("has data", bool(having), wanted=not having)
         lacking = {
             ranks[0]: f"no rank of data-parallel rank {replica} (global ranks {list(ranks)}) was "
             "given rollout_data: pass it on at least one, without samples an empty batch"
             for replica, ranks in enumerate(self.replicas)
-            if not agreed.told.get(ranks[0], True)
+            if not has_any.by_rank.get(ranks[0], True)
         }
         if lacking:
             raise PlanMismatchError(lacking)
-        return agreed.result, agreed
+        return received
+
+    def broadcast_bytes(self, stage: str, data: bytes, size: int) -> bytes:
+        """The first rank's bytes on every rank, which all have agreed on the number of. A
+        collective."""
+        with self.watch.reporting(stage):
+            buffer = torch.empty(size, dtype=torch.uint8)
+            if self.rank == self.ranks[0]:
+                buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(buffer, src=self.ranks[0], group=self._world)
+        return buffer.numpy().tobytes()
 
     def handed(
         self, make: Callable[[], Any], source: int | None, among: dist.ProcessGroup | None = None
@@ -289,80 +243,6 @@ class JobConsensus(Consensus):
             return unflat(torch.frombuffer(data, dtype=torch.uint8)) if data else None
 
         return read
-
-    def gather(
-        self,
-        stage: str,
-        work: Callable[[], tuple[Result, Any]],
-        says: Callable[[Result], Statement] = no_statement,
-        *,
-        among: Sequence[int] | None = None,
-    ) -> tuple[Agreed[Result], list[Any]]:
-        """`agree`, and hear a value of each of some ranks, in their order. A collective over all.
-
-        Args:
-            stage: as for `agree`, like the others.
-            work: gives a result, and what the others are to hear.
-            says: of the result.
-            among: this rank and others, which all name the same; None: those that hold the same
-                place in each replica, so that all ranks of a replica hear alike.
-        """
-
-        def pickled() -> tuple[Result, bytes]:
-            result, value = work()
-            # Inside the agreement: what cannot be pickled is an error on all ranks.
-            return result, pickle.dumps(value)
-
-        def with_size(made: tuple[Result, bytes]) -> Statement:
-            said = says(made[0])
-            figures = {**said.figures, "bytes": largest(len(made[1]))}
-            return dataclasses.replace(said, figures=figures)
-
-        agreed = self.agree(stage, pickled, with_size)
-        result, own = agreed.result
-        if among is None:
-            place = self._replica.index(self.rank)
-            among = [ranks[place] for ranks in self.replicas]
-        with self.watch.reporting(stage):
-            # A gather takes as much from every rank: the longest. Pickles end where they say.
-            gathered = RankMessages(self._world, among).gather(own.ljust(agreed.figures["bytes"]))
-        return Agreed(result, agreed.told, agreed.figures), [*map(pickle.loads, gathered)]
-
-    def exchange(
-        self,
-        stage: str,
-        work: Callable[[], tuple[Result, Sequence[Any]]],
-        says: Callable[[Result], Statement],
-        received: Callable[[Result, list[Any]], Received],
-    ) -> Received:
-        """Hand each data-parallel rank one value, and get one from each.
-
-        A collective over all ranks: those that hold the same place in their replicas exchange
-        among themselves, so all ranks of a replica end up with the same.
-
-        Args:
-            stage: as for `agree`.
-            work: gives a result, and for every data-parallel rank what to hand to it.
-            says: of the result.
-            received: makes what is returned of the result and, from every data-parallel rank, what
-                it handed to this one, tensors on the host.
-
-        Raises:
-            PlanningFailedError: the work or `received` failed on some rank, or a value cannot be
-                serialised, or not be read where it arrives.
-            PipelineFailedError: what arrives does not fit into memory on some rank.
-        """
-
-        def serialised() -> tuple[Result, list[torch.Tensor]]:
-            result, values = work()
-            return result, [flat(value) for value in values]
-
-        result, leaving = self.agree(stage, serialised, lambda made: says(made[0])).result
-        with self.watch.reporting(stage):
-            arrived = exchanged(leaving, self._counterpart_group)
-        return self.agree(
-            f"{stage}, received", lambda: received(result, list(map(unflat, arrived)))
-        ).result
 
     def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The group of this rank's part, made by all ranks together."""

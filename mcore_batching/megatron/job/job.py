@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.batch import Field, PackedMicroBatch
+from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron.errors import (
@@ -46,11 +46,7 @@ class JobMemory:
 
     def __init__(self, data_parallel_group: Any) -> None:
         self.data_parallel_group = data_parallel_group  # Megatron's, with which it ends
-        # Declarations of undeclared fields that the samples of earlier batches told, for those of a
-        # batch that leave them open on all ranks.
-        self.told_fields: dict[str, Field] = {}
         self.said: set[str] = set()  # what is said once a job and has been
-        self.batches_apart = 0  # planned without shared prefixes
         # First chunks of models that packed rows were found to run on.
         self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
         # Ranks that share a row with this one, by their number; none before any are made.
@@ -81,13 +77,10 @@ class Job:
 
     options: Options  # Megatron's arguments of the call
     memory: JobMemory
-    of_thread: JobConsensus | None = None  # agreements of a thread's own, if it is one's
 
     @property
     def consensus(self) -> JobConsensus:
         """Agreement between all ranks. A collective over them where it has to be made."""
-        if self.of_thread is not None:
-            return self.of_thread
         world, connection = dist.group.WORLD, self.memory.connection
         # After an abort there is no group, and the next call is to raise the same error.
         if connection is None or (world is not None and connection[0]() is not world):

@@ -56,10 +56,8 @@ class Options:
     # The fields of `PlannerConfig` that arguments set.
     planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
     cost_model: str | None = None
-    exchange: bool = False
-    no_plan_ahead: bool = False
+    exchange: bool | None = None
     share_prefixes: bool | None = False  # None: cannot be set, so that nobody is told of it
-    forward_only_plan: str = "shared"
     forward_only_max_tokens_per_gpu: Any = None
     log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
     logits_in_model_dtype: bool = False
@@ -105,9 +103,11 @@ class Options:
 
     @property
     def exchanges_samples(self) -> bool:
-        """True if the samples of all data-parallel ranks are planned as one, and move between
-        them."""
-        return bool(self.exchange) or self.max_context_parallel is not None
+        """True if the samples of all data-parallel ranks are planned together, and move to the
+        ranks that run them."""
+        # Micro-batches of a number of samples are Megatron's own: they stay.
+        default = bool(self.use_dynamic_batch_size) or self.max_context_parallel is not None
+        return default if self.exchange is None else self.exchange
 
     @property
     def keeps_logits_in_model_dtype(self) -> bool:
@@ -115,13 +115,8 @@ class Options:
         return bool(self.logits_in_model_dtype or self.fuse_output_layer)
 
     @property
-    def has_own_forward_plan(self) -> bool:
-        """True if forward passes alone have a plan of their own."""
-        return self.forward_only_plan != "shared" or self.has_own_forward_cap
-
-    @property
     def has_own_forward_cap(self) -> bool:
-        """True if forward passes alone have a cap of their own."""
+        """True if forward passes alone have a cap of their own, and so another plan."""
         return self.forward_only_max_tokens_per_gpu is not None and bool(
             self.use_dynamic_batch_size
         )
@@ -167,6 +162,11 @@ class Options:
             DynamicBatchArgumentError: micro-batches have neither a cap nor a size.
             ConfigError: a value is out of range.
         """
+        if self.max_context_parallel is not None and not self.exchanges_samples:
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['max_context_parallel']} lets ranks share samples, which have to move to "
+                f"them: unset --no{FLAGS['exchange'][1:]}"
+            )
         if not self.use_dynamic_batch_size:
             if self.max_context_parallel is not None:
                 raise DynamicBatchArgumentError(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch import Field
-from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.fields.field_checks import require_one_per_sample
 from mcore_batching.batch.fields.infer import infer_fields
-from mcore_batching.megatron.job.job import Job, job_of
-from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of, schedule_of
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
+from mcore_batching.megatron.rollout.exchange import exchange_fields
 from mcore_batching.megatron.rollout.rollout_batch import checked_fields
-from mcore_batching.megatron.rows.sample_moves import SampleMoves
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 
-_ADDING = "adding fields, their kinds"
+_ADDING = "adding fields"
 Fields = Mapping[str, Sequence[Any]]
 
 
@@ -40,46 +38,31 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
             or ranks' samples tell different kinds of a field.
     """
     job = job_of()
-    # A rank whose iterators are not from here cannot tell, and goes on to the agreement below; the
-    # exchange opens with the same one, so that all ranks hear of it.
-    if _moves_of(data_iterator) is not None:
-        fields = _moved(job, data_iterator, fields)
-
-    def kinds() -> tuple[MicroBatchSchedule, dict[str, Field]]:
+    with job.agreement(_ADDING) as agree:
         _require_dict(fields)
-        schedule = schedule_of(data_iterator)
+        rollout = rollout_of(data_iterator)
+        agree.same("plan (sha256)", rollout.schedule.plan_digest)
+    schedule = rollout.planned()
+    if schedule.moves is not None:
+        fields = exchange_fields(job, schedule.moves, fields, _ADDING)
+    with job.agreement(f"{_ADDING}, their kinds") as agree:
         for name, values in fields.items():
             require_one_per_sample(name, values, schedule.num_samples)
-        data = schedule.rollout_data | dict(fields)
-        return schedule, infer_fields(schedule.schema, data, job.memory.told_fields)[0]
-
-    def tells(found: tuple[MicroBatchSchedule, dict[str, Field]]) -> Statement:
-        schedule, own = found
-        # What one rank's samples leave open (it may have none), another's may tell.
-        is_open = not own.keys() >= fields.keys() - schedule.schema.keys()
-        return Statement(equal=_digest_of(schedule), tell=own, asks=is_open)
-
-    agreed = job.consensus.agree(_ADDING, kinds, tells)
-    schedule, own = agreed.result
-    # Its own word first; if another rank's differs, the values' agreement is an error.
-    told = {name: field for each in agreed.told.values() for name, field in each.items()} | own
+        own: dict[str, Field] = {}
+        if schedule.num_samples:
+            own, _ = infer_fields(schedule.schema, schedule.rollout_data | dict(fields), {})
+        # A rank that runs no samples takes the kinds of those that do.
+        kinds = agree.every("kinds", own, wanted=bool(fields) and not schedule.num_samples)
+    inferred = {name: field for each in kinds.by_rank.values() for name, field in each.items()}
     # Those that were there have been compared, and keep their kind where they are replaced.
     new = fields.keys() - schedule.schema.keys()
-
-    def says(extended: MicroBatchSchedule) -> Statement:
-        schema = extended.schema
-        return Statement(equal={f"declaration of field {n!r}": schema[n].declaration for n in new})
-
-    # A second agreement: values can be checked once the kinds are known, and no rank may go on with
+    # Another agreement: values can be checked once the kinds are there, and no rank may go on with
     # a field that another one refused.
-    extended = job.consensus.agree(
-        "adding fields, their values",
-        lambda: _with_fields(schedule, fields, told),
-        says,
-    ).result
-    # Only now that no rank refused: later batches are read by it.
-    job.memory.told_fields.update({name: extended.schema[name] for name in new})
-    rollout_of(data_iterator).replace(extended)
+    with job.agreement(f"{_ADDING}, their values") as agree:
+        extended = _with_fields(schedule, fields, own or inferred)
+        for name in new:
+            agree.same(f"declaration of field {name!r}", extended.schema[name].declaration)
+    rollout.replace(extended)
 
 
 def _with_fields(
@@ -104,34 +87,3 @@ def _require_dict(fields: Any) -> None:
             f"fields must be a dict of lists, got {type(fields).__name__}; give one value per "
             "sample, or {} where there are none"
         )
-
-
-def _moves_of(data_iterator: Any) -> SampleMoves | None:
-    """The exchange of samples; None where they were not, or that cannot be told."""
-    # Whatever is wrong with the iterators is raised where the other ranks hear of it, and there
-    # all steps are waited for.
-    with contextlib.suppress(TypeError):
-        return rollout_of(data_iterator).of_step(0).moves
-    return None
-
-
-def _moved(job: Job, data_iterator: Sequence[DataIterator], fields: Fields) -> Fields:
-    """The fields' values of the samples that this rank runs. A collective over all ranks."""
-
-    def leaving() -> tuple[SampleMoves, list[Any]]:
-        _require_dict(fields)
-        moves = schedule_of(data_iterator).moves
-        assert moves is not None
-        return moves, moves.outgoing(fields)
-
-    return job.consensus.exchange(
-        _ADDING,
-        leaving,
-        lambda _: Statement(equal=_digest_of(schedule_of(data_iterator))),
-        lambda moves, incoming: moves.arranged(incoming),
-    )
-
-
-def _digest_of(schedule: MicroBatchSchedule) -> dict[str, str]:
-    """The digest of a batch's plan, by name: equal on ranks whose iterators are of one call."""
-    return {"plan (sha256)": schedule.plan_digest}

@@ -1,235 +1,208 @@
-"""`Rollout`: settings and samples of one call, read on every rank and known to all.
+"""`Rollout`: a batch whose steps are planned and moved here as they are used.
 
-The first two steps of the planning protocol: taking stock, and sharing data with ranks that lack
-it. From here on all ranks know that they have the same settings, and each what it packs.
+    get_data_iterator    step 0 is planned and exchanged; a worker plans steps 1, 2, ...
+    train_step 0         meanwhile
+    train_step 1         the plan of step 1 is awaited, its samples move; it runs
+
+Samples that stay on their rank (``--no-dynamic-batch-exchange``) are scheduled at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, overload
 
-from mcore_batching.batch import Schema
-from mcore_batching.batch.agreement.consensus import Agreement, Statement
-from mcore_batching.batch.agreement.figures import Figure, largest, least, rank_total, total
-from mcore_batching.flags import FLAGS
-from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
 from mcore_batching.megatron.checks.validation import prepare_model
-from mcore_batching.megatron.job.flat_values import digest_of
+from mcore_batching.megatron.job.flat_values import flat, unflat
 from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.rollout.maker import IN_LINE, Plan
+from mcore_batching.megatron.job.row_groups import make_row_groups
+from mcore_batching.megatron.rollout.exchange import exchange_step
+from mcore_batching.megatron.rollout.plan import begin_plan, plan_locally, plan_together
 from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
-from mcore_batching.megatron.rollout.settings import Settings, check_forward_plan, say_oversize
-from mcore_batching.megatron.rollout.step_shard import PackedShard, StepShard
-from mcore_batching.megatron.timing import CostLearner, learners_of
-from mcore_batching.megatron.topology import model_chunks, vocabulary_size
-from mcore_batching.planning import CostModel
+from mcore_batching.megatron.rollout.samples import Samples, Share, numbered
+from mcore_batching.megatron.rollout.settings import Settings
+from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.topology import model_chunks
+from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.worker import PlanTicket
 
 
-@dataclasses.dataclass(frozen=True)
-class RolloutRequest:
-    """Request of one call to have its samples planned."""
-
-    job: Job
-    model: Any
-    schema: Schema
-    # Gives rollout data, or None; what it raises is raised on every rank.
-    read: Callable[[], dict[str, list[Any]] | None]
-    steps: Iterable[Iterable[int]] | None = None  # sample indices; None: by `global_batch_size`
-    cost_model: CostModel | None = None  # None: by the arguments
-    forward_only: bool = False  # under a cap of their own if they have one
-    # All samples are one, on every rank: packing need not wait for the number of all samples.
-    one_step: bool = False
-    settings: Settings | None = None  # in place of all these, and of what this step would learn
-    plan: Plan = IN_LINE  # makes the plans, or gets them made
-
-    @property
-    def packs_at_once(self) -> bool:
-        """True if packing follows from this rank's settings and samples alone."""
-        return self.one_step and not self.job.options.exchanges_samples
-
-    @property
-    def may_plan_ahead(self) -> bool:
-        """True if later steps than the first may be planned while that one runs."""
-        return not (self.one_step or self.job.options.no_plan_ahead)
-
-    @property
-    def learns(self) -> bool:
-        """True if costs are learnt from the training steps before this one."""
-        # A model of the caller's own is not corrected, and forward passes alone are not timed.
-        is_given = self.cost_model is not None or self.settings is not None
-        return not is_given and not self.forward_only and self.job.options.learns_cost_model
-
-    @property
-    def learner(self) -> CostLearner:
-        """Of the model's costs."""
-        return learners_of(self.job).of(self.model)
-
-
-@dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Settings and samples of a request, once they are read."""
+    """A batch, shared by the iterators of one call.
 
-    request: RolloutRequest
-    settings: Settings  # the same on every rank
-    batch: RolloutBatch  # of this replica
-    shares: list[int]  # samples of every data-parallel rank; under `one_step` of all together
-    packed: PackedShard | None  # the only step, where packing at once was right on all ranks
-    latest: list[float]  # the largest of its `ends` over all ranks
-
-
-class _Own(NamedTuple):
-    """This rank's part: its samples, None if it was given none; packed, where that is at once."""
-
-    batch: RolloutBatch | None
-    packed: PackedShard | None
-
-
-def read_rollout(request: RolloutRequest) -> Rollout:
-    """Read settings and samples, and share them. A collective.
-
-    Raises:
-        PlanningFailedError: on every rank, if reading failed on any.
-        PlanMismatchError: on every rank, if they disagree on settings, or a replica has no data.
+    Attributes:
+        schedule: of the steps that have been planned so far.
+        num_steps: of all steps.
+        for_forward_passes: the same batch as planned for forward passes alone, once it has been.
     """
 
-    def work() -> tuple[Settings, _Own]:
-        chunks = model_chunks(request.model)
-        settings = _checked_settings(request, chunks)
-        batch = RolloutBatch.read(
-            request.read(),
-            request.job.options.global_batch_size,
-            request.schema,
-            request.steps,
-            vocabulary_size(chunks),
-            request.job.memory.told_fields,
+    def __init__(
+        self,
+        schedule: MicroBatchSchedule,
+        later: Samples | None = None,
+        tickets: Sequence[PlanTicket | None] = (),
+    ) -> None:
+        self.schedule = schedule
+        self.num_steps = len(schedule.steps) if later is None else len(later.steps)
+        self.for_forward_passes: Rollout | None = None
+        self._later, self._tickets = later, [*tickets]
+
+    def planned(self, step: Any = None) -> MicroBatchSchedule:
+        """The schedule of the steps up to this one at least, by default of all.
+
+        A collective over all ranks if some of them is not planned yet.
+
+        Raises:
+            PlanningFailedError: on every rank, if a step cannot be planned.
+        """
+        last = self.num_steps - 1 if step is None else as_integer(step)
+        if last is not None and last in range(self.num_steps):  # else it is refused by `check_step`
+            while len(self.schedule.steps) <= last:
+                assert self._later is not None
+                number = len(self.schedule.steps)
+                made = planned_step(self._later, number, self._tickets[number - 1])
+                self.schedule = self.schedule.followed_by(made)
+        if len(self.schedule.steps) == self.num_steps:
+            self._later, self._tickets = None, []
+        return self.schedule
+
+    def check_step(self, step: Any, num_microbatches: Sequence[int]) -> None:
+        """Refuse a step that there is not (`IndexError`), or counts of another plan as the caller
+        holds them (`ValueError`)."""
+        if as_integer(step) not in range(self.num_steps):
+            raise IndexError(
+                f"step must be 0 to {self.num_steps - 1}, got {step!r}; this batch has "
+                f"{self.num_steps} steps"
+            )
+        self.schedule.check_count(step, num_microbatches)
+
+    def num_microbatches(self) -> Sequence[int]:
+        """Of each step: a list, or while later ones are not planned a `NumMicroBatches`."""
+        return self.schedule.num_microbatches if self._later is None else NumMicroBatches(self)
+
+    def replace(self, schedule: MicroBatchSchedule) -> None:
+        """Go on with another schedule of all steps; all iterators walk it from now on."""
+        self.schedule = schedule
+        # It holds the rollout data as they were: made anew, of the fields that are there now.
+        self.for_forward_passes = None
+
+
+def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> Rollout:
+    """The rollout of samples that were read. A collective.
+
+    `ticket` is of the first step's plan, on the planning rank where it was begun.
+
+    Raises:
+        PlanningFailedError: on every rank, if planning or the exchange failed on any.
+        PlanMismatchError: on every rank, if they disagree on samples or plan.
+    """
+    job = samples.job
+    if not job.options.exchanges_samples:
+        return Rollout(plan_locally(samples))
+    later, num_steps = None, len(samples.steps)
+    if num_steps > 1:
+        with job.agreement("copying samples of later steps"):
+            # The caller may change its values before these are exchanged.
+            data = unflat(flat(samples.batch.data))
+            later = dataclasses.replace(
+                samples, batch=dataclasses.replace(samples.batch, data=data)
+            )
+    # First: the worker plans while the first step is planned in line.
+    tickets = [begin_plan(job, samples.request(step)) for step in range(1, num_steps)]
+    return Rollout(planned_step(samples, 0, ticket), later, tickets)
+
+
+def planned_step(
+    samples: Samples, step: int, ticket: PlanTicket | None = None
+) -> MicroBatchSchedule:
+    """The schedule of one step of all ranks' samples, which have moved. A collective."""
+    settings = samples.settings
+    most = settings.config.max_context_parallel
+    if most is not None:
+        # All sizes that a row may have, before the plan: making a group is a collective over all
+        # ranks, and a plan may give some size to rows of some ranks alone.
+        make_row_groups(samples.job, settings.dims.row_sizes(most))
+    return exchange_step(samples, step, plan_together(samples, step, ticket))
+
+
+def plan_forward_passes(rollout: Rollout, job: Job, model: Any) -> Rollout:
+    """The rollout, or the same batch as planned under the cap of forward passes. A collective over
+    all ranks where it has to be made, at the first call under such a cap."""
+    # `forward_only` has compared this among the ranks.
+    if not job.options.has_own_forward_cap:
+        return rollout
+    if rollout.for_forward_passes is None:
+        shared = rollout.planned()
+        rollout.for_forward_passes = plan_rollout(_read_again(shared, job, model))
+        rollout.for_forward_passes.planned()
+    return rollout.for_forward_passes
+
+
+def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
+    """The samples of a schedule, from the ranks that run them in training."""
+    with job.agreement("reading settings of forward passes") as agree:
+        chunks = model_chunks(model)
+        settings = Settings.of(
+            job, chunks, shared.cost_model, training=shared.config, forward_only=True
         )
-        return settings, _Own(batch, _packed_at_once(request, settings, batch))
-
-    agreed = request.job.consensus.agree(
-        "taking stock", work, lambda read: _statement(request, *read)
-    )
-    settings, own = agreed.result
-    if request.learns:
-        learnt = request.learner.learn(agreed.figures["pass times"])
-        # What packs at once has packed before these figures were heard: the plan is of the costs
-        # before, and the next batch's of these.
-        if not request.packs_at_once:
-            settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
-    if not request.forward_only:  # of forward passes alone training has said it already
-        say_oversize(request.job, settings, agreed.figures["longest sample"])
-    batch, packed, figures = _shared(request, own, agreed)
-    latest = figures.get("ends", [])
-    return Rollout(request, settings, batch, figures["samples"], packed, latest)
-
-
-def _shared(
-    request: RolloutRequest, own: _Own, agreed: Agreement[Any]
-) -> tuple[RolloutBatch, PackedShard | None, Mapping[str, Any]]:
-    """The samples, once ranks without data have it, and ranks without samples the fields; packed,
-    where that was right on all ranks; figures of all that hold them. A collective where any lacks
-    them."""
-    # By what all ranks know, not by this one's data: the other ranks are in the same collectives.
-    consensus, figures = request.job.consensus, agreed.figures
-    if figures["ranks without data"]:
-        own, shared = consensus.share_within_replica(
-            own if own.batch is not None else None,
-            lambda theirs: Statement(figures=_counted(request, theirs or own)),
+        # A framework's layout pads samples less than the settings' dims ask for.
+        settings = dataclasses.replace(settings, dims=shared.dims)
+        # Perhaps another model than was trained, such as a reference model.
+        prepare_model(chunks, settings.dims, settings.config)
+        for name, value in settings.comparable().items():
+            agree.same(name, value)
+        lengths, hosts = shared.own_lengths, shared.hosts
+        steps = [sorted(i for row in step for i in row) for step in shared.steps]
+        batch = RolloutBatch(
+            shared.rollout_data,
+            shared.schema,
+            shared.template,
+            lengths,
+            shared.samples_per_step,
+            steps,
+            shared.vocabulary_size,
         )
-        figures = shared.figures
-    batch, packed = own
-    assert batch is not None
-    heard = [each for each in agreed.told.values() if each is not None]
-    somebody_asks = any(is_open for _, is_open in heard)
-    if somebody_asks:  # then all have heard what each tells
-        batch = batch.hearing(told for told, _ in heard)
-    somebody_is_empty, populated = figures["ranks without samples"], figures["first populated"]
-    is_alike = packed is not None and figures["fields"] == figures["fields, least"]
-    if somebody_is_empty or somebody_asks or not is_alike:
-        packed = None  # packing anew tells all of the fields, or which differ
-    # One past the last rank: nobody has samples, so there is nobody to hear of fields from.
-    if somebody_is_empty and populated < len(consensus.ranks):
-        populated_batch = batch
-        handed = consensus.handed(lambda: populated_batch.resolved().without_samples(), populated)
-        fields = consensus.agree("sharing data", handed).result
-        if not batch.total_lengths:
-            batch = dataclasses.replace(batch, **fields)
-    return batch, packed, figures
+        shares = agree.gather("samples", Share(lengths, steps, shared.samples_per_step))
+        of_ranks = agree.gather("hosts", None if hosts is None else list(hosts))
+    samples = numbered(job, settings, batch, shares.values, forward_only=True)
+    if hosts is not None:
+        each = zip(samples.first, of_ranks.values, strict=False)
+        all_hosts = [start + host for start, of_rank in each for host in of_rank or ()]
+        samples = dataclasses.replace(samples, hosts=all_hosts)
+    return dataclasses.replace(samples, before=shared.moves)
 
 
-def _checked_settings(request: RolloutRequest, chunks: list[Any]) -> Settings:
-    options = request.job.options
-    settings = request.settings or Settings.of(
-        request.job, chunks, request.cost_model, forward_only=request.forward_only
-    )
-    # A model that may be running in another thread, with hooks, is not looked at.
-    if request.job.of_thread is not None:
-        return settings
-    if not request.one_step:  # a stock script's evaluation is planned anew in any case
-        check_forward_plan(options, settings.config)
-    prepare_model(chunks, settings.dims, settings.config)
-    if options.share_prefixes and not request.forward_only:  # in an evaluation none share segments
-        check_shared_prefixes(chunks)
-    return settings
+class NumMicroBatches(Sequence[int]):
+    """The number of micro-batches of each step, as a list whose later entries are planned when they
+    are read: read them on all ranks."""
 
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
 
-def _packed_at_once(
-    request: RolloutRequest, settings: Settings, batch: RolloutBatch | None
-) -> PackedShard | None:
-    if not request.packs_at_once:
-        return None
-    lengths = [] if batch is None else batch.total_lengths
-    places, options = range(len(lengths)), request.job.options
-    shard = StepShard.of(options, settings, places, lengths, request.forward_only)
-    return shard.packed(request.plan)
+    def _all(self) -> list[int]:
+        return self._rollout.planned().num_microbatches
 
+    def __len__(self) -> int:
+        return self._rollout.num_steps
 
-def _statement(request: RolloutRequest, settings: Settings, own: _Own) -> Statement:
-    """Settings to compare with other ranks; numbers and open fields of samples to tell them."""
-    options, batch = request.job.options, own.batch
-    equal = settings.comparable()
-    # What decides which collectives come next: a rank that differed would wait alone.
-    # Whoever records gathers the plans of all ranks; the others take other agreements.
-    equal["steps are recorded"] = request.job.recorder is not None
-    equal["costs are learnt"] = request.learns
-    equal["samples stay on their rank"] = not options.exchanges_samples
-    equal[FLAGS["no_plan_ahead"]] = options.no_plan_ahead
-    equal[FLAGS["share_prefixes"]] = bool(options.share_prefixes)
-    figures = _counted(request, own) | {"ranks without data": largest(int(batch is None))}
-    if request.learns:
-        figures["pass times"] = rank_total(request.learner.evidence(settings.dims))
-    return Statement(
-        equal=equal,
-        figures=figures,
-        # What these samples leave open, other ranks' may tell.
-        tell=(batch.told, batch.is_open) if batch is not None else None,
-        asks=batch is not None and batch.is_open,
-    )
+    @overload
+    def __getitem__(self, step: int) -> int: ...
+    @overload
+    def __getitem__(self, step: slice) -> list[int]: ...
+    def __getitem__(self, step: int | slice) -> int | list[int]:
+        if isinstance(step, slice):
+            return self._all()[step]
+        number = range(len(self))[step]
+        return self._rollout.planned(number).num_microbatches[number]
 
+    def __eq__(self, other: object) -> bool:
+        return self._all() == (other._all() if isinstance(other, NumMicroBatches) else other)
 
-def _counted(request: RolloutRequest, own: _Own) -> dict[str, Figure]:
-    """How many samples this rank has and how long the longest is; if packed, when it would end."""
-    consensus, batch, packed = request.job.consensus, own.batch, own.packed
-    lengths = [] if batch is None else batch.total_lengths
-    shares = [len(lengths)]
-    if not request.one_step:
-        # Each rank knows its own, and the sum over ranks has them all. Beside them there is room
-        # for some 90 ranks in a message; those of more take another one.
-        place = consensus.data_parallel_rank
-        shares = [0] * place + shares + [0] * (len(consensus.replicas) - 1 - place)
-    figures: dict[str, Figure] = {
-        "ranks without samples": largest(int(not lengths)),
-        # One past the last rank stands for none: the least of all ranks is one with samples.
-        "first populated": least(consensus.rank if lengths else len(consensus.ranks)),
-        "longest sample": largest(max(lengths, default=0)),
-        "samples": total(shares),
-    }
-    if packed is not None:
-        figures["ends"] = largest(packed.ends)
-        # Largest and least tell whether all ranks have the same fields; where not, packing anew
-        # says by name which differ.
-        # 48 bits: a figure has room for 63 and a sign.
-        fields = 0 if batch is None else int(digest_of(batch.comparable())[:12], 16)
-        figures |= {"fields": largest(fields), "fields, least": least(fields)}
-    return figures
+    def __repr__(self) -> str:
+        known = self._rollout.schedule.num_microbatches
+        left = len(self) - len(known)
+        return f"[{', '.join(map(str, known))}, and {left} being planned]" if left else repr(known)
+
+    def __reduce__(self) -> tuple[type[list[int]], tuple[list[int]]]:
+        return list, (self._all(),)  # copied and pickled as the list that it stands for

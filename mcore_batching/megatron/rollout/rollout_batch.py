@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_batching.batch import Field, Schema, make_placeholder
 from mcore_batching.batch.fields.field_checks import read_lengths
-from mcore_batching.batch.fields.infer import infer_fields
 from mcore_batching.batch.fields.value_checks import require_vocabulary
 from mcore_batching.planning import Argument, ConfigError, at_least
 from mcore_batching.planning.integers import as_integer
@@ -31,10 +30,6 @@ class RolloutBatch:
     global_batch_size: int | None
     steps: list[list[int]] | None  # the caller's own, of local sample indices
     vocabulary_size: int | None  # of the model; None: not known
-    # Declarations of undeclared fields, as far as these samples, earlier batches and, once they are
-    # heard of, the other ranks tell.
-    told: Mapping[str, Field]
-    is_open: bool  # these samples leave the kind of some field to others
 
     @classmethod
     def read(
@@ -44,7 +39,6 @@ class RolloutBatch:
         schema: Schema,
         steps: Iterable[Iterable[int]] | None,
         vocabulary_size: int | None,
-        told: Mapping[str, Field],
     ) -> RolloutBatch | None:
         """Read what the caller gave; None if this rank was given nothing.
 
@@ -53,7 +47,7 @@ class RolloutBatch:
             KeyError: a required field is missing.
             ConfigError: the global batch size is none, or ``steps`` are no lists of indices.
             ValueError: ``steps`` do not hold every sample once.
-            SchemaError: as `checked_fields`, where these samples tell all kinds.
+            SchemaError: as `checked_fields`, where there are samples.
         """
         if not isinstance(schema, Schema):
             raise TypeError(
@@ -79,20 +73,13 @@ class RolloutBatch:
             )
         lengths, _ = read_lengths(data)
         listed = None if steps is None else _read_steps(steps, len(lengths))
-        is_open = False
-        # A rank without samples has nothing to tell: it hears from one that has.
-        if lengths:
-            told, is_open = infer_fields(schema, data, told)
-        batch = cls(data, schema, {}, lengths, size, listed, vocabulary_size, told, is_open)
-        # An open one is resolved once other ranks have told what they know.
-        return batch.resolved() if lengths and not is_open else batch
+        batch = cls(data, schema, {}, lengths, size, listed, vocabulary_size)
+        # A rank without samples receives the fields of one that has any.
+        return batch.resolved() if lengths else batch
 
     def resolved(self) -> RolloutBatch:
-        """Itself with `checked_fields`, among them a template."""
-        # Made last, so it tells that all of this was done: validation walks through every value.
-        if self.template:
-            return self
-        made = checked_fields(self.data, self.schema, self.told, self.vocabulary_size)
+        """The batch with `checked_fields`, among them a template."""
+        made = checked_fields(self.data, self.schema, {}, self.vocabulary_size)
         return dataclasses.replace(self, **made)
 
     def comparable(self) -> dict[str, Any]:
@@ -103,18 +90,6 @@ class RolloutBatch:
             **{f"declaration of field {name!r}": self.schema[name].declaration for name in names},
         }
 
-    def inferred(self) -> dict[str, Field]:
-        """The declarations that samples told."""
-        # Not what the caller declared: that comes with every batch, and may change with it.
-        return {name: self.schema[name] for name in self.template if name in self.told}
-
-    def hearing(self, others: Iterable[Mapping[str, Field]]) -> RolloutBatch:
-        """Itself, where fields that its samples leave open are what the first of others tells."""
-        # Backwards, so that the first rank's word stands: in rank order it is the same one
-        # everywhere.
-        told = {name: field for each in [*others][::-1] for name, field in each.items()}
-        return dataclasses.replace(self, told=told | {**self.told})
-
     def without_samples(self) -> dict[str, Any]:
         """Fields and batch size that a rank without samples is to have of this batch."""
         return {
@@ -123,20 +98,6 @@ class RolloutBatch:
             "data": {key: [] for key in self.template},
             "global_batch_size": self.global_batch_size,
         }
-
-    def steps_of(self, shares: Sequence[int], rank: int) -> list[list[int]]:
-        """Local sample indices of every step, from the samples of every data-parallel rank, of
-        which this is one."""
-        if self.steps is not None:
-            return self.steps
-        # Without a size all samples are one step.
-        size = self.global_batch_size or max(sum(shares), 1)
-        # A batch without samples is a step of placeholders alone.
-        # By the number of all ranks' samples, so that each has every step, if with no sample in it.
-        steps: list[list[int]] = [[] for _ in range(max(-(-sum(shares) // size), 1))]
-        for index, place in enumerate(places_in_order(shares, rank)):
-            steps[place // size].append(index)
-        return steps
 
 
 def checked_fields(
@@ -162,27 +123,6 @@ def checked_fields(
     examples = {name: each or (template or {}).get(name) for name, each in values.items()}
     made = make_placeholder(schema, list(values), examples)
     return {"data": values, "schema": schema, "template": made}
-
-
-def places_in_order(shares: Sequence[int], rank: int) -> list[int]:
-    """Where a rank's samples stand among those of all ranks, ascending.
-
-        shares 4 2    rank 0: 0 2 3 5    rank 1: 1 4
-
-    The middle of sample i is (2i + 1) / 2n of the way through a share of n. All samples are in
-    order of their middles, equal ones by rank, so that any number of the first are spread over the
-    ranks like the whole.
-    """
-    # In integers: ranks must agree to the last sample.
-    own = shares[rank]
-    return [
-        sum(
-            # How many of a rank's middles come before this one; equal ones count on lower ranks.
-            ((2 * index + 1) * share + own - (other >= rank)) // (2 * own)
-            for other, share in enumerate(shares)
-        )
-        for index in range(own)
-    ]
 
 
 def _read_batch_size(rollout_data: Mapping[str, Any], job_size: Any) -> int | None:

@@ -15,6 +15,7 @@ from mcore_batching.megatron.timing import learners_of
 from mcore_batching.megatron.topology import current_dims, first_guess
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
 from mcore_batching.planning.learn import LearntCosts
+from mcore_batching.planning.worker import PlanRequest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +64,22 @@ class Settings:
         learnt = learners_of(job).of(chunks).begin(guess, dims)
         return cls(dims, config, learnt.cost_model, learnt)
 
+    def request(self, lengths: tuple[int, ...], *, forward_only: bool = False) -> PlanRequest:
+        """The planner's whole input."""
+        return PlanRequest(lengths, self.dims, self.config, self.cost_model, forward_only)
+
     def comparable(self) -> dict[str, Any]:
         """Each setting by its own name, so that an error says which one differs."""
         parts: tuple[Any, ...] = self.dims, self.config, self.cost_model
         return {n: value for part in parts for n, value in dataclasses.asdict(part).items()}
 
 
-def check_forward_plan(options: Options, config: PlannerConfig) -> None:
-    """Refuse a plan of forward passes alone beside a rollout whose rows are shared by ranks."""
-    if config.max_context_parallel is not None and options.has_own_forward_plan:
+def check_forward_cap(options: Options, config: PlannerConfig) -> None:
+    """Refuse a cap of forward passes beside a rollout whose rows are shared by ranks."""
+    if config.max_context_parallel is not None and options.has_own_forward_cap:
         raise DynamicBatchArgumentError(
             "forward_only has no plan of its own where ranks share rows; unset "
-            f"{FLAGS['forward_only_plan']} and {FLAGS['forward_only_max_tokens_per_gpu']}, or "
-            f"{FLAGS['max_context_parallel']}"
+            f"{FLAGS['forward_only_max_tokens_per_gpu']} or {FLAGS['max_context_parallel']}"
         )
 
 

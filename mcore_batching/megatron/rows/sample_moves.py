@@ -43,6 +43,7 @@ class SampleMoves:
     first: Sequence[int]  # of each data-parallel rank's samples, and the number of all samples
     runs_on: Sequence[Sequence[int]]  # samples of each rank with rows of its own
     sharing: int = 1  # ranks with rows of their own that brought the same samples
+    before: SampleMoves | None = None  # the exchange that brought samples to where these came from
 
     @property
     def held(self) -> Sequence[int]:
@@ -67,10 +68,21 @@ class SampleMoves:
         """Data-parallel ranks that brought samples which run here, and these samples' indices
         there."""
         brought: dict[int, list[int]] = {}
-        for number in sorted(self.held[place] for place in places):
-            rank = self._origin(number)
-            brought.setdefault(rank, []).append(number - self.first[rank])
+        for number in sorted(self._first_number(self.held[place]) for place in places):
+            rank = self._first_moves._origin(number)
+            brought.setdefault(rank, []).append(number - self._first_moves.first[rank])
         return brought
+
+    @property
+    def _first_moves(self) -> SampleMoves:
+        return self if self.before is None else self.before._first_moves
+
+    def _first_number(self, number: int) -> int:
+        """A sample's number in the first of these exchanges."""
+        if self.before is None:
+            return number
+        rank = self._origin(number)
+        return self.before._first_number(self.before.runs_on[rank][number - self.first[rank]])
 
     def followed_by(self, later: SampleMoves) -> SampleMoves:
         """Those of both, of which each rank holds the samples one behind the other."""
@@ -149,7 +161,8 @@ class SampleMoves:
         for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
             keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
             found |= zip(keys, put_together(header, body), strict=True)
-        return {name: [found[number, name] for number in self.brought] for name in names}
+        outputs = {name: [found[number, name] for number in self.brought] for name in names}
+        return outputs if self.before is None else self.before.returned(outputs)
 
     def _origin(self, number: int) -> int:
         return next(r for r, end in enumerate(self.first[1:]) if number < end)

@@ -23,7 +23,6 @@ from mcore_batching.planning import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
-from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.learn import LearntCosts
 
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
@@ -43,11 +42,6 @@ class GlobalPlan:
         return tuple(tuple(self.numbers[i] for i in row) for row in self.plan.micro_batches[rank])
 
 
-def digest_of_plans(plans: Sequence[GlobalPlan]) -> str:
-    """The digest of a schedule whose steps were planned so."""
-    return digest_of([each.plan.digest() for each in plans])
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatchSchedule:
     """This rank's rollout data and the micro-batches made of it.
@@ -61,7 +55,6 @@ class MicroBatchSchedule:
             are in the same micro-batch. None: all samples have segments of their own.
         vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
-        own_digest: of this replica's samples and plan, where its ranks have yet to compare it.
         learnt: of which the cost model is a part, where costs are learnt; else None.
         samples_per_step: what a step counts as: the global batch size that cut the steps, or that
             came with steps of the caller's own; None: neither.
@@ -83,7 +76,6 @@ class MicroBatchSchedule:
     learnt: LearntCosts | None = None
     samples_per_step: int | None = None
     hosts: Sequence[int] | None = None
-    own_digest: str = ""
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()
 
@@ -93,7 +85,9 @@ class MicroBatchSchedule:
         # For statistics and records: in training nobody waits for the others' plans.
         own = Shard(self.own_lengths, self.steps, self.hosts)
         what = "gathering the plans of all ranks"
-        return tuple(self.consensus.gather(what, lambda: (None, own))[1])
+        with self.consensus.agreement(what) as agree:
+            gathered = agree.gather("plans", own)
+        return tuple(gathered.values)
 
     @functools.cached_property
     def own_lengths(self) -> list[int]:
@@ -125,16 +119,10 @@ class MicroBatchSchedule:
         named = (f"samples {given} of data-parallel rank {rank}" for rank, given in brought.items())
         return ", ".join(named) if indices else "a placeholder"
 
-    def check_step(self, step: int, num_microbatches: Sequence[int]) -> None:
-        """Refuse a step that was not planned (`IndexError`), or counts of another plan as the
-        caller holds them (`ValueError`)."""
+    def check_count(self, step: int, num_microbatches: Sequence[int]) -> None:
+        """Refuse counts of another plan as the caller holds them (`ValueError`)."""
         # Counts of another batch: the caller has mixed up two rollouts.
         planned = self.num_microbatches
-        if as_integer(step) not in range(len(planned)):
-            raise IndexError(
-                f"step must be 0 to {len(planned) - 1}, got {step!r}; this batch has "
-                f"{len(planned)} steps"
-            )
         try:
             given: Any = num_microbatches[step]
         except (TypeError, LookupError):
@@ -172,11 +160,9 @@ class MicroBatchSchedule:
         return plan, lengths
 
     def followed_by(self, later: MicroBatchSchedule) -> MicroBatchSchedule:
-        """The steps of both: of samples that stayed, all of which both hold, or of exchanged ones,
-        of which each holds its own."""
-        if self.moves is None or later.moves is None:
-            digest = digest_of([self.plan_digest, later.plan_digest])
-            return dataclasses.replace(self, steps=self.steps + later.steps, plan_digest=digest)
+        """The steps of both, of exchanged samples, of which each holds its own."""
+        assert self.moves is not None
+        assert later.moves is not None
         held, theirs = self.num_samples, later.rollout_data
         steps = self.steps + tuple(
             tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
@@ -190,7 +176,7 @@ class MicroBatchSchedule:
             rollout_data={n: [*values, *theirs[n]] for n, values in self.rollout_data.items()},
             steps=steps,
             hosts=hosts,
-            plan_digest=digest_of_plans(plans),
+            plan_digest=digest_of([self.plan_digest, later.plan_digest]),
             moves=self.moves.followed_by(later.moves),
             plans=plans,
         )

@@ -24,8 +24,7 @@ from mcore_batching.megatron.job.job import Job, job_of, raise_first
 from mcore_batching.megatron.logits.fused_output import Logits
 from mcore_batching.megatron.logits.log_probs import logits_of_shape
 from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
-from mcore_batching.megatron.rollout.planned_rollout import PlannedRollout
-from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes
+from mcore_batching.megatron.rollout.rollout import Rollout, plan_forward_passes
 from mcore_batching.megatron.rows.prepared_step import PreparedRow, PreparedStep
 from mcore_batching.megatron.rows.sample_moves import check_output
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
@@ -209,7 +208,7 @@ def _outputs_of_steps(
     function: OutputsOf,
     job: Job,
     chunks: list[Any],
-    planned: PlannedRollout,
+    planned: Rollout,
     counts: Sequence[int] | None,
 ) -> tuple[list[Outputs], list[str]]:
     """Outputs of ``f`` for each micro-batch of real samples, on the last stage, and their names.
@@ -218,15 +217,15 @@ def _outputs_of_steps(
     """
 
     def schedule_of(step: int) -> MicroBatchSchedule:
-        found = planned.of_step(step)  # later steps are waited for here, within the agreement
         if counts is not None:
-            found.check_step(step, counts)
-        return found
+            planned.check_step(step, counts)
+        return planned.schedule
 
     real: list[Outputs] = []
     fabricated: dict[str, None] = {}  # names of placeholders' outputs
     names: list[str] = []
     for step in range(planned.num_steps):
+        planned.planned(step)
         of_step = functools.partial(schedule_of, step)
         prepared = prepare(job, chunks, _OPERATION, step, of_step)
         made, failed, temperatures = _run(function, job, chunks, prepared)
@@ -243,17 +242,16 @@ def _outputs_of_steps(
 
 def _opened(
     f: Callable[..., Any], args: Any, job: Job, model: Any, data_iterator: Sequence[DataIterator]
-) -> tuple[PlannedRollout, OutputsOf]:
+) -> tuple[Rollout, OutputsOf]:
     """The batch, and the function as it is called, once every rank has read its arguments."""
     # Ranks that differ in this would wait in different planning agreements.
-    own = job.options.has_own_forward_plan
+    own = job.options.has_own_forward_cap
     with job.agreement(_OPERATION, failure=CollationFailedError) as agree:
         get_model_config(model_chunks(model)[0])  # raises for what is no model of Megatron's
         rollout = rollout_of(data_iterator)
-        # A plan of their own is of all steps.
-        schedule = rollout.schedule if own else rollout.of_step(0)
+        schedule = rollout.schedule
         function = logits_function(f, args, schedule, fused=job.options.fuse_output_layer)
-        agree.same("plan (sha256)", rollout.of_step(0).plan_digest)
+        agree.same("plan (sha256)", schedule.plan_digest)
         agree.same("plan of its own", own)
     return rollout, function
 

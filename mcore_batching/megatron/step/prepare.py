@@ -67,7 +67,6 @@ def prepare(
             agree.same(FLAGS[name], getattr(job.options, name))
         for name, value in alike(found).items():
             agree.same(name, value)
-        agree.same("samples and plan (sha256)", found.own_digest, within="replica")
         # What losses divide by, over all ranks, without a collective of its own.
         sums: dict[str, Reduction[Any]] = {}
         for name, value in dataclasses.asdict(prepared.totals).items():

@@ -13,6 +13,7 @@ neither the learning rate nor the consumed samples.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -129,13 +130,16 @@ def train_step(
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
         update.check(model_chunks(model))
-        found = rollout_of(data_iterator).of_step(step)
-        found.check_step(step, num_microbatches)
-        return found
+        rollout = rollout_of(data_iterator)
+        rollout.check_step(step, num_microbatches)
+        return rollout.schedule
 
     def alike(found: MicroBatchSchedule) -> dict[str, Any]:
         return {"increment": update.samples_counted(found)}
 
+    # What these iterators are not is refused in `schedule`, where the other ranks learn of it.
+    with contextlib.suppress(TypeError):
+        rollout_of(data_iterator).planned(step)
     prepared = prepare(job, model, _OPERATION, step, schedule, forward_only=False, alike=alike)
     # Only now: what is no model has been refused above, on every rank.
     return _trained(loss_function, job, model_chunks(model), prepared, update)

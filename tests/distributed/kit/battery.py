@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from kit.samples import make_samples, take
 from mcore_batching.batch.messages import RankMessages
 from mcore_batching.megatron import forward_only, get_data_iterator, train_step
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout import maker
+from mcore_batching.megatron.rollout.rollout import Rollout
 from mcore_batching.planning import ParallelDims
 
 STOPPED_SECONDS = 15
@@ -97,26 +96,25 @@ def _exchange(job: _Job) -> None:
 
 
 def _later_steps(job: _Job) -> None:
-    """What arrives of later steps does not fit into memory, in the thread that plans them."""
-    main, empty_like = threading.current_thread(), torch.empty_like
+    """What arrives of a later step does not fit into memory."""
+    empty_like, calls = torch.empty_like, iter(range(1000))
 
-    def in_thread(*given: Any, **options: Any) -> Any:
-        is_main = threading.current_thread() is main
-        return empty_like(*given, **options) if is_main else job.raises()
+    def after_the_first(*given: Any, **options: Any) -> Any:
+        return empty_like(*given, **options) if next(calls) == 0 else job.raises()
 
-    torch.empty_like = in_thread
-
-
-def _packing_later(job: _Job) -> None:
-    maker.Maker.ask = job.raises  # type: ignore[method-assign]
+    torch.empty_like = after_the_first
 
 
 def _killed_later(job: _Job) -> None:
-    def ask(*unused: Any) -> None:
-        at_fault(job.folder)
-        os.kill(os.getpid(), signal.SIGKILL)
+    planned = Rollout.planned
 
-    maker.Maker.ask = ask  # type: ignore[method-assign]
+    def killed(self: Rollout, step: Any = None) -> Any:
+        if step:
+            at_fault(job.folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return planned(self, step)
+
+    Rollout.planned = killed  # type: ignore[method-assign]
 
 
 def _sharing(job: _Job) -> None:
@@ -189,8 +187,6 @@ FAULTS: dict[str, Callable[[_Job], None]] = {
     "exchange": _exchange,
     "later steps": _later_steps,
     "later, SIGKILL": _killed_later,
-    "packed later": _packing_later,
-    "packed later, SIGKILL": _killed_later,
     "sharing": _sharing,
     "gathering": _gathering,
     "row groups": _row_groups,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,21 +15,18 @@ from kit.faults import my_samples, small_model
 from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
+from kit.workers import worker_with
 from mcore_batching.batch.messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
-from mcore_batching.planning import (
-    CostModel,
-    MCoreBatchingError,
-    ParallelDims,
-    StepPlan,
-    planning_process,
-)
+from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.planning import MCoreBatchingError, ParallelDims, plan_step
 
 COUNTED: list[tuple[Any, str]] = [
     (RankMessages, "reduce"),
     (RankMessages, "gather"),
     (dist, "all_gather_object"),
+    (JobConsensus, "broadcast_bytes"),
     (dist, "broadcast_object_list"),
     (dist, "all_to_all_single"),
     (dist, "new_group"),
@@ -58,15 +53,6 @@ def counted() -> Iterator[dict[str, int]]:
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
-
-
-@contextlib.contextmanager
-def free_micro_batches() -> Iterator[str]:
-    """File of a cost model by which a pipeline takes more micro-batches than hold the samples."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(CostModel(per_micro_batch=0.0).to_json())
-        file.flush()
-        yield file.name
 
 
 def get_batch(data_iterator: Any) -> Any:
@@ -123,20 +109,12 @@ def planned_together(dims: dict[str, Any], reference: str, batch_size: int) -> d
 
     Returns:
         ``made``, the number of plans by this rank; ``plans``, the digests of all steps' plans;
-        ``alone``, those of the same plans made one by one; ``error``, of a sample over the cap.
+        ``alone``, those of `plan_step` of the same lengths; ``error``, of a sample over the cap.
     """
-    model, samples, made = small_model(dims, reference), my_samples(dims), []
-    in_line = {"dynamic_batch_exchange": True, "dynamic_batch_no_plan_ahead": True}
-    args = arguments(ParallelDims(**dims), global_batch_size=batch_size, **in_line)
-    plan_step = planning_process.plan_step
-
-    def counted_plans(lengths: list[int], *rest: Any, **options: Any) -> StepPlan:
-        made.append(len(lengths))
-        return plan_step(lengths, *rest, **options)
-
-    with mock.patch.object(planning_process, "plan_step", counted_plans):
-        iterators, _ = get_data_iterator(args, model, samples)
-    schedule = schedule_of(iterators)
+    model, samples = small_model(dims, reference), my_samples(dims)
+    args = arguments(ParallelDims(**dims), global_batch_size=batch_size)
+    with worker_with("in line") as made:
+        schedule = schedule_of(get_data_iterator(args, model, samples)[0])
     of_schedule = schedule.dims, schedule.config, schedule.cost_model
     vars(args).update(max_tokens_per_gpu=3, dynamic_batch_on_oversize="error")
     error = "none"
@@ -145,7 +123,7 @@ def planned_together(dims: dict[str, Any], reference: str, batch_size: int) -> d
     except MCoreBatchingError as exception:
         error = type(exception).__name__
     return {
-        "made": len(made),
+        "made": made["in_line"],
         "plans": [each.plan.digest() for each in schedule.plans],
         "alone": [plan_step(each.lengths, *of_schedule).digest() for each in schedule.plans],
         "error": error,
@@ -157,7 +135,7 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
     model = small_model(dims, reference)
     optimizer = adam(model, distributed=False)
     shape = ParallelDims(**dims)
-    args, exchanging = arguments(shape), arguments(shape, dynamic_batch_exchange=True)
+    args, staying = arguments(shape), arguments(shape, dynamic_batch_exchange=False)
     learning = arguments(shape, padded_vocab_size=VOCABULARY, dynamic_batch_cost_model="auto")
     samples = my_samples(dims)
     on_one = samples if dist.get_rank() < shape.data_parallel else None
@@ -169,14 +147,16 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
             train_step(packed_objective, args, model, iterators, counts, optimizer)
         with counted() as phases["forward_only"]:
             forward_only(log_probs_of, args, model, iterators, counts)
-        with counted() as phases["plans of all ranks"]:
-            schedule_of(iterators).step_plan(0)
-        with counted() as phases["plans of all ranks, again"]:
+        with counted() as phases["plan of all ranks"]:
             schedule_of(iterators).step_plan(0)
         with counted() as phases["plan, data on one rank of a replica"]:
             get_data_iterator(args, model, on_one)
-        with counted() as phases["plan, exchange"]:
-            get_data_iterator(exchanging, model, samples)
+        with counted() as phases["plan, samples stay"]:
+            iterators, _ = get_data_iterator(staying, model, samples)
+        with counted() as phases["samples stay, plans of all ranks"]:
+            schedule_of(iterators).step_plan(0)
+        with counted() as phases["samples stay, plans of all ranks, again"]:
+            schedule_of(iterators).step_plan(0)
         with counted() as phases["plan, learnt costs"]:
             iterators, counts = get_data_iterator(learning, model, samples)
         with counted() as phases["train_step, learnt costs"]:
@@ -188,11 +168,6 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
             stock_step(learning, model, samples)
         with counted() as phases["stock evaluation"]:
             stock_step(stock, model, samples, forward_only=True)
-        with free_micro_batches() as cost_model:
-            costs = {"dynamic_batch_cost_model": cost_model, "max_tokens_per_gpu": 4096}
-            shaping = arguments(shape, padded_vocab_size=VOCABULARY, **costs)
-            with counted() as phases["stock step, more micro-batches than hold the samples"]:
-                stock_step(shaping, model, samples)
         with counted() as phases["stock step, data on some ranks"]:
             stock_step(stock, model, samples, has_data=on_one is not None)
     return phases

@@ -40,7 +40,7 @@ from mcore_batching.megatron.compat import packed_rows
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
-from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes
+from mcore_batching.megatron.rollout.rollout import plan_forward_passes
 from mcore_batching.megatron.rows.shards import computed_alone
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -206,7 +206,7 @@ def differences(
         planned_with = sharded_model(shape, kind, expected["weights"], ddp, **settings)
     iterators, counts = get_data_iterator(args, planned_with, data)
     outputs = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
-    if Options.of(args).has_own_forward_plan:  # which fields of the last stage alone do not change
+    if Options.of(args).has_own_forward_cap:  # which fields of the last stage alone do not change
         add_fields(iterators, dict(zip(["teacher_log_probs"], outputs.values(), strict=False)))
         again = forward_only(log_probs_of, args, model, iterators, counts, store_prefix="old_")
         assert all(

@@ -11,7 +11,6 @@ import datetime
 import functools
 import inspect
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,7 +22,6 @@ from mcore_batching.planning import ParallelDims
 _TIMEOUT = datetime.timedelta(seconds=60)
 
 _new_group, _destroy_process_group = dist.new_group, dist.destroy_process_group
-_for_thread = consensus.JobConsensus.for_thread
 _signature = inspect.signature(_new_group)
 _made: dict[tuple[str, ...], list[Any]] = collections.defaultdict(list)
 _taken: collections.Counter[tuple[str, ...]] = collections.Counter()
@@ -51,17 +49,10 @@ def destroy_process_group(group: Any = None) -> None:
         _destroy_process_group()
 
 
-def for_thread(own: consensus.JobConsensus) -> consensus.JobConsensus:
-    """Of new groups: a job may end before its threads have received all that was sent to them."""
-    with mock.patch.object(consensus, "new_group", _new_group):
-        return _for_thread(own)
-
-
 def keep_groups() -> None:
     """From now on `torch.distributed.new_group` hands out groups of finished jobs first."""
     dist.new_group, dist.destroy_process_group = new_group, destroy_process_group
     consensus.new_group = new_group
-    consensus.JobConsensus.for_thread = for_thread  # type: ignore[method-assign]
 
 
 def abandon_groups() -> None:

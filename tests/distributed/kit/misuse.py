@@ -21,7 +21,6 @@ from kit.model import named_parameters
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from kit.wrong_calls import Calls, loss_with
-from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.integrations.megatron_lm import datasets_provider_for
 from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments
@@ -32,9 +31,6 @@ from mcore_batching.megatron import (
     get_data_iterator,
     response_log_probs,
 )
-from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.planning_protocol import plan_rollout
-from mcore_batching.megatron.rollout.rollout import RolloutRequest
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims, PlannerConfig, Problem
 from mcore_batching.planning.local import fill_local, least_count, pack_local
@@ -101,21 +97,6 @@ def stages_read_other_samples(dims: dict[str, Any], reference: str) -> str:
     try:
         args = arguments(ParallelDims(**dims), padded_vocab_size=VOCABULARY)
         stock_step(args, model, samples)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def fields_differ_in_one_step(dims: dict[str, Any], reference: str) -> str:
-    """What planning says where samples are packed with the first agreement, as in a stock script,
-    and the last rank has a field more."""
-    model, samples = small_model(dims, reference), my_samples(dims)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        samples["mine"] = [0.5 for _ in samples["tokens"]]
-    args = arguments(ParallelDims(**dims))
-    try:
-        job = job_of(args)
-        plan_rollout(RolloutRequest(job, model, DEFAULT_SCHEMA, lambda: samples, one_step=True))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -278,7 +259,7 @@ def all_ranks_wrong(dims: dict[str, Any], reference: str) -> list[str]:
             arguments(
                 calls.dims,
                 dynamic_batch_context_parallel=2,
-                dynamic_batch_forward_only_plan="own",
+                dynamic_batch_forward_only_max_tokens_per_gpu=9,
             ),
             calls.model,
             calls.data,

@@ -61,7 +61,12 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     shape, model = ParallelDims(**dims), small_model(dims, reference)
     # A row holds two trajectories.
     off, on = (
-        arguments(shape, max_tokens_per_gpu=2 * TOTALS[-1], dynamic_batch_share_prefixes=flag)
+        arguments(
+            shape,
+            max_tokens_per_gpu=2 * TOTALS[-1],
+            dynamic_batch_share_prefixes=flag,
+            dynamic_batch_exchange=False,
+        )
         for flag in (False, True)
     )
     data, count = turns(), len(TOTALS) * TRAJECTORIES

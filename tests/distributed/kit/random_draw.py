@@ -182,7 +182,7 @@ def _planner(
         "dynamic_batch_logits_in_model_dtype": draw.chance("model dtype", 0.3),
         "dynamic_batch_fuse_output_layer": draw.chance("fused output", 0.35),
         "dynamic_batch_no_planned_shapes": draw.chance("shapes exchanged", 0.1),
-        "dynamic_batch_exchange": draw.chance("exchange", 0.35),
+        "dynamic_batch_exchange": draw.chance("exchange", 0.75),
         "dynamic_batch_share_prefixes": draw.chance("shared prefixes", 0.5),
         # Experts' ranks wait for each other in every pass, so they learn nothing.
         "dynamic_batch_cost_model": draw.one(
@@ -209,13 +209,13 @@ def _planner(
     if ranks > 1 and draw.chance("dynamic CP", 0.4) and (known or outside):
         sizes = sorted({1 << n for n in range(3) if 1 << n <= ranks} | {ranks})
         args["dynamic_batch_context_parallel"] = draw.one("dynamic CP, most", sizes)
+        stays = draw.chance("dynamic CP of samples that stay", _OUTSIDE)
+        args["dynamic_batch_exchange"] |= not stays
     goes = "dynamic_batch_context_parallel" not in args or outside
-    if goes and draw.chance("own forward plan", 0.25):
-        args["dynamic_batch_forward_only_plan"] = "own"
     least = _least_cap(dims, args)
     cap = math.ceil(draw.one("cap", [6, 20, 48, 48, 100, 1000]) / dims["context_parallel"])
     args["max_tokens_per_gpu"] = max(cap, least)
-    if args.get("dynamic_batch_forward_only_plan") and draw.chance("forward cap", 0.6):
+    if goes and draw.chance("forward cap", 0.2):
         forward = max(draw.one("forward cap, tokens", [1, 30, 300]), least)
         args["dynamic_batch_forward_only_max_tokens_per_gpu"] = forward
     return args

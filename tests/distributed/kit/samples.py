@@ -84,9 +84,12 @@ def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> 
     """Indices of the samples that data-parallel rank ``rank`` holds.
 
     ``"uneven"``: all but a few on rank 0, the rest one each. ``"fewer"``: three on each of the
-    others. ``"empty"``: the last rank has none.
+    others. ``"empty"``: the last rank has none. ``"lopsided"``: ranks 1 to 3 have 2, 0 and 1.
     """
     count = len(samples["total_lengths"])
+    if spread == "lopsided":
+        ends = [count - 3, count - 1, count - 1, count]
+        return list(range(ends[rank - 1] if rank else 0, ends[rank]))
     if ranks == 1:
         return list(range(count))
     populated = ranks - 1 if spread == "empty" else ranks

@@ -39,14 +39,14 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.job.job import job_of
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
-from mcore_batching.megatron.rollout.planning_protocol import plan_forward_passes
+from mcore_batching.megatron.rollout.rollout import plan_forward_passes
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     StepPlan,
-    planning_process,
     validate_plan,
+    worker,
 )
 
 SIZES = {
@@ -273,7 +273,7 @@ def refused_models(dims: dict[str, Any], reference: str) -> dict[str, str]:
 @contextlib.contextmanager
 def mixed_sizes() -> Iterator[None]:
     """Plan as `SIZES` says, whatever the samples: legal, and seldom good."""
-    with mock.patch.object(planning_process, "plan_step", _mixed_plan):
+    with mock.patch.object(worker, "plan_step", _mixed_plan):
         yield
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kit.harness import REPOSITORY, Job
+from kit.workers import FAULTS
 
 SFT = "examples/sft/sft.py"
 VARIANTS = "tests/distributed/kit/stock_script.py"
@@ -42,17 +43,13 @@ COMMON = [
 ON = ["--use-dynamic-batch-size", "--dynamic-batch-log-all", "--max-tokens-per-gpu"]
 FLAG = [*ON, str(CAP)]
 HALF_THE_CAP_TO_EVALUATE = ["--dynamic-batch-forward-only-max-tokens-per-gpu", str(CAP // 2)]
-EXCHANGE = [*FLAG, "--dynamic-batch-exchange"]
+STAYING = [*FLAG, "--no-dynamic-batch-exchange"]
 SHARED = [
     *(*ON, "96"),
     "--dynamic-batch-context-parallel",
 ]
 """Samples of up to 192 tokens do not fit on one rank."""
 LEARNT = ["--dynamic-batch-cost-model", "auto"]
-
-
-NOT_AHEAD = "--dynamic-batch-no-plan-ahead"
-PLANNING_FAULTS = ("killed", "stopped", "late", "absent", "lost")
 
 
 def steps(number: int, *, micro_batch_size: int = 1, evaluations: int = 1) -> list[str]:
@@ -116,10 +113,10 @@ def ahead(name: str, *words: str, faults: tuple[str, ...] = (), **parameters: An
 
     Evaluation, which draws from another iterator, comes in between.
     """
-    words = (*words, *EXCHANGE, "--eval-interval", "2")
+    words = (*words, *FLAG, "--eval-interval", "2")
     planned = functools.partial(job, function="train_ahead", **parameters)
     yield planned(f"{name}-ahead", *words)
-    yield planned(f"{name}-not-ahead", *words, NOT_AHEAD)
+    yield planned(f"{name}-not-ahead", *words, fault="in line")
     for fault in faults:
         yield planned(f"{name}-{fault}", *words, fault=fault)
 
@@ -129,23 +126,24 @@ JOBS = {
     for each in (
         job("pp2-padded", *steps(10), *PP2),
         job("pp2", *steps(10), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
-        job("pp2-exchange", *steps(10), *PP2, *EXCHANGE),
+        job("pp2-ten", *steps(10), *PP2, *FLAG),
+        job("pp2-staying", *steps(10), *PP2, *STAYING),
         job(
             "pp2-overlapped-reduction",
-            *(*steps(5), *PP2, *EXCHANGE, "--overlap-grad-reduce"),
+            *(*steps(5), *PP2, *FLAG, "--overlap-grad-reduce"),
             *("--use-distributed-optimizer", "--overlap-param-gather"),
         ),
-        job("pp2-learnt", *steps(5), *PP2, *EXCHANGE, *LEARNT),
+        job("pp2-learnt", *steps(5), *PP2, *FLAG, *LEARNT),
         job("pp2-two-samples-padded", *steps(10, micro_batch_size=2), *PP2),
         job("pp2-two-samples", *steps(10, micro_batch_size=2), *PP2, *FLAG),
         job("pp2-ramp-up-padded", *RAMP_UP, *PP2),
         job("pp2-ramp-up", *RAMP_UP, *PP2, *FLAG),
         job(
             "pp2-resumed",
-            *(*steps(10), *PP2, *EXCHANGE, *saved("pp2", every=5)),
+            *(*steps(10), *PP2, *FLAG, *saved("pp2", every=5)),
             function="train_and_resume",
         ),
-        job("pp2-blocking", *steps(10), *PP2, *EXCHANGE, function="train_blocking"),
+        job("pp2-blocking", *steps(10), *PP2, *FLAG, function="train_blocking"),
         job("vpp2-padded", *steps(10), *VPP2),
         job("vpp2", *steps(10), *VPP2, *FLAG),
         job("vpp2-blocking", *steps(10), *VPP2, *FLAG, function="train_blocking"),
@@ -155,7 +153,7 @@ JOBS = {
             function="train_and_resume",
             relaunches=False,
         ),
-        job("vpp2-placeholders", *steps(5), *VPP2, *ONE_ROW),
+        job("vpp2-placeholders", *steps(5), *VPP2, *ONE_ROW, "--no-dynamic-batch-exchange"),
         job("dp4-padded", *steps(10)),
         job("tp2-cp2", *steps(10), *TP2_CP2, *FLAG),
         job(
@@ -164,7 +162,7 @@ JOBS = {
             function="train_and_resume",
             relaunches=False,
         ),
-        job("tp2-exchange", *steps(5), *TP2, *EXCHANGE),
+        job("tp2-staying", *steps(5), *TP2, *STAYING),
         job("pp2-shared", *steps(5), *PP2, *SHARED, "2"),
         job("cp2-shared", *steps(5), *PP2, *CP2, *SHARED, "2"),
         job("dp4-shared", *steps(5), *SHARED, "4"),
@@ -197,23 +195,29 @@ JOBS = {
         ),
         job(
             "reading-raises",
-            *(*steps(5, evaluations=0), *PP2, *EXCHANGE, "--variant", "reading-raises"),
+            *(*steps(5, evaluations=0), *PP2, *FLAG, "--variant", "reading-raises"),
             script=VARIANTS,
             data=OWN_DATA,
         ),
-        *ahead("pp2", *steps(5), *PP2, faults=PLANNING_FAULTS),
+        *ahead("pp2", *steps(5), *PP2, faults=FAULTS),
         job(
             "pp2-early-exit",
-            *(*steps(5), *PP2, *EXCHANGE, "--eval-interval", "2", "--exit-interval", "3"),
+            *(*steps(5), *PP2, *FLAG, "--eval-interval", "2", "--exit-interval", "3"),
             function="train_ahead",
         ),
         *(
-            job(f"pauses-{name}", *(*steps(10), *PP2, *words), function="pauses", seconds=seconds)
+            job(
+                f"pauses-{name}",
+                *(*steps(10), *PP2, *words),
+                function="pauses",
+                seconds=seconds,
+                fault="in line" if "not-ahead" in name else None,
+            )
             for name, seconds, words in (
                 ("padded", 0.0, ["--micro-batch-size", "2"]),
-                ("short-plans", 0.2, [*EXCHANGE]),
-                ("long-plans", 1.0, [*EXCHANGE]),
-                ("long-plans-not-ahead", 1.0, [*EXCHANGE, NOT_AHEAD]),
+                ("short-plans", 0.2, FLAG),
+                ("long-plans", 1.0, FLAG),
+                ("long-plans-not-ahead", 1.0, FLAG),
             )
         ),
         dataclasses.replace(
@@ -221,7 +225,7 @@ JOBS = {
                 "thousands-of-steps",
                 *("--train-iters", "2000", "--lr-decay-iters", "2000", "--micro-batch-size", "1"),
                 *("--global-batch-size", "8", "--eval-iters", "0", "--log-interval", "100"),
-                *(*PP2, *EXCHANGE, "--num-layers", "2"),
+                *(*PP2, *FLAG, "--num-layers", "2"),
                 function="held",
             ),
             seconds=1200.0,

@@ -1,0 +1,112 @@
+"""What may happen to the worker that plans, on the planning rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from mcore_batching.megatron.rollout import plan
+from mcore_batching.planning import worker
+from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
+
+FAULTS = ("killed", "stopped", "late", "absent", "out of memory")
+SECONDS_LATE = 5.0
+_SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+_PATIENCE = {"stopped": 8.0, "late": 1.0}
+_SLOW_START = """
+import time
+from mcore_batching.planning import worker
+plan_step = worker.plan_step
+worker.plan_step = lambda *a, **o: time.sleep({seconds}) or plan_step(*a, **o)
+serve()"""
+_LIMITED_START = """
+from mcore_batching.planning import worker
+worker.plan_step = lambda *a, **o: bytearray(1 << 60)
+serve()"""
+
+
+@contextlib.contextmanager
+def slow_planning(seconds: float, *, in_line: float | None = None) -> Iterator[None]:
+    """Planning that takes so much longer: in the worker, and in line (None: as much)."""
+    plan_step = worker.plan_step
+
+    def slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(seconds if in_line is None else in_line)
+        return plan_step(*arguments, **options)
+
+    with (
+        _started_by(_SLOW_START.format(seconds=seconds)),
+        mock.patch.object(worker, "plan_step", slowly),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _started_by(lines: str) -> Iterator[None]:
+    start = worker._START.replace("\nserve()", lines)
+    assert start != worker._START
+    with mock.patch.object(worker, "_START", start):
+        yield
+
+
+@contextlib.contextmanager
+def worker_with(fault: str | None, first: int = 1) -> Iterator[dict[str, Any]]:
+    """Let something happen to the worker with a request, the `first` from 1 on; None: nothing;
+    "in line": no request reaches it.
+
+    Yields:
+        ``in_line``: the number of plans that this rank made itself; ``said`` of them; ``pids`` of
+        the workers.
+    """
+    made: dict[str, Any] = {"in_line": 0, "said": [], "pids": []}
+    submit, plan_in_line, say = PlanningWorker.submit, PlanRequest.plan, plan.say
+    requests = iter(range(1, 10**6))
+
+    def submitted(self: PlanningWorker, request: PlanRequest) -> PlanTicket:
+        if fault == "in line":
+            ticket = PlanTicket(self, None, request)
+            ticket.settle(b"I")
+            return ticket
+        ticket = submit(self, request)
+        if self.pid is not None and self.pid not in made["pids"]:
+            made["pids"].append(self.pid)
+        if next(requests) == first and fault in _SIGNALS:
+            os.kill(made["pids"][-1], _SIGNALS[fault])
+        return ticket
+
+    def counted(request: PlanRequest) -> Any:
+        made["in_line"] += 1
+        return plan_in_line(request)
+
+    def said(text: str) -> None:
+        made["said"].append(text)
+        say(text)
+
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (PlanningWorker, "submit", submitted),
+            (PlanRequest, "plan", counted),
+            (plan, "say", said),
+            # A worker may take seconds to start on a busy core.
+            (plan, "SECONDS_LATE", _PATIENCE.get(str(fault), 60.0)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        if fault == "absent":
+            stack.enter_context(mock.patch("sys.executable", "/nowhere/python"))
+        if fault == "late":
+            stack.enter_context(slow_planning(SECONDS_LATE, in_line=0.0))
+        if fault == "out of memory":
+            stack.enter_context(_started_by(_LIMITED_START))
+        yield made
+
+
+def is_planning_rank() -> bool:
+    """True on the rank that has the worker."""
+    return dist.get_rank() == 0
