@@ -58,14 +58,14 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(
     assert "set --dynamic-batch-record to a writable folder" in raised
 
 
-SHARED = {"dynamic_batch_context_parallel": 2, "dynamic_batch_exchange": True}
+SHARED = {"dynamic_batch_context_parallel": 2}
 
 
 @pytest.mark.parametrize(
     ("job", "largest_row"),
     [
         (job("over-cap", steps=1, max_tokens_per_gpu=10), 10),
-        (job("over-cap-exchange", steps=1, max_tokens_per_gpu=10, dynamic_batch_exchange=True), 10),
+        (job("over-cap-stays", steps=1, max_tokens_per_gpu=10, dynamic_batch_exchange=False), 10),
         (job("over-cap-shared", {"data_parallel": 4}, steps=1, max_tokens_per_gpu=5, **SHARED), 10),
     ],
     ids=str,

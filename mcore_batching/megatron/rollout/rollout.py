@@ -100,17 +100,18 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> Rollout:
     job = samples.job
     if not job.options.exchanges_samples:
         return Rollout(plan_locally(samples))
-    later, num_steps = None, len(samples.steps)
-    if num_steps > 1:
-        with job.agreement("copying samples of later steps"):
-            # The caller may change its values before these are exchanged.
-            data = unflat(flat(samples.batch.data))
-            later = dataclasses.replace(
-                samples, batch=dataclasses.replace(samples.batch, data=data)
-            )
     # First: the worker plans while the first step is planned in line.
-    tickets = [begin_plan(job, samples.request(step)) for step in range(1, num_steps)]
-    return Rollout(planned_step(samples, 0, ticket), later, tickets)
+    later_steps = range(1, len(samples.steps))
+    tickets = [begin_plan(job, samples.request(step)) for step in later_steps]
+    # Ranks compare the number of steps here, before collectives that follow from it.
+    first = planned_step(samples, 0, ticket)
+    if not later_steps:
+        return Rollout(first)
+    with job.agreement("copying samples of later steps"):
+        # The caller may change its values before these are exchanged.
+        data = unflat(flat(samples.batch.data))
+        batch = dataclasses.replace(samples.batch, data=data)
+        return Rollout(first, dataclasses.replace(samples, batch=batch), tickets)
 
 
 def planned_step(
