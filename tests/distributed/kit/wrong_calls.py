@@ -39,7 +39,7 @@ class Calls:
         self.data = my_samples(dims, spread)
         self.iterators, self.counts = get_data_iterator(self.args, self.model, self.data)
         self.optimizer = adam(self.model, distributed=False)
-        self.another, _ = self.planned(dynamic_batch_exchange=True)
+        self.another, _ = self.planned(dynamic_batch_balance="cost")
 
     def forward(self, f: Any = log_probs_of, **changes: Any) -> Any:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
@@ -68,7 +68,7 @@ class Calls:
         add_fields(self.iterators, fields)
 
     def forward_exchanged(self, f: Any = log_probs_of) -> Any:
-        iterators, counts = self.planned(dynamic_batch_exchange=True)
+        iterators, counts = self.planned()
         return self.forward(f, data_iterator=iterators, num_microbatches=counts)
 
     def forward_changed(self, tokens: slice = slice(None)) -> Any:
@@ -457,8 +457,8 @@ ON_ONE_REPLICA = {
     ),
     "exchange": _flags(
         _MISMATCH,
-        "samples stay on their rank is False, on rank 0 it is",
-        dynamic_batch_exchange=True,
+        "samples stay on their rank is True, on rank 0 it is False",
+        dynamic_batch_exchange=False,
     ),
     "no fields": _fields(
         _PLANNING,
@@ -471,18 +471,25 @@ ON_ONE_REPLICA = {
     ),
     "field is a number": _fields(
         _PLANNING,
-        "'advantages': expected 12 values, one per",
+        "rank 2: SchemaError: field 'advantages': expected one value for each of the 12 samples",
         lambda calls: calls.add(tokens=calls.data["tokens"], advantages=5),
     ),
-    "field is too short": _fields(
-        _PLANNING,
-        "rank 2: SchemaError: field 'log_probs'",
+    # The rank that runs a sample checks its values, which came from the rank that brought it.
+    "field is too short": Wrong(
         lambda calls: calls.add(log_probs=[torch.ones(1) for _ in calls.data["tokens"]]),
-    ),
-    "field is not declared": _fields(
+        lambda calls: calls.add(log_probs=[torch.ones(n) for n in calls.data["response_lengths"]]),
         _PLANNING,
-        "rank 2: SchemaError: field 'mine'",
-        lambda calls: calls.add(mine=[each[:2, None] for each in calls.data["tokens"]]),
+        "SchemaError: field 'log_probs', sample",
+    ),
+    "field is not declared": Wrong(
+        *[lambda calls: calls.add(mine=[each[:2, None] for each in calls.data["tokens"]])] * 2,
+        _PLANNING,
+        "SchemaError: field 'mine': expected a declared field",
+    ),
+    "field of one rank": _fields(
+        _PLANNING,
+        "field 'weights': expected values of all data-parallel ranks' samples, found none of ranks",
+        lambda calls: calls.add(weights=[1.0 for _ in calls.data["tokens"]]),
     ),
     "train_step against forward_only": Wrong(
         Calls.train,
