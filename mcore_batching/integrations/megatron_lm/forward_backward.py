@@ -23,18 +23,12 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.batch.agreement.consensus import Statement
 from mcore_batching.batch.fields.value_shapes import describe
 from mcore_batching.integrations.megatron_lm.arguments import FLAG, NO_NON_LOSS_DATA, is_on
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
-from mcore_batching.integrations.megatron_lm.step_log import (
-    learnt_entries,
-    own_figures,
-    record_step,
-    statistics_of,
-)
+from mcore_batching.integrations.megatron_lm.step_log import learnt_entries, record_step
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.integrations.megatron_lm.unpadding import draw_batches
 from mcore_batching.megatron import compat
@@ -52,7 +46,9 @@ from mcore_batching.megatron.step.multi_token import (
 from mcore_batching.megatron.step.run_pipeline import run_pipeline
 from mcore_batching.megatron.timing import mark
 from mcore_batching.megatron.topology import model_chunks, model_shape
+from mcore_batching.planning import step_statistics
 from mcore_batching.planning.plans.memory import predicted_memory
+from mcore_batching.planning.plans.statistics import step_problem
 
 ForwardBackward = Callable[..., Any]
 
@@ -148,12 +144,10 @@ class PackedForwardBackward:
         plan_seconds: float,
     ) -> None:
         """End a training step on all ranks, or raise on all what failed on any, and log it."""
-        with job.agreement_after_pipeline("training") as agree:
+        with job.agreement_after_pipeline("training"):
             raise_first(failed)
-            problem, own = own_figures(schedule)
-            _, reductions = Statement(figures=own).put_into(agree)
-        figures = {name: each.value for name, each in reductions.items()}
-        made = statistics_of(schedule, problem, figures)
+        plan, lengths = schedule.step_plan(0)  # where samples stay, a collective
+        made, (problem, _) = step_statistics(plan, lengths), step_problem(plan, lengths)
         shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
         record_step(
             made,

@@ -1,7 +1,5 @@
 """Statistics of a training step's plan, for Megatron's log line, TensorBoard and W&B.
 
-    own_figures(schedule)               each rank's part, sent with the agreement that ends the step
-    statistics_of(schedule, …)          as `step_statistics` of the plan of all ranks
     record_step(...)                    kept until stock code logs
     with_batching_statistics(losses)    the log's entries, of which the README explains five
 
@@ -18,48 +16,21 @@ from typing import Any
 
 import torch
 
-from mcore_batching.batch.agreement.figures import Figure, largest, total
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
 from mcore_batching.megatron.timing import is_over, seconds_between
-from mcore_batching.planning import StepStatistics, step_statistics
+from mcore_batching.planning import StepStatistics
 from mcore_batching.planning.learn import LearntCosts
 from mcore_batching.planning.plans.memory import PredictedMemory
-from mcore_batching.planning.plans.shard_statistics import joined_statistics, shard_statistics
-from mcore_batching.planning.problem import Problem
 
 PREFIX = "batching/"
 REMEMBERED_STEPS = 32  # in the median of seconds per unit of cost
 # Entries without --dynamic-batch-log-all.
 LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
 
-OwnFigures = tuple[Problem, dict[str, Figure]]
-
 # Values of the training step that ran last.
 _last_step: dict[str, float] = {}
 _seconds_per_unit: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
 # Marks of steps whose time has not been read, and the units of cost of each.
 _unread: collections.deque[tuple[Any, Any, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
-
-
-def own_figures(schedule: MicroBatchSchedule) -> OwnFigures:
-    """This rank's samples, and its part of the step's figures."""
-    lengths = [int(length) for length in schedule.rollout_data["total_lengths"]]
-    problem = Problem.of(lengths, schedule.dims, schedule.config, schedule.cost_model)
-    figures: dict[str, Figure] = {}
-    if not schedule.plans:  # where samples were exchanged, every rank knows the plan of all
-        totals, maxima = shard_statistics(problem, schedule.steps[0])
-        figures |= {name: total(value) for name, value in totals.items()}
-        figures |= {name: largest(value) for name, value in maxima.items()}
-    return problem, figures
-
-
-def statistics_of(
-    schedule: MicroBatchSchedule, problem: Problem, figures: Mapping[str, Any]
-) -> StepStatistics:
-    """Of the plan over all ranks."""
-    if schedule.plans:
-        return step_statistics(*schedule.step_plan(0))
-    return joined_statistics(problem, figures)
 
 
 def record_step(
