@@ -13,7 +13,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, StepPlan, local
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    Problem,
+    StepPlan,
+    local,
+    plan_step,
+)
 from mcore_batching.planning.local import fill_local, pack_local
 from mcore_batching.tools.lengths_file import read_lengths
 
@@ -28,7 +36,7 @@ def examples(count: int) -> settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One planning problem; `owners` is None for the global scope."""
+    """One planning problem; `owners`: the rank of each sample, None where they may move."""
 
     lengths: list[int]
     dims: ParallelDims
@@ -83,13 +91,27 @@ def least_count(wanted: int, dims: ParallelDims) -> int:
     return count
 
 
+def planned(case: Case, cost_model: CostModel | None = None) -> StepPlan:
+    """The case's plan: of samples that may move, or that stay on the ranks of `owners`."""
+    given = case.lengths, case.dims, case.config
+    if case.owners is None:
+        return plan_step(*given, cost_model)
+    return plan_locally(*given, case.owners, cost_model)
+
+
 def plan_locally(
-    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, owners: Sequence[int]
+    lengths: Sequence[int],
+    dims: ParallelDims,
+    config: PlannerConfig,
+    owners: Sequence[int],
+    cost_model: CostModel | None = None,
 ) -> StepPlan:
     """The plan of ranks that agree on the largest count and move no sample, in one process."""
     ranks = range(dims.data_parallel)
     shards = [[i for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
-    problems = [Problem.of([lengths[i] for i in shard], dims, config) for shard in shards]
+    problems = [
+        Problem.of([lengths[i] for i in shard], dims, config, cost_model) for shard in shards
+    ]
     packed = list(map(pack_local, problems))
     count = max(map(local.least_count, problems, packed))
     filled = [fill_local(problems[rank], packed[rank], count) for rank in ranks]
@@ -102,6 +124,8 @@ def plan_locally(
         sample_indices=tuple(range(len(lengths))),
         dims=dims,
         config=config,
+        scope="local",
+        cost_model=problems[0].cost_model,
     )
 
 

@@ -34,11 +34,6 @@ from mcore_batching.planning.plans.statistics import (
 )
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.shard import (
-    fill_shard,
-    shard_ends,
-    soonest_count,
-)
 from mcore_batching.planning.tokens import (
     row_multiple_tokens,
     sample_multiple_tokens,
@@ -67,7 +62,6 @@ __all__ = [
     "StepStatistics",
     "at_least",
     "fill_local",
-    "fill_shard",
     "group_steps",
     "least_count",
     "micro_batch_lower_bound",
@@ -77,8 +71,6 @@ __all__ = [
     "predicted_step_time",
     "row_multiple_tokens",
     "sample_multiple_tokens",
-    "shard_ends",
-    "soonest_count",
     "step_problem",
     "step_statistics",
     "validate_plan",

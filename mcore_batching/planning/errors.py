@@ -87,7 +87,7 @@ class ConfigError(PlanningError):
 
 
 class LengthError(PlanningError):
-    """Lengths, owners or counts that describe no batch.
+    """Lengths, groups or counts that describe no batch.
 
     Attributes: `index`, the position of the offending entry, or None if the whole is at fault.
     """

@@ -104,24 +104,6 @@ def one_per_sample(name: str, values: Any, num_samples: int) -> Sequence[Any]:
     return checked
 
 
-def integer_entries(name: str, of_sample: str, values: Any, most: int) -> list[int]:
-    """The argument `name`, each a `of_sample` ("length") from 0 to `most`, as Python ints; a
-    `LengthError` names the first that is none."""
-    checked: list[int] = []
-    for index, value in enumerate(entries(name, values, LengthError)):
-        # Nearly all are plain ints, and `as_integer` is a call for each of up to a million.
-        number = value if type(value) is int else as_integer(value)
-        if number is None or not 0 <= number <= most:
-            raise LengthError(
-                f"the {of_sample} of sample {index} must be an integer from 0 to {most}, "
-                f"got {value!r:.60}; correct ",
-                Argument(name),
-                index=index,
-            )
-        checked.append(number)
-    return checked
-
-
 def round_up(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
@@ -129,4 +111,16 @@ def round_up(value: int, multiple: int) -> int:
 
 def check_lengths(lengths: Sequence[int]) -> list[int]:
     """The lengths [samples] in tokens, as Python ints; a `LengthError` names one out of range."""
-    return integer_entries("lengths", "length", lengths, MAX_LENGTH_TOKENS)
+    checked: list[int] = []
+    for index, value in enumerate(entries("lengths", lengths, LengthError)):
+        # Nearly all are plain ints, and `as_integer` is a call for each of up to a million.
+        number = value if type(value) is int else as_integer(value)
+        if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
+            raise LengthError(
+                f"the length of sample {index} must be an integer from 0 to {MAX_LENGTH_TOKENS}, "
+                f"got {value!r:.60}; correct ",
+                Argument("lengths"),
+                index=index,
+            )
+        checked.append(number)
+    return checked

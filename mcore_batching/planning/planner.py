@@ -11,7 +11,6 @@ from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
 from mcore_batching.planning.errors import Argument, ConfigError
 from mcore_batching.planning.groups import steps_of_batch
-from mcore_batching.planning.integers import integer_entries, one_per_sample
 from mcore_batching.planning.local import pack_local
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import largest_first, place, split_until
@@ -22,11 +21,6 @@ from mcore_batching.planning.search import (
     Slots,
     search,
     search_dynamic,
-)
-from mcore_batching.planning.shard import (
-    fill_shard,
-    shard_ends,
-    soonest_count,
 )
 
 MAX_SEARCHED_PASSES = 2 * 10**8
@@ -40,7 +34,6 @@ def plan_step(
     config: PlannerConfig,
     cost_model: CostModel | None = None,
     *,
-    owners: Sequence[int] | None = None,
     forward_only: bool = False,
 ) -> StepPlan:
     """Plan one optimizer step.
@@ -54,16 +47,14 @@ def plan_step(
         dims: sizes of the parallel groups.
         config: cap and policies.
         cost_model: costs of samples and micro-batches; `CostModel()` if None.
-        owners: the data-parallel rank that holds each sample [samples] and runs it; None: samples
-            may go to any rank.
         forward_only: plan forward passes alone, as for old and reference log-probs.
 
     Raises:
-        LengthError: a length or an owner is out of range.
+        LengthError: a length is out of range.
         ConfigError: the cap leaves no room for a single token, or the search would take hours.
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
     """
-    plan = plan_batch(lengths, dims, config, cost_model, owners=owners, forward_only=forward_only)
+    plan = plan_batch(lengths, dims, config, cost_model, forward_only=forward_only)
     return plan.steps[0]
 
 
@@ -74,7 +65,6 @@ def plan_batch(
     cost_model: CostModel | None = None,
     *,
     samples_per_step: int | None = None,
-    owners: Sequence[int] | None = None,
     groups: Sequence[Hashable] | None = None,
     groups_per_step: int | None = None,
     forward_only: bool = False,
@@ -84,7 +74,7 @@ def plan_batch(
     step.
 
     Args:
-        lengths, dims, config, cost_model, owners, forward_only: as in `plan_step`, of the batch.
+        lengths, dims, config, cost_model, forward_only: as in `plan_step`, of the batch.
         samples_per_step: samples of each step over all ranks; the last step takes the rest.
         groups: the group (uid) of each sample [samples], with `groups_per_step`.
         groups_per_step: groups of each step over all ranks, as in `group_steps`.
@@ -94,20 +84,13 @@ def plan_batch(
         As `plan_step`; LengthError also for steps or groups that do not fit the samples.
     """
     problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)
-    if owners is not None:
-        if config.max_context_parallel is not None:
-            raise ConfigError(
-                "dynamic CP moves samples between ranks; leave out ", Argument("owners")
-            )
-        owners = one_per_sample("owners", owners, problem.num_samples)
-        owners = integer_entries("owners", "owner", owners, dims.data_parallel - 1)
     samples_of_steps = steps_of_batch(
         problem.num_samples, samples_per_step, groups, groups_per_step
     )
     _check_search(config, max(map(len, samples_of_steps)))
     steps: list[StepPlan] = []
     for samples in samples_of_steps:
-        steps.append(_plan_samples(problem, samples, owners))
+        steps.append(_plan_samples(problem, samples))
         if on_step is not None:
             on_step(len(steps), len(samples_of_steps))
     return Plan(steps=tuple(steps), num_samples=problem.num_samples)
@@ -123,32 +106,20 @@ def _check_search(config: PlannerConfig, num_samples: int) -> None:
         )
 
 
-def _plan_samples(batch: Problem, samples: Sequence[int], owners: Sequence[int] | None) -> StepPlan:
-    """The plan of one step: of `samples` of the batch, ascending, and the rank that holds each of
-    the batch's samples (None: they may go to any)."""
-    sizes = None
-    if owners is None:
-        problem = batch.subset(samples)
-        if batch.config.max_context_parallel is None:
-            micro_batches = _plan_global(problem)
-        else:
-            micro_batches, sizes = _plan_dynamic(problem)
-        ranks = tuple(_renamed(rank, samples) for rank in micro_batches)
+def _plan_samples(batch: Problem, samples: Sequence[int]) -> StepPlan:
+    """The plan of one step: of `samples` of the batch, ascending."""
+    problem, sizes = batch.subset(samples), None
+    if batch.config.max_context_parallel is None:
+        micro_batches = _plan_global(problem)
     else:
-        shards: list[list[int]] = [[] for _ in range(batch.dims.data_parallel)]
-        # Each rank's samples are a problem of their own, numbered from 0, and renamed afterwards.
-        for sample in samples:
-            shards[owners[sample]].append(sample)
-        local = _plan_local([batch.subset(shard) for shard in shards])
-        ranks = tuple(_renamed(rank, shard) for rank, shard in zip(local, shards, strict=True))
+        micro_batches, sizes = _plan_dynamic(problem)
     return StepPlan(
-        micro_batches=ranks,
-        num_microbatches=len(ranks[0]),
+        micro_batches=tuple(_renamed(rank, samples) for rank in micro_batches),
+        num_microbatches=len(micro_batches[0]),
         sample_indices=tuple(samples),
         dims=batch.dims,
         config=batch.config,
         context_parallel=sizes,
-        scope="global" if owners is None else "local",
         cost_model=batch.cost_model,
         forward_only=batch.forward_only,
     )
@@ -205,16 +176,6 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
     if problem.config.fill == "split":
         bins = split_until(bins, count * ranks, problem.weight)
     return place(problem, bins, count)
-
-
-def _plan_local(shards: Sequence[Problem]) -> tuple[MicroBatches, ...]:
-    """Micro-batches of each rank, made of its own samples, in the number that suits the straggler.
-    The same calls as in a job (see `shard`), with `max` for the all-reduce."""
-    packed = [pack_local(shard) for shard in shards]
-    ends = [shard_ends(shard, bins) for shard, bins in zip(shards, packed, strict=True)]
-    latest = [max(each) for each in zip(*ends, strict=True)]  # the straggler's, for each count
-    count = soonest_count(latest, shards[0].dims)
-    return tuple(fill_shard(shard, bins, count) for shard, bins in zip(shards, packed, strict=True))
 
 
 def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import Case, cases, examples
+from planning_cases import Case, cases, examples, planned
 from step_bound import even_weight, step_time_bound
 
 from mcore_batching.planning import (
@@ -17,7 +17,6 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     Problem,
-    plan_step,
 )
 from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
 from mcore_batching.planning.pipeline import Clock, Schedule
@@ -159,7 +158,7 @@ def test_no_schedule_is_shorter_than_its_slots_weighted(
 @examples(60)
 @given(cases(fill=("split",)))
 def test_no_plan_ends_sooner(case: Case) -> None:
-    step = plan_step(case.lengths, case.dims, case.config, owners=case.owners)
+    step = planned(case)
     problem = Problem.of(case.lengths, case.dims, case.config)
     end = predicted_step_time(step, case.lengths)
     assert step_time_floor(problem) <= step_time_bound(problem) <= end * ROUNDING

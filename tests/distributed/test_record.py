@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kit.harness import Job
+from planning_cases import plan_locally
 
 from mcore_batching.planning import CostModel, plan_step, step_statistics
 from mcore_batching.planning.plans.records import read_records
@@ -24,10 +25,18 @@ def job(name: str, dims: dict[str, int] | None = None, **parameters: Any) -> Job
     return Job(name, "kit.recording:record", 4, dims, given)
 
 
-@pytest.mark.parametrize("job", [job("record", steps=3, max_tokens_per_gpu=96)], ids=str)
+@pytest.mark.parametrize(
+    "job",
+    [
+        job("record", steps=3, max_tokens_per_gpu=96),
+        job("record-stays", steps=3, max_tokens_per_gpu=96, dynamic_batch_exchange=False),
+    ],
+    ids=str,
+)
 def test_every_step_of_all_ranks_is_recorded(
     job: Job, ranks: list[dict[str, str]], tmp_path: Path
 ) -> None:
+    moves = job.parameters.get("dynamic_batch_exchange", True)
     assert {(rank["error"], rank["printed"]) for rank in ranks} == {("", "")}
     (tmp_path / "steps.jsonl").write_text(ranks[0]["recorded"])
     records = read_records(tmp_path)
@@ -37,14 +46,11 @@ def test_every_step_of_all_ranks_is_recorded(
         assert len(record.lengths) == 8
         assert record.plan.dims.data_parallel == 2
         assert record.plan.cost_model == MODEL
-        owners = [
-            next(r for r, rank in enumerate(record.plan.micro_batches) if any(i in s for s in rank))
-            for i in range(8)
-        ]
-        planned = plan_step(
-            record.lengths, record.plan.dims, record.plan.config, MODEL, owners=owners
-        )
-        assert record.plan.micro_batches == planned.micro_batches
+        given = record.lengths, record.plan.dims, record.plan.config
+        if moves:
+            assert record.plan == plan_step(*given, MODEL)
+        else:  # lengths are listed rank after rank
+            assert record.plan == plan_locally(*given, [0] * 4 + [1] * 4, MODEL)
         assert record.measured_seconds is not None
         assert record.measured_seconds > 0
 

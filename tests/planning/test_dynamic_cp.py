@@ -282,11 +282,6 @@ def test_a_token_has_room_on_one_rank() -> None:
         Problem.of([3], DIMS, config)
 
 
-def test_what_dynamic_cp_does_not_go_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match="leave out owners"):
-        plan_step(LENGTHS, DIMS, CONFIG, owners=[0, 1, 2, 3])
-
-
 def test_a_sample_gets_no_less_than_its_length_needs() -> None:
     step = plan_step([*LENGTHS, 500], DIMS, CONFIG)
     least = {row.samples[0]: row.size for row in step.rows() if row.size > 1}

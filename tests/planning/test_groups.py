@@ -139,17 +139,15 @@ def test_arguments_out_of_range() -> None:
 
 
 @examples(60)
-@given(UIDS, st.integers(1, 4), st.integers(1, 3), st.booleans(), st.randoms())
+@given(UIDS, st.integers(1, 4), st.integers(1, 3), st.randoms())
 def test_plan_batch_plans_every_step(
-    groups: list[object], per_step: int, ranks: int, local: bool, draw: random.Random
+    groups: list[object], per_step: int, ranks: int, draw: random.Random
 ) -> None:
     lengths = [draw.randrange(20) for _ in groups]
-    owners = [draw.randrange(ranks) for _ in groups] if local else None
     plan = plan_batch(
         lengths,
         ParallelDims(data_parallel=ranks),
         CONFIG,
-        owners=owners,
         groups=groups,
         groups_per_step=per_step,
     )
@@ -170,9 +168,6 @@ def test_plan_batch_plans_every_step(
             config=step.config,
         )
         assert not broken_invariants(renamed, [lengths[sample] for sample in samples])
-        if owners is not None:
-            for rank, micro_batches in enumerate(step.micro_batches):
-                assert all(owners[s] == rank for held in micro_batches for s in held)
     assert Plan.from_json(plan.to_json()) == plan
 
 

@@ -30,6 +30,8 @@ from mcore_batching.planning import (
     predicted_step_time,
 )
 from mcore_batching.planning.local import fill_local, pack_local
+from mcore_batching.planning.plans.validation import validate_plan
+from mcore_batching.tools.explain import explain
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
 ONE_RANK_HAS_NONE = Case(
@@ -62,8 +64,11 @@ def test_plans_keep_the_invariants_and_repeat_themselves(case: Case) -> None:
     again."""
     step = planned(case)
     assert broken_invariants(step, case.lengths) == set()
+    validate_plan(step, case.lengths)
     assert all(list(s) == sorted(s) for rows in step.micro_batches for s in rows)
-    assert planned(case).micro_batches == step.micro_batches
+    assert planned(case) == step
+    assert StepPlan.from_json(step.to_json()) == step
+    assert str(len(case.lengths)) in explain(step, case.lengths)
 
 
 @examples(200)

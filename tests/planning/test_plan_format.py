@@ -9,6 +9,7 @@ import pickle
 from typing import Any
 
 import pytest
+from planning_cases import plan_locally
 
 from mcore_batching.planning import (
     CostModel,
@@ -91,9 +92,7 @@ def test_json_and_back() -> None:
     for step in plan.steps:
         assert StepPlan.from_json(step.to_json()) == step
         assert pickle.loads(pickle.dumps(step)) == step
-    local = plan_step(
-        LENGTHS, ParallelDims(data_parallel=2), STEP.config, owners=[0, 0, 1, 1, 1, 1]
-    )
+    local = plan_locally(LENGTHS, STEP.dims, STEP.config, owners=[0, 0, 1, 1, 1, 1])
     assert StepPlan.from_json(local.to_json()).scope == local.scope == "local"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from planning_cases import Case, broken_invariants, cases, examples
+from planning_cases import Case, broken_invariants, cases, examples, planned
 
 from mcore_batching.planning import (
     InvariantError,
@@ -16,7 +16,6 @@ from mcore_batching.planning import (
     PlannerConfig,
     StepPlan,
     plan_batch,
-    plan_step,
 )
 from mcore_batching.planning.plans.validation import validate_plan
 
@@ -185,7 +184,7 @@ def test_validate_agrees_with_the_independent_checker_on_corrupted_plans(
     from random import Random
 
     assert isinstance(random, Random)
-    step = plan_step(case.lengths, case.dims, case.config, owners=case.owners)
+    step = planned(case)
     ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
     for _ in range(random.randint(1, 2)):
         rank = random.choice(ranks)

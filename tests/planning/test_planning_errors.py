@@ -42,21 +42,6 @@ def test_lengths_that_are_none_are_named(lengths: list[Any], got: str, index: in
     assert caught.value.index == index
 
 
-@pytest.mark.parametrize(
-    ("owners", "message"),
-    [
-        ([0], "owners has 1 entries for 2 samples; give one for each"),
-        ([0, 2], "the owner of sample 1 must be an integer from 0 to 1, got 2"),
-        ([-1, 0], "the owner of sample 0 must be an integer from 0 to 1, got -1"),
-        ([0, 0.5], "the owner of sample 1 must be an integer from 0 to 1, got 0.5"),
-    ],
-)
-def test_owners_that_are_none_are_named(owners: list[Any], message: str) -> None:
-    with pytest.raises(LengthError) as caught:
-        plan_step([3, 4], ParallelDims(data_parallel=2), CONFIG, owners=owners)
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize("value", [None, 2, "no", [True, False]])
 def test_forward_only_is_a_boolean(value: Any) -> None:
     with pytest.raises(ConfigError, match="forward_only must be True or False, got "):
@@ -86,7 +71,7 @@ def test_an_oversize_sample_is_named_by_its_index_in_the_batch() -> None:
     strict = PlannerConfig(max_tokens_per_gpu=10, on_oversize="error", pad_total_to=3)
     dims = ParallelDims(data_parallel=2, context_parallel=2)
     lengths = [3, 21, 1, 2, 25, 7]
-    for options in ({}, {"samples_per_step": 3}, {"owners": [0, 0, 1, 1, 1, 0]}):
+    for options in ({}, {"samples_per_step": 3}):
         with pytest.raises(OversizeSampleError) as caught:
             plan_batch(lengths, dims, strict, **options)  # type: ignore[arg-type]
         error = caught.value

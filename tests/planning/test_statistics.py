@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from planning_cases import plan_locally
 
 from mcore_batching.planning import (
     CostModel,
@@ -109,7 +110,7 @@ def test_tokens_in_flight_are_those_of_the_fullest_rank(
     owners = [rank for rank, shard in enumerate(shards) for _ in shard]
     costs = (("a", 1.0, 0.1, 0.1, 1.0), ("b", 3.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
     model = CostModel(per_micro_batch=2.0, layers=layers, layer_costs=costs)
-    step = plan_step(lengths, dims, config, model, owners=owners)
+    step = plan_locally(lengths, dims, config, owners, model)
     in_flight = []
     for rank, shard in enumerate(shards):
         problem = Problem.of(shard, dims, config, model)

@@ -49,7 +49,7 @@ CONFIG: dict[str, Any] = asdict(
     PlannerConfig(max_tokens_per_gpu=64, pad_total_to=8, plan_effort=20)
 )
 COSTS: dict[str, Any] = {"linear": 1.0, "quadratic": 0.1, "per_micro_batch": 3.0, "window": None}
-BATCH_OPTIONS = {"samples_per_step", "owners", "groups", "groups_per_step", "forward_only"}
+BATCH_OPTIONS = {"samples_per_step", "groups", "groups_per_step", "forward_only"}
 LENGTHS = [30, 7, 64, 1, 0, 12, 12, 90]
 MOST_CPU_SECONDS = 10.0
 PACKED = {"sample_alignment_tokens": 4, "row_alignment_tokens": 8, "context_parallel_size": 1}
@@ -122,7 +122,6 @@ def plans(rng: random.Random) -> None:
             [
                 {},
                 {"samples_per_step": 3},
-                {"owners": [0, 1] * 4},
                 {"groups": list("aabbccdd"), "groups_per_step": 2},
                 {"forward_only": True},
             ]

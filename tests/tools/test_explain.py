@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planning_cases import Case, plan_locally, planned
 
 from mcore_batching.planning import (
     CostModel,
@@ -76,7 +77,7 @@ def test_what_holds_a_step_back(
     owners: list[int] | None,
     said: str,
 ) -> None:
-    step = plan_step(lengths, dims, replace(CONFIG, **options), owners=owners)
+    step = planned(Case(lengths, dims, replace(CONFIG, **options), owners))
     assert what_holds_back(step, lengths).startswith(said)
 
 
@@ -183,10 +184,10 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     assert "takes 5 micro-batches" in text
     assert "3 per rank; the interleaved schedule with groups of 2 over 2 stages makes it 4" in text
     assert "5 micro-batches with samples, 3 placeholders" in text
-    text = explain(plan_step(lengths, dims, config, owners=[1, 1, 1, 0, 1]), lengths)
+    text = explain(plan_locally(lengths, dims, config, [1, 1, 1, 0, 1]), lengths)
     assert "rank 1 packs its own 4 samples into 4 micro-batches (no packing takes fewer" in text
     assert "the one with the fewest packs 1" in text
-    even = explain(plan_step([3, 4], STEP.dims, config, owners=[0, 1]), [3, 4])
+    even = explain(plan_locally([3, 4], STEP.dims, config, [0, 1]), [3, 4])
     assert "the most of all ranks; the one with the fewest packs 1\n" in even
     none = explain(plan_step([], dims, config), [])
     assert "no samples: one micro-batch per rank is the least" in none

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from kit.patience import patience
-from planning_cases import Case, cases, examples
+from planning_cases import Case, cases, examples, planned
 from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded, recorded_job, the_file
 
 from mcore_batching.planning import plan_batch, plan_step, step_statistics
@@ -59,7 +59,7 @@ def test_samples_that_share_segments_are_recorded_beside_the_plan(tmp_path: Path
 @given(case=cases())
 @examples(40)
 def test_any_plan_comes_back(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
-    plan = plan_step(case.lengths, case.dims, case.config, COSTS, owners=case.owners)
+    plan = planned(case, COSTS)
     (record,) = recorded(tmp_path_factory.mktemp("records"), (plan, case.lengths, None, None))
     assert record.plan == plan
     assert record.plan.digest() == plan.digest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from planning_cases import Case, cases, examples, row_tokens
+from planning_cases import Case, cases, examples, planned, row_tokens
 
 from mcore_batching.planning import (
     CostModel,
@@ -25,7 +25,7 @@ CONFIG = PlannerConfig(max_tokens_per_gpu=100, balance="none")
 @given(case=cases())
 @examples(60)
 def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
-    step = plan_step(case.lengths, case.dims, case.config, owners=case.owners)
+    step = planned(case)
     timeline = step_timeline(step, case.lengths)
     predicted = step_statistics(step, case.lengths).step_time
     assert timeline.end == pytest.approx(predicted, rel=1e-12)
