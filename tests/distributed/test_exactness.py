@@ -801,6 +801,7 @@ def test_equals_reference(
         assert any(rank["placeholders"] for rank in ranks)
     forward_cap = job.parameters.get("planner", {}).get(FORWARD_CAP)
     if forward_cap is not None:
+        forward_cap *= job.dims.get("context_parallel", 1)
         fullest, wider = max(rank["forward_fullest"] for rank in ranks), forward_cap > CAP_TOKENS
         assert (CAP_TOKENS if wider else 0) < fullest <= forward_cap
         assert (ranks[0]["forward_count"] < ranks[0]["counts"][0]) == wider

@@ -171,7 +171,7 @@ def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
         each = zip(samples.first, of_ranks.values, strict=False)
         all_hosts = [start + host for start, of_rank in each for host in of_rank or ()]
         samples = dataclasses.replace(samples, hosts=all_hosts)
-    return dataclasses.replace(samples, before=shared.moves)
+    return dataclasses.replace(samples, before=shared.moves, fields_were_compared=True)
 
 
 class NumMicroBatches(Sequence[int]):

@@ -250,11 +250,14 @@ def differences(
     )
     schedule = schedule_of(iterators)
     (step,) = schedule.steps
-    (forward_step,) = plan_forward_passes(rollout_of(iterators), job_of(args), model).schedule.steps
+    forward = plan_forward_passes(rollout_of(iterators), job_of(args), model).schedule
+    (forward_step,) = forward.steps
     lengths = schedule.rollout_data["total_lengths"]
     computed = computed_alone(step, schedule.hosts)
-    forward_rows = computed_alone(forward_step, schedule.hosts)
-    shared = [sum(lengths[i] for i in row) for row in forward_rows if len(row) > 1]
+    # Under a cap of their own samples move anew: other ones may run here.
+    forward_rows = computed_alone(forward_step, forward.hosts)
+    forward_lengths = forward.own_lengths
+    shared = [sum(forward_lengths[i] for i in row) for row in forward_rows if len(row) > 1]
     longest = max((samples["total_lengths"][i] for i in mine), default=0)
     report |= {
         "counts": list(counts),

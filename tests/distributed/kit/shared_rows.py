@@ -38,6 +38,7 @@ from mcore_batching.megatron import (
     train_step,
 )
 from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout import exchange
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.rollout.rollout import plan_forward_passes
 from mcore_batching.megatron.topology import is_last_stage
@@ -272,9 +273,17 @@ def refused_models(dims: dict[str, Any], reference: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def mixed_sizes() -> Iterator[None]:
-    """Plan as `SIZES` says, whatever the samples: legal, and seldom good."""
-    with mock.patch.object(worker, "plan_step", _mixed_plan):
+    """Plan as `SIZES` says, whatever the samples: legal under a larger cap, and seldom good."""
+    with (
+        mock.patch.object(worker, "plan_step", _mixed_plan),
+        mock.patch.object(exchange, "validate_plan", _validate_mixed),
+    ):
         yield
+
+
+def _validate_mixed(plan: StepPlan, lengths: Sequence[int]) -> None:
+    larger = dataclasses.replace(plan.config, max_tokens_per_gpu=1000, fill="placeholder")
+    validate_plan(dataclasses.replace(plan, config=larger), lengths)
 
 
 def _mixed_plan(
