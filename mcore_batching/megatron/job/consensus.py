@@ -34,12 +34,11 @@ Given = TypeVar("Given")
 
 
 class Gathered(Generic[Given]):
-    """A value of each of some ranks, in their order; `values` after the agreement."""
+    """A value of each data-parallel rank, in their order; `values` after the agreement."""
 
-    def __init__(self, packed: bytes, size: Reduction[int], among: Sequence[int]) -> None:
+    def __init__(self, packed: bytes, size: Reduction[int]) -> None:
         self.packed = packed  # this rank's value, pickled
         self.size = size  # the longest of all ranks
-        self.among = among
         self.values: list[Given] = []
 
 
@@ -59,22 +58,18 @@ class JobAgreement(Agreement):
         self._waiting = consensus.watch.waiting()
         self._gathered: dict[str, Gathered[Any]] = {}
 
-    def gather(
-        self, name: str, value: Given, *, among: Sequence[int] | None = None
-    ) -> Gathered[Given]:
-        """The values of some ranks, in log2 rounds of messages behind the agreement.
+    def gather(self, name: str, value: Given) -> Gathered[Given]:
+        """The values of all data-parallel ranks, in log2 rounds of messages behind the agreement.
+
+        The ranks at the same place in each replica gather, so all ranks of a replica that gave the
+        same receive the same.
 
         Args:
             name: the value's name.
             value: this rank's, picklable, of any size.
-            among: this rank and others, which all name the same; None: the ranks at this rank's
-                place in each replica, so that all ranks of a replica receive the same.
         """
         packed = pickle.dumps(value)
-        consensus = self._job_consensus
-        made = Gathered[Given](
-            packed, self.max(f"{name} (bytes)", len(packed)), among or consensus.counterparts
-        )
+        made = Gathered[Given](packed, self.max(f"{name} (bytes)", len(packed)))
         self._gathered[name] = made
         return made
 
@@ -154,18 +149,15 @@ class JobConsensus(Consensus):
         pipeline has failed on any rank."""
         return JobAgreement(self, stage, failure, mismatch or PlanMismatchError)
 
-    @property
-    def counterparts(self) -> Sequence[int]:
-        """Global ranks at this rank's place in each replica, in the replicas' order."""
-        place = self._replica.index(self.rank)
-        return [ranks[place] for ranks in self.replicas]
-
     def gather_bytes(self, stage: str, gathered: Gathered[Any]) -> list[Any]:
-        """The values of the ranks of a `JobAgreement.gather`. A collective over them."""
+        """The values of a `JobAgreement.gather`. A collective over the ranks at this rank's place
+        in each replica."""
+        place = self._replica.index(self.rank)
+        counterparts = [ranks[place] for ranks in self.replicas]
         # A gather takes as much from every rank: the longest. Pickles end where they say.
         own = gathered.packed.ljust(gathered.size.value)
         with self.watch.reporting(stage):
-            received = RankMessages(self._world, gathered.among).gather(own)
+            received = RankMessages(self._world, counterparts).gather(own)
         return [*map(pickle.loads, received)]
 
     @property
