@@ -117,7 +117,7 @@ def traces(data: Path) -> dict[str, Lengths]:
 
 
 def made_up() -> dict[str, Lengths]:
-    """Lengths from distributions; nothing in the search was chosen on the last three."""
+    """Lengths from distributions; nothing in the search was chosen on the last six."""
     draw = random.Random(11)
 
     def reasoning() -> int:
@@ -128,6 +128,16 @@ def made_up() -> dict[str, Lengths]:
         median, sigma = (1200, 0.6) if kind < 0.7 else (7000, 0.5)
         return min(32768, int(median * draw.lognormvariate(0, sigma)) + 1)
 
+    def short_or_long() -> int:
+        median, sigma = (600, 0.2) if draw.random() < 0.8 else (12000, 0.1)
+        return int(median * draw.lognormvariate(0, sigma)) + 1
+
+    def heavy_tailed() -> int:
+        return min(16384, int(600 * draw.paretovariate(1.3)))
+
+    def many_equal() -> int:
+        return 2048 if draw.random() < 0.7 else draw.randint(100, 4096)
+
     all_kinds = [
         Lengths("long-tailed", log_normal(2048, 1.6, 200_000), 200_000),
         Lengths("short questions", log_normal(200, 0.6, 4096), 4096),
@@ -137,5 +147,8 @@ def made_up() -> dict[str, Lengths]:
         Lengths("truncated reasoning", [reasoning() for _ in range(POOL)], 34816),
         Lengths("uniform", [draw.randint(64, 16384) for _ in range(POOL)], 24576),
         Lengths("powers of two", [256 << draw.randrange(8) for _ in range(POOL)], 40960),
+        Lengths("short or long", [short_or_long() for _ in range(POOL)], 24576),
+        Lengths("heavy-tailed", [heavy_tailed() for _ in range(POOL)], 16384),
+        Lengths("many equal", [many_equal() for _ in range(POOL)], 8192),
     ]
     return {each.name: each for each in all_kinds}
