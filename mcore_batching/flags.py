@@ -12,7 +12,8 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from mcore_batching.planning import CHOICES, Argument, PlannerConfig
+from mcore_batching.planning import CHOICES, PlannerConfig
+from mcore_batching.planning.errors import FLAG_OF
 from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 PREFIX = "--dynamic-batch-"
@@ -191,13 +192,8 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
 
 OPTIONS = {name: each for options in THEMES.values() for name, each in options.items()}
 
-_SPELLED = {
-    "use_dynamic_batch_size": "--use-dynamic-batch-size",
-    "max_tokens_per_gpu": "--max-tokens-per-gpu",
-    "max_context_parallel": f"{PREFIX}context-parallel",
-}
-
-FLAGS = {name: _SPELLED.get(name, PREFIX + name.replace("_", "-")) for name in OPTIONS}
+FLAGS = {name: FLAG_OF.get(name, PREFIX + name.replace("_", "-")) for name in OPTIONS}
+FLAGS["use_dynamic_batch_size"] = "--use-dynamic-batch-size"
 """Argument of the library to the flag that sets it."""
 
 REMOVED_FLAGS = {
@@ -222,17 +218,6 @@ PLANNER_DEFAULTS = {
     if option.default is not dataclasses.MISSING
 }
 """Fields of `PlannerConfig` that are read from ``args.dynamic_batch_*``."""
-
-
-def flag_of(argument: Argument) -> str:
-    """The argument as the flag that sets it; as the library spells it where no flag does.
-
-    flag_of(Argument("on_oversize", "own-bin"))      "--dynamic-batch-on-oversize own-bin"
-    """
-    if argument.name not in FLAGS:
-        return str(argument)
-    flag = FLAGS[argument.name]
-    return flag if argument.value is None else f"{flag} {argument.value}"
 
 
 def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

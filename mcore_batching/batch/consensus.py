@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -40,7 +40,6 @@ from mcore_batching.batch.messages import (
     reduced,
     residue_of,
 )
-from mcore_batching.planning.errors import Argument
 
 Value = TypeVar("Value", bound=float | Sequence[float])
 Given = TypeVar("Given")
@@ -223,8 +222,7 @@ class Agreement:
 
     def _finished(self, cause: BaseException | None) -> _Report:
         if cause is not None:
-            text = described(cause, self._consensus.spell)
-            return _Report(self._report.stage, error=text)
+            return _Report(self._report.stage, error=described(cause))
         report = self._report
         is_first = self._consensus.is_first_of_replica
         # By name, not in the order of the calls, which may differ between ranks.
@@ -264,7 +262,6 @@ class Consensus:
         replicas: global ranks that hold the same samples, as a partition; None: each has its own.
         stages: those of a replica that also run the same layers; None: the replicas.
         mismatch: the error for values that differ and must not.
-        spell: how messages write an argument, for instance as a command-line flag.
     """
 
     def __init__(
@@ -274,14 +271,12 @@ class Consensus:
         replicas: Sequence[Sequence[int]] | None = None,
         stages: Sequence[Sequence[int]] | None = None,
         mismatch: type[CollectiveError] = DisagreementError,
-        spell: Callable[[Argument], str] = str,
     ) -> None:
         self.group = group
         self.rank: int = dist.get_rank() if dist.is_initialized() else 0
         self.ranks: list[int] = (
             [self.rank] if group is None else dist.get_process_group_ranks(group)
         )
-        self.spell = spell
         self._mismatch = mismatch
         replicas = [[rank] for rank in self.ranks] if replicas is None else replicas
         self.regroup(replicas, replicas if stages is None else stages)

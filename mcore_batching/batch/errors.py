@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from mcore_batching.planning.errors import Argument, MCoreBatchingError
+from mcore_batching.planning.errors import MCoreBatchingError
 
 LONGEST_TEXT = 8000
 """Characters of an error's text sent to other ranks: a traceback's worth. 1,000 failing ranks then
 gather 8 MB; doubled, 16."""
 
 
-def described(error: BaseException, spell: Callable[[Argument], str] | None = None) -> str:
-    """An error's type and message for other ranks, also where its `__str__` raises; with `spell`,
-    this package's errors spell their arguments by it from then on."""
+def described(error: BaseException) -> str:
+    """An error's type and message for other ranks, also where its `__str__` raises."""
     name = type(error).__name__
     try:
-        # Here, not where it arrives: the other ranks know the text alone.
-        if spell is not None and isinstance(error, MCoreBatchingError):
-            error.args = (error.text(spell),)
         return readable(f"{name}: {error}")
     except Exception as another:
-        # A __str__ that raises must not keep this rank from telling the others.
+        # A __str__ that raises must not keep this rank from reporting.
         return f"{name} (its message raised {type(another).__name__})"
 
 

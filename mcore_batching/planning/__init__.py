@@ -9,7 +9,6 @@ passes end).
 from mcore_batching.planning.config import CHOICES, PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import (
-    Argument,
     ConfigError,
     InvariantError,
     LengthError,
@@ -42,7 +41,6 @@ from mcore_batching.planning.tokens import (
 __all__ = [
     "CHOICES",
     "MAX_LENGTH_TOKENS",
-    "Argument",
     "ConfigError",
     "CostModel",
     "InvariantError",

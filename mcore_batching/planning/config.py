@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from mcore_batching.planning.errors import Argument, ConfigError
+from mcore_batching.planning.errors import ConfigError, named
 from mcore_batching.planning.integers import require_choice, set_at_least_one
 
 if TYPE_CHECKING:
@@ -71,13 +71,8 @@ class PlannerConfig:
         # "auto" gives way to `packing` or `fill`; "pipeline" was asked for, as they were.
         if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
             raise ConfigError(
-                Argument("balance", "pipeline"),
-                " packs by itself; set ",
-                Argument("packing", "auto"),
-                " and ",
-                Argument("fill", "split"),
-                ", or ",
-                Argument("balance", "cost"),
+                f"{named('balance', 'pipeline')} packs by itself; set {named('packing', 'auto')} "
+                f"and {named('fill', 'split')}, or {named('balance', 'cost')}"
             )
 
     @property
@@ -109,8 +104,7 @@ class PlannerConfig:
         most, ranks = self.max_context_parallel, dims.data_context_parallel
         if most not in (None, ranks) and (most > ranks or most & (most - 1)):  # no power of two
             raise ConfigError(
-                Argument("max_context_parallel"),
-                f" must be a power of two or all {ranks} ranks, got {most}; set ",
-                Argument("max_context_parallel"),
-                f" to {1 << (min(most, ranks).bit_length() - 1)}",
+                f"{named('max_context_parallel')} must be a power of two or all {ranks} ranks, got "
+                f"{most}; set {named('max_context_parallel')} to "
+                f"{1 << min(most, ranks).bit_length() - 1}"
             )

@@ -1,34 +1,59 @@
 """The root of this package's errors, and the planner's.
 
-An error names the argument to set as an `Argument` among the parts of its message, which each face
-spells in its own way:
+An error names the argument to set by `named`: as Python has it, and the flag that sets it.
 
-    error = ConfigError("the cap is too small; set ", Argument("on_oversize", "own-bin"))
-    str(error)                                              # ... set on_oversize='own-bin'
-    error.text(lambda argument: f"--{argument.name}")       # ... set --on_oversize
+    raise ConfigError(f"the cap is too small; set {named('on_oversize', 'own-bin')}")
+    # ... set on_oversize='own-bin' (--dynamic-batch-on-oversize own-bin)
 """
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from itertools import islice
 from typing import Any
 
+FLAG_OF = {
+    "data_parallel": "--dp",
+    "pipeline_parallel": "--pp",
+    "virtual_pipeline": "--vpp",
+    "context_parallel": "--cp",
+    "tensor_parallel": "--tp",
+    "expert_parallel": "--ep",
+    "microbatch_group_size": "--microbatch-group-size",
+    "samples_per_step": "--samples-per-step",
+    "max_tokens_per_gpu": "--max-tokens-per-gpu",
+    "max_context_parallel": "--dynamic-batch-context-parallel",
+    **{
+        name: f"--dynamic-batch-{name.replace('_', '-')}"
+        for name in (
+            "on_oversize",
+            "packing",
+            "max_samples_per_row",
+            "pad_each_to",
+            "pad_total_to",
+            "balance",
+            "fill",
+            "plan_effort",
+            "forward_only_max_tokens_per_gpu",
+            "record",
+        )
+    },
+}
+"""The flag of each argument that errors name: of the command line, of training jobs, or of both."""
 
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """An argument that a message speaks of, and the value that it says to give, if any."""
 
-    name: str
-    """As the library spells it."""
-    value: object = None
-    """The value to set it to; None: the message says it in words."""
+def named(name: str, value: object = None) -> str:
+    """An argument, and a value to set it to, as errors name it.
 
-    def __str__(self) -> str:
-        """`name`, or `name=value`."""
-        return self.name if self.value is None else f"{self.name}={self.value!r}"
+    named("pad_each_to")         "pad_each_to (--dynamic-batch-pad-each-to)"
+    named("pad_each_to", 8)      "pad_each_to=8 (--dynamic-batch-pad-each-to 8)"
+    named("lengths")             "lengths", which no flag sets
+    """
+    flag = FLAG_OF.get(name)
+    if value is None:
+        return f"{name} ({flag})" if flag else name
+    return f"{name}={value!r} ({flag} {value})" if flag else f"{name}={value!r}"
 
 
 def printable(text: str) -> str:
@@ -47,27 +72,11 @@ def shortened(entries: Collection[object], limit: int = 10, separator: str = ", 
 
 class MCoreBatchingError(Exception):
     """Root of every error that this package raises on purpose; each class below it is also a
-    built-in one. `parts` of the message are texts, and the arguments that it speaks of."""
+    built-in one."""
 
-    def __init__(self, *parts: str | Argument) -> None:
-        # Texts may hold file names or samples of strangers, which go to a terminal or a log.
-        self.parts = tuple(printable(part) if isinstance(part, str) else part for part in parts)
-        super().__init__("".join(map(str, self.parts)))
-
-    def text(self, spell: Callable[[Argument], str]) -> str:
-        """The message with its arguments spelled by `spell`."""
-        # Parts are kept, not the text: which face shows the error is known only when it is shown.
-        return "".join(spell(part) if isinstance(part, Argument) else part for part in self.parts)
-
-    def rename(self, name: str, other: str) -> None:
-        """Speak of the argument `other` where the message speaks of `name`."""
-        self.parts = tuple(
-            Argument(other, part.value)
-            if isinstance(part, Argument) and part.name == name
-            else part
-            for part in self.parts
-        )
-        self.args = ("".join(map(str, self.parts)),)  # what str() and pickle read
+    def __init__(self, message: str) -> None:
+        # It may hold file names or samples of strangers, and goes to a terminal or a log.
+        super().__init__(printable(message))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from message and attributes: constructors take other arguments (see PEP 307)."""
@@ -92,8 +101,8 @@ class LengthError(PlanningError):
     Attributes: `index`, the position of the offending entry, or None if the whole is at fault.
     """
 
-    def __init__(self, *parts: str | Argument, index: int | None = None) -> None:
-        super().__init__(*parts)
+    def __init__(self, message: str, *, index: int | None = None) -> None:
+        super().__init__(message)
         self.index = index
 
 
@@ -117,10 +126,8 @@ class OversizeSampleError(PlanningError):
         others = f" (and {num_oversize - 1} more samples)" if num_oversize > 1 else ""
         super().__init__(
             f"sample {index} has {length} tokens, {padded_length} after padding, the cap is "
-            f"{cap}{others}; set ",
-            Argument("max_tokens_per_gpu"),
-            f" to {needed_max_tokens_per_gpu} or more, or ",
-            Argument("on_oversize", "own-bin"),
+            f"{cap}{others}; set {named('max_tokens_per_gpu')} to {needed_max_tokens_per_gpu} or "
+            f"more, or {named('on_oversize', 'own-bin')}"
         )
         self.index = index
         self.length = length

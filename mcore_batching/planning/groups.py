@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal, get_args
 
-from mcore_batching.planning.errors import Argument, LengthError
+from mcore_batching.planning.errors import LengthError, named
 from mcore_batching.planning.integers import (
     as_integer,
     at_least,
@@ -66,12 +66,8 @@ def group_steps(
     left_over = len(place) % groups_per_step
     if left_over and last == "error":
         raise LengthError(
-            f"{len(place)} groups leave {left_over} over in steps of {groups_per_step}; set ",
-            Argument("groups_per_step"),
-            " to a divisor, ",
-            Argument("last", "keep"),
-            " or ",
-            Argument("last", "drop"),
+            f"{len(place)} groups leave {left_over} over in steps of {groups_per_step}; set "
+            "groups_per_step to a divisor, last='keep' or last='drop'"
         )
     return steps[:-1] if last == "drop" and left_over else steps
 
@@ -90,12 +86,10 @@ def steps_of_batch(
             per_step = at_least("samples_per_step", samples_per_step, 1, LengthError)
         return [range(num_samples)[at : at + per_step] for at in range(0, samples, per_step)]
     if samples_per_step is not None:
-        raise LengthError(
-            "steps are cut by groups already; leave out ", Argument("samples_per_step")
-        )
+        raise LengthError(f"steps are cut by groups already; leave out {named('samples_per_step')}")
     if groups is None or groups_per_step is None:
-        absent = Argument("groups" if groups is None else "groups_per_step")
-        raise LengthError("steps of whole groups need ", absent, "; set it")
+        absent = "groups" if groups is None else "groups_per_step"
+        raise LengthError(f"steps of whole groups need {absent}; set it")
     groups = one_per_sample("groups", groups, num_samples)
     return [*group_steps(groups, groups_per_step)] or [range(0)]
 
@@ -117,8 +111,8 @@ def _padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bo
         read = []
     if len(read) != num_samples:
         raise LengthError(
-            Argument("is_padding"),
-            f" needs True or False for each of {num_samples} samples, got {is_padding!r:.60}",
+            f"is_padding needs True or False for each of {num_samples} samples, got "
+            f"{is_padding!r:.60}"
         )
     return read
 

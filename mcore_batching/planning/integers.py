@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from mcore_batching.planning.errors import Argument, LengthError, MCoreBatchingError
+from mcore_batching.planning.errors import LengthError, MCoreBatchingError, named
 
 MAX_LENGTH_TOKENS = 2**40
 """A longer length is certainly not in tokens; doubled or halved, costs stay far from overflow."""
@@ -30,13 +30,12 @@ def at_least(name: str, value: Any, minimum: int, error: type[MCoreBatchingError
     number = as_integer(value)
     if number is None:
         raise error(
-            Argument(name),
-            f" must be an integer, got {value!r:.60} ({type(value).__name__}); set {minimum} or "
-            "more",
+            f"{named(name)} must be an integer, got {value!r:.60} ({type(value).__name__}); set "
+            f"{minimum} or more"
         )
     if number < minimum:
         raise error(
-            Argument(name), f" must be {minimum} or more, got {number}; increase ", Argument(name)
+            f"{named(name)} must be {minimum} or more, got {number}; increase {named(name)}"
         )
     return number
 
@@ -56,14 +55,14 @@ def number_up_to(name: str, value: Any, most: float, error: type[MCoreBatchingEr
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # Compared before it becomes a float: an integer of 400 digits is none.
     if not (is_number and 0 <= value <= most):
-        raise error(Argument(name), f" must be a number from 0 to {most:g}, got {value!r:.60}")
+        raise error(f"{named(name)} must be a number from 0 to {most:g}, got {value!r:.60}")
     return float(value)
 
 
 def require_bool(name: str, value: Any, error: type[MCoreBatchingError]) -> None:
     """Refuse what is neither True nor False."""
     if not isinstance(value, bool):
-        raise error(Argument(name), f" must be True or False, got {value!r:.80}")
+        raise error(f"{named(name)} must be True or False, got {value!r:.80}")
 
 
 def require_choice(
@@ -72,7 +71,7 @@ def require_choice(
     """Refuse what is none of the choices."""
     if not (isinstance(value, str) and value in choices):
         raise error(
-            Argument(name), f" must be one of {', '.join(map(repr, choices))}, got {value!r:.60}"
+            f"{named(name)} must be one of {', '.join(map(repr, choices))}, got {value!r:.60}"
         )
 
 
@@ -88,8 +87,7 @@ def entries(name: str, values: Any, error: type[MCoreBatchingError]) -> Sequence
         return list(values)
     except TypeError:
         raise error(
-            Argument(name),
-            f" must be a sequence, got {type(values).__name__} {values!r:.60}",
+            f"{named(name)} must be a sequence, got {type(values).__name__} {values!r:.60}"
         ) from None
 
 
@@ -98,8 +96,7 @@ def one_per_sample(name: str, values: Any, num_samples: int) -> Sequence[Any]:
     checked = entries(name, values, LengthError)
     if len(checked) != num_samples:
         raise LengthError(
-            Argument(name),
-            f" has {len(checked)} entries for {num_samples} samples; give one for each",
+            f"{named(name)} has {len(checked)} entries for {num_samples} samples; give one for each"
         )
     return checked
 
@@ -118,8 +115,7 @@ def check_lengths(lengths: Sequence[int]) -> list[int]:
         if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
             raise LengthError(
                 f"the length of sample {index} must be an integer from 0 to {MAX_LENGTH_TOKENS}, "
-                f"got {value!r:.60}; correct ",
-                Argument("lengths"),
+                f"got {value!r:.60}; correct lengths",
                 index=index,
             )
         checked.append(number)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_batching.planning.errors import Argument, LengthError
+from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches
@@ -70,9 +70,8 @@ def fill_local(
     """
     if len(packed) > num_microbatches:
         raise LengthError(
-            Argument("num_microbatches"),
-            f" must be at least this rank's {len(packed)}, got {num_microbatches}; set the maximum "
-            "over all ranks",
+            f"num_microbatches must be at least this rank's {len(packed)}, got {num_microbatches}; "
+            "set the maximum over all ranks"
         )
     dims, config = problem.dims, problem.config
     if config.fill == "split":

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from mcore_batching.planning.errors import Argument, ParallelDimsError
+from mcore_batching.planning.errors import ParallelDimsError, named
 from mcore_batching.planning.integers import at_least, require_bool, set_at_least_one
 
 MAX_RANKS = 2**17
@@ -64,19 +64,15 @@ class ParallelDims:
         within = self.data_parallel * self.context_parallel * self.tensor_parallel
         if within * self.pipeline_parallel > MAX_RANKS:
             raise ParallelDimsError(
-                f"{within * self.pipeline_parallel} ranks are more than {MAX_RANKS}; decrease ",
-                Argument("data_parallel"),
-                " or ",
-                Argument("pipeline_parallel"),
+                f"{within * self.pipeline_parallel} ranks are more than {MAX_RANKS}; decrease "
+                f"{named('data_parallel')} or {named('pipeline_parallel')}"
             )
         # Megatron spreads experts over data-, context- and tensor-parallel ranks of a stage.
         if within % self.expert_parallel:
             raise ParallelDimsError(
-                Argument("expert_parallel"),
-                f" must divide the {within} ranks of a pipeline stage, got {self.expert_parallel}; "
-                "set a divisor, or ",
-                Argument("data_parallel"),
-                " to a multiple",
+                f"{named('expert_parallel')} must divide the {within} ranks of a pipeline stage, "
+                f"got {self.expert_parallel}; set a divisor, or {named('data_parallel')} to a "
+                "multiple"
             )
         for name, limit in (
             ("pipeline_parallel", MAX_CHUNKS),
@@ -86,23 +82,20 @@ class ParallelDims:
         ):
             size = getattr(self, name)
             if size is not None and size > limit:
-                raise ParallelDimsError(Argument(name), f" must be at most {limit}, got {size}")
+                raise ParallelDimsError(f"{named(name)} must be at most {limit}, got {size}")
 
     def _check_interleaving(self) -> None:
         if self.pipeline_parallel == 1:
             raise ParallelDimsError(
-                Argument("virtual_pipeline", self.virtual_pipeline),
-                " needs more than one pipeline stage; set ",
-                Argument("pipeline_parallel"),
-                " to 2 or more, or ",
-                Argument("virtual_pipeline", 1),
+                f"{named('virtual_pipeline', self.virtual_pipeline)} needs more than one pipeline "
+                f"stage; set {named('pipeline_parallel')} to 2 or more, or "
+                f"{named('virtual_pipeline', 1)}"
             )
         if self.group_size < self.pipeline_parallel:
             raise ParallelDimsError(
-                Argument("microbatch_group_size"),
-                " must be at least ",
-                Argument("pipeline_parallel", self.pipeline_parallel),
-                f", got {self.group_size}; increase it, or leave it out",
+                f"{named('microbatch_group_size')} must be at least "
+                f"{named('pipeline_parallel', self.pipeline_parallel)}, got {self.group_size}; "
+                "increase it, or leave it out"
             )
 
     @property

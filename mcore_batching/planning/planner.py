@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
-from mcore_batching.planning.errors import Argument, ConfigError
+from mcore_batching.planning.errors import ConfigError, named
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.local import pack_local
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -99,10 +99,9 @@ def plan_batch(
 def _check_search(config: PlannerConfig, num_samples: int) -> None:
     if config.searches and num_samples * config.plan_effort > MAX_SEARCHED_PASSES:
         raise ConfigError(
-            Argument("plan_effort", config.plan_effort),
-            f" is too much for {num_samples} samples in a step; set it to "
-            f"{MAX_SEARCHED_PASSES // num_samples}, or set ",
-            Argument("balance", "cost"),
+            f"{named('plan_effort', config.plan_effort)} is too much for {num_samples} samples in "
+            f"a step; set it to {MAX_SEARCHED_PASSES // num_samples}, or set "
+            f"{named('balance', 'cost')}"
         )
 
 

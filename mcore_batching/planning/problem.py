@@ -19,7 +19,7 @@ from functools import cached_property
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.costs.layer_costs import costs_of_chunks
-from mcore_batching.planning.errors import Argument, ConfigError, OversizeSampleError
+from mcore_batching.planning.errors import ConfigError, OversizeSampleError, named
 from mcore_batching.planning.integers import check_lengths, require_bool, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.pipeline import Schedule
@@ -76,7 +76,7 @@ class Problem:
         ):
             if not isinstance(value, kind):
                 what = f" must be a {kind.__name__}, got {value!r:.60}; pass {kind.__name__}(…)"
-                raise ConfigError(Argument(name), what)
+                raise ConfigError(f"{named(name)}{what}")
         config.check_max_context_parallel(dims)  # the config alone does not know the ranks
         problem = cls(tuple(check_lengths(lengths)), dims, config, costs, forward_only)
         if config.max_context_parallel is not None:

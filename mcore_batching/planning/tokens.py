@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from mcore_batching.planning.errors import Argument, ConfigError
+from mcore_batching.planning.errors import ConfigError, named
 from mcore_batching.planning.integers import round_up
 
 if TYPE_CHECKING:
@@ -57,12 +57,9 @@ def row_capacity_tokens(dims: ParallelDims, config: PlannerConfig) -> int:
     placeholder = placeholder_tokens(dims, config)
     if placeholder > cap:
         raise ConfigError(
-            f"the least micro-batch takes {placeholder} tokens, the cap is {cap}; set ",
-            Argument("max_tokens_per_gpu"),
-            f" to {needed_max_tokens_per_gpu(1, dims, config)} or more, or lower ",
-            Argument("pad_each_to"),
-            " and ",
-            Argument("pad_total_to"),
+            f"the least micro-batch takes {placeholder} tokens, the cap is {cap}; set "
+            f"{named('max_tokens_per_gpu')} to {needed_max_tokens_per_gpu(1, dims, config)} or "
+            f"more, or lower {named('pad_each_to')} and {named('pad_total_to')}"
         )
     # Rows are padded to the multiple: the cap's rest beyond the last one can hold nothing.
     multiple = row_multiple_tokens(dims, config)

@@ -30,7 +30,7 @@ from mcore_batching.batch.errors import BatchError, OrderError
 from mcore_batching.batch.fields.field_checks import checked_values, read_lengths
 from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA
 from mcore_batching.batch.fields.value_checks import read_indices
-from mcore_batching.planning.errors import Argument, shortened
+from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.integers import entries, require_choice
 from mcore_batching.rl.real_samples import indices_by_group, numbers_of, real_indices
 
@@ -130,10 +130,8 @@ def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:
     if split:
         found = [f"{each!r:.60} on ranks {', '.join(map(str, split[each]))}" for each in split]
         raise SplitGroupError(
-            f"groups are split: {shortened(found, 5, '; ')}; "
-            "give a uid's samples to one rank, and set ",
-            Argument("group"),
-            " to data-parallel ranks alone",
+            f"groups are split: {shortened(found, 5, '; ')}; give a uid's samples to one rank, and "
+            "set group to data-parallel ranks alone"
         )
 
 
@@ -181,9 +179,8 @@ def _advantages(
 ) -> list[Tensor]:
     if not (isinstance(estimator, str) and estimator in ESTIMATORS):
         raise BatchError(
-            Argument("estimator"),
-            f" must compare trajectories, got {estimator!r:.60}; set one of "
-            f"{', '.join(ESTIMATORS)}",
+            f"estimator must compare trajectories, got {estimator!r:.60}; set one of "
+            f"{', '.join(ESTIMATORS)}"
         )
     groups, trajectories = _trajectories(batch, step_wise)
     found = outcome_advantages(_outcomes(batch, trajectories, outcome), groups, estimator)
@@ -209,8 +206,7 @@ def _trajectories(
             if len(turns) > 1 and not step_wise:
                 raise BatchError(
                     f"trajectory {trajectory!r} has {len(turns)} samples ({shortened(turns)}); if "
-                    "a sample is one turn, set ",
-                    Argument("step_wise", True),
+                    "a sample is one turn, set step_wise=True"
                 )
             found.append((group, turns))
     return [group for group, _ in found], [turns for _, turns in found]

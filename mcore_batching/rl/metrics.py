@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from mcore_batching.batch.consensus import Consensus
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.planning.errors import Argument
 from mcore_batching.planning.integers import entries
 from mcore_batching.rl.real_samples import numbers_of, real_indices
 
@@ -42,7 +41,7 @@ def sample_metrics(
         real = real_indices(batch)
         names = entries("fields", fields, BatchError)
         if not all(isinstance(name, str) for name in names):
-            raise BatchError(Argument("fields"), f" must hold names of fields, got {names!r:.60}")
+            raise BatchError(f"fields must hold names of fields, got {names!r:.60}")
         numbers = [numbers_of(batch, name, real) for name in names]
         agree.same("fields", list(names))
         # Sums and counts travel, not means: ranks have different numbers of samples.

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Literal
 
 from mcore_batching.planning import (
-    Argument,
     ConfigError,
     CostModel,
     LengthError,
@@ -28,6 +27,7 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.planning.dynamic_cp import of_one_size
+from mcore_batching.planning.errors import named
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
 
@@ -121,7 +121,7 @@ def one_size(
 def consecutive_steps(lengths: Sequence[int], samples_per_step: int | None) -> list[list[int]]:
     """The lengths of every step of so many samples; None: of all."""
     if not lengths:
-        raise LengthError(Argument("lengths"), " holds no length; give one or more")
+        raise LengthError("lengths holds no length; give one or more")
     steps = steps_of_batch(len(lengths), samples_per_step, None, None)
     return [[lengths[sample] for sample in samples] for samples in steps]
 
@@ -218,7 +218,7 @@ def _planned(
     bound = config.max_samples_per_row
     if bound is not None and most > bound:
         what = f"its plan has {most} samples in a micro-batch, "
-        return _Step(RuleFailureError(what, Argument("max_samples_per_row"), f" is {bound}"))
+        return _Step(RuleFailureError(f"{what}{named('max_samples_per_row')} is {bound}"))
     return _Step(None, found.step_time, found.floor_time or 1.0, found.num_microbatches, seconds)
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mcore_batching.planning import (
-    Argument,
     CostModel,
     ParallelDims,
     ParallelDimsError,
@@ -32,14 +31,13 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
-from mcore_batching.planning.errors import shortened
+from mcore_batching.planning.errors import named, shortened
 from mcore_batching.planning.plans.plan import counted, rank_noun
 from mcore_batching.planning.plans.statistics import micro_batch_costs
 from mcore_batching.tools.pictures.timeline import step_timeline
 from mcore_batching.tools.report import FLOOR, sharing
 
-Spell = Callable[[Argument], str]
-Changes = tuple[Argument, ...]  # arguments to set together, with their new values
+Changes = tuple[tuple[str, int], ...]  # arguments to set together, with their new values
 # What changes, and what to plan with.
 Setup = tuple[Changes, ParallelDims, PlannerConfig, CostModel]
 # Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem.
@@ -67,7 +65,6 @@ _NEXT_LINE = "\n" + " " * len("  would help: ")
 def explain(
     plan: Plan | StepPlan,
     lengths: Sequence[int],
-    spell: Spell = str,
     *,
     advice_seconds: float = math.inf,
 ) -> str:
@@ -76,7 +73,6 @@ def explain(
     Args:
         plan: what to explain.
         lengths: total length of each sample of the whole batch [samples], in tokens.
-        spell: how to print the arguments that suggestions name.
         advice_seconds: most processor time to look for caps and parallel sizes that would end a
             step sooner, for each step: the time that its plan took, say; 0 to leave them out.
 
@@ -86,16 +82,14 @@ def explain(
     lengths = list(lengths)
     validate_plan(plan, lengths)
     if isinstance(plan, StepPlan):
-        return _explain_step(plan, lengths, spell, advice_seconds)
+        return _explain_step(plan, lengths, advice_seconds)
     return "\n".join(
-        f"step {index}: {_explain_step(step, lengths, spell, advice_seconds)}"
+        f"step {index}: {_explain_step(step, lengths, advice_seconds)}"
         for index, step in enumerate(plan.steps)
     )
 
 
-def _explain_step(
-    step: StepPlan, lengths: Sequence[int], spell: Spell, advice_seconds: float
-) -> str:
+def _explain_step(step: StepPlan, lengths: Sequence[int], advice_seconds: float) -> str:
     statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
     placeholders = statistics.num_placeholders
@@ -130,7 +124,7 @@ def _explain_step(
         lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
     # Advice plans anew with samples on any rank, which a local plan may not do.
     if step.scope == "global" and advice_seconds > 0:
-        lines.append(f"would help: {_advice(step, lengths, spell, advice_seconds)}")
+        lines.append(f"would help: {_advice(step, lengths, advice_seconds)}")
     return "\n  ".join(lines)
 
 
@@ -280,16 +274,19 @@ def _stages(step: StepPlan) -> str:
     return f"{number} stages" if number > 1 else "the one stage"
 
 
-def _advice(step: StepPlan, lengths: Sequence[int], spell: Spell, seconds: float) -> str:
+def _advice(step: StepPlan, lengths: Sequence[int], seconds: float) -> str:
     found, untried = suggestions(step, lengths, seconds)
-    helps = [
-        f"{' and '.join(map(spell, changes))} ({gain:.2f} x as fast)" for changes, gain in found
-    ]
+    helps = [f"{changes_text(changes)} ({gain:.2f} x as fast)" for changes, gain in found]
     if untried:
-        names = ", ".join(" and ".join(map(spell, changes)) for changes in untried)
+        names = ", ".join(map(changes_text, untried))
         helps.append(f"not tried, as it would take longer than planning did: {names}")
     none = "none of the other caps, context-parallel sizes and numbers of stages that were tried"
     return _NEXT_LINE.join(helps) or none
+
+
+def changes_text(changes: Changes) -> str:
+    """The changes as errors name arguments."""
+    return " and ".join(named(name, value) for name, value in changes)
 
 
 def suggestions(
@@ -329,12 +326,12 @@ def alternatives(step: StepPlan) -> Iterator[Setup]:
     stages, size = dims.pipeline_parallel, dims.context_parallel
 
     def capped(tokens: int) -> Setup:
-        changes = (Argument("max_tokens_per_gpu", tokens),)
+        changes = (("max_tokens_per_gpu", tokens),)
         return changes, dims, replace(config, max_tokens_per_gpu=tokens), model
 
     def moved(share: float, **sizes: int) -> Iterator[Setup]:
         """Sizes changed so that a rank has this share of a token's work and memory."""
-        changes = tuple(Argument(name, value) for name, value in sizes.items())
+        changes = tuple(sizes.items())
         fixed, others = 1.0, dict[str, Any](sizes)
         if "pipeline_parallel" in sizes:
             # Stages hold other layers: a micro-batch's fixed part is theirs, and chunks are gone.

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from mcore_batching.planning import MAX_LENGTH_TOKENS, Argument, MCoreBatchingError
+from mcore_batching.planning import MAX_LENGTH_TOKENS, MCoreBatchingError
 from mcore_batching.planning.json_text import (
     MAX_JSON_CHARACTERS,
     bounded_lines,
@@ -31,7 +31,7 @@ MAX_LINES = 2**23
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_COLUMN = Argument("column")
+_COLUMN = "column (--column)"
 
 
 class LengthsFileError(MCoreBatchingError, ValueError):
@@ -49,7 +49,7 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
     suffix = Path(source).suffix.lower()
     name = "<stdin>" if source == "-" else source
     if column is not None and suffix not in (".csv", *_JSON_SUFFIXES):
-        raise LengthsFileError(_COLUMN, f" is for .csv and .jsonl files; leave it out for {name}")
+        raise LengthsFileError(f"{_COLUMN} is for .csv and .jsonl files; leave it out for {name}")
     try:
         # newline="": the csv module splits lines itself, as a quoted cell may hold line ends.
         opened = open_text(source, newline="") if source != "-" else _standard_input()
@@ -132,7 +132,7 @@ def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterato
 def _no_column(place: str, column: str | None, known: Iterable[str]) -> LengthsFileError:
     choices = f" to one of {', '.join(map(repr, known)) or 'none'}"
     missing = "no column is named" if column is None else f"there is no column {column!r}"
-    return LengthsFileError(f"{place}: {missing}; set ", _COLUMN, choices)
+    return LengthsFileError(f"{place}: {missing}; set {_COLUMN}{choices}")
 
 
 def _length(value: Any, name: str, line: int) -> int:

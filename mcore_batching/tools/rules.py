@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mcore_batching.planning import (
-    Argument,
     ParallelDims,
     PlannerConfig,
     PlanningError,
     Problem,
     StepPlan,
 )
+from mcore_batching.planning.errors import named
 from mcore_batching.planning.packing.packing import first_fit
 
 # Samples of each micro-batch, as positions in the problem.
@@ -204,9 +204,8 @@ def refuse_oversize(problem: Problem, how: str) -> None:
     """Raise if a sample is over the cap; `how` says what the framework does then."""
     if problem.oversize:
         raise RuleFailureError(
-            f"{max(problem.tokens)} tokens exceed the cap of {problem.capacity}: {how}; set ",
-            Argument("max_tokens_per_gpu"),
-            " so that every sample fits",
+            f"{max(problem.tokens)} tokens exceed the cap of {problem.capacity}: {how}; set "
+            f"{named('max_tokens_per_gpu')} so that every sample fits"
         )
 
 

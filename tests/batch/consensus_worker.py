@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mcore_batching.batch.consensus import Agreement, Consensus
 from mcore_batching.batch.errors import DisagreementError
 from mcore_batching.batch.messages import RankMessages
-from mcore_batching.planning.errors import Argument, ConfigError
+from mcore_batching.planning.errors import ConfigError, named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def raises(error: Exception) -> Callable[[], Any]:
 
 def config_error() -> ConfigError:
     """An error that speaks of an argument."""
-    return ConfigError("set ", Argument("max_tokens_per_gpu", 8))
+    return ConfigError(f"set {named('max_tokens_per_gpu', 8)}")
 
 
 class Unreadable:
@@ -269,11 +269,7 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
 
 def run_three(rank: int, three: Any, last_two: Any, report: dict[str, Any]) -> None:
     """The cases among ranks 0, 1 and 2, and some among 1 and 2."""
-    consensus = Consensus(
-        three,
-        replicas=[[0, 1], [2]],
-        spell=lambda argument: f"--{argument.name}",
-    )
+    consensus = Consensus(three, replicas=[[0, 1], [2]])
     for name, case in plan(rank).items():
         block = consensus.agreement(
             case.get("stage", name), mismatch=case.get("mismatch", DisagreementError)

@@ -71,7 +71,7 @@ def test_every_rank_learns_what_was_told(reports: list[dict[str, Any]]) -> None:
         (
             "one speaks of an argument",
             "ConfigError",
-            "rank 2: ConfigError: set --max_tokens_per_gpu",
+            "rank 2: ConfigError: set max_tokens_per_gpu=8 (--max-tokens-per-gpu 8)",
         ),
         # More than a job's store takes, and half a character, which cannot be printed.
         ("one is long", "ValueError", r"xxx ends \udc80"),
@@ -105,7 +105,10 @@ def test_a_rank_that_exits_ends_itself_and_is_named_on_the_others(
 def test_what_all_ranks_raise_alike_is_raised_as_it_is(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["all raise alike"]["type"] == "ConfigError"
-        assert report["all raise alike"]["message"] == "set --max_tokens_per_gpu"
+        assert (
+            report["all raise alike"]["message"]
+            == "set max_tokens_per_gpu=8 (--max-tokens-per-gpu 8)"
+        )
         assert report["all raise"]["type"] == "RankFailedError"
         assert list(report["all raise"]["failures"]) == [0, 1, 2]
 

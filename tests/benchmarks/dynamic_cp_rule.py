@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from other_rules import longest_first
 
-from mcore_batching.planning import Argument, CostModel, ParallelDims, PlannerConfig, StepPlan
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan
+from mcore_batching.planning.errors import named
 from mcore_batching.tools.rules import RuleFailureError, legal_count
 
 
@@ -65,9 +66,8 @@ def _formed_groups(
         sizes = [2**n for n in range(ranks.bit_length()) if 2**n <= ranks and length <= cap * 2**n]
         if not sizes:
             raise RuleFailureError(
-                f"Megatron's dynamic CP raises: {length} tokens need more than {ranks} ranks; set ",
-                Argument("max_tokens_per_gpu"),
-                f" to {-(-length // ranks)} or more",
+                f"Megatron's dynamic CP raises: {length} tokens need more than {ranks} ranks; set "
+                f"{named('max_tokens_per_gpu')} to {-(-length // ranks)} or more"
             )
         free = ranks - sum(group.size for group in groups)
         places: list[Group] = []

@@ -297,8 +297,12 @@ COMMAND_LINES: dict[str, tuple[str, str, str]] = {
         REFUSED + "--use-dynamic-batch-size cannot run with these settings:",
         "set --calculate-per-token-loss\n  - --use-dynamic-batch-size needs a cap: set --max",
     ),
-    "no cap": (ON + "--max-tokens-per-gpu 0", REFUSED, "--max-tokens-per-gpu must be"),
-    "effort": (ON + "--dynamic-batch-plan-effort -1", REFUSED, "--dynamic-batch-plan-effort must"),
+    "no cap": (ON + "--max-tokens-per-gpu 0", REFUSED, "(--max-tokens-per-gpu) must be"),
+    "effort": (
+        ON + "--dynamic-batch-plan-effort -1",
+        REFUSED,
+        "(--dynamic-batch-plan-effort) must",
+    ),
     "costs": (ON + "--dynamic-batch-cost-model /no", REFUSED, "--dynamic-batch-cost-model /no: "),
     "exchange alone": ("--dynamic-batch-exchange", REFUSED, "nothing alone: set --use-dynamic"),
     "prefixes": (

@@ -158,7 +158,7 @@ def test_samples_cost_what_the_model_says(algorithms: Any, tmp_path: Path) -> No
         with hook(pipeline_parallel=4, expert_parallel=ranks, model=model):
             packer = algorithms.get_packer(ALGORITHM, 1000, bin_count_multiple=2)
             assert packer.pack(lengths) == bins
-    with pytest.raises(ParallelDimsError, match="expert_parallel must be 1 or more"):
+    with pytest.raises(ParallelDimsError, match=r"expert_parallel \(--ep\) must be 1 or more"):
         hook(expert_parallel=0)
     with pytest.raises(ConfigError, match=r"cannot read some/name.*give a model's folder"):
         hook(model="some/name")

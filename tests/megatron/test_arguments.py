@@ -22,7 +22,6 @@ from mcore_batching.flags import (
     THEMES,
     add_dynamic_batch_arguments,
     add_flags,
-    flag_of,
 )
 from mcore_batching.flags import FLAGS as FLAG_OF
 from mcore_batching.megatron import compat, cpu_emulation
@@ -32,19 +31,26 @@ from mcore_batching.megatron.checks.multi_token import (
 )
 from mcore_batching.megatron.checks.validation import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job import options
 from mcore_batching.megatron.job.options import Options
 from mcore_batching.planning import (
-    Argument,
     ConfigError,
     CostModel,
     OversizeSampleError,
     ParallelDims,
     PlannerConfig,
 )
+from mcore_batching.planning.errors import FLAG_OF as PLANNING_FLAGS
+from mcore_batching.planning.errors import named
 from mcore_batching.planning.local import fill_local, pack_local
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.tokens import row_capacity_tokens
+from mcore_batching.tools.cli.options import (
+    CommandParser,
+    add_dims,
+    add_lengths,
+    add_options,
+    add_search,
+)
 
 FLAGS = {
     "--use-dynamic-batch-size",
@@ -140,25 +146,30 @@ def test_every_argument_in_the_table_has_its_flag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "spelled"),
+    ("name", "value", "text"),
     [
-        (Argument("max_tokens_per_gpu"), "--max-tokens-per-gpu"),
-        (Argument("on_oversize", "own-bin"), "--dynamic-batch-on-oversize own-bin"),
-        (Argument("pad_total_to", 16), "--dynamic-batch-pad-total-to 16"),
-        (Argument("capacity", 8), "capacity=8"),
+        ("max_tokens_per_gpu", None, "max_tokens_per_gpu (--max-tokens-per-gpu)"),
+        ("pad_total_to", 16, "pad_total_to=16 (--dynamic-batch-pad-total-to 16)"),
+        ("balance", "cost", "balance='cost' (--dynamic-batch-balance cost)"),
+        ("capacity", 8, "capacity=8"),
+        ("lengths", None, "lengths"),
     ],
 )
-def test_arguments_are_spelled_as_training_flags(argument: Argument, spelled: str) -> None:
-    assert flag_of(argument) == spelled
+def test_errors_name_an_argument_and_its_flag(name: str, value: object, text: str) -> None:
+    assert named(name, value) == text
 
 
-def test_a_value_out_of_range_is_named_as_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**settings: Any) -> None:
-        raise ConfigError("too small; set ", Argument("pad_each_to", 8))
-
-    monkeypatch.setattr(options, "PlannerConfig", refuse)
-    with pytest.raises(ConfigError, match="too small; set --dynamic-batch-pad-each-to 8"):
-        Options.of(SimpleNamespace(max_tokens_per_gpu=9)).planner_config(ParallelDims())
+def test_flags_that_errors_name_are_those_of_jobs_or_of_the_command_line() -> None:
+    command = CommandParser()
+    add_lengths(command)
+    add_dims(command)
+    add_options(command, "on_oversize", "fill", "packing", "balance")
+    add_search(command)
+    for name, flag in PLANNING_FLAGS.items():
+        assert flag in {*command._option_string_actions, *FLAG_OF.values()}
+        # A job's flag of the planner's options is one of the command line as well.
+        action = command._option_string_actions.get(flag)
+        assert action is None or action.dest == name
 
 
 def test_cost_model_from_a_file(tmp_path: Path) -> None:
@@ -276,7 +287,7 @@ def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> 
 
 def test_a_cap_of_forward_passes_out_of_range_is_refused_before_training() -> None:
     words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", FORWARD_CAP, "0")
-    with pytest.raises(ConfigError, match=f"^{FORWARD_CAP} must be 1 or more, got 0; increase"):
+    with pytest.raises(ConfigError, match=rf"\({FORWARD_CAP}\) must be 1 or more, got 0; increase"):
         Options.of(parse(*words)).planner_config(ParallelDims())
 
 
@@ -291,7 +302,7 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
             with pytest.raises(OversizeSampleError) as caught, naming:
                 Problem.of([30, 5], ParallelDims(), config)
             assert str(caught.value).startswith("sample 4 has 30 tokens")
-            assert f"set {FORWARD_CAP} to 30 or more, or" in caught.value.text(flag_of)
+            assert f"({FORWARD_CAP}) to 30 or more, or" in str(caught.value)
         else:
             with naming:
                 Problem.of([30, 5], ParallelDims(), config)
@@ -530,7 +541,7 @@ def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
     with pytest.raises(DynamicBatchArgumentError, match="unset --no-dynamic-batch-exchange"):
         Options.of(stays).planner_config(SEVERAL)
     args = parse(*words, "--dynamic-batch-context-parallel", "3")
-    with pytest.raises(ConfigError, match="set --dynamic-batch-context-parallel to 2"):
+    with pytest.raises(ConfigError, match=r"\(--dynamic-batch-context-parallel\) to 2"):
         Options.of(args).planner_config(SEVERAL)
     args = parse("--dynamic-batch-context-parallel", "2")
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and"):

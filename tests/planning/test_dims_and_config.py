@@ -64,51 +64,57 @@ def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"data_parallel": 0}, "data_parallel must be 1 or more, got 0; increase data_parallel"),
+        (
+            {"data_parallel": 0},
+            "data_parallel (--dp) must be 1 or more, got 0; increase data_parallel (--dp)",
+        ),
         (
             {"pipeline_parallel": 2.0},
-            "pipeline_parallel must be an integer, got 2.0 (float); set 1 or more",
+            "pipeline_parallel (--pp) must be an integer, got 2.0 (float); set 1 or more",
         ),
         (
             {"context_parallel": True},
-            "context_parallel must be an integer, got True (bool); set 1 or more",
+            "context_parallel (--cp) must be an integer, got True (bool); set 1 or more",
         ),
         ({"sequence_parallel": 1}, "sequence_parallel must be True or False, got 1"),
         ({"waits_for_sends": None}, "waits_for_sends must be True or False, got None"),
         (
             {"microbatch_group_size": 0},
-            "microbatch_group_size must be 1 or more, got 0; increase microbatch_group_size",
+            "microbatch_group_size (--microbatch-group-size) must be 1 or more, got 0; "
+            "increase microbatch_group_size (--microbatch-group-size)",
         ),
         (
             {"virtual_pipeline": 2},
-            "virtual_pipeline=2 needs more than one pipeline stage; "
-            "set pipeline_parallel to 2 or more, or virtual_pipeline=1",
+            "virtual_pipeline=2 (--vpp 2) needs more than one pipeline stage; "
+            "set pipeline_parallel (--pp) to 2 or more, or virtual_pipeline=1 (--vpp 1)",
         ),
         (
             {"virtual_pipeline": 2, "pipeline_parallel": 4, "microbatch_group_size": 3},
-            "microbatch_group_size must be at least pipeline_parallel=4, got 3; increase it, or "
+            "microbatch_group_size (--microbatch-group-size) must be at least "
+            "pipeline_parallel=4 (--pp 4), got 3; increase it, or "
             "leave it out",
         ),
         (
             {"data_parallel": 2, "expert_parallel": 3},
-            "expert_parallel must divide the 2 ranks of a pipeline stage, got 3; set a divisor, or "
-            "data_parallel to a multiple",
+            "expert_parallel (--ep) must divide the 2 ranks of a pipeline stage, got 3; "
+            "set a divisor, or data_parallel (--dp) to a multiple",
         ),
         (
             {"data_parallel": 10**12, "pipeline_parallel": 2},
-            "2000000000000 ranks are more than 131072; decrease data_parallel or pipeline_parallel",
+            "2000000000000 ranks are more than 131072; decrease data_parallel (--dp) or "
+            "pipeline_parallel (--pp)",
         ),
         (
             {"pipeline_parallel": 2, "virtual_pipeline": 10**6},
-            "virtual_pipeline must be at most 512, got 1000000",
+            "virtual_pipeline (--vpp) must be at most 512, got 1000000",
         ),
         (
             {"pipeline_parallel": 2000},
-            "pipeline_parallel must be at most 1024, got 2000",
+            "pipeline_parallel (--pp) must be at most 1024, got 2000",
         ),
         (
             {"data_parallel": 8, "microbatch_group_size": 10**6},
-            "microbatch_group_size must be at most 16384, got 1000000",
+            "microbatch_group_size (--microbatch-group-size) must be at most 16384, got 1000000",
         ),
     ],
 )
@@ -129,39 +135,56 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
     [
         (
             {"max_tokens_per_gpu": 0},
-            "max_tokens_per_gpu must be 1 or more, got 0; increase max_tokens_per_gpu",
+            "max_tokens_per_gpu (--max-tokens-per-gpu) must be 1 or more, got 0; increase "
+            "max_tokens_per_gpu (--max-tokens-per-gpu)",
         ),
         (
             {"max_tokens_per_gpu": None},
-            "max_tokens_per_gpu must be an integer, got None (NoneType); set 1 or more",
+            "max_tokens_per_gpu (--max-tokens-per-gpu) must be an integer, got None (NoneType); "
+            "set 1 or more",
         ),
-        ({"pad_each_to": 0}, "pad_each_to must be 1 or more, got 0; increase pad_each_to"),
-        ({"pad_total_to": -8}, "pad_total_to must be 1 or more, got -8; increase pad_total_to"),
+        (
+            {"pad_each_to": 0},
+            "pad_each_to (--dynamic-batch-pad-each-to) must be 1 or more, got 0; increase "
+            "pad_each_to (--dynamic-batch-pad-each-to)",
+        ),
+        (
+            {"pad_total_to": -8},
+            "pad_total_to (--dynamic-batch-pad-total-to) must be 1 or more, got -8; increase "
+            "pad_total_to (--dynamic-batch-pad-total-to)",
+        ),
         (
             {"packing": "best-fit"},
-            "packing must be one of 'auto', 'first-fit', 'first-fit-decreasing', got 'best-fit'",
+            "packing (--dynamic-batch-packing) must be one of 'auto', 'first-fit', "
+            "'first-fit-decreasing', got 'best-fit'",
         ),
         (
             {"balance": None},
-            "balance must be one of 'auto', 'pipeline', 'cost', 'tokens', 'none', got None",
+            "balance (--dynamic-batch-balance) must be one of 'auto', 'pipeline', "
+            "'cost', 'tokens', 'none', got None",
         ),
         (
             {"fill": "pad"},
-            "fill must be one of 'split', 'placeholder', got 'pad'",
+            "fill (--dynamic-batch-fill) must be one of 'split', 'placeholder', got 'pad'",
         ),
         (
             {"on_oversize": "drop"},
-            "on_oversize must be one of 'own-bin', 'error', got 'drop'",
+            "on_oversize (--dynamic-batch-on-oversize) must be one of 'own-bin', "
+            "'error', got 'drop'",
         ),
         (
             {"balance": "pipeline", "packing": "first-fit"},
-            "balance='pipeline' packs by itself; set packing='auto' and fill='split', or "
-            "balance='cost'",
+            "balance='pipeline' (--dynamic-batch-balance pipeline) packs by itself; set "
+            "packing='auto' (--dynamic-batch-packing auto) and fill='split' "
+            "(--dynamic-batch-fill split), or "
+            "balance='cost' (--dynamic-batch-balance cost)",
         ),
         (
             {"balance": "pipeline", "fill": "placeholder"},
-            "balance='pipeline' packs by itself; set packing='auto' and fill='split', or "
-            "balance='cost'",
+            "balance='pipeline' (--dynamic-batch-balance pipeline) packs by itself; set "
+            "packing='auto' (--dynamic-batch-packing auto) and fill='split' "
+            "(--dynamic-batch-fill split), or "
+            "balance='cost' (--dynamic-batch-balance cost)",
         ),
     ],
 )
@@ -184,8 +207,9 @@ def test_most_ranks_of_a_row_are_a_power_of_two_or_all(most: int, ranks: int, in
     with pytest.raises(ConfigError) as caught:
         plan_step([3], dims, PlannerConfig(max_tokens_per_gpu=10, max_context_parallel=most))
     assert str(caught.value) == (
-        f"max_context_parallel must be a power of two or all {ranks} ranks, got {most}; set "
-        f"max_context_parallel to {instead}"
+        f"max_context_parallel (--dynamic-batch-context-parallel) must be a power of two or all "
+        f"{ranks} ranks, got {most}; set "
+        f"max_context_parallel (--dynamic-batch-context-parallel) to {instead}"
     )
 
 
@@ -195,7 +219,10 @@ def test_cap_counts_all_context_parallel_ranks() -> None:
 
 def test_numpys_integers_are_stored_as_int_and_its_arrays_refused() -> None:
     numpy = pytest.importorskip("numpy", reason="NumPy integers need NumPy")
-    with pytest.raises(ConfigError, match="fill must be one of 'split', 'placeholder', got array"):
+    with pytest.raises(
+        ConfigError,
+        match=r"fill \(--dynamic-batch-fill\) must be one of 'split', 'placeholder', got array",
+    ):
         PlannerConfig(max_tokens_per_gpu=10, fill=numpy.array(["split", "pad"]))
     dims = ParallelDims(data_parallel=numpy.int64(2))
     config = PlannerConfig(max_tokens_per_gpu=numpy.int32(10))

@@ -289,7 +289,7 @@ def test_a_sample_gets_no_less_than_its_length_needs() -> None:
     assert least[1] >= 2
     assert least[4] == 4
     with pytest.raises(
-        OversizeSampleError, match="set max_tokens_per_gpu to 126 or more"
+        OversizeSampleError, match=r"set max_tokens_per_gpu \(--max-tokens-per-gpu\) to 126 or more"
     ) as caught:
         plan_step([*LENGTHS, 500], DIMS, replace(CONFIG, on_oversize="error"))
     assert (caught.value.index, caught.value.cap) == (4, 128)

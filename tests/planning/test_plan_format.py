@@ -147,7 +147,10 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
         (edited(version=["x" * 10_000]), 'expected plan "version" 1, got ['),
         (edited(version=True), 'expected plan "version" 1, got True'),
         (edited(layout=[]), '"layout" must be a JSON object'),
-        (edited(layout={"data_parallel": 0}), '"layout" is not valid: data_parallel must be 1'),
+        (
+            edited(layout={"data_parallel": 0}),
+            '"layout" is not valid: data_parallel (--dp) must be 1',
+        ),
         (edited(layout={"dp": 2}), 'unknown keys in "layout": dp; expected context_parallel'),
         (edited(config={}), '"config" is not valid'),
         (edited(scope="galactic"), '"scope" must be "global" or "local", got'),

@@ -63,7 +63,7 @@ def test_arguments_of_another_type_are_named(name: str, wrong: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -3, 2.0, True])
 def test_samples_per_step_is_checked(value: Any) -> None:
-    with pytest.raises(LengthError, match="samples_per_step must be"):
+    with pytest.raises(LengthError, match=r"samples_per_step \(--samples-per-step\) must be"):
         plan_batch([3, 4], ParallelDims(), CONFIG, samples_per_step=value)
 
 
@@ -77,7 +77,8 @@ def test_an_oversize_sample_is_named_by_its_index_in_the_batch() -> None:
         error = caught.value
         assert str(error) == (
             "sample 4 has 25 tokens, 28 after padding, the cap is 20 (and 1 more samples); "
-            "set max_tokens_per_gpu to 18 or more, or on_oversize='own-bin'"
+            "set max_tokens_per_gpu (--max-tokens-per-gpu) to 18 or more, or "
+            "on_oversize='own-bin' (--dynamic-batch-on-oversize own-bin)"
         )
         assert (error.index, error.length, error.padded_length, error.cap) == (4, 25, 28, 20)
 
@@ -97,8 +98,9 @@ def test_a_search_that_would_take_hours_is_refused(count: int, effort: int) -> N
     with pytest.raises(ConfigError) as caught:
         plan_step([3] * count, ParallelDims(), config)
     assert str(caught.value) == (
-        f"plan_effort={effort} is too much for {count} samples in a step; set it to "
-        f"{200_000_000 // count}, or set balance='cost'"
+        f"plan_effort={effort} (--dynamic-batch-plan-effort {effort}) is too much for {count} "
+        f"samples in a step; set it to {200_000_000 // count}, or set "
+        "balance='cost' (--dynamic-batch-balance cost)"
     )
 
 

@@ -65,8 +65,10 @@ def test_a_cap_that_holds_no_placeholder_is_refused() -> None:
     dims = ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
     config = PlannerConfig(max_tokens_per_gpu=7, pad_total_to=16)
     message = (
-        "the least micro-batch takes 16 tokens, the cap is 14; set max_tokens_per_gpu to "
-        "8 or more, or lower pad_each_to and pad_total_to"
+        "the least micro-batch takes 16 tokens, the cap is 14; set "
+        "max_tokens_per_gpu (--max-tokens-per-gpu) to 8 or more, or lower "
+        "pad_each_to (--dynamic-batch-pad-each-to) and "
+        "pad_total_to (--dynamic-batch-pad-total-to)"
     )
     for lengths in ([], [1, 2]):
         with pytest.raises(ConfigError) as caught:

@@ -123,7 +123,7 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert (verl.steps, verl.planned) == (2, 1)
     assert str(verl.failure) == "3 samples do not divide by 2; pass a multiple of 2"
     assert verl.time_over_floor is not None
-    lines = compare_command.summary(found, str)
+    lines = compare_command.summary(found)
     (line,) = [line for line in lines if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
     never = by_name(
@@ -139,7 +139,7 @@ def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
     peers = [o for o in outcomes if o.kind == "peer" and o.time_over_ours]
     best = min(peers, key=lambda o: (o.time_over_ours, o.name))
     tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
-    line = compare_command.summary(outcomes, str)[0]
+    line = compare_command.summary(outcomes)[0]
     assert f"{best.name} ends soonest, at {best.time_over_ours:.3f} x the time" in line
     at = f"at {tuned.time_over_ours_at_best_cap:.3f} x"
     assert f"{tuned.name} under {tuned.best_cap}, {at}" in line
@@ -162,7 +162,9 @@ def test_consecutive_steps() -> None:
     assert compare.consecutive_steps([3, 4, 5], 2) == [[3, 4], [5]]
     with pytest.raises(LengthError, match="lengths holds no length"):
         compare.consecutive_steps([], None)
-    with pytest.raises(LengthError, match="samples_per_step must be 1 or more"):
+    with pytest.raises(
+        LengthError, match=r"samples_per_step \(--samples-per-step\) must be 1 or more"
+    ):
         compare.consecutive_steps([3], 0)
 
 
@@ -194,7 +196,7 @@ def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     # A rule's own best cap is per GPU, and so is the heading's second one.
     heading = "4 steps of 16 samples, DP2 x PP2 x CP2, cap 1000 tokens, 500 per GPU"
     assert printed("--max-tokens-per-gpu", "500", "--cp", "2")[0] == heading
-    refused = "at least the longest sample; set --max-tokens-per-gpu so that every sample fits"
+    refused = "set max_tokens_per_gpu (--max-tokens-per-gpu) so that every sample fits"
     assert refused in "\n".join(printed("--max-tokens-per-gpu", "800"))
 
 
@@ -205,5 +207,6 @@ def test_plans_with_too_many_samples_in_a_micro_batch_are_no_plans() -> None:
     verl = by_name(found, "verl 0.9")
     assert (verl.planned, str(verl.failure)) == (
         0,
-        "its plan has 6 samples in a micro-batch, max_samples_per_row is 3",
+        "its plan has 6 samples in a micro-batch, max_samples_per_row "
+        "(--dynamic-batch-max-samples-per-row) is 3",
     )

@@ -135,4 +135,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(Plan.from_json(plan.read_text()).steps) == 3
     capsys.readouterr()
     assert main(["plan", str(path), *options, "--dynamic-cp", "3"]) == 2
-    assert "set --dynamic-cp to 2" in capsys.readouterr().err
+    assert (
+        "set max_context_parallel (--dynamic-batch-context-parallel) to 2"
+        in capsys.readouterr().err
+    )

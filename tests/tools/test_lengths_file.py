@@ -44,7 +44,9 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("3\nfour\n"))
     with pytest.raises(LengthsFileError, match="<stdin>:2: expected a length of 0 to"):
         read_lengths("-")
-    with pytest.raises(LengthsFileError, match=r"column is for \.csv and .jsonl files"):
+    with pytest.raises(
+        LengthsFileError, match=r"column \(--column\) is for \.csv and .jsonl files"
+    ):
         read_lengths("-", "n")
 
 
@@ -59,15 +61,25 @@ BAD = "expected a length of 0 to 1099511627776 tokens, got"
         ("a.txt", "٣\n", None, f"{{path}}:1: {BAD} '٣'"),
         ("a.txt", "9" * 5000, None, f"{{path}}:1: {BAD} '999"),
         ("a.txt", "1099511627777", None, f"{{path}}:1: {BAD} '1099511627777'"),
-        ("a.txt", "3\n", "n", "column is for .csv and .jsonl files; leave it out for {path}"),
+        (
+            "a.txt",
+            "3\n",
+            "n",
+            "column (--column) is for .csv and .jsonl files; leave it out for {path}",
+        ),
         (
             "a.csv",
             "a,b\n1,2\n",
             None,
-            "{path}: no column is named; set column to one of 'a', 'b'",
+            "{path}: no column is named; set column (--column) to one of 'a', 'b'",
         ),
-        ("a.csv", "a,b\n1,2\n", "c", "{path}: there is no column 'c'; set column to one of 'a'"),
-        ("a.csv", "", "c", "{path}: there is no column 'c'; set column to one of none"),
+        (
+            "a.csv",
+            "a,b\n1,2\n",
+            "c",
+            "{path}: there is no column 'c'; set column (--column) to one of 'a'",
+        ),
+        ("a.csv", "", "c", "{path}: there is no column 'c'; set column (--column) to one of none"),
         ("a.csv", "a,b\n1,2\n1,x\n", "b", f"{{path}}:3: {BAD} 'x'"),
         ("a.csv", "a,b\n1,2\n1\n", "b", f"{{path}}:3: {BAD} None"),
         ("a.csv", "n\n1,024\n", None, "{path}:2: more cells than the heading's 1; write numbers"),
@@ -76,12 +88,17 @@ BAD = "expected a length of 0 to 1099511627776 tokens, got"
         ("a.jsonl", '{"n": 3}\n{"n": 3.0}\n', "n", f"{{path}}:2: {BAD} 3.0"),
         ("a.jsonl", '{"n": true}\n', "n", f"{{path}}:1: {BAD} True"),
         ("a.jsonl", '{"n": [1, 2]}\n', "n", f"{{path}}:1: {BAD} [1, 2]"),
-        ("a.jsonl", '{"n": 3}\n{"m": 3}\n', "n", "{path}:2: there is no column 'n'; set column to"),
+        (
+            "a.jsonl",
+            '{"n": 3}\n{"m": 3}\n',
+            "n",
+            "{path}:2: there is no column 'n'; set column (--column) to",
+        ),
         (
             "a.jsonl",
             '{"n": 3}\n',
             None,
-            "{path}:1: no column is named; set column to one of 'n'",
+            "{path}:1: no column is named; set column (--column) to one of 'n'",
         ),
         ("a.jsonl", '{"n": 3}\n{"n"\n', "n", "{path}:2: not a line of JSON"),
         (

@@ -139,7 +139,10 @@ def test_a_full_disk_stops_the_record_and_not_the_job(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match=r"cannot record .*; set record to a writable folder"):
+    with pytest.raises(
+        RecordError,
+        match=r"cannot record .*; set record \(--dynamic-batch-record\) to a writable folder",
+    ):
         StepRecorder(tmp_path / "file")
 
 
@@ -148,7 +151,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     [
         (0, "version", 2, ":1: not a record of a step: expected .*got .* 2; read it with"),
         (0, "format", "x", ":1: not a record of a step: expected .*got 'x'"),
-        (0, "config", {"max_tokens_per_gpu": 0}, r":2: .*max_tokens_per_gpu must be 1 or more"),
+        (0, "config", {"max_tokens_per_gpu": 0}, r":2: .*max_tokens_per_gpu .* must be 1 or more"),
         (1, "ranks", [[[0]], [[1]]], ":2: .*invariant 'exact cover' is broken"),
         (1, "ranks", [], ":2: not a record of a step"),
         (1, "lengths", ["x"], ":2: .*the length of sample 0 must be an integer"),

@@ -10,7 +10,6 @@ import pytest
 from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded, recorded_job, the_file
 
 from mcore_batching.planning import (
-    Argument,
     ParallelDims,
     PlannerConfig,
     plan_step,
@@ -90,7 +89,7 @@ def test_learnt_units_that_change_are_each_step_s_own(
 def test_better_plans(tmp_path: Path) -> None:
     steps = replay.replay(measured_job(tmp_path))[:2]
     found = replay.better_plans(steps, 100)
-    changes = [" ".join(map(str, other.changes)) for other in found]
+    changes = [" ".join(f"{name}={value}" for name, value in other.changes) for other in found]
     assert changes[0] == ""
     assert set(changes[1:]) == {
         "max_tokens_per_gpu=500",
@@ -114,7 +113,7 @@ def test_a_cap_that_cannot_hold_a_step_is_left_out(tmp_path: Path) -> None:
     config = replace(CONFIG, on_oversize="error")
     both = [(plan_step(each, DIMS, config), each, None, None) for each in ([400, 30], [900, 20])]
     steps = replay.replay(recorded(tmp_path, *both))
-    smaller = (Argument("max_tokens_per_gpu", 500),)
+    smaller = (("max_tokens_per_gpu", 500),)
     assert smaller in [other.changes for other in replay.better_plans(steps[:1], 10)]
     assert smaller not in [other.changes for other in replay.better_plans(steps, 10)]
 
@@ -136,7 +135,7 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "a unit of cost took 1.000e-03 s (median)" in printed
     assert "off by 20.0% on average, 75.0% at worst" in printed
     assert "2 of these steps with the same samples on the same GPUs:" in printed
-    assert "--pp=2 and --dp=4" in printed
+    assert "pipeline_parallel=2 (--pp 2) and data_parallel=4 (--dp 4)" in printed
     for column in ("error", "time/floor", "faster by"):
         assert f"\n{column} " in printed
     first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
@@ -185,10 +184,22 @@ def test_jobs_of_different_layouts_are_replayed_apart(
         recorded(tmp_path / name, *given)
         the_file(tmp_path / name).rename(tmp_path / f"{name}.jsonl")
     assert main(["replay", str(tmp_path), "--plan-effort", "1"]) == 0
-    deep, wide = capsys.readouterr().out.split("\nthen with --dp=8, --pp=1\n")
+    deep, wide = capsys.readouterr().out.split(
+        "\nthen with data_parallel=8 (--dp 8), pipeline_parallel=1 (--pp 1)\n"
+    )
     for block, heading, unit, other in (
-        (deep, "2 recorded steps, DP2 x PP4, cap 1000 tokens\n", 2e-3, "--pp=8 and --dp=1"),
-        (wide, "2 recorded steps, DP8, cap 1000 tokens\n", 1e-3, "--pp=2 and --dp=4"),
+        (
+            deep,
+            "2 recorded steps, DP2 x PP4, cap 1000 tokens\n",
+            2e-3,
+            "(--pp 8) and data_parallel=1 (--dp 1)",
+        ),
+        (
+            wide,
+            "2 recorded steps, DP8, cap 1000 tokens\n",
+            1e-3,
+            "pipeline_parallel=2 (--pp 2) and data_parallel=4 (--dp 4)",
+        ),
     ):
         assert block.startswith(heading)
         assert f"a unit of cost took {unit:.3e} s (median)" in block

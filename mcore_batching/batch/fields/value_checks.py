@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
 from mcore_batching.batch.fields.value_shapes import as_number, describe, is_array
-from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.errors import named
 from mcore_batching.planning.integers import as_integer, entries
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -122,5 +122,5 @@ def require_token_id(name: str, value: Any) -> int:
     int64."""
     number = as_integer(value)
     if number is None or not -(2**63) <= number < 2**63:
-        raise BatchError(Argument(name), f" must be a token's id, got {value!r:.60}")
+        raise BatchError(f"{named(name)} must be a token's id, got {value!r:.60}")
     return number

@@ -16,7 +16,6 @@ from torch.distributed.nn.functional import all_reduce
 
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.rows.packed import PackedMicroBatch
-from mcore_batching.planning.errors import Argument
 
 
 def gather_response(
@@ -64,9 +63,7 @@ def gather_own_values(
     if size != micro_batch.context_parallel_size:
         raise BatchError(
             f"expected the {micro_batch.context_parallel_size} ranks that share the row, got "
-            f"{size}; set ",
-            Argument("group"),
-            " to the context-parallel group",
+            f"{size}; set group to the context-parallel group"
         )
     responses = micro_batch.responses
     flat = own_values.new_zeros((responses.owned.numel(), *own_values.shape[1:]))

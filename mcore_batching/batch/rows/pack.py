@@ -33,7 +33,6 @@ from mcore_batching.batch.rows.response_tokens import (
     response_tokens,
 )
 from mcore_batching.batch.rows.row_layout import Row, padded_offsets, require_alignment
-from mcore_batching.planning.errors import Argument
 
 
 def pack(
@@ -188,8 +187,7 @@ def _checked_hosts(
     is_place = [host in range(len(hosts)) and hosts[host] == host for host in hosts]
     if len(hosts) != count or not all(is_place):
         raise BatchError(
-            Argument("hosts"),
-            f" must be {count} places of samples that are their own hosts, got {list(hosts)}",
+            f"hosts must be {count} places of samples that are their own hosts, got {list(hosts)}"
         )
     # Values replaced since hosts were found would, silently, be taken for the host's.
     for i, host in enumerate(hosts):
@@ -211,9 +209,7 @@ def _require_unique(predicted_at: Tensor, num_tokens: int) -> None:
     if twice.numel():
         raise BatchError(
             f"two samples train the token predicted at position {int(twice[0])}; end a response "
-            "before the next one of its host begins, or set ",
-            Argument("hosts"),
-            " to None",
+            "before the next one of its host begins, or set hosts to None"
         )
 
 
@@ -223,8 +219,7 @@ def _read_indices(
     indices = tuple(read_indices("sample_indices", sample_indices))
     if not num_samples:
         raise BatchError(
-            "expected at least one sample; pack make_placeholder(...) with ",
-            Argument("is_placeholder", True),
+            "expected at least one sample; pack make_placeholder(...) with is_placeholder=True"
         )
     expected = 0 if is_placeholder else num_samples
     if len(indices) != expected:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.planning.errors import Argument
+from mcore_batching.planning.errors import named
 from mcore_batching.planning.integers import at_least, round_up
 
 
@@ -42,8 +42,8 @@ def padded_offsets(
     end = round_up(offsets[-1], row_alignment_tokens)
     if end >= 2**31:
         raise BatchError(
-            f"a row may have at most {2**31 - 1} tokens, got {end}; pack fewer samples, or lower ",
-            Argument("row_alignment_tokens"),
+            f"a row may have at most {2**31 - 1} tokens, got {end}; pack fewer samples, or lower "
+            "row_alignment_tokens"
         )
     return (*offsets, end) if end > offsets[-1] else tuple(offsets)
 
@@ -67,9 +67,8 @@ def require_alignment(
     ):
         if is_cut and alignment % multiple:
             raise BatchError(
-                Argument(name),
-                f" must be a multiple of {multiple} (2 * context_parallel_size), got "
-                f"{alignment}; set it to {math.lcm(alignment, multiple)}",
+                f"{named(name)} must be a multiple of {multiple} (2 * context_parallel_size), got "
+                f"{alignment}; set it to {math.lcm(alignment, multiple)}"
             )
 
 

@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import new_group, new_subgroups_by_enume
 from mcore_batching.batch.consensus import Agreement, Consensus, Reduction
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.batch.messages import RankMessages
-from mcore_batching.flags import flag_of
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
 from mcore_batching.megatron.job.failure_watch import FailureWatch
 from mcore_batching.megatron.job.flat_values import flat, unflat
@@ -95,7 +94,7 @@ class JobAgreement(Agreement):
 
 
 class JobConsensus(Consensus):
-    """Agreement over all ranks, which make it together; errors spell arguments as flags."""
+    """Agreement over all ranks, which make it together."""
 
     def __init__(self, timeout_seconds: float, watch: FailureWatch) -> None:
         self.watch = watch
@@ -113,7 +112,6 @@ class JobConsensus(Consensus):
             replicas=_ranks_by([replica for replica, _, _ in places]),
             stages=_ranks_by([place[:2] for place in places]),
             mismatch=PlanMismatchError,
-            spell=flag_of,
         )
 
     # Each made at the first call that needs it: most jobs neither share nor exchange samples.

@@ -21,7 +21,6 @@ from mcore_batching.flags import (
     LEARNT,
     PLANNER_DEFAULTS,
     PREFIX,
-    flag_of,
     removed_settings,
 )
 from mcore_batching.megatron import cpu_emulation
@@ -29,13 +28,13 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
-    MCoreBatchingError,
     OversizeSampleError,
     ParallelDims,
     PlannerConfig,
     PlanningError,
     at_least,
 )
+from mcore_batching.planning.errors import named
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.json_text import read_document
 from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
@@ -200,14 +199,10 @@ class Options:
         if chosen["pad_total_to"] is None and _runs_on_cuda():
             smallest = dims if self.max_context_parallel is None else dims.for_rows_on(1)
             chosen["pad_total_to"] = _default_row_multiple(self.max_tokens_per_gpu, smallest)
-        try:
-            config = PlannerConfig(max_tokens_per_gpu=self.max_tokens_per_gpu, **chosen)
-            config.check_max_context_parallel(dims)
-            self.forward_only_config(config, dims)
-            return config
-        except MCoreBatchingError as error:
-            error.args = (error.text(flag_of),)
-            raise
+        config = PlannerConfig(max_tokens_per_gpu=self.max_tokens_per_gpu, **chosen)
+        config.check_max_context_parallel(dims)
+        self.forward_only_config(config, dims)
+        return config
 
     def forward_only_config(self, training: PlannerConfig, dims: ParallelDims) -> PlannerConfig:
         """The planner's settings for forward passes alone: training's, under a cap of their own."""
@@ -228,14 +223,14 @@ class Options:
         try:
             yield
         except PlanningError as error:
-            named = error
+            raised = error
             if isinstance(error, OversizeSampleError):
                 # The planner counts samples of the step that have segments of their own.
-                said = {name: value for name, value in vars(error).items() if name != "parts"}
-                named = OversizeSampleError(**said | {"index": samples[error.index]})
+                raised = OversizeSampleError(**vars(error) | {"index": samples[error.index]})
             if forward_only and self.has_own_forward_cap:
-                named.rename("max_tokens_per_gpu", "forward_only_max_tokens_per_gpu")
-            raise named from error.__cause__
+                cap, own = named("max_tokens_per_gpu"), named("forward_only_max_tokens_per_gpu")
+                raised.args = (str(raised).replace(cap, own),)
+            raise raised from error.__cause__
 
     def given_cost_model(self) -> CostModel | None:
         """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none."""

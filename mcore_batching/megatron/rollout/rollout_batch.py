@@ -10,7 +10,7 @@ from typing import Any
 from mcore_batching.batch import Field, Schema, make_placeholder
 from mcore_batching.batch.fields.field_checks import read_lengths
 from mcore_batching.batch.fields.value_checks import require_vocabulary
-from mcore_batching.planning import Argument, ConfigError, at_least
+from mcore_batching.planning import ConfigError, at_least
 from mcore_batching.planning.integers import as_integer
 
 REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
@@ -142,9 +142,8 @@ def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
     given = [index for step in read for index in step if index is not None]
     if len(given) < sum(map(len, read)):
         raise ConfigError(
-            Argument("steps"),
-            " must be one list of sample indices for each step, such as [[0, 1], [2, 3]], got "
-            f"{steps!r:.60}",
+            "steps must be one list of sample indices for each step, such as [[0, 1], [2, 3]], "
+            f"got {steps!r:.60}"
         )
     if sorted(given) != list(range(num_samples)):
         raise ValueError(

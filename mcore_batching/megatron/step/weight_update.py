@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.planning import Argument, ConfigError, at_least
+from mcore_batching.planning import ConfigError, at_least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +43,9 @@ class WeightUpdate:
             return at_least("increment", self.increment, 1, ConfigError)
         if schedule.samples_per_step is None and self.scheduler is not None:
             raise ConfigError(
-                "no ",
-                Argument("global_batch_size"),
-                " says how many samples a step is; set ",
-                Argument("increment"),
-                " to what lr_decay_steps counts a step as: prompts times trajectories of each, or "
-                "1 where it counts steps",
+                "no global_batch_size (--global-batch-size) says how many samples a step is; set "
+                "increment to what lr_decay_steps counts a step as: prompts times trajectories of "
+                "each, or 1 where it counts steps"
             )
         return schedule.samples_per_step
 

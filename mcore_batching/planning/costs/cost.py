@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import reduce
 from operator import add
 
-from mcore_batching.planning.errors import Argument, ConfigError
+from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.integers import at_least, number_up_to
 from mcore_batching.planning.json_text import parse_json_dict
 
@@ -80,9 +80,7 @@ class CostModel:
             number = number_up_to(name, getattr(self, name), _MAX_COEFFICIENT, ConfigError)
             object.__setattr__(self, name, number)
         if self.beyond_window > 1:
-            raise ConfigError(
-                Argument("beyond_window"), f" must be 1 or less, got {self.beyond_window}"
-            )
+            raise ConfigError(f"beyond_window must be 1 or less, got {self.beyond_window}")
         if self.window is not None:
             object.__setattr__(self, "window", at_least("window", self.window, 1, ConfigError))
         self._check_layers()
@@ -99,9 +97,8 @@ class CostModel:
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(
-                Argument("layer_costs"),
-                f" must have four numbers of 0 or more for each letter of layers, got "
-                f"{self.layer_costs!r:.80}",
+                "layer_costs must have four numbers of 0 or more for each letter of layers, got "
+                f"{self.layer_costs!r:.80}"
             ) from None
         costs_of_layers = tuple((letter, *costs) for letter, costs in found.items())
         object.__setattr__(self, "layer_costs", costs_of_layers)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from mcore_batching.planning.errors import Argument, ParallelDimsError
+from mcore_batching.planning.errors import ParallelDimsError
 from mcore_batching.planning.parallel_dims import ParallelDims
 
 Kind = Literal["F", "B"]
@@ -135,9 +135,8 @@ class Schedule:
         dims = self.dims
         if not dims.is_legal_num_microbatches(num_microbatches):
             raise ParallelDimsError(
-                f"the schedule cannot run {num_microbatches} micro-batches per rank; set ",
-                Argument("num_microbatches"),
-                f" to {dims.round_up_num_microbatches(max(num_microbatches, 0))}",
+                f"the schedule cannot run {num_microbatches} micro-batches per rank; set "
+                f"num_microbatches to {dims.round_up_num_microbatches(max(num_microbatches, 0))}"
             )
         chunks, group = range(dims.virtual_pipeline), dims.group_size
         forward: list[Pass] = []

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
-from mcore_batching.planning.errors import Argument, PlanningError
+from mcore_batching.planning.errors import PlanningError, named
 from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
 from mcore_batching.planning.json_text import (
     MAX_JSON_CHARACTERS,
@@ -91,9 +91,8 @@ class StepRecorder:
             self._file = (folder / name).open("x", encoding="utf-8")
         except OSError as error:
             raise RecordError(
-                f"cannot record into {directory}: {error}; set ",
-                Argument("record"),
-                " to a writable folder",
+                f"cannot record into {directory}: {error}; set {named('record')} to a writable "
+                "folder"
             ) from None
 
     def append(

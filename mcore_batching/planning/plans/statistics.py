@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
-from mcore_batching.planning.errors import Argument, LengthError
+from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.integers import entries
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.pipeline import (
@@ -179,8 +179,8 @@ def step_problem(
     last = max(step.sample_indices, default=-1)
     if last >= len(lengths):
         raise LengthError(
-            Argument("lengths"),
-            f" has {len(lengths)} entries, but the step runs sample {last}; pass the whole batch's",
+            f"lengths has {len(lengths)} entries, but the step runs sample {last}; pass the whole "
+            "batch's"
         )
     # Plans name samples by their place in the batch, problems by their place in the step.
     number = {sample: position for position, sample in enumerate(step.sample_indices)}

@@ -45,7 +45,7 @@ def build_parser() -> CommandParser:
             name, help=help_text, allow_abbrev=False, formatter_class=HelpWithDefaults
         )
         module.add_arguments(command)
-        command.set_defaults(run=module.run, spell=command.spell)
+        command.set_defaults(run=module.run)
     return parser
 
 
@@ -80,7 +80,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except MCoreBatchingError as error:
         if isinstance(error.__cause__, BrokenPipeError):  # --out /dev/stdout
             return NO_READER
-        complain(error.text(options.spell))
+        complain(str(error))
         return INPUT_OUTPUT if isinstance(error.__cause__, OSError) else BAD_INPUT
     return status
 

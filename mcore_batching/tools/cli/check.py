@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         validate_plan(plan, lengths)
     except InvariantError as error:
-        fault = error.text(options.spell)
+        fault = str(error)
     else:
         # Other lengths may satisfy every invariant by chance, so their digest has the last word.
         if of_lengths not in (None, lengths_digest(lengths)):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mcore_batching.planning import Argument, ParallelDims, PlannerConfig
+from mcore_batching.planning import ParallelDims, PlannerConfig
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.tools import report
 from mcore_batching.tools.cli.options import (
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{counted(len(steps), 'step')} of {samples}, {report.dims_line(dims, config)}")
     print(as_table(outcomes))
     print(LEGEND)
-    for line in summary(outcomes, options.spell):
+    for line in summary(outcomes):
         print(line)
     return 0
 
@@ -87,7 +87,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     return (outcome.name, f"{outcome.planned}/{outcome.steps}", *shown)
 
 
-def summary(outcomes: Sequence[Outcome], spell: Callable[[Argument], str]) -> list[str]:
+def summary(outcomes: Sequence[Outcome]) -> list[str]:
     """Lines below the table: the gain on the best rules, and who has no plan."""
     lines = []
     # A rule that has no plan for some steps would win by the ones that it left out.
@@ -106,8 +106,7 @@ def summary(outcomes: Sequence[Outcome], spell: Callable[[Argument], str]) -> li
             f"{OURS}; with caps chosen for each, {name_tuned} under {cap}, at {time_tuned:.3f} x"
         )
     return lines + [
-        f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: "
-        f"{o.failure.text(spell)}"
+        f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: {o.failure}"
         for o in outcomes
         if o.failure
     ]

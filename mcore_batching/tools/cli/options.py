@@ -10,25 +10,24 @@ from typing import Any, TypeVar
 
 from mcore_batching.flags import refuse_removed, settings_of
 from mcore_batching.planning import (
-    Argument,
     CostModel,
     MCoreBatchingError,
     ParallelDims,
     PlannerConfig,
 )
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
-from mcore_batching.planning.errors import printable
+from mcore_batching.planning.errors import FLAG_OF, printable
 from mcore_batching.planning.json_text import read_text
 from mcore_batching.planning.plans.files import write_whole
 
-_SIZES = {
-    "data_parallel": "--dp",
-    "pipeline_parallel": "--pp",
-    "virtual_pipeline": "--vpp",
-    "context_parallel": "--cp",
-    "tensor_parallel": "--tp",
-    "expert_parallel": "--ep",
-}
+_SIZES = (
+    "data_parallel",
+    "pipeline_parallel",
+    "virtual_pipeline",
+    "context_parallel",
+    "tensor_parallel",
+    "expert_parallel",
+)
 
 _Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
 
@@ -39,15 +38,6 @@ class UsageError(MCoreBatchingError, ValueError):
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose flags have as `dest` the argument of the library that they set."""
-
-    def spell(self, argument: Argument) -> str:
-        """An argument as this command calls it; as the library does if it has no flag for it."""
-        for action in self._actions:
-            if action.dest == argument.name:
-                # The flag itself, or for a positional argument its name in the usage.
-                flag = [*action.option_strings, str(action.metavar)][0]
-                return flag if argument.value is None else f"{flag}={argument.value}"
-        return str(argument)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if message and file is sys.stdout:
@@ -82,10 +72,10 @@ def add_dims(parser: CommandParser) -> None:
     add_options(parser, "max_tokens_per_gpu", required=True)
     # Defaults are the library's, so that both plan the same.
     defaults = {option.name: option.default for option in fields(ParallelDims)}
-    for name, flag in _SIZES.items():
+    for name in _SIZES:
         text = f"{name.replace('_', '-')} size"
         parser.add_argument(
-            flag, dest=name, type=int, default=defaults[name], metavar="N", help=text
+            FLAG_OF[name], dest=name, type=int, default=defaults[name], metavar="N", help=text
         )
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="sequence parallelism is on"
@@ -110,6 +100,7 @@ def add_search(parser: CommandParser) -> None:
     refuse_removed(parser, "--")
     parser.add_argument(
         "--dynamic-cp",
+        FLAG_OF["max_context_parallel"],
         dest="max_context_parallel",
         type=int,
         metavar="MAX",
@@ -134,10 +125,10 @@ def add_search(parser: CommandParser) -> None:
 
 
 def add_options(parser: CommandParser, *names: str, required: bool = False) -> None:
-    """Options of the planner, as training jobs have them, without the flags' prefix."""
+    """Options of the planner, by training jobs' flags with and without their prefix."""
     for name in names:
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, dest=name, required=required, **settings_of(name))
+        flags = dict.fromkeys((f"--{name.replace('_', '-')}", FLAG_OF[name]))
+        parser.add_argument(*flags, dest=name, required=required, **settings_of(name))
 
 
 def made_of(kind: type[_Settings], options: argparse.Namespace) -> _Settings:

@@ -128,7 +128,7 @@ def _print(
         )
     if len(plan.steps) == 1:
         with progress("looking for advice"):
-            text = explain(plan.steps[0], lengths, options.spell, advice_seconds=advice_seconds)
+            text = explain(plan.steps[0], lengths, advice_seconds=advice_seconds)
         print(text)
     else:
         print(report.packing_line(plan, lengths))

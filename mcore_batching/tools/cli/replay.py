@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from mcore_batching.planning import Argument, ConfigError, at_least
+from mcore_batching.planning import ConfigError, at_least
+from mcore_batching.planning.errors import named
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.plans.records import read_records
 from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools import replay, report
 from mcore_batching.tools.cli.options import (
     CommandParser,
-    add_dims,
     add_options,
-    add_search,
 )
 from mcore_batching.tools.cli.progress import progress
+from mcore_batching.tools.explain import changes_text
 
 # Default of --steps. Each is planned up to eight times: time grows with it, and gains of single
 # steps even out.
@@ -59,18 +59,14 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read, predict, plan again, print."""
-    most = at_least("steps", options.steps, 1, ConfigError)
+    most = at_least("--steps", options.steps, 1, ConfigError)
     steps = replay.replay(read_records(options.records))
-    # Alternatives are named by the flags with which `mcore-batching plan` would plan them.
-    plans = CommandParser()
-    add_dims(plans)
-    add_search(plans)
     # A job whose options changed half-way has no one factor: each setting gets a table of its own.
     before, has_others = None, False
     for alike in replay.by_setting(steps):
         if before is not None:
             changes = [
-                f"{plans.spell(Argument(name))}={value}"
+                named(name, value)
                 for name, value in replay.changed_options(before, alike[0]).items()
             ]
             print(f"\nthen with {', '.join(changes)}")
@@ -82,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
             found = replay.better_plans(planned, options.plan_effort, on_step)
         if found:
             print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
-            print(_alternative_table(found, len(planned), factor, plans))
+            print(_alternative_table(found, len(planned), factor))
             has_others = True
         before = alike[-1]
     print(LEGEND + OTHERS_LEGEND if has_others else LEGEND)
@@ -110,15 +106,14 @@ def _print_steps(steps: Sequence[replay.ReplayedStep], factor: float | None) -> 
 
 
 def _alternative_table(
-    found: Sequence[replay.Alternative], steps: int, factor: float | None, plans: CommandParser
+    found: Sequence[replay.Alternative], steps: int, factor: float | None
 ) -> report.Table:
     """One row for the recorded plans and one for each alternative: mean predicted time and gain."""
     recorded = time_text(found[0].recorded_time / steps, factor)
     rows = [("as it was recorded", recorded, "1.000 x")]
     rows += [
         (
-            " and ".join(map(plans.spell, other.changes))
-            or "planned by this release, for all ranks",
+            changes_text(other.changes) or "planned by this release, for all ranks",
             time_text(other.time / steps, factor),
             f"{other.gain:.3f} x",
         )

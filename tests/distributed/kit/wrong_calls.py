@@ -504,7 +504,8 @@ ON_ONE_REPLICA = {
     "sample over the cap": Wrong(
         *[lambda calls: calls.planned(dynamic_batch_on_oversize="error")] * 2,
         _PLANNING,
-        "set --max-tokens-per-gpu to 200 or more, or --dynamic-batch-on-oversize own-bin",
+        "set max_tokens_per_gpu (--max-tokens-per-gpu) to 200 or more, or "
+        "on_oversize='own-bin' (--dynamic-batch-on-oversize own-bin)",
     ),
 }
 ON_ONE_RANK_OF_SHARED_ROWS = {
