@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,9 +141,9 @@ def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
     best = min(peers, key=lambda o: (o.time_over_ours, o.name))
     tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
     line = compare_command.summary(outcomes)[0]
-    assert f"{best.name} ends soonest, at {best.time_over_ours:.3f} x the time" in line
-    at = f"at {tuned.time_over_ours_at_best_cap:.3f} x"
-    assert f"{tuned.name} under {tuned.best_cap}, {at}" in line
+    at = f"at {tuned.time_over_ours_at_best_cap:.3f} x the time"
+    assert f"{tuned.name} under {tuned.best_cap} ends soonest, {at}" in line
+    assert f"at the given cap {best.name}, at {best.time_over_ours:.3f} x" in line
 
 
 @pytest.mark.parametrize(("ranks", "context", "most"), [(2, 4, 2), (4, 3, 2), (3, 1, 3)], ids=str)
@@ -188,11 +189,12 @@ def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
 
     lines = printed()
     assert lines[0] == "4 steps of 16 samples, DP2 x PP2, cap 1000 tokens"
-    assert lines[1].split("  ")[-1] == "time/ours there"
+    columns = [column.strip() for column in re.split("  +", lines[1].strip())]
+    assert columns[2:5] == ["time/ours, given cap", "own best cap", "time/ours, own best cap"]
     steps = compare.consecutive_steps(LENGTHS, 16)
     ours, *_ = compare.compare(steps, DIMS, replace(CONFIG, plan_effort=20))
     (line,) = [line for line in lines if line.split()[:1] == ["mcore_batching"]]
-    assert line.split()[1:4] == ["4/4", f"{ours.time_over_floor:.3f}", "1.000"]
+    assert line.split()[1:6] == ["4/4", "1.000", "1000", "1.000", f"{ours.time_over_floor:.3f}"]
     # A rule's own best cap is per GPU, and so is the heading's second one.
     heading = "4 steps of 16 samples, DP2 x PP2 x CP2, cap 1000 tokens, 500 per GPU"
     assert printed("--max-tokens-per-gpu", "500", "--cp", "2")[0] == heading

@@ -23,20 +23,20 @@ from mcore_batching.tools.lengths_file import read_lengths
 COLUMNS = (
     "planner",
     "steps",
+    "time/ours, given cap",
+    "own best cap",
+    "time/ours, own best cap",
     "time/floor",
-    "time/ours",
     "micro-batches/rank",
     "planning",
-    "own best cap",
-    "time/ours there",
 )
 LEGEND = f"""\
+time/ours     predicted end of the step / that under {OURS}'s plan, mean over steps: at the
+              given --max-tokens-per-gpu, and at the cap up to it under which the planner's
+              own steps end soonest; the second is what a tuned job takes
 time/floor    predicted end of the step / the floor, mean over steps; no plan ends before it:
               {report.FLOOR}
-time/ours     predicted end of the step / that under {OURS}'s plan, mean over steps
-planning      processor time for one step at the given cap, mean over steps
-own best cap  --max-tokens-per-gpu, up to the given one, under which the planner's own
-              steps end soonest"""
+planning      processor time for one step at the given cap, mean over steps"""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -76,12 +76,12 @@ def as_table(outcomes: Sequence[Outcome]) -> report.Table:
 def _row(outcome: Outcome) -> tuple[str, ...]:
     seconds = outcome.planning_seconds
     figures = (
-        ("{:.3f}", outcome.time_over_floor),
         ("{:.3f}", outcome.time_over_ours),
-        ("{:.1f}", outcome.num_microbatches),
-        ("{:.1f} ms", None if seconds is None else 1000 * seconds),
         ("{}", outcome.best_cap),
         ("{:.3f}", outcome.time_over_ours_at_best_cap),
+        ("{:.3f}", outcome.time_over_floor),
+        ("{:.1f}", outcome.num_microbatches),
+        ("{:.1f} ms", None if seconds is None else 1000 * seconds),
     )
     shown = ["-" if value is None else text.format(value) for text, value in figures]
     return (outcome.name, f"{outcome.planned}/{outcome.steps}", *shown)
@@ -102,8 +102,9 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
         time, name = min(at_cap)
         time_tuned, name_tuned, cap = min(tuned)
         lines.append(
-            f"of the other frameworks' rules {name} ends soonest, at {time:.3f} x the time of "
-            f"{OURS}; with caps chosen for each, {name_tuned} under {cap}, at {time_tuned:.3f} x"
+            f"of the other frameworks' rules at their own best caps {name_tuned} under {cap} ends "
+            f"soonest, at {time_tuned:.3f} x the time of {OURS}; at the given cap {name}, at "
+            f"{time:.3f} x"
         )
     return lines + [
         f"{o.name} has no plan for {o.steps - o.planned} of {counted(o.steps, 'step')}: {o.failure}"
