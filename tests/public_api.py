@@ -62,13 +62,18 @@ def face(module: ModuleType) -> list[str]:
 
 
 def describe(name: str, value: Any) -> Iterator[str]:
-    """A function's signature, a class's members, a constant's keys."""
+    """A function's signature, a class's members, a constant's keys, a schema's declarations."""
     if inspect.isclass(value):
         yield from describe_class(name, value)
     elif inspect.isroutine(value):
         yield f"def {name}{signature(value)}"
     elif isinstance(value, str):
         yield f"{name}: str"
+    elif hasattr(value, "declare"):
+        yield f"{name}: {type(value).__name__}"
+        for field in value.values():
+            declared = field.declaration.partition('", ')[2].rstrip(")")
+            yield f"    {field.name}: {declared}{', required' * field.required}"
     elif isinstance(value, dict | tuple) or hasattr(value, "keys"):
         yield f"{name}: {type(value).__name__}"
         yield from (f"    {getattr(key, 'name', key)}" for key in value)

@@ -1,8 +1,9 @@
-"""Random batches, and a packer in plain Python lists that shares no code with the package."""
+"""Random batches, and a packer in plain Python lists that shares no code with the package's."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-PAD = 999
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
+
+PAD, LAYERS, TOP_K, AXES = 999, 2, 4, 3
 
 
 def make_samples(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, list[Any]]:
@@ -30,6 +33,61 @@ def make_samples(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, list
             torch.rand(response, generator=generator, dtype=torch.float64) for _, response in shapes
         ],
     }
+
+
+def full_batch(
+    shapes: list[tuple[int, int]], seed: int = 0, axes: tuple[int, ...] = (AXES,)
+) -> dict[str, Any]:
+    """A value of every kind, distinct everywhere so that a shift by one shows."""
+    count = len(shapes)
+    return {
+        **make_samples(shapes, seed),
+        "rewards": [float(i) for i in range(count)],
+        "values": [
+            (torch.arange(r * 2.0) + 100 * i).reshape(r, 2).to(torch.bfloat16)
+            for i, (_, r) in enumerate(shapes)
+        ],
+        "max_seq_lens": [64] * count,
+        "uids": [f"prompt {i // 2}" for i in range(count)],
+        "sample_indices": list(range(count)),
+        "metadata": [{"turn": i} for i in range(count)],
+        "position_ids": [
+            (torch.arange(t) + torch.arange(math.prod(axes))[:, None]).reshape(*axes, t).int()
+            for t, _ in shapes
+        ],
+        "multimodal_train_inputs": [{"pixels": torch.rand(4, 4)} for _ in shapes],
+        "rollout_routed_experts": [
+            torch.randint(0, 60, (max(t - 1, 0), LAYERS, TOP_K), dtype=torch.uint8)
+            for t, _ in shapes
+        ],
+        "rollout_top_p_token_offsets": [torch.arange(r + 1) for _, r in shapes],
+        "returns": None,
+    }
+
+
+def equal(a: Any, b: Any) -> bool:
+    """True if values, and all that they hold, are of one type and equal."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def pack_on_all_ranks(
+    samples: dict[str, Any], size: int = 1, **options: Any
+) -> list[PackedMicroBatch]:
+    """The row of these samples, as each of `size` context-parallel ranks packs it."""
+    given = {
+        "schema": DEFAULT_SCHEMA,
+        "sample_indices": range(len(samples["tokens"])),
+        "sample_alignment_tokens": 2 * size if size > 1 else 1,
+        "context_parallel_size": size,
+        "pad_token_id": PAD,
+    } | options
+    return [pack(samples, context_parallel_rank=rank, **given) for rank in range(size)]
 
 
 def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:

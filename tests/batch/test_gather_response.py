@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from spawned import reports_of_group
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, pack
-from mcore_batching.batch.loss import response_loss_masks
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
 
 SECONDS = 180  # a rank that waits for another gives up after 120
@@ -98,21 +97,6 @@ def test_without_context_parallelism(shapes: list[tuple[int, int]]) -> None:
             for each in (values, [stream[:0].sum() + each for each in expected])
         )
         torch.testing.assert_close(ours, plain, **ROUNDING)
-
-
-@settings(max_examples=200, deadline=None)
-@given(sample_shapes())
-def test_labels_and_masks_lie_where_responses_are_gathered_from(
-    shapes: list[tuple[int, int]],
-) -> None:
-    row = single(shapes)
-    labels = gather_response(row.labels[0], row)
-    masks = gather_response(row.loss_mask[0], row)
-    for i, (total, response) in enumerate(shapes):
-        skipped = 1 if total == response else 0
-        expected = row["tokens"][i][total - response :]
-        assert torch.equal(labels[i][skipped:], expected[skipped:])
-        assert torch.equal(masks[i], response_loss_masks(row)[i])
 
 
 def test_a_nan_in_padding_or_prompt_stays_there() -> None:

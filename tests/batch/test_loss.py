@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import batch_cases
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,16 +26,8 @@ from mcore_batching.batch.loss import owned_num_tokens, step_totals
 def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:
     """Samples of (total, response) tokens; masks with holes, some samples padding."""
     generator = random.Random(seed)
-    return {
-        "tokens": [torch.arange(total) for total, _ in shapes],
-        "total_lengths": [total for total, _ in shapes],
-        "response_lengths": [response for _, response in shapes],
-        "loss_masks": [
-            torch.tensor([float(generator.random() < 0.7) for _ in range(response)])
-            for _, response in shapes
-        ],
-        "is_padding": [generator.random() < 0.2 for _ in shapes],
-    }
+    tags = [generator.random() < 0.2 for _ in shapes]
+    return batch_cases.make_samples(shapes, seed) | {"is_padding": tags}
 
 
 def make_row(
@@ -132,17 +125,6 @@ def test_masked_token_that_is_not_finite_does_no_harm() -> None:
     assert share.item() == 2.0
     (gradient,) = torch.autograd.grad(share, value)
     assert gradient.tolist() == [0.5, 0.0, 0.5]
-
-
-def test_step_without_trainable_tokens_is_zero_not_nan() -> None:
-    samples = make_samples([(4, 0), (1, 1)], seed=1) | {"is_padding": [False, False]}
-    row = make_row(samples, (0, 1))
-    totals = step_totals([row])
-    assert (totals.num_samples, totals.num_trained_samples, totals.num_tokens) == (2, 0, 0)
-    values = [torch.zeros(0), torch.ones(1)]
-    assert token_mean(values, row, totals).item() == 0.0
-    assert sample_mean(values, row, totals).item() == 0.0
-    assert sample_mean(values, row, totals, over_trained_samples=True).item() == 0.0
 
 
 def test_value_of_the_wrong_length_is_named() -> None:

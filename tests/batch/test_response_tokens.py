@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from batch_cases import make_samples, merge_packed, sample_shapes
+from batch_cases import make_samples, merge_packed, pack_on_all_ranks, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
 from mcore_batching.batch.loss import response_loss_masks
 from mcore_batching.batch.rows.context_parallel import owned_response_mask
-
-
-def rows_of(samples: dict[str, Any], size: int, **options: Any) -> list[PackedMicroBatch]:
-    given = {
-        "schema": DEFAULT_SCHEMA,
-        "sample_indices": range(len(samples["tokens"])),
-        "sample_alignment_tokens": 2 * size if size > 1 else 1,
-        "context_parallel_size": size,
-    } | options
-    return [pack(samples, context_parallel_rank=rank, **given) for rank in range(size)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -34,10 +21,13 @@ def test_the_row_and_the_loss_weigh_every_token_alike(
     samples = make_samples(shapes)
     tags = data.draw(st.lists(st.booleans(), min_size=len(shapes), max_size=len(shapes)))
     samples["is_padding"] = tags
-    rows = rows_of(samples, size)
+    rows = pack_on_all_ranks(samples, size)
     offsets = rows[0].host_cu_seqlens_padded
     full = merge_packed([row.loss_mask for row in rows], offsets, -1)[0].tolist()
     streams = [torch.zeros(len(full)) for _ in rows]
+    for i, (total, response) in enumerate(shapes):
+        owners = sum(owned_response_mask(row)[i].int() for row in rows)
+        assert owners.tolist() == [int(total - response + j > 0) for j in range(response)]
     for row, stream in zip(rows, streams, strict=True):
         masks = response_loss_masks(row)
         for i, (total, response) in enumerate(shapes):
@@ -54,7 +44,7 @@ def test_the_row_and_the_loss_weigh_every_token_alike(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_weights_are_made_once_a_row(size: int) -> None:
-    (row, *_) = rows_of(make_samples([(5, 3), (4, 4)]), size)
+    (row, *_) = pack_on_all_ranks(make_samples([(5, 3), (4, 4)]), size)
     for function in (response_loss_masks, owned_response_mask):
         first, again = function(row), function(row)
         assert [a.data_ptr() for a in first] == [b.data_ptr() for b in again]
@@ -63,14 +53,14 @@ def test_the_weights_are_made_once_a_row(size: int) -> None:
 def test_the_given_masks_are_neither_changed_nor_shared() -> None:
     samples = make_samples([(3, 3), (4, 2)])
     samples["loss_masks"] = [torch.ones(3), torch.ones(2)]
-    (row,) = rows_of(samples | {"is_padding": [False, True]}, 1)
+    (row,) = pack_on_all_ranks(samples | {"is_padding": [False, True]}, 1)
     assert [mask.tolist() for mask in samples["loss_masks"]] == [[1.0] * 3, [1.0] * 2]
     samples["loss_masks"][0].fill_(7.0)
     assert response_loss_masks(row)[0].tolist() == [0.0, 1.0, 1.0]
 
 
 def test_the_weights_travel_with_the_row() -> None:
-    (row,) = rows_of(make_samples([(5, 3), (4, 4)]), 1)
+    (row,) = pack_on_all_ranks(make_samples([(5, 3), (4, 4)]), 1)
     moved = row.mapped(lambda tensor: tensor.to("meta")).responses
     assert {tensor.device.type for tensor in vars(moved).values()} == {"meta"}
     assert vars(moved).keys() == vars(row.responses).keys()

@@ -12,38 +12,10 @@ from batch_cases import make_samples
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Field, Fill, Kind, Schema, SchemaError
 
-SLIME_FIELDS = {
-    Kind.TOKENS: {"tokens"},
-    Kind.PER_RESPONSE_TOKEN: {
-        "loss_masks",
-        "log_probs",
-        "ref_log_probs",
-        "rollout_log_probs",
-        "teacher_log_probs",
-        "values",
-        "advantages",
-        "returns",
-    },
-    Kind.PER_SAMPLE: {"total_lengths", "response_lengths", "rewards", "truncated", "max_seq_lens"},
-    Kind.METADATA: {"sample_indices"},
-    Kind.MULTIMODAL: {"multimodal_train_inputs"},
-    Kind.ROUTED_EXPERTS: {"rollout_routed_experts"},
-}
-
 
 def batch_of(key: str, values: Any) -> dict[str, Any]:
     """Two samples, (5, 2) and (3, 3), with one more field."""
     return make_samples([(5, 2), (3, 3)]) | {key: values}
-
-
-@pytest.mark.parametrize("kind", SLIME_FIELDS, ids=lambda kind: kind.name)
-def test_the_default_schema_declares_the_rollout_fields(kind: Kind) -> None:
-    assert {name for name, f in DEFAULT_SCHEMA.items() if f.kind is kind} >= SLIME_FIELDS[kind]
-
-
-def test_only_tokens_and_lengths_are_required() -> None:
-    required = {name for name, field in DEFAULT_SCHEMA.items() if field.required}
-    assert required == {"tokens", "total_lengths", "response_lengths"}
 
 
 def test_a_schema_never_changes() -> None:

@@ -22,16 +22,6 @@ def padded(count: int, multiple: int) -> dict[str, Any]:
     return pad_batch(samples, multiple, pad_token_id=0)
 
 
-def test_real_samples_are_those_that_were_not_fabricated() -> None:
-    batch = padded(4, 7)
-    assert real_indices(batch) == [0, 1, 2, 3]
-    real = real_samples(batch)
-    assert {len(values) for values in real.values()} == {4}
-    assert real["uids"] == ["a", "b", "a", "b"]
-    assert real_indices({"uids": [1, 2, 3]}) == [0, 1, 2]
-    assert real_indices(make_samples([])) == []
-
-
 def test_tags_that_are_not_one_a_sample_are_refused() -> None:
     batch = {**make_samples([(2, 1)] * 3), "is_padding": [False, True], "rewards": [1.0] * 3}
     for function in (real_indices, real_samples, lambda each: sample_metrics(each, ["rewards"])):

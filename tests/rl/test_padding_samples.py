@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_cases import make_samples, sample_shapes
+from batch_cases import equal, full_batch, make_samples, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,53 +19,15 @@ from mcore_batching.batch import (
     Kind,
     Schema,
     SchemaError,
-    pack,
-    sample_mean,
-    token_mean,
 )
-from mcore_batching.batch.loss import response_loss_masks, step_totals
 from mcore_batching.rl import pad_batch, required_batch_multiple
 
-PAD, EOS, LAYERS, TOP_K, AXES = 5, 7, 3, 4, 3
-
-
-def full_batch(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, Any]:
-    """A value of every kind, in tensors."""
-    count = len(shapes)
-    batch = make_samples(shapes, seed)
-    return {
-        **batch,
-        "rewards": [float(i) for i in range(count)],
-        "values": [torch.rand(response, 2).to(torch.bfloat16) for _, response in shapes],
-        "max_seq_lens": [64] * count,
-        "uids": [f"prompt {i // 2}" for i in range(count)],
-        "sample_indices": list(range(count)),
-        "metadata": [{"turn": i} for i in range(count)],
-        "position_ids": [
-            torch.arange(total, dtype=torch.int32).repeat(AXES, 1) for total, _ in shapes
-        ],
-        "multimodal_train_inputs": [{"pixels": torch.rand(4, 4)} for _ in shapes],
-        "rollout_routed_experts": [
-            torch.zeros(max(total - 1, 0), LAYERS, TOP_K, dtype=torch.uint8) for total, _ in shapes
-        ],
-        "rollout_top_p_token_offsets": [torch.arange(response + 1) for _, response in shapes],
-        "returns": None,
-    }
+PAD, EOS = 5, 7
 
 
 def padded(count: int = 3, multiple: int = 5, **arguments: Any) -> dict[str, Any]:
     batch = full_batch([(4 + i, 2 + i % 2) for i in range(count)])
     return pad_batch(batch, multiple, pad_token_id=PAD, **arguments)
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
 
 
 @settings(max_examples=60)
@@ -255,15 +217,6 @@ def test_what_a_fill_is_cannot_be_inferred(
         pad_batch(batch, 3, scope["schema"], pad_token_id=PAD)
 
 
-def test_rewards_of_response_tokens_are_one_per_response_token() -> None:
-    batch = {**make_samples([(4, 3), (3, 1)]), "rewards": [[0.0, 0.0, 1.0], [1.0]]}
-    with pytest.raises(SchemaError, match="'rewards', sample 1") as caught:
-        pad_batch(batch, 3, pad_token_id=PAD)
-    scope = {"schema": DEFAULT_SCHEMA, "Kind": Kind}
-    exec(caught.value.declaration, scope)
-    assert pad_batch(batch, 3, scope["schema"], pad_token_id=PAD)["rewards"][2].tolist() == [0.0]
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -329,27 +282,6 @@ def test_a_schema_without_the_tag_gets_it() -> None:
     plain = Schema(tuple(field for field in DEFAULT_SCHEMA.values() if field.name != "is_padding"))
     result = pad_batch(make_samples([(2, 1)]), 2, plain, pad_token_id=PAD)
     assert result["is_padding"] == [False, True]
-
-
-def test_verl_fault_sample_means_do_not_count_padding() -> None:
-    """Loss, denominators and gradient of a step are those without padding samples, to the bit."""
-    batch = make_samples([(6, 3), (5, 2), (9, 9)])
-    padded_batch = pad_batch(batch, 8, pad_token_id=PAD)
-    found = []
-    for samples in (batch, padded_batch):
-        row = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=range(len(samples["tokens"])))
-        leaf = torch.linspace(-1, 1, 60).requires_grad_()
-        values, start = [], 0
-        for length in row.response_lengths:
-            values.append(leaf[start : start + length])
-            start += length
-        totals = step_totals([row])
-        loss = sample_mean(values, row, totals) + token_mean(values, row, totals)
-        loss.backward()
-        found.append((totals, loss.item(), leaf.grad))
-        assert all(not mask.any() for mask in response_loss_masks(row)[3:])
-    assert found[0][:2] == found[1][:2]
-    assert torch.equal(found[0][2], found[1][2])
 
 
 @pytest.mark.parametrize(
