@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,14 @@ SECONDS = 150  # a rank that waits for another gives up before
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
-def reports_of(
-    run: Callable[..., None], size: int, folder: Path, seconds: float = SECONDS
+def reports_of_group(
+    report: Callable[[int, int], Any], size: int, folder: Path, seconds: float = SECONDS
 ) -> list[Any]:
-    """What each rank's ``run(rank, size, store, results)`` saved to ``results.rank``."""
+    """What ``report(rank, size)`` returns on each rank of a gloo group."""
     multiprocessing.set_forkserver_preload(["torch.distributed", "mcore_batching.rl"])
     context = multiprocessing.start_processes(
-        run,
-        args=(size, str(folder / "store"), str(folder / "results")),
+        _in_group,
+        args=(report, size, folder),
         nprocs=size,
         join=False,
         start_method="forkserver",  # imports what takes seconds once for all
@@ -38,20 +37,11 @@ def reports_of(
     return [torch.load(folder / f"results.{rank}", weights_only=False) for rank in range(size)]
 
 
-def reports_of_group(
-    report: Callable[[int, int], Any], size: int, folder: Path, seconds: float = SECONDS
-) -> list[Any]:
-    """What ``report(rank, size)`` returns on each rank of a gloo group."""
-    return reports_of(functools.partial(_in_group, report), size, folder, seconds)
-
-
-def _in_group(
-    report: Callable[[int, int], Any], rank: int, size: int, store: str, results: str
-) -> None:
+def _in_group(rank: int, report: Callable[[int, int], Any], size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=TIMEOUT
     )
-    torch.save(report(rank, size), f"{results}.{rank}")
+    torch.save(report(rank, size), folder / f"results.{rank}")
     dist.barrier()  # no rank leaves while another is still in the last collective
     dist.destroy_process_group()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
 
 from mcore_batching.integrations import local
@@ -30,17 +29,15 @@ def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
     return {"sequences": mask * torch.arange(len(lengths))[:, None], "attention_mask": mask}
 
 
-def iterate_all(rank: int, size: int, store: str, results: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-    )
+def iterate_all(rank: int, size: int) -> dict[str, Any]:
+    del size
     report: dict[str, Any] = {}
     packing = local.pack_local
-    with own_skyrl() if SOURCE else small_skyrl(Path(f"{results}.{rank}.skyrl")), hook():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        own_skyrl() if SOURCE else small_skyrl(Path(folder)),
+        hook(),
+    ):
         workers = importlib.import_module(f"{WORKERS}.worker_utils")
         for case, lengths in CASES.items():
             if case == "planning fails" and rank:
@@ -51,5 +48,4 @@ def iterate_all(rank: int, size: int, store: str, results: str) -> None:
             except Exception as error:
                 report[case] = f"{type(error).__name__}: {error}"
             local.pack_local = packing
-    torch.save(report, f"{results}.{rank}")
-    dist.destroy_process_group()
+    return report

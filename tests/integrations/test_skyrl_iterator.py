@@ -19,7 +19,7 @@ import torch
 from planning_cases import plan_locally, real_lengths
 from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
 from skyrl_worker import batch_of, iterate_all
-from spawned import reports_of
+from spawned import reports_of_group
 
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
@@ -150,7 +150,7 @@ def test_another_iterator_is_refused_by_name(
 
 
 def test_ranks_have_equally_many_and_errors_of_one_are_raised_on_all(tmp_path: Path) -> None:
-    first, second = reports_of(iterate_all, 2, tmp_path)
+    first, second = reports_of_group(iterate_all, 2, tmp_path)
     assert [len(report["one rank needs more"][0]) for report in (first, second)] == [4, 4]
     assert [report["one rank needs more"][1:] for report in (first, second)] == [(0, 4), (0, 4)]
     # A sample cannot be split: SkyRL's own padding micro-batches follow.

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, plan_locally
-from spawned import reports_of
+from spawned import reports_of_group
 from verl_package import forget, small_verl
 from verl_worker import CAP, CASES, batch_of, rearrange_all
 
@@ -148,7 +148,7 @@ def test_in_a_pipeline_it_is_the_plan_of_the_rank(monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return reports_of(rearrange_all, 2, tmp_path_factory.mktemp("verl"))
+    return reports_of_group(rearrange_all, 2, tmp_path_factory.mktemp("verl"))
 
 
 def test_ranks_have_equally_many(reports: list[dict[str, Any]]) -> None:

@@ -86,8 +86,9 @@ def test_verl_finds_the_plugin() -> None:
 
 START_UP = """
 import sys
-from verl_package import StandIns
-sys.meta_path.append(StandIns())
+from kit.stand_ins import StandIns
+from verl_package import STAND_INS
+sys.meta_path.append(StandIns(STAND_INS))
 import verl
 import verl.utils.seqlen_balancing as balancing
 print("replaced", hasattr(balancing.rearrange_micro_batches, "_mcore_batching_original"))

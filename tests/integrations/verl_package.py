@@ -8,17 +8,16 @@ imports engines. torch and tensordict are real.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from kit.stand_ins import StandIns
 
 SOURCE = os.environ.get("MCORE_BATCHING_VERL_SOURCE", "")
 STAND_INS = ("datasets", "omegaconf", "pandas", "ray", "transformers")
@@ -77,24 +76,6 @@ def small_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     forget()
 
 
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Empty modules for packages that are not installed."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        del path, target
-        wanted = name.partition(".")[0] in STAND_INS
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        known = {"__path__": [], "__spec__": spec, "__name__": spec.name, "__version__": "99"}
-        return MagicMock(name=spec.name, **known)
-
-    def exec_module(self, module: ModuleType) -> None:
-        del module
-
-
 @pytest.fixture(scope="module")
 def own_verl() -> Iterator[Any]:
     """verl's own `seqlen_balancing`, `tensordict_utils`, engine's `utils` and `core_algos`."""
@@ -102,7 +83,7 @@ def own_verl() -> Iterator[Any]:
         pytest.skip("MCORE_BATCHING_VERL_SOURCE does not name a folder with verl (0.9.1)")
     pytest.importorskip("tensordict", reason="verl needs tensordict, which is not installed")
     forget()
-    finder = StandIns()
+    finder = StandIns(STAND_INS)
     sys.meta_path.append(finder)
     sys.path.insert(0, SOURCE)
     for name in ("verl.workers", "verl.workers.engine"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import torch
@@ -31,14 +30,8 @@ def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": mask * torch.arange(len(lengths))[:, None], "attention_mask": mask}
 
 
-def rearrange_all(rank: int, size: int, store: str, results: str) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=60),
-    )
+def rearrange_all(rank: int, size: int) -> dict[str, Any]:
+    del size
     micro_batches._select = lambda batch, samples: {k: v[samples] for k, v in batch.items()}
     packing = local.pack_local
     report: dict[str, Any] = {}
@@ -55,5 +48,4 @@ def rearrange_all(rank: int, size: int, store: str, results: str) -> None:
         except Exception as error:
             report[case] = f"{type(error).__name__}: {error}"
         local.pack_local = packing
-    torch.save(report, f"{results}.{rank}")
-    dist.destroy_process_group()
+    return report

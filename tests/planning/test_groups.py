@@ -63,19 +63,6 @@ def test_policies_for_groups_left_over(groups: list[object], per_step: int) -> N
         assert group_steps(groups, per_step, last="error") == kept
 
 
-@examples(100)
-@given(st.integers(1, 4), st.integers(0, 12), st.integers(1, 5))
-def test_equal_groups_make_fixed_size_slices(
-    samples_per_group: int, num_groups: int, per_step: int
-) -> None:
-    groups = [group for group in range(num_groups) for _ in range(samples_per_group)]
-    size = samples_per_group * per_step
-    slices = [
-        list(range(len(groups)))[start : start + size] for start in range(0, len(groups), size)
-    ]
-    assert group_steps(groups, per_step) == slices
-
-
 def test_numbers_of_other_libraries_count_by_value() -> None:
     class Tensor:
         """Hashes by identity, as a PyTorch tensor does."""
@@ -183,7 +170,3 @@ def test_arguments_that_exclude_or_need_each_other() -> None:
         plan(groups_per_step=1)
     with pytest.raises(LengthError, match="groups has 3 entries for 2 samples"):
         plan(groups=[0, 1, 1], groups_per_step=1)
-
-
-def turns(generator: random.Random, num_trajectories: int, most: int) -> list[int]:
-    return [generator.randint(1, most) for _ in range(num_trajectories)]

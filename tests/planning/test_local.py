@@ -126,14 +126,6 @@ def test_oversize_samples_come_last_and_alone() -> None:
     assert packed == [[4], [1, 3], [0], [2]]
 
 
-@pytest.mark.parametrize("packing", ["auto", "first-fit", "first-fit-decreasing"])
-def test_rows_are_packed_with_at_most_so_many_samples(packing: Any) -> None:
-    config = PlannerConfig(max_tokens_per_gpu=100, packing=packing, max_samples_per_row=2)
-    packed = pack_local(Problem.of([1, 2, 3, 4, 5], ParallelDims(), config))
-    assert sorted(i for samples in packed for i in samples) == list(range(5))
-    assert sorted(map(len, packed)) == [1, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("lengths", "packed", "options", "count", "expected"),
     [

@@ -24,18 +24,6 @@ from mcore_batching.planning.tokens import (
 )
 
 
-def test_the_worked_example() -> None:
-    dims = ParallelDims(context_parallel=2)
-    config = PlannerConfig(max_tokens_per_gpu=100, pad_total_to=16)
-
-    def row(*lengths: int) -> int:
-        padded = sum(padded_sample_tokens(length, dims, config) for length in lengths)
-        return padded_row_tokens(padded, dims, config)
-
-    assert [padded_sample_tokens(length, dims, config) for length in (3, 5, 0)] == [4, 8, 4]
-    assert (row(3, 5, 0), row(4, 5, 0), row(5, 5, 0)) == (16, 16, 32)
-
-
 @examples(100)
 @given(cases(), st.integers(0, 500))
 def test_padded_sizes_are_the_least_multiples(case: Case, length: int) -> None:
@@ -76,9 +64,3 @@ def test_a_cap_that_holds_no_placeholder_is_refused() -> None:
         assert str(caught.value) == message
     enough = PlannerConfig(max_tokens_per_gpu=8, pad_total_to=16)
     validate_plan(plan_step([1, 2], dims, enough), [1, 2])
-
-
-def test_a_sample_of_no_tokens_occupies_one_unit() -> None:
-    """Eleven empty samples of one padded token each do not fit one micro-batch of ten."""
-    step = plan_step([0] * 11, ParallelDims(), PlannerConfig(max_tokens_per_gpu=10))
-    assert step.num_microbatches == 2

@@ -117,13 +117,3 @@ def test_what_is_refused(
     with pytest.raises(LengthsFileError) as caught:
         read_lengths(path, column)
     assert message.format(path=path) in str(caught.value)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(LengthsFileError, match=r"cannot read .*missing\.txt: .*No such file"):
-        read_lengths(str(tmp_path / "missing.txt"))
-    with pytest.raises(LengthsFileError, match="cannot read"):
-        read_lengths(str(tmp_path))
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LengthsFileError, match="cannot read"):
-        read_lengths(str(tmp_path / "binary.txt"))
