@@ -48,6 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(installation, flush=True)
     runpy.run_path(script, run_name="__main__")
+    _end_process_group()
+
+
+def _end_process_group() -> None:
+    """Destroy the process group that the script left behind, if its backend is gloo.
+
+    A thread of gloo may still hold tensors of the last collective. If it frees them while Python
+    shuts down, the process ends with SIGABRT ("terminate called without an active exception"), in
+    about one of three exits right after a collective with PyTorch 2.13.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

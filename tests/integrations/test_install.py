@@ -417,6 +417,20 @@ def test_the_launcher_runs_a_script_as_if_it_were_started_by_itself(tmp_path: Pa
     )
 
 
+def test_the_launcher_ends_a_process_group_that_the_script_leaves(tmp_path: Path) -> None:
+    """Else gloo's threads, which hold tensors, may abort the process while Python shuts down."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, torch.distributed as dist\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path / 'store'}',\n"
+        "                        rank=0, world_size=1)\n"
+        "atexit.register(lambda: print('left behind:', dist.is_initialized()))\n"
+    )
+    done = launched(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "left behind: False\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

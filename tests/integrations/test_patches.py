@@ -44,6 +44,8 @@ if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer E
     backends.DotProductAttention = PackedAttention
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
+import torch.distributed as dist
+dist.destroy_process_group()  # as mcore_batching.run does: gloo may abort at exit
 """
 
 ARGUMENTS = [*COMMON, *steps(4), *PP2]
