@@ -31,7 +31,7 @@ from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.costs.layer_costs import costs_of_stage
 from mcore_batching.planning.learn import LearntCosts, TimedRow
-from mcore_batching.planning.pipeline import Pass, Schedule
+from mcore_batching.planning.schedule import Pass, Schedule
 
 _MOST_UNREAD_STEPS = 8
 """Steps whose passes may be under way on the device before the oldest one's times are dropped."""

@@ -20,7 +20,7 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import deal, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, Sizes, StepPlan
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.shared_rows import layers_of
+from mcore_batching.planning.search.dynamic_cp import layers_of
 
 
 def of_one_size(

@@ -18,10 +18,10 @@ from mcore_batching.planning.plans.plan import MicroBatches, Plan, Sizes, StepPl
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
     Objective,
-    Slots,
     search,
     search_dynamic,
 )
+from mcore_batching.planning.search.assign import Slots
 
 MAX_SEARCHED_PASSES = 2 * 10**8
 """Limit on samples of a step times `plan_effort`: 130,000 samples at the default effort. At about a
@@ -145,14 +145,12 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
 
 
 def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -> list[Slots]:
-    """Slots of each rank by the search, which starts from three packed plans."""
-    # Evened out by cost, by tokens, and as they come: which of them is nearest to the best plan
-    # depends on how much longer attention makes long samples.
-    by_tokens = dataclasses.replace(problem.config, balance="tokens")
-    in_order = dataclasses.replace(problem.config, packing="first-fit", balance="none")
-    others = [dataclasses.replace(problem, config=config) for config in (by_tokens, in_order)]
-    starts = [plain or _packed_and_placed(problem), *map(_packed_and_placed, others)]
-    return search(Objective(problem), starts)
+    """Slots of each rank by the search, which starts from two packed plans."""
+    # Evened out by cost and by tokens: which of them is nearer to the best plan depends on how much
+    # longer attention makes long samples.
+    config = dataclasses.replace(problem.config, balance="tokens")
+    by_tokens = _packed_and_placed(dataclasses.replace(problem, config=config))
+    return search(Objective(problem), [plain or _packed_and_placed(problem), by_tokens])
 
 
 def _plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:

@@ -22,7 +22,7 @@ from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import ConfigError, OversizeSampleError, named
 from mcore_batching.planning.integers import check_lengths, require_bool, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.pipeline import Schedule
+from mcore_batching.planning.schedule import Schedule
 from mcore_batching.planning.tokens import (
     needed_max_tokens_per_gpu,
     placeholder_tokens,

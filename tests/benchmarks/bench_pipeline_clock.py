@@ -27,7 +27,8 @@ from benchmark_cases import mean
 from kit.harness import Job, results, run_jobs
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import Clock, Schedule
+from mcore_batching.planning.clock import Clock
+from mcore_batching.planning.schedule import Schedule
 from mcore_batching.tools.report import Table
 
 Layouts = dict[str, dict[str, int]]

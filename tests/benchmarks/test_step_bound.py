@@ -18,9 +18,10 @@ from mcore_batching.planning import (
     PlannerConfig,
     Problem,
 )
+from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
-from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.planning.plans.statistics import predicted_step_time
+from mcore_batching.planning.schedule import Schedule
 
 ROUNDING = 1 + 1e-9
 

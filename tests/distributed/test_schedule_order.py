@@ -10,7 +10,8 @@ import pytest
 from kit.harness import Job
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import Clock, Schedule
+from mcore_batching.planning.clock import Clock
+from mcore_batching.planning.schedule import Schedule
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"pipeline_parallel": 2},

@@ -9,7 +9,7 @@ import pytest
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.timing import CostLearner, TimedStep
 from mcore_batching.planning import CostModel, ParallelDims
-from mcore_batching.planning.pipeline import Pass
+from mcore_batching.planning.schedule import Pass
 
 ORDER = [Pass(kind, chunk, slot) for kind in ("F", "B") for chunk in (0, 1) for slot in (0, 1, 2)]
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import Blocks, Schedule
+from mcore_batching.planning.clock import Blocks
+from mcore_batching.planning.schedule import Schedule
 
 Node = tuple[int, str, int, int]
 """Stage, F or B, chunk, slot."""

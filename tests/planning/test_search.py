@@ -25,8 +25,8 @@ from mcore_batching.planning import (
 from mcore_batching.planning.packing.bounds import way_of_longest
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.search import Objective, search
-from mcore_batching.planning.search.deal import EFFORT_OF_DEAL
-from mcore_batching.planning.search.objective import EFFORT
+from mcore_batching.planning.search.objective import BUDGET
+from mcore_batching.planning.search.rounds import COST_OF_ASSIGNING
 from mcore_batching.tools.rules import RULES, rule_plan
 
 ROUNDING = 1e-9
@@ -269,10 +269,10 @@ def test_little_is_looked_at_where_a_step_can_hardly_end_sooner(
     lengths = [90_000, *log_normal(400, 2, median=500, sigma=0.7, cap=4000)]
     dims = ParallelDims(data_parallel=ranks, pipeline_parallel=4)
     objective = Objective(Problem.of(lengths, dims, replace(CONFIG, max_tokens_per_gpu=cap)))
-    effort = objective.effort
-    found = objective.candidate(search(objective, []))
+    effort = objective.budget
+    found = objective.step(search(objective, []))
     assert found.end <= (1 + 1e-4) * way_of_longest(objective.problem)
-    assert effort - objective.effort < share * effort
+    assert effort - objective.budget < share * effort
 
 
 @examples(200)
@@ -284,7 +284,7 @@ def test_the_result_is_legal_and_no_later_than_any_start(problem: Step) -> None:
     for slots in found:
         assert slots[-1] or not any(slots)
     for start in starts:
-        assert objective.candidate(found).end <= objective.candidate(start).end
+        assert objective.step(found).end <= objective.step(start).end
     step = replace(problem.plan(), micro_batches=as_tuples(found), num_microbatches=len(found[0]))
     assert broken_invariants(step, problem.lengths) == set()
 
@@ -295,17 +295,17 @@ def as_tuples(ranks: list[list[list[int]]]) -> tuple[tuple[tuple[int, ...], ...]
 
 @pytest.mark.parametrize("effort", [1, 50, 500])
 def test_effort_bounds_the_work(effort: int) -> None:
-    """What is overdrawn is a few candidates at most, whatever the effort."""
+    """Overdrawn by some steps at most, whatever the effort: of numbers of slots far apart, which
+    are compared in any case."""
     lengths = log_normal(256, 0, median=2048, sigma=1, cap=16384)
     work = Objective(Problem.of(lengths, PP4, replace(CONFIG, plan_effort=effort)))
     start = plan_step(lengths, PP4, replace(CONFIG, balance="tokens")).micro_batches
-    given = effort * math.sqrt(EFFORT * (256 + 4 * 4) * (4 + 4))
-    assert work.effort == pytest.approx(given)
+    given = effort * math.sqrt(BUDGET * (256 + 4 * 4) * (4 + 4))
+    assert work.budget == pytest.approx(given)
     search(work, [start])
     most_slots, passes = 16 * 4, 2 * 4
-    one_candidate = EFFORT_OF_DEAL * len(lengths) + 4 * passes * (most_slots + 4)
-    one_candidate += EFFORT_OF_DEAL * 2 * 4 * most_slots
-    assert -4 * one_candidate < work.effort < given
+    one_candidate = COST_OF_ASSIGNING * len(lengths) + 4 * passes * (most_slots + 4)
+    assert -8 * one_candidate < work.budget < given
 
 
 LOG_NORMAL = log_normal(160, 1, median=1000, sigma=0.9, cap=8192)

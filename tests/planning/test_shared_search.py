@@ -1,4 +1,4 @@
-"""The search under dynamic CP: forms of steps whose rows ranks share."""
+"""The search under dynamic CP: steps whose rows ranks share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from mcore_batching.planning import (
     plan_step,
     predicted_step_time,
 )
-from mcore_batching.planning.search.dynamic_cp import LITTLE_EFFORT, STEPS_KEPT, FormSearch
-from mcore_batching.planning.search.objective import Candidate
-from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective, make_last_real
-from mcore_batching.planning.search.targets import Kind
+from mcore_batching.planning.search.dynamic_cp import (
+    LITTLE_EFFORT,
+    STEPS_KEPT,
+    CpAssignment,
+    SharedSteps,
+    make_last_real,
+    shared_objective,
+)
+from mcore_batching.planning.search.objective import Step
+from mcore_batching.planning.search.targets import StepShape
 
 PP2 = LAYOUTS[0]
 
@@ -27,24 +33,25 @@ LENGTHS = [*long_tailed(50), 5000]
 CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
 
 
-def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assignments_are_made_with_several_numbers_of_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So that moves begin from steps that they would not make of each other: the earliest of all
     that were made of each number."""
     earliest: dict[int, float] = {}
-    made: list[Form] = []
-    make = Forms.make
+    made: list[CpAssignment] = []
+    make = SharedSteps.make
 
-    def noted(forms: Forms, form: Form) -> Candidate | None:
-        step = make(forms, form)
-        made.append(form)
+    def noted(steps: SharedSteps, assignment: CpAssignment) -> Step | None:
+        step = make(steps, assignment)
+        made.append(assignment)
         if step is not None:
-            count = form.kind.num_slots
+            count = assignment.shape.num_slots
             earliest[count] = min(step.end, earliest.get(count, step.end))
         return step
 
-    monkeypatch.setattr(Forms, "make", noted)
-    objective = SharedObjective(Problem.of(LENGTHS, LAYOUTS[1], CONFIG))
-    steps = FormSearch(objective).search(0.5 * objective.effort)
+    monkeypatch.setattr(SharedSteps, "make", noted)
+    steps = SharedSteps(shared_objective(Problem.of(LENGTHS, LAYOUTS[1], CONFIG))).best()
     best = sorted((end, count) for count, end in earliest.items())[:STEPS_KEPT]
     assert [(step.end, len(step.ranks[0])) for step in steps] == best
     assert len(steps) == STEPS_KEPT
@@ -52,38 +59,39 @@ def test_forms_are_searched_with_several_numbers_of_slots(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dims", LAYOUTS)
-def test_forms_are_judged_by_all_ranks_together(dims: ParallelDims) -> None:
+def test_assignments_are_judged_by_all_ranks_together(dims: ParallelDims) -> None:
     """Where samples are so small that a deal meets its targets, about as their steps end."""
     lengths = [9000, 8000, 4000] + [40] * 800
     config = PlannerConfig(max_tokens_per_gpu=9000, max_context_parallel=4)
-    objective = SharedObjective(Problem.of(lengths, dims, config))
-    forms, sizes = Forms(objective), (4, 2, 2) + (1,) * 800
+    steps = SharedSteps(shared_objective(Problem.of(lengths, dims, config)))
+    sizes = (4, 2, 2) + (1,) * 800
     for first, skip in ((0.1, 0.0), (0.4, 0.5)):
-        form = Form(sizes, Kind(12, first), skip)
-        made = forms.make(form)
+        assignment = CpAssignment(sizes, StepShape(12, first), skip)
+        made = steps.make(assignment)
         assert made is not None
-        assert forms.judge(form) == pytest.approx(made.end, rel=0.02)
+        assert steps.judge(assignment) == pytest.approx(made.end, rel=0.02)
 
 
 def test_samples_get_the_least_size_that_brings_them_to_a_limit() -> None:
     problem = Problem.of([2000, 1000, 100], PP2, replace(CONFIG, plan_effort=1))
-    forms = Forms(SharedObjective(problem))
+    steps = SharedSteps(shared_objective(problem))
     shared_by_two = problem.on_ranks[2].costs[0]
-    assert forms.sizes_under(shared_by_two) == (2, 1, 1)
-    assert forms.sizes_under(0.999 * shared_by_two) == (4, 1, 1)
-    assert forms.sizes_under(problem.on_ranks[1].costs[0]) == (1, 1, 1)
+    assert steps.sizes_under(shared_by_two) == (2, 1, 1)
+    assert steps.sizes_under(0.999 * shared_by_two) == (4, 1, 1)
+    assert steps.sizes_under(problem.on_ranks[1].costs[0]) == (1, 1, 1)
     # Where no size does, the largest.
-    assert forms.sizes_under(0.0) == (4, 4, 4)
+    assert steps.sizes_under(0.0) == (4, 4, 4)
 
 
 def test_limits_under_which_shared_rows_take_too_many_slots_are_left_out() -> None:
     """But sizes that lengths ask for are kept, however many slots they take."""
     config = PlannerConfig(max_tokens_per_gpu=5000, max_context_parallel=4)
-    search = FormSearch(SharedObjective(Problem.of([5000] * 20 + [4000] * 80, PP2, config)))
-    assert {tuple(sorted(set(sizes))) for sizes in search._limits} == {(1,), (1, 2)}
-    needed = FormSearch(SharedObjective(Problem.of([5001] * 200, PP2, config)))
-    assert needed._limits[0] == (2,) * 200
-    assert needed.search(0.0)
+    problem = Problem.of([5000] * 20 + [4000] * 80, PP2, config)
+    limited = SharedSteps(shared_objective(problem))._limited()
+    assert {tuple(sorted(set(sizes))) for sizes in limited} == {(1,), (1, 2)}
+    needed = SharedSteps(shared_objective(Problem.of([5001] * 200, PP2, config)))
+    assert next(iter(needed._limited())) == (2,) * 200
+    assert needed.best()
 
 
 def test_the_slot_that_most_ranks_share_goes_last_where_one_ends_with_a_placeholder() -> None:

@@ -19,8 +19,8 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
+from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.packing.bounds import step_time_floor
-from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.plans.statistics import predicted_step_time, tokens_in_flight
 from mcore_batching.planning.problem import Problem
 from mcore_batching.tools.explain import explain
@@ -147,11 +147,11 @@ def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPa
     """They are simulated once together, not each by itself, several times over."""
     simulated = []
 
-    def counting(clock: Clock, first: int, stop: int, run: Any = Clock._run) -> None:
+    def counting(clock: Clock, costs: Any, simulate: Any = Clock._simulate) -> None:
         simulated.append(clock)
-        run(clock, first, stop)
+        simulate(clock, costs)
 
-    monkeypatch.setattr(Clock, "_run", counting)
+    monkeypatch.setattr(Clock, "_simulate", counting)
     few, many = (ParallelDims(data_parallel=ranks, pipeline_parallel=2) for ranks in (3, 4096))
     config, lengths = PlannerConfig(max_tokens_per_gpu=100), [50, 7, 90]
     placed = plan_step(lengths, few, config).micro_batches

@@ -14,7 +14,8 @@ from mcore_batching.planning import (
     step_problem,
     step_statistics,
 )
-from mcore_batching.planning.pipeline import Clock, Schedule
+from mcore_batching.planning.clock import Clock
+from mcore_batching.planning.schedule import Schedule
 from mcore_batching.tools.pictures.timeline import step_timeline
 
 # A sample of n tokens costs n, a micro-batch nothing, a backward pass two forward ones.

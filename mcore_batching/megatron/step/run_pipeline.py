@@ -35,7 +35,7 @@ from mcore_batching.megatron.step.model_inputs import joined_multimodal_inputs, 
 from mcore_batching.megatron.step.multi_token import LaterLosses, predict_later_tokens
 from mcore_batching.megatron.timing import learners_of
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.pipeline import Kind, Schedule
+from mcore_batching.planning.schedule import Kind, Schedule
 
 Shape = list[int]
 

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.schedule import Schedule
 
 
 def bin_lower_bound(sizes: Sequence[int], capacity: int) -> int:
@@ -86,13 +87,13 @@ def floor_of_totals(
     # The largest of three times: a mean rank's work in the fewest micro-batches after the pipeline
     # was filled by an empty one; the longest sample's way through all stages and back; and the
     # passes of a mean rank's samples on the slowest stage.
-    even = schedule.least_end(work / problem.num_ranks + fewest * fixed, fixed)
+    even = least_end(schedule, work / problem.num_ranks + fewest * fixed, fixed)
     slowest = 0.0
     if of_stages:
         works = [each / problem.num_ranks for each in of_stages]
         slowest = max(ordered_sum(works[kind] for kind in stage) for stage in schedule.which_cost)
     passes = schedule.cost_of_passes * slowest / dims.virtual_pipeline
-    return max(even, schedule.way * costliest_sample, passes)
+    return max(even, pipeline_latency(schedule) * costliest_sample, passes)
 
 
 def way_of_longest(problem: Problem) -> float:
@@ -101,5 +102,46 @@ def way_of_longest(problem: Problem) -> float:
     if not problem.num_samples:
         return 0.0
     fixed, schedule = problem.cost_model.per_micro_batch, problem.schedule
-    beside = schedule.least_beside(-(-problem.fewest_rows // problem.num_ranks))
-    return schedule.way * (fixed + max(problem.costs)) + beside * fixed
+    beside = least_beside(schedule, -(-problem.fewest_rows // problem.num_ranks))
+    return pipeline_latency(schedule) * (fixed + max(problem.costs)) + beside * fixed
+
+
+def pipeline_latency(schedule: Schedule) -> float:
+    """Time of one micro-batch through all stages, and back, over its cost on a mean stage."""
+    return schedule.dims.pipeline_parallel * schedule.cost_of_passes
+
+
+def least_end(schedule: Schedule, work: float, least: float) -> float:
+    """No rank with so much work ends its step sooner: each stage waits until it is reached, and
+    until all are done after it.
+
+    Args:
+        schedule: of the step.
+        work: forward costs of all its micro-batches on a mean stage.
+        least: the smallest of them.
+    """
+    if schedule.which_cost:  # some stage has as much work as the mean one
+        return schedule.cost_of_passes * work
+    # The last stage waits longest.
+    latency = schedule.cost_of_passes / schedule.dims.virtual_pipeline
+    waits = schedule.dims.pipeline_parallel - 1
+    return schedule.cost_of_passes * work + waits * latency * least
+
+
+def least_beside(schedule: Schedule, count: int) -> float:
+    """Least cost of what the first stage runs before the forward pass of one of `count`
+    micro-batches and after its backward pass, if each other costs 1; 0 except for plain 1F1B on
+    equal stages.
+
+    Of K micro-batches on P stages, p of them before that one, these are p forward and
+    max(0, p - P + 1) backward passes, then max(0, K - P - p) forward and K - 1 - p backward
+    passes.
+    """
+    if schedule.dims.slots_per_group > 1 or schedule.forward_only or schedule.which_cost:
+        return 0.0
+    fewest = count - schedule.dims.pipeline_parallel
+    # Before a plan is made its place is not known: the least over all places.
+    return min(
+        max(before, fewest) + schedule.backward_ratio * max(count - 1 - before, fewest)
+        for before in range(count)
+    )

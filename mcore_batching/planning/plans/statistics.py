@@ -8,17 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mcore_batching.planning.clock import Clock, clocks_of
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.integers import entries
 from mcore_batching.planning.packing.bounds import step_time_floor
-from mcore_batching.planning.pipeline import (
-    Clock,
-    Schedule,
-    clocks_of,
-)
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.schedule import Schedule
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem."""

@@ -1,59 +1,87 @@
-"""The search under dynamic CP: each sample's context-parallel size, beside targets and a deal.
+"""The search under dynamic CP: a context-parallel size for each sample, beside targets.
 
-1. Forms of steps (`shared_rows`): under limits from the costliest sample down, each sample has the
-   least size that brings its cost below. Of each limit the step of the form judged best is made,
-   then steps of the best few with one part changed: the limit, the size of a sample, the number
-   of slots, the profile, the place of shared slots.
-2. Single samples are moved in the best few (`moves`).
-3. Steps in which every micro-batch has one size come from the search without dynamic CP, with
-   little effort; once more with all that a plan for that size alone gets, if the best step has one.
-4. Samples are moved in the best of all.
+    sizes     each sample's context-parallel size
+    shared    samples of sizes above 1, each in a micro-batch of its own; laid out in as few slots
+              as hold them, which take the largest places of a profile except for a few
+    own       all others, assigned to the targets of the slots left, so that shared and own work is
+              even
+
+1. Under limits from the costliest sample down, each sample has the least size that brings its cost
+   below. Of each limit the best numbers of slots and first sizes are found by simulated targets,
+   and the steps of the best are made.
+2. Steps in which every micro-batch has one size come from the search without dynamic CP.
+3. Single samples are moved in the best few, then in the best of all.
+
+Where experts are spread over ranks all ranks run every slot together, whichever rows are shared.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Callable, Sequence
-from itertools import accumulate, chain, repeat
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
 
+from mcore_batching.planning.clock import clocks_of
+from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search.moves import drawing, improve
-from mcore_batching.planning.search.objective import Candidate, Objective, Slots
-from mcore_batching.planning.search.shared_rows import Form, Forms, SharedObjective
-from mcore_batching.planning.search.steps import FIRSTS, MOST_SLOTS_PER_STAGE, useful_counts
-from mcore_batching.planning.search.targets import Kind
+from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
+from mcore_batching.planning.search.moves import improve
+from mcore_batching.planning.search.objective import Objective, Step
+from mcore_batching.planning.search.rounds import MOST_SLOTS_PER_STAGE, useful_counts
+from mcore_batching.planning.search.targets import StepShape, Targets, over_mean_stage
 
 LIMITS, LIMIT_STEP = 32, math.sqrt(math.sqrt(0.5))
-"""Limits from the costliest sample down, four for each halving. With two for each halving steps end
-0.1 % later in the mean, those of 128 samples of azure_conv 0.4 %."""
-FIRSTS_TO_BEGIN_WITH = (0.1, 0.4)
-"""Sizes of the first slot over the plateau that are judged first. With 0.25 alone steps of 128
-samples of azure_conv end 0.23 % later, those of 256 of mooncake_conv with experts 0.6 %."""
-STEPS_KEPT = 4
-"""The best steps, of different numbers of slots, that are changed on: moves do not change that
-number, and lead steps of one to much the same end."""
+"""Limits from the costliest sample down, four for each halving."""
+FIRST_SIZES = (0.1, 0.4)
+"""Sizes of the first slot over the plateau that are judged."""
+SKIPS = (0.0, 0.05, 0.15, 0.3)
+"""Shares of the slots, the largest, that no ranks share, that are judged."""
+STEPS_KEPT, CHANGES, STEPS_MOVED = 4, 3, 2
+"""The best steps, of different numbers of slots, that are changed in one part, 3 times; and the
+best of these, in which samples are moved."""
+BUDGET_OF_SHARING, FEW_COUNTED = 6, 1024
+"""The budget is 6 times that of a step without dynamic CP, of 1,024 samples at least if its ranks
+have that many slots."""
+SHARE_OF_EACH = 0.1
+"""Share of the budget for moves in each of the best steps before the best of all gets the rest."""
 LITTLE_EFFORT = 250
-"""Most `plan_effort` with which one size is tried; all of it if the best step has that size alone.
-What it takes is of the effort of all."""
-EFFORT_OF_A_FORM = 250
-"""What making or drawing a form again counts for, beside its passes. With 40 no step of 17 kinds
-ends sooner, after 8 % more CPU time; with 1000 steps of 128 samples under VPP2 end 0.3 % later."""
-SHARE_OF_FORMS, SHARE_OF_EACH = 0.25, 0.1
-"""Share of the effort for forms, and for moves in each of the better half of the steps kept before
-the best of all gets the rest. With 0.35 for forms steps end 0.1 % later in the mean of four cases,
-after more CPU time."""
+"""Most `plan_effort` with which one size is tried; all of it if the best step has that size
+alone."""
 
-Step = tuple[Sequence[MicroBatches], Sequence[Sequence[int]]]
+SharedStep = tuple[Sequence[MicroBatches], Sequence[Sequence[int]]]
 """Micro-batches and their context-parallel sizes [ranks][slots]."""
 
 
+class CpAssignment(NamedTuple):
+    """All that decides about a step before single samples are moved."""
+
+    sizes: tuple[int, ...]
+    """Context-parallel size of each sample [samples]."""
+    shape: StepShape
+    skip: float = 0.0
+    """Share of the slots that no ranks share, the largest of the profile, which are larger than the
+    shared ones."""
+
+
+class Layout(NamedTuple):
+    """The shared samples of a step in slots, and what is beside them."""
+
+    layers: list[list[tuple[int, int, float]]]
+    """First rank, sample and cost of each shared micro-batch [slots][micro-batches], the slot of
+    the costliest first."""
+    own: list[int]
+    """The samples that no ranks share, costliest first."""
+    work: float
+    """Mean cost of all over ranks."""
+
+
 def search_dynamic(
-    problem: Problem, start: Step, of_one_size: Callable[[Problem], list[Slots]]
-) -> Candidate:
+    problem: Problem, start: SharedStep, of_one_size: Callable[[Problem], list[Slots]]
+) -> Step:
     """The step that ends first of those found.
 
     It ends no later than `start`, and than any that the search without dynamic CP, `of_one_size`,
@@ -64,133 +92,146 @@ def search_dynamic(
         start: a legal step.
         of_one_size: the search without dynamic CP.
     """
-    objective = SharedObjective(problem)
-    effort = objective.effort
-    found = [objective.candidate(*start)]
-    for step in FormSearch(objective).search((1 - SHARE_OF_FORMS) * effort)[: STEPS_KEPT // 2]:
-        found.append(improve(step, objective, keep=objective.effort - SHARE_OF_EACH * effort))
+    objective = shared_objective(problem)
+    share = SHARE_OF_EACH * objective.budget
+    found = [objective.step(*start)]
+    for step in SharedSteps(objective).best()[:STEPS_MOVED]:
+        found.append(improve(step, objective, keep=objective.budget - share))
     for size in problem.on_ranks:
         _add_step_of_one_size(found, size, LITTLE_EFFORT, objective, of_one_size)
-    best = _earliest(found)
+    best = min(found, key=lambda step: step.end)
     places = zip(chain(*best.ranks), chain(*best.sizes or []), strict=True)
     size, *others = {size for samples, size in places if samples}
     if not others and problem.config.plan_effort > LITTLE_EFFORT:
-        _add_step_of_one_size(found, size, problem.config.plan_effort, objective, of_one_size)
-    return improve(_earliest(found), objective)
+        effort = problem.config.plan_effort
+        _add_step_of_one_size(found, size, effort, objective, of_one_size)
+    return improve(min(found, key=lambda step: step.end), objective)
 
 
-def _earliest(found: Sequence[Candidate]) -> Candidate:
-    return min(found, key=lambda step: step.end)
+def shared_objective(problem: Problem) -> Objective:
+    """The objective of a problem under dynamic CP."""
+    objective = Objective(problem.on_ranks[1])
+    objective.whole = problem
+    # Few samples get the budget of one for each slot of the longest step.
+    slots = problem.num_ranks * problem.dims.pipeline_parallel * MOST_SLOTS_PER_STAGE
+    few = problem.config.plan_effort * min(slots, FEW_COUNTED)
+    objective.budget = BUDGET_OF_SHARING * max(objective.budget, few)
+    objective.floor = step_time_floor(problem) * (1.0 + 1e-9)
+    return objective
 
 
 def _add_step_of_one_size(
-    found: list[Candidate],
+    found: list[Step],
     size: int,
     effort: int,
-    objective: SharedObjective,
+    objective: Objective,
     of_one_size: Callable[[Problem], list[Slots]],
 ) -> None:
-    """Add the step in which every micro-batch has one size, looked for with this `plan_effort`
+    """Add the step in which every micro-batch has one size, searched for with this `plan_effort`
     at most, if it may be best."""
     rows = objective.whole.on_ranks[size]
-    earliest = _earliest(found).end
+    earliest = min(step.end for step in found)
     if size < max(objective.whole.least_sizes) or earliest <= step_time_floor(rows):
         return
     config = dataclasses.replace(rows.config, plan_effort=min(rows.config.plan_effort, effort))
     planned = dataclasses.replace(rows, config=config)
-    objective.effort -= Objective(planned).effort
     # Placeholders are those of one rank.
     slots = [of_rank for of_rank in of_one_size(planned) for _ in range(size)]
     sizes = [[size if own else 1 for own in of_rank] for of_rank in slots]
-    found.append(objective.candidate(slots, sizes))
+    found.append(objective.step(slots, sizes))
 
 
-class FormSearch:
-    """Looks for the forms whose steps end first; uses the objective's effort."""
+class SharedSteps:
+    """Makes steps of context-parallel assignments."""
 
-    def __init__(self, objective: SharedObjective) -> None:
-        self._objective, self._problem = objective, objective.whole
-        self._forms = forms = Forms(objective)
-        highest = max(self._problem.on_ranks[1].costs, default=0.0)
-        limits = accumulate(repeat(LIMIT_STEP, LIMITS), operator.mul, initial=highest)
-        # The same sizes may keep to several limits; under the lowest shared rows need more slots
-        # than a step has use for.
-        first, *further = dict.fromkeys(map(forms.sizes_under, limits))
-        most = MOST_SLOTS_PER_STAGE * self._problem.dims.pipeline_parallel
-        self._limits = [first, *(each for each in further if self._counts(each)[0] <= most)]
-        self._draw = drawing()
-        self._tried: set[Form] = set()
-        self._best: dict[int, tuple[Candidate, Form, float]] = {}
-        """By number of slots, the earliest first: a step, its form, and when that was judged to
-        end."""
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self._problem = problem = objective.whole
+        self._costs = problem.on_ranks[1].costs
+        self._order = by_cost(range(problem.num_samples), self._costs)
+        self._ratios = over_mean_stage(problem.on_ranks[1], self._order)
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._judged: dict[CpAssignment, float] = {}
+        self._made: set[CpAssignment] = set()
+        self._found: dict[int, tuple[Step, CpAssignment]] = {}
+        """By number of slots, the earliest first."""
 
-    def search(self, keep: float) -> list[Candidate]:
-        """The best steps found, best first, until so much effort is left."""
-        for sizes in self._limits:
-            forms = [
-                Form(sizes, Kind(count, first))
+    def best(self) -> list[Step]:
+        """The best steps found, of different numbers of slots, best first."""
+        limited = list(self._limited())
+        firsts = FIRST_SIZES if self._problem.dims.pipeline_parallel > 1 else FIRST_SIZES[:1]
+        for sizes in limited:
+            tried = [
+                CpAssignment(sizes, StepShape(count, first))
                 for count in self._counts(sizes)[::2]
-                for first in FIRSTS_TO_BEGIN_WITH
+                for first in firsts
             ]
-            self._consider(min(forms, key=self._forms.judge), math.inf)
-        while self._best and self._objective.effort > keep:
-            best = list(self._best.values())
-            if self._objective.cannot_be_beaten(best[0][0].end):
-                break
-            self._objective.effort -= EFFORT_OF_A_FORM
-            _, form, judged = best[self._below(len(best))]
-            # Of a form judged to end later than the one it was changed from no step is made.
-            self._consider(self._changed(form), judged)
-        return [step for step, _, _ in self._best.values()]
+            self._consider(min(tried, key=self.judge))
+        for _ in range(CHANGES):
+            for _, assignment in list(self._found.values()):
+                for changed in self._neighbors(assignment, limited):
+                    if self.judge(changed) < self.judge(assignment):
+                        self._consider(changed)
+        return [step for step, _ in self._found.values()]
 
-    def _consider(self, form: Form, limit: float) -> None:
-        """Make the step of a form that is judged to end before a limit, and keep it if it is among
-        the best of different numbers of slots."""
-        if form in self._tried:
-            return
-        self._tried.add(form)
-        judged = self._forms.judge(form)
-        step = self._forms.make(form) if judged < limit else None
-        if step is None:
-            return
-        count = form.kind.num_slots
-        if count not in self._best or step.end < self._best[count][0].end:
-            made = {**self._best, count: (step, form, judged)}
-            best = sorted(made.items(), key=lambda each: (each[1][0].end, each[0]))
-            self._best = dict(best[:STEPS_KEPT])
-
-    def _changed(self, form: Form) -> Form:
-        """The form with one of its parts changed at random."""
-        below, problem = self._below, self._problem
+    def _neighbors(
+        self, assignment: CpAssignment, limited: Sequence[tuple[int, ...]]
+    ) -> Iterable[CpAssignment]:
+        """Assignments that differ in one part."""
+        sizes, shape, _ = assignment
+        at, dims = limited.index(sizes), self._problem.dims
+        for other in limited[max(0, at - 2) : at + 3]:
+            yield assignment._replace(sizes=other)
+        for more in (-3, -2, -1, 1, 2, 3):
+            count = dims.round_up_num_microbatches(max(1, shape.num_slots + more))
+            yield assignment._replace(shape=shape._replace(num_slots=count))
         # A single stage has no use for sizes of slots that differ, nor for another order.
-        part = below(6 if problem.dims.pipeline_parallel > 1 else 3)
-        sizes, kind = form.sizes, form.kind
-        if part == 0:
-            sizes = self._limits[below(len(self._limits))]
-        elif part == 1:
-            # One of the costliest, as many as ranks.
-            order = self._forms.order
-            sample = order[below(min(problem.num_ranks, len(order)))]
-            size = problem.row_sizes[below(len(problem.row_sizes))]
-            changed = list(sizes)
-            changed[sample] = max(size, problem.least_sizes[sample])
-            sizes = tuple(changed)
-        elif part == 2:
-            # Up to three more or fewer.
-            count = max(1, kind.num_slots + below(7) - 3)
-            kind = kind._replace(num_slots=problem.dims.round_up_num_microbatches(count))
-        elif part == 3:
-            kind = kind._replace(first=FIRSTS[below(len(FIRSTS))])
-        elif part == 4:
-            kind = kind._replace(gentle=not kind.gentle)
-        else:
-            # Small shares more often: a shared row belongs to the largest slots.
-            return form._replace(skip=below(10) * below(10) / 100)
-        return form._replace(sizes=sizes, kind=kind)
+        if dims.pipeline_parallel > 1:
+            for skip in SKIPS:
+                yield assignment._replace(skip=skip)
+            for first in FIRST_SIZES:
+                yield assignment._replace(shape=shape._replace(first_size=first))
+            yield assignment._replace(shape=shape._replace(gentle=not shape.gentle))
 
-    def _below(self, bound: int) -> int:
-        """A random number from 0 to a bound."""
-        return int(self._draw() * bound)
+    def _consider(self, assignment: CpAssignment) -> None:
+        """Make the step of an assignment, and keep it if it is among the best of different numbers
+        of slots."""
+        if assignment in self._made:
+            return
+        self._made.add(assignment)
+        step, count = self.make(assignment), assignment.shape.num_slots
+        if step and (count not in self._found or step.end < self._found[count][0].end):
+            found = {**self._found, count: (step, assignment)}
+            best = sorted(found.items(), key=lambda each: (each[1][0].end, each[0]))
+            self._found = dict(best[:STEPS_KEPT])
+
+    def _limited(self) -> Iterable[tuple[int, ...]]:
+        """Sizes of samples under each limit."""
+        limit = max(self._costs, default=0.0)
+        found: dict[tuple[int, ...], None] = {}
+        for _ in range(LIMITS + 1):
+            sizes = self.sizes_under(limit)
+            # Under the lowest limits shared rows need more slots than a step has use for.
+            most = MOST_SLOTS_PER_STAGE * self._problem.dims.pipeline_parallel
+            if not found or self._counts(sizes)[0] <= most:
+                found[sizes] = None
+            limit *= LIMIT_STEP
+        return found
+
+    def sizes_under(self, limit: float) -> tuple[int, ...]:
+        """The least size of each sample that its length needs and that brings its cost to a limit
+        or below, if one does."""
+        problem = self._problem
+        sizes = list(problem.least_sizes)
+        for sample in self._order:
+            if self._costs[sample] <= limit:
+                break
+            for size in problem.row_sizes:
+                if size >= sizes[sample]:
+                    sizes[sample] = size
+                    if problem.on_ranks[size].costs[sample] <= limit:
+                        break
+        return tuple(sizes)
 
     def _counts(self, sizes: Sequence[int]) -> list[int]:
         """Numbers of slots to try."""
@@ -200,3 +241,130 @@ class FormSearch:
         shared = sum(size for size in sizes if size > 1)
         rows = problem.on_ranks[1].subset(own).fewest_rows
         return useful_counts(rows + shared, len(own) + shared, problem.num_ranks, problem.dims)
+
+    def judge(self, assignment: CpAssignment) -> float:
+        """About the end of the step, if samples could be cut to what each slot is to cost; infinite
+        if the shared ones do not fit."""
+        if assignment not in self._judged:
+            self._judged[assignment] = self._judge(assignment)
+        return self._judged[assignment]
+
+    def _judge(self, assignment: CpAssignment) -> float:
+        own, ratios = self._layout(assignment.sizes).own, self._ratios
+        rows, sizes, targets = self._targets(assignment)
+        if not rows:
+            return math.inf
+        longest = self._problem.on_ranks[1].cost(own[:1])
+        for shared, costs in zip(rows, targets, strict=True):
+            free = [slot for slot, samples in enumerate(shared) if not samples]
+            if free and own:
+                top = max(free, key=costs.__getitem__)
+                costs[top] = max(costs[top], longest)
+        on_stages = [[cost * ratio for cost in costs for ratio in ratios] for costs in targets]
+        (clock,) = clocks_of(on_stages, self._objective.problem.schedule, sizes)
+        self._objective.budget -= clock.num_passes
+        return clock.end
+
+    def make(self, assignment: CpAssignment) -> Step | None:
+        """The step of an assignment, simulated; None if its samples do not fit."""
+        own = self._layout(assignment.sizes).own
+        rows, sizes, targets = self._targets(assignment)
+        if not rows:
+            return None
+        if own:
+            # Nothing is assigned where a target is negative.
+            wanted = [
+                [-1.0 if samples else cost for samples, cost in zip(*of_rank, strict=True)]
+                for of_rank in zip(rows, targets, strict=True)
+            ]
+            assigned = assign(own, wanted, self._objective.problem)
+            if assigned is None:
+                return None
+            for slots, of_rank in zip(rows, assigned, strict=True):
+                free = [slot for slot, samples in enumerate(slots) if not samples]
+                filled = fill_empty_slots([of_rank[slot] for slot in free], self._costs)
+                for slot, samples in zip(free, filled, strict=True):
+                    slots[slot] = samples
+        make_last_real(rows, sizes)
+        return self._objective.step(rows, sizes)
+
+    def _layout(self, sizes: tuple[int, ...]) -> Layout:
+        """The shared samples of these sizes in as few slots as hold them."""
+        if sizes not in self._layouts:
+            ranks, on_ranks = self._problem.num_ranks, self._problem.on_ranks
+            shared = [sample for sample in self._order if sizes[sample] > 1]
+            layers = [
+                [(first, i, on_ranks[sizes[i]].cost([i])) for first, i in layer]
+                for layer in layers_of(shared, sizes, ranks)
+            ]
+            every = [sizes[i] * cost for layer in layers for _, i, cost in layer]
+            layers.sort(key=lambda layer: -max(cost for *_, cost in layer))
+            own = [sample for sample in self._order if sizes[sample] == 1]
+            work = ordered_sum(every) + ordered_sum(self._costs[sample] for sample in own)
+            self._layouts[sizes] = Layout(layers, own, work / ranks)
+        return self._layouts[sizes]
+
+    def _targets(
+        self, assignment: CpAssignment
+    ) -> tuple[list[Slots], list[list[int]], list[list[float]]]:
+        """The shared samples, their sizes, and what each slot is to cost [ranks][slots]; of no
+        ranks if there are too few slots."""
+        layout = self._layout(assignment.sizes)
+        by_rank = Targets(self._objective.problem, assignment.shape, 0.0)
+        profile = [1.0] * by_rank.count if by_rank.even else by_rank.usual
+        fixed = self._problem.cost_model.per_micro_batch
+        ranks, count = self._problem.num_ranks, len(profile)
+        if len(layout.layers) > count:
+            return [], [], []
+        rows: list[Slots] = [[[] for _ in profile] for _ in range(ranks)]
+        sizes = [[1] * count for _ in rows]
+        targets = [[0.0] * count for _ in rows]
+        largest = sorted(range(count), key=lambda slot: (-profile[slot], slot))
+        skipped = round(assignment.skip * (count - len(layout.layers)))
+        for slot, layer in zip(largest[skipped:], layout.layers, strict=False):
+            for first, sample, cost in layer:
+                for rank in range(first, first + assignment.sizes[sample]):
+                    rows[rank][slot] = [sample]
+                    sizes[rank][slot] = assignment.sizes[sample]
+                    targets[rank][slot] = cost
+        for shared, costs in zip(rows, targets, strict=True):
+            rest = max(0.0, layout.work - ordered_sum(costs))
+            free = [slot for slot, samples in enumerate(shared) if not samples]
+            whole = ordered_sum(profile[slot] for slot in free)
+            for slot in free:
+                costs[slot] = fixed + rest * profile[slot] / whole
+        return rows, sizes, targets
+
+
+def layers_of(
+    samples: Sequence[int], sizes: Sequence[int], ranks: int
+) -> list[list[tuple[int, int]]]:
+    """First rank and sample of shared rows, of these context-parallel sizes [samples], in as few
+    slots as hold them [slots][rows]; all but the last are full."""
+    layers: list[list[tuple[int, int]]] = []
+    place = 0  # counts ranks through the slots
+    # By descending size every row begins at a multiple of its size, since all before it are
+    # multiples of that.
+    for sample in sorted(samples, key=lambda sample: -sizes[sample]):
+        if place % ranks == 0:
+            layers.append([])
+        layers[-1].append((place % ranks, sample))
+        place += sizes[sample]
+    return layers
+
+
+def make_last_real(rows: list[Slots], sizes: list[list[int]]) -> None:
+    """Put the slot that most ranks share last where a rank has a placeholder there that it need
+    not have; one that then has a placeholder there, a micro-batch of its own."""
+    count = len(rows[0])
+    if not any(any(slots) and not slots[-1] for slots in rows):
+        return
+    shared = max(range(count), key=lambda slot: (sum(of[slot] > 1 for of in sizes), slot))
+    for slots, own in zip(rows, sizes, strict=True):
+        slots[shared], slots[-1] = slots[-1], slots[shared]
+        own[shared], own[-1] = own[-1], own[shared]
+        if not slots[-1]:
+            # A micro-batch that no ranks share may run in any of the rank's own slots.
+            alone = [slot for slot in range(count) if own[slot] == 1 and slots[slot]]
+            last = alone[-1] if alone else -1
+            slots[last], slots[-1] = slots[-1], slots[last]

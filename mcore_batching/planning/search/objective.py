@@ -1,7 +1,7 @@
-"""The end of a step, simulated, and the effort that is left for simulating.
+"""The end of a step, simulated, within a search budget.
 
-Effort counts units of work, never time, so that a search which stops after so many units stops at
-the same place everywhere. One unit is one pass of one micro-batch.
+The budget counts simulated passes of micro-batches, never time, so a search that stops after so
+many stops at the same place everywhere.
 """
 
 from __future__ import annotations
@@ -10,35 +10,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mcore_batching.planning.clock import clocks_of
 from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
-from mcore_batching.planning.pipeline import Clock
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.assign import Slots
 
-EFFORT = 70
-"""Effort of a step is `plan_effort` · √(70 · (samples + stages of all ranks) · (4 + stages)): 550
-simulated passes for each unit of `plan_effort` with 512 samples on DP8×PP4, 3,700 with 16,384 on
-DP64×PP8. With 60 steps end 0.06 % later in the mean."""
-EFFORT_ON_UNEVEN_STAGES = 4
-"""Effort is four times as much where stages differ: more moves help there. A step then takes up to
-twice as long to plan as on equal stages; with half of it steps end 0.4 % later in the mean of four,
-with more than that half as much sooner."""
+BUDGET, MOST_BUDGET = 100, 3000
+"""A step's search budget is `plan_effort` · √(70 · (samples + stages of all ranks) · (4 + stages))
+simulated passes, 3,000 for each unit of `plan_effort` at most."""
+BUDGET_ON_UNEVEN_STAGES = 4
+"""The budget is four times as much where stages differ: more moves help there."""
 GOOD_ENOUGH = 1.0001
 """The search stops at a step within 0.01 % of a bound that no plan beats."""
-
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][slots]."""
-Slots = list[list[int]]
-"""One rank's micro-batches in slot order: samples each, an empty list for a placeholder."""
 
 
 @dataclass
-class Candidate:
+class Step:
     """A whole step that was simulated."""
 
     ranks: list[Slots]
     """Micro-batches [ranks][slots]."""
     ends: list[float]
-    """End of each rank's step; with ranks in lockstep a single one."""
+    """End of each rank's step, or of each group of ranks in lockstep."""
     sizes: list[list[int]] | None = None
     """Under dynamic CP the context-parallel size of each micro-batch [ranks][slots]; one that ranks
     share is listed on each of them."""
@@ -50,54 +45,45 @@ class Candidate:
 
 
 class Objective:
-    """Simulates steps of a problem, and counts what that costs.
+    """Simulates steps of a problem within a search budget.
 
-    With expert parallelism ranks run in lockstep: each slot is as slow as its slowest rank.
+    Attributes:
+        problem: under dynamic CP that of micro-batches which no ranks share.
+        whole: the problem with all context-parallel sizes.
+        budget: passes that may still be simulated.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.whole = problem
-        """The problem with all context-parallel sizes."""
+        self.problem = self.whole = problem
         dims = problem.dims
         depth = dims.pipeline_parallel * dims.virtual_pipeline
         size = problem.num_samples + dims.data_parallel * depth
-        self.effort = problem.config.plan_effort * math.sqrt(EFFORT * size * (4 + depth))
-        passes = 1 if problem.forward_only else 2
-        self._effort_per_slot = passes * depth
+        per_effort = min(MOST_BUDGET, math.sqrt(BUDGET * size * (4 + depth)))
         if problem.schedule.which_cost:
-            self.effort *= EFFORT_ON_UNEVEN_STAGES
-        self._floor = max(step_time_floor(problem), way_of_longest(problem)) * GOOD_ENOUGH
+            per_effort *= BUDGET_ON_UNEVEN_STAGES
+        self.budget = problem.config.plan_effort * per_effort
+        self.floor = max(step_time_floor(problem), way_of_longest(problem)) * GOOD_ENOUGH
 
-    @property
-    def spent(self) -> bool:
-        """True if no effort is left."""
-        return self.effort <= 0
-
-    def cannot_be_beaten(self, end: float) -> bool:
+    def is_best(self, end: float) -> bool:
         """True of an end before which no plan's step ends, or hardly."""
-        return end <= self._floor
+        return end <= self.floor
 
-    def costs_together(self, ranks: Ranks) -> list[float]:
-        """Costs of slots that ranks run together, each as slow as its slowest rank
-        [slots * kinds of stages]."""
-        costs = map(self.problem.slot_costs, ranks)
-        return [max(slot) for slot in zip(*costs, strict=True)]
-
-    def end_together(self, ranks: Ranks) -> float:
-        """End of ranks whose slots run together; costs effort."""
-        schedule = self.problem.schedule
-        num_slots = len(ranks[0]) + schedule.dims.pipeline_parallel
-        self.effort -= self._effort_per_slot * num_slots
-        return Clock(self.costs_together(ranks), schedule).end
-
-    def candidate(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> Candidate:
+    def step(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None = None) -> Step:
         """A step of these micro-batches [ranks][slots], simulated; `sizes` under dynamic CP."""
-        held = [[list(samples) for samples in slots] for slots in ranks]
-        own = None if sizes is None else [list(of_rank) for of_rank in sizes]
-        return Candidate(held, self._ends(held, sizes), own)
-
-    def _ends(self, ranks: Ranks, sizes: Sequence[Sequence[int]] | None) -> list[float]:
-        del sizes  # nothing is shared without dynamic CP: `SharedObjective` takes them
-        groups = self.problem.dims.lockstep_groups
-        return [self.end_together(ranks[group.start : group.stop]) for group in groups]
+        problems = self.whole.on_ranks
+        if sizes is None:
+            costs = [self.problem.slot_costs(slots) for slots in ranks]
+        else:
+            costs = [
+                [
+                    cost
+                    for samples, size in zip(*of_rank, strict=True)
+                    for cost in problems[size].slot_costs([samples])
+                ]
+                for of_rank in zip(ranks, sizes, strict=True)
+            ]
+        clocks = clocks_of(costs, self.problem.schedule, sizes)
+        self.budget -= sum(clock.num_passes for clock in clocks)
+        ends = [end for clock in clocks for end in clock.ends]
+        own = [list(of_rank) for of_rank in sizes] if sizes is not None else None
+        return Step([[list(samples) for samples in slots] for slots in ranks], ends, own)

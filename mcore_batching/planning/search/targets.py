@@ -10,6 +10,7 @@ slots reach it, and what is left of them holds next to nothing:
 
 (PP4, 11 slots). Under the interleaved schedule groups of slots take the place of slots, of a
 pipeline of two stages. On one stage, and forward alone, order matters little: targets are even.
+Where ranks run in lockstep all have the same targets, fitted to the clock.
 """
 
 from __future__ import annotations
@@ -21,32 +22,31 @@ from itertools import accumulate, repeat
 from operator import mul
 from typing import NamedTuple
 
+from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.costs.cost import ordered_sum
-from mcore_batching.planning.search.objective import Objective
+from mcore_batching.planning.problem import Problem
 
 STEEPER = 0.25
-"""Before a long sample the first slot is a quarter of the usual: whatever precedes it delays it.
-With an eighth or a half the mean moves by 0.02 %, single steps by 0.6 %."""
+"""Before a long sample the first slot is a quarter of the usual: whatever precedes it delays it."""
 LOWEST = 0.5, 1.25
 """Last slot over the plateau: 1.25 · stages / slots (groups), at most 0.5, as a linear program has
-it. Both halved or doubled, steps end 0.16 or 0.27 % later in the mean."""
+it."""
 FADED, SMALLER = 0.02, 0.4
 """Last slot over the plateau of a fall that fades, and what the first slots before it are times the
-usual: a stage slower than the others idles for as long as both pass these. Either halved or
-doubled, steps end up to 0.3 % later in the mean of six."""
-TINY = 1e-9
-"""Keeps divisors above zero."""
-HALVINGS = 20
-"""Steps of a bisection."""
+usual: a stage slower than the others idles for as long as both pass these."""
+FIT_STEPS, FIRST_STEP = 40, 0.15
+"""Steps of fitting, the first by 0.15 of a mean slot, the tenth by half as much."""
+ROUNDED, TINY = 1.0 + 1e-7, 1e-9
+"""Samples that just fill a slot up are held by it; keeps divisors above zero."""
 
 
-class Kind(NamedTuple):
-    """The shape of a step, decided before samples are dealt."""
+class StepShape(NamedTuple):
+    """The shape of a step, decided before samples are assigned."""
 
     num_slots: int
     """Number of slots."""
-    first: float
-    """Size of the first slot (group of slots) over the plateau."""
+    first_size: float
+    """Size of the first slot (group of slots) over the plateau; from 1 on all slots are even."""
     gentle: bool = False
     """True for a rise along a line, and a fall over twice as many slots."""
     fades: bool = False
@@ -55,45 +55,50 @@ class Kind(NamedTuple):
 
 
 class Targets:
-    """Targets of a kind of step.
+    """Targets of ranks, for one shape of a step.
 
     Args:
-        objective: gives the schedule and the costs.
-        kind: of the step.
+        problem: gives the schedule and the costs.
+        shape: of the step.
         least: cost of a micro-batch of one small sample.
     """
 
-    def __init__(self, objective: Objective, kind: Kind, least: float) -> None:
-        problem = objective.problem
+    def __init__(self, problem: Problem, shape: StepShape, least: float) -> None:
         schedule, ratio = problem.schedule, problem.cost_model.backward_ratio
-        count, first, gentle, fades = kind
-        self.count = count
+        self.count = shape.num_slots
         self._least, self._fixed = least, problem.cost_model.per_micro_batch
         self._group = problem.dims.slots_per_group
-        self._units = -(-count // self._group)
-        self._stages = stages = schedule.stages_of_groups
         self._forward_only = problem.forward_only
-        self.even = first >= 1.0 or not schedule.alternates
+        self.even = shape.first_size >= 1.0 or not schedule.alternates
         if self.even:
             return
+        # Groups pass like slots through two stages: their forward and their backward passes.
+        self._stages = stages = problem.dims.pipeline_parallel if self._group == 1 else 2
         # A step run backwards is one with forward and backward exchanged.
         self._mirrored = ratio < 1.0
-        self._growth = (1.0 if gentle else max(ratio, 1.0 / ratio)) / (stages - 1)
-        span = (4 if gentle else 2) * stages
+        self._growth = (1.0 if shape.gentle else max(ratio, 1.0 / ratio)) / (stages - 1)
+        self._units = -(-self.count // self._group)
+        span = (4 if shape.gentle else 2) * stages
         self._decay = (span - 1.4) / (span + 1.4)
-        most, times = LOWEST
-        self._lowest = min(most, times * stages / self._units)
-        self._powers = list(accumulate(repeat(self._decay, self._units), mul, initial=1.0))
-        if fades:
-            first, self._lowest = SMALLER * first, 0.0
-            self._powers = [max(0.0, 1.0 - FADED / max(power, TINY)) for power in self._powers]
-        self._first = first
-        self._usual = self._sizes(self._rising(first), self._units - 1, 1.0 - self._lowest)
-        self._usual_sum = self._sum(self._usual)
+        powers = accumulate(repeat(self._decay, self._units), mul, initial=1.0)
+        self._first, self._lowest = (
+            shape.first_size,
+            min(LOWEST[0], LOWEST[1] * stages / self._units),
+        )
+        self._falls = list(powers)
+        """What units before the last lack of the plateau, over what the last lacks."""
+        if shape.fades:
+            self._first, self._lowest = SMALLER * self._first, 0.0
+            self._falls = [1.0 - FADED / max(power, FADED) for power in self._falls]
+        rise = self._rise(self._first)
+        units = self._rise_and_fall(rise, self._units - 1, 1.0 - self._lowest)
+        self.usual = self._of_slots(units)
+        """Sizes of slots over the plateau where no sample is long [slots]."""
+        self._usual_sum = ordered_sum(self.usual)
 
-    def _rising(self, first: float) -> list[float]:
-        """Sizes up to the plateau: each adds to the first what the backward passes of the last
-        `stages - 1` let by."""
+    def _rise(self, first: float) -> list[float]:
+        """Sizes of units up to the plateau: each adds to the first what the backward passes of the
+        last `stages - 1` let by."""
         sizes: list[float] = []
         for unit in range(self._units):
             before = sizes[max(0, unit + 1 - self._stages) :]
@@ -103,27 +108,20 @@ class Targets:
             sizes.append(size)
         return sizes
 
-    def _sizes(self, rise: Sequence[float], last: int, lacking: float) -> list[float]:
-        """Sizes of units, rising, and falling until one lacks `lacking` of the plateau."""
+    def _rise_and_fall(self, rise: Sequence[float], last: int, lacking: float) -> list[float]:
+        """Sizes of units that rise, and fall until unit `last` lacks `lacking` of the plateau."""
         sizes = [
-            up if up < (down := 1.0 - lacking * power) else down
-            for up, power in zip(rise, self._powers[last::-1], strict=False)
+            up if up < (down := 1.0 - lacking * fall) else down
+            for up, fall in zip(rise, self._falls[last::-1], strict=False)
         ]
         return sizes + [0.0] * (self._units - 1 - last)
 
-    def _sum(self, sizes: Sequence[float]) -> float:
-        """Over slots; the last group may have fewer."""
-        total = ordered_sum(sizes) * self._group
-        return total - (self._units * self._group - self.count) * sizes[-1]
+    def _of_slots(self, units: list[float]) -> list[float]:
+        return [size for size in units for _ in range(self._group)][: self.count]
 
     def plateau(self, work: float) -> float:
         """The largest size of a rank with this work and no long sample."""
-        return work / self.count if self.even else work / self._usual_sum * max(self._usual)
-
-    @property
-    def relative(self) -> list[float]:
-        """Sizes of slots relative to each other, where no sample is long [slots]."""
-        return [1.0] * self.count if self.even else self._of_slots(self._usual)
+        return work / self.count if self.even else work / self._usual_sum * max(self.usual)
 
     def of_rank(self, work: float, longest: float) -> tuple[list[float], bool]:
         """Targets of a rank [slots], in cost.
@@ -135,20 +133,18 @@ class Targets:
         Returns:
             the targets, which add up to `work`; True if the longest sample makes the plateau.
         """
-        long = self.plateau(work) < longest
+        is_long = self.plateau(work) < longest
         if self.even:
-            return self._even(work, longest if long else 0.0), long
-        if not long:
-            scale = work / self._usual_sum
-            sizes = self._of_slots([max(self._least, scale * size) for size in self._usual])
-        else:
+            return self._even(work, longest if is_long else 0.0), is_long
+        if is_long:
             sizes = self._around(work, longest)
-        if self._mirrored:
-            sizes.reverse()
-        return sizes, long
+        else:
+            scale, least = work / self._usual_sum, self._least
+            sizes = [max(least, scale * size) for size in self.usual]
+        return sizes[::-1] if self._mirrored else sizes, is_long
 
     def _even(self, work: float, longest: float) -> list[float]:
-        """All as large, but for one in the middle like the longest. Forward alone its whole group
+        """All as large, except one in the middle like the longest. Forward alone its whole group
         is: at each chunk of the interleaved schedule the others of the group wait for it."""
         many = 1 if longest else 0
         group = min(self._group, self.count)
@@ -174,8 +170,8 @@ class Targets:
             sizes[at - min(real, at) : at] = [self._least] * min(real, at)
         else:
             over = ordered_sum(sizes) - sizes[at] - others * self._least
-            keep = min(1.0, rest / over) if over > 0.0 else 1.0
-            sizes = [self._least + keep * (size - self._least) for size in sizes]
+            kept = min(1.0, rest / over) if over > 0.0 else 1.0
+            sizes = [self._least + kept * (size - self._least) for size in sizes]
         sizes[at] = longest
         return sizes
 
@@ -184,63 +180,53 @@ class Targets:
         and as late a fall as it takes, then a rise as gentle as it takes."""
 
         def reaching(rise: Sequence[float], last: int, lacking: float) -> list[float]:
-            sizes = self._sizes(rise, last, lacking)
+            sizes = self._rise_and_fall(rise, last, lacking)
             scale = longest / max(*sizes, TINY)
             return [max(self._least, size * scale) for size in sizes]
 
         def is_short(rise: Sequence[float], last: int, lacking: float) -> bool:
-            return self._sum(reaching(rise, last, lacking)) < work
+            sizes = reaching(rise, last, lacking)
+            missing = self._units * self._group - self.count
+            return ordered_sum(sizes) * self._group - missing * sizes[-1] < work
 
-        steep = self._rising(STEEPER * self._first)
+        steep = self._rise(STEEPER * self._first)
         first = min(self._stages, self._units)
         falls = range(first, max(first, self._units - 1))
         last = first + bisect_left(falls, True, key=lambda unit: not is_short(steep, unit, 1.0))
         # If the last unit lacks 1 / decay, the one before it lacks all, as when that was the last.
         least, most = 1.0 / self._decay if last > first else 1.0, 1.0
         if is_short(steep, last, most):
-            # Nothing left but the usual last slot, larger than this.
+            # Nothing left except the usual last slot, larger than this.
             least, most = most, min(most, 1.0 - self._lowest)
         if is_short(steep, last, most):
-            gentlest = bisected(
-                lambda steeper: is_short(self._rising(steeper * self._first), last, most),
+            gentlest = _bisected(
+                lambda steeper: is_short(self._rise(steeper * self._first), last, most),
                 STEEPER,
                 1.0,
             )
-            return reaching(self._rising(gentlest * self._first), last, most)
-        lacking = bisected(lambda lacking: is_short(steep, last, lacking), least, most)
+            return reaching(self._rise(gentlest * self._first), last, most)
+        lacking = _bisected(lambda lacking: is_short(steep, last, lacking), least, most)
         return reaching(steep, last, lacking)
-
-    def _of_slots(self, sizes: list[float]) -> list[float]:
-        if self._group == 1:
-            return sizes
-        return [size for size in sizes for _ in range(self._group)][: self.count]
-
-
-def bisected(is_short: Callable[[float], bool], low: float, high: float) -> float:
-    """About the least number that is not short."""
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if is_short(middle) else (low, middle)
-    return high
 
 
 def all_targets(
-    targets: Targets, works: Sequence[float], longest: Sequence[float]
+    targets: Targets, works: Sequence[float], alone: Sequence[float]
 ) -> list[list[float]]:
     """Targets of all ranks [ranks][slots]. Long samples share ranks: a plateau costs a rank time,
     not the number of slots that reach it.
 
     Args:
-        targets: of the number of slots.
+        targets: of the shape.
         works: of each rank, as in `Targets.of_rank`.
-        longest: costs of micro-batches of one sample each, of all samples, descending.
+        alone: costs of micro-batches of one sample each, of all samples, descending.
     """
-    left = list(reversed(longest))
+    left = list(reversed(alone))
     made = []
     for work in works:
-        sizes, long = targets.of_rank(max(work, left[-1] if left else 0.0), left[-1] if left else 0)
+        longest = left[-1] if left else 0.0
+        sizes, is_long = targets.of_rank(max(work, longest), longest)
         made.append(sizes)
-        if not long:
+        if not is_long:
             left = []  # those that are left are as short
             continue
         usual = targets.plateau(work)
@@ -251,3 +237,114 @@ def all_targets(
                 break
             del left[place]
     return made
+
+
+def lockstep_targets(
+    targets: Targets, work: float, problem: Problem, order: Sequence[int]
+) -> list[float]:
+    """Targets of every rank [slots] where all run a slot together: each slot within what the
+    costliest samples and the cap allow, then fitted to the clock unless they are even.
+
+    Args:
+        targets: of the shape.
+        work: of each rank.
+        problem: of all ranks.
+        order: its samples, costliest first.
+    """
+    fixed, ranks = problem.cost_model.per_micro_batch, problem.dims.data_parallel
+    alone = [problem.costs[sample] + fixed for sample in order]
+    until = list(accumulate(problem.costs[sample] / ranks for sample in order))
+    filled = _filled_up(problem, order)
+    top = alone[0] if alone else 0.0
+    sizes, _ = targets.of_rank(max(work, top), top)
+    by_size = sorted(range(targets.count), key=lambda slot: (-sizes[slot], slot))
+    bounds = [(0.0, math.inf)] * targets.count
+
+    def scaled(scale: float) -> list[float]:
+        within, assigned = list(sizes), 0.0
+        for slot in by_size:
+            # The costliest sample that the larger slots do not hold.
+            at = bisect_right(until, assigned)
+            within[slot] = scale * sizes[slot]
+            if at < len(order):
+                # The rank with the cheapest of the next samples fills up least.
+                most = filled[min(at + ranks, len(order)) - 1]
+                bounds[slot] = alone[at], max(alone[at], most)
+                within[slot] = _within(within[slot], bounds[slot])
+                assigned += (min(within[slot], most) - fixed) * ROUNDED
+        return within
+
+    # Up to 8 times as large, to make up for slots that the cap keeps small.
+    made = scaled(_bisected(lambda scale: ordered_sum(scaled(scale)) < work, 0.0, 8.0))
+    return made if targets.even else _fitted(made, bounds, problem)
+
+
+def _filled_up(problem: Problem, order: Sequence[int]) -> list[float]:
+    """Cost of each sample's micro-batch if the rest of the cap is filled with cheaper samples, at
+    their mean cost per token [samples of the order]."""
+    filled: list[float] = []
+    cost = tokens = 0.0
+    for sample in reversed(order):
+        room = max(0.0, problem.capacity - problem.tokens[sample])
+        more = room * cost / tokens if tokens else 0.0
+        filled.append(problem.cost([sample]) + more)
+        cost += problem.costs[sample]
+        tokens += problem.tokens[sample]
+    return filled[::-1]
+
+
+def _fitted(
+    sizes: list[float], bounds: Sequence[tuple[float, float]], problem: Problem
+) -> list[float]:
+    """Sizes within bounds, of the same sum, with which the pipeline ends sooner.
+
+    The end is the largest of many sums of weights times sizes, one for each path through the
+    pipeline, so it falls along the weights of the critical path (a subgradient method).
+    """
+    work = ordered_sum(sizes)
+    ratios = over_mean_stage(problem, range(problem.num_samples))
+    best, soonest = sizes, math.inf
+    for number in range(FIT_STEPS):
+        clock = Clock([size * ratio for size in sizes for ratio in ratios], problem.schedule)
+        if clock.end < soonest:
+            best, soonest = sizes, clock.end
+        of_places = iter(clock.weights())
+        weights = [ordered_sum(ratio * next(of_places) for ratio in ratios) for _ in sizes]
+        mean = ordered_sum(weights) / len(weights)
+        steepest = max(abs(weight - mean) for weight in weights)
+        if not steepest:
+            break
+        step = FIRST_STEP * work / len(sizes) / (1 + number / 10) / steepest
+        moved = [size - step * (weight - mean) for size, weight in zip(sizes, weights, strict=True)]
+        sizes = _adding_up(moved, bounds, work)
+    return best
+
+
+def over_mean_stage(problem: Problem, samples: Sequence[int]) -> list[float]:
+    """Cost of a micro-batch of all samples on each kind of stage over that on the mean one."""
+    mean = problem.cost(samples)
+    return [cost / mean if mean else 1.0 for cost in problem.slot_costs([samples])]
+
+
+def _adding_up(
+    sizes: Sequence[float], bounds: Sequence[tuple[float, float]], work: float
+) -> list[float]:
+    """Sizes within bounds that add up to the work, by as much more for each."""
+
+    def shifted(by: float) -> list[float]:
+        return [_within(size + by, of) for size, of in zip(sizes, bounds, strict=True)]
+
+    return shifted(_bisected(lambda by: ordered_sum(shifted(by)) < work, -work, work))
+
+
+def _within(size: float, bounds: tuple[float, float]) -> float:
+    least, most = bounds
+    return max(least, min(most, size))
+
+
+def _bisected(is_short: Callable[[float], bool], low: float, high: float) -> float:
+    """About the least number that is not short."""
+    for _ in range(20):
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if is_short(middle) else (low, middle)
+    return high

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_batching.planning import MCoreBatchingError, StepPlan, step_statistics
-from mcore_batching.planning.pipeline import Kind
 from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import counted
+from mcore_batching.planning.schedule import Kind
 from mcore_batching.tools.pictures.timeline import RankTimeline, StepTimeline, step_timeline
 from mcore_batching.tools.report import dims_line
 

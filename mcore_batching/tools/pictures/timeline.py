@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mcore_batching.planning import StepPlan, step_problem
-from mcore_batching.planning.pipeline import Operation, Pass
+from mcore_batching.planning.clock import Operation
 from mcore_batching.planning.plans.statistics import costs_on_stages, step_clocks
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.schedule import Pass
 
 
 @dataclass(frozen=True, kw_only=True)

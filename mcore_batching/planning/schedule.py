@@ -1,4 +1,4 @@
-"""Pipeline schedules: which passes each stage runs, in which order, at which share of the cost.
+"""Pipeline schedules: which passes each stage runs, in which order, and which passes they wait for.
 
 The orders are those of `megatron.core.pipeline_parallel.schedules` (1F1B of Narayanan et al.,
 "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, and its interleaved form); a
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from mcore_batching.planning.errors import ParallelDimsError
@@ -31,6 +32,10 @@ class Pass(NamedTuple):
     """Model chunk of the stage."""
     slot: int
     """Number of the micro-batch on its data-parallel rank."""
+
+
+StagePass = tuple[int, Pass]
+"""A stage and one of its passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,51 +86,6 @@ class Schedule:
             return False
         return self.dims.pipeline_parallel > 1
 
-    @property
-    def stages_of_groups(self) -> int:
-        """Stages of the 1F1B pipeline that whole groups of micro-batches pass like: under the
-        interleaved schedule two, the forward and the backward passes of a group."""
-        return self.dims.pipeline_parallel if self.dims.slots_per_group == 1 else 2
-
-    @property
-    def way(self) -> float:
-        """Time of one micro-batch through all stages, and back, over its cost on a mean stage."""
-        chunks = self.dims.pipeline_parallel * self.dims.virtual_pipeline
-        return chunks * (self.share("F") + (0.0 if self.forward_only else self.share("B")))
-
-    def least_end(self, work: float, least: float) -> float:
-        """No rank with so much work ends its step sooner: each stage waits until it is reached, and
-        until all are done after it.
-
-        Args:
-            work: forward costs of all its micro-batches on a mean stage.
-            least: of them, the least that one costs.
-        """
-        if self.which_cost:  # some stage has as much work as the mean one
-            return self.cost_of_passes * work
-        # The last stage waits longest.
-        way = self.share("F") + (0.0 if self.forward_only else self.share("B"))
-        return self.cost_of_passes * work + (self.dims.pipeline_parallel - 1) * way * least
-
-    def least_beside(self, count: int) -> float:
-        """Least cost of what the first stage runs before the forward pass of one of `count`
-        micro-batches and after its backward pass, if each other costs 1; 0 but for plain 1F1B on
-        equal stages.
-
-        Of K micro-batches on P stages, p of them before that one, these are p forward and
-        max(0, p - P + 1) backward passes, then max(0, K - P - p) forward and K - 1 - p backward
-        passes.
-        """
-        if self.dims.slots_per_group > 1 or self.forward_only or self.which_cost:
-            return 0.0
-        fewest = count - self.dims.pipeline_parallel
-        forward, backward = self.share("F"), self.share("B")
-        # Which of them it is nobody knows before a plan is made: the least over all places.
-        return min(
-            forward * max(before, fewest) + backward * max(count - 1 - before, fewest)
-            for before in range(count)
-        )
-
     def order(self, stage: int, num_microbatches: int) -> list[Pass]:
         """The passes of one stage, in the order in which it runs them.
 
@@ -164,7 +124,7 @@ class Schedule:
         most = chunks * num_microbatches
         return most if self.forward_only else min(passes, most)
 
-    def needs(self, stage: int, what: Pass) -> tuple[int, Pass] | None:
+    def needs(self, stage: int, what: Pass) -> StagePass | None:
         """Stage and pass whose result a pass takes; None for the first pass of the model."""
         kind, chunk, slot = what
         last_stage, last_chunk = self.dims.pipeline_parallel - 1, self.dims.virtual_pipeline - 1
@@ -178,3 +138,81 @@ class Schedule:
         if chunk < last_chunk:
             return 0, Pass("B", chunk + 1, slot)
         return stage, Pass("F", chunk, slot)  # the loss: backward begins where forward ended
+
+    def waits_for_sends(self, num_microbatches: int) -> dict[StagePass, list[StagePass]]:
+        """Passes that each pass of Megatron's interleaved schedule waits for beside its own input;
+        none under other schedules.
+
+        A send ends only once the receiver has posted its receive, which is after the pass before
+        the one that needs the input. Under 1F1B these waits change nothing, except where
+        micro-batches shrink during warm-up.
+        """
+        if self.dims.virtual_pipeline == 1:
+            return {}
+        return _SendsOfInterleaved(self, num_microbatches).waits()
+
+
+class _SendsOfInterleaved:
+    """Waits of the interleaved schedule for its sends."""
+
+    def __init__(self, schedule: Schedule, count: int) -> None:
+        dims = schedule.dims
+        self._waits_at_once = dims.waits_for_sends
+        self._last_stage, self._last_chunk = dims.pipeline_parallel - 1, dims.virtual_pipeline - 1
+        stages = range(dims.pipeline_parallel)
+        self._orders = [schedule.order(stage, count) for stage in stages]
+        self._passes = [
+            {kind: [each for each in order if each.kind == kind] for kind in "FB"}
+            for order in self._orders
+        ]
+        self._warm_ups = [schedule.warm_up(stage, count) for stage in stages]
+
+    def waits(self) -> dict[StagePass, list[StagePass]]:
+        # A stage that has sent an output waits until the transfer has ended, which takes a pass of
+        # the receiver's to end, too. In warm-up and cool-down it waits for sends and receives of
+        # both neighbours at once; in steady state after a forward pass for what it just sent, and
+        # after a backward pass, or without `waits_for_sends` after either, for what it sent one
+        # pass earlier.
+        waits: dict[StagePass, list[StagePass]] = {}
+        for stage, order in enumerate(self._orders):
+            steady = len(self._passes[stage]["F"]) - self._warm_ups[stage]
+            numbers_of = {"F": 0, "B": 0}
+            unfinished: dict[str, list[StagePass]] = {"F": [], "B": []}
+            for what, following in pairwise(order):
+                kind, number = what.kind, numbers_of[what.kind]
+                numbers_of[kind] += 1
+                sent = self._receiver_begins(stage, kind, number)
+                is_steady = number < steady if kind == "B" else number >= self._warm_ups[stage]
+                if not is_steady:
+                    sent = sent + self._received(stage, kind, number)
+                elif kind == "B" or not self._waits_at_once:  # wait one pass late
+                    sent, unfinished[kind] = unfinished[kind], sent
+                waits[stage, following] = sent
+        return waits
+
+    def _receiver_begins(self, stage: int, kind: str, number: int) -> list[StagePass]:
+        """The pass after which the next stage posts its receive of a pass's output."""
+        last = self._last_stage
+        ahead, beyond, final = (1, last, self._last_chunk) if kind == "F" else (-1, 0, 0)
+        receiver, before = stage + ahead, number - 1
+        if stage == beyond:  # from here to the next chunk, at the other end of the pipeline
+            if self._passes[stage][kind][number].chunk == final:
+                return []
+            # Megatron's other end receives, after each of its passes, what was made here P - 1
+            # passes earlier by the same count.
+            receiver, before = last - beyond, number + last
+        if before >= 0:
+            return [(receiver, self._passes[receiver][kind][before])]
+        if kind == "B":  # begun after the last pass of warm-up
+            return [(receiver, self._passes[receiver]["F"][self._warm_ups[receiver] - 1])]
+        return []
+
+    def _received(self, stage: int, kind: str, number: int) -> list[StagePass]:
+        """The pass whose output the stage at which a chunk begins receives after one of its own; it
+        is needed in a later pass."""
+        sender, final = (self._last_stage, self._last_chunk) if kind == "F" else (0, 0)
+        of_sender = number - self._last_stage
+        if stage != self._last_stage - sender or of_sender < 0:
+            return []
+        sent = self._passes[sender][kind][of_sender]
+        return [] if sent.chunk == final else [(sender, sent)]

@@ -15,8 +15,9 @@ from naive_pipeline import Node
 from planning_cases import examples, megatron_runs
 
 from mcore_batching.planning import ParallelDims, ParallelDimsError
-from mcore_batching.planning.pipeline import Clock, Schedule
+from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.plans.statistics import tokens_in_flight
+from mcore_batching.planning.schedule import Schedule
 
 
 @st.composite

@@ -1,0 +1,327 @@
+"""Rounds: samples are assigned to targets, the step is simulated, late ranks get less work.
+
+A step is made for each of several numbers of slots, in rounds:
+
+    targets → assign → simulate → ranks that end late get less work in the next round, since a rank
+                                  that holds a very long sample waits for it
+
+1. Numbers of slots far apart first, then those between the best two and their neighbours.
+2. Of the best, a gentle rise and other sizes of the first slot.
+3. Single samples are moved in the best few (`moves`), then in the best alone.
+
+With many ranks, some of these stand for all in 1 and 2. A step that no plan beats ends the search.
+Work is counted in simulated passes, never in time, so the same input gives the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from mcore_batching.planning.clock import clocks_of
+from mcore_batching.planning.costs.cost import ordered_sum
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.placement import by_folds
+from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
+from mcore_batching.planning.search.moves import improve
+from mcore_batching.planning.search.objective import Objective, Ranks, Step
+from mcore_batching.planning.search.targets import (
+    StepShape,
+    Targets,
+    all_targets,
+    lockstep_targets,
+)
+
+BUDGET_OF_ROUNDS = 0.5
+"""Share of the budget after which no further shape is tried."""
+COST_OF_ASSIGNING = 6
+"""Assigning one sample counts as 6 simulated passes, about its CPU time."""
+USUAL, FIRST_SIZES, EVEN = 0.25, (0.1, 0.45), 1.0
+"""Size of the first slot over the plateau by which numbers of slots are compared, those that are
+tried of the best numbers, and that of slots that are all equally large."""
+DAMPING = 0.7
+"""Share of a rank's lateness that its work is cut by in the next round."""
+CLEARLY_SOONER = 0.995
+"""Rounds go on while each gains 0.5 %."""
+SMALL = 8
+"""The cheapest eighth of the samples are small; each slot is to hold at least their mean."""
+MOST_SLOTS_PER_STAGE = 16
+"""Most micro-batches tried per stage: beyond them the bubble is under a sixteenth."""
+STEPS_OF_COUNTS = 7
+"""Numbers of slots tried grow by a seventh each."""
+MOST_MOVED, SHARE_OF_EACH = 3, 1 / 12
+"""Steps, of different numbers of slots, in which samples are moved before the best goes on, and the
+share of the budget for each."""
+FEW_RANKS, FEW_SAMPLES = 8, 512
+"""Shapes are compared on 8 of the ranks, or as many as hold 512 samples, with that share of the
+samples, unless that is more than half of the ranks."""
+
+
+class Rounds:
+    """Makes steps of a problem.
+
+    Args:
+        objective: of the steps; its budget is used.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective, self._problem = objective, objective.problem
+        problem = objective.problem
+        self.ranks = problem.dims.data_parallel
+        self.order = by_cost(range(problem.num_samples), problem.costs)
+        """Samples, costliest first."""
+        fixed = problem.cost_model.per_micro_batch
+        self._alone = [problem.costs[sample] + fixed for sample in self.order]
+        small = self._alone[-max(1, len(self.order) // SMALL) :]
+        self._least = ordered_sum(small) / max(1, len(small))
+        self._work = ordered_sum(problem.costs) / self.ranks
+        self.offsets: dict[StepShape, list[float]] = {}
+        """Of shapes that were made, the work that each rank, or all of a lockstep group, is to have
+        beyond the mean in the next round."""
+        self.best: dict[StepShape, Step] = {}
+        """The step of each shape that ends first."""
+
+    @property
+    def is_perfect(self) -> bool:
+        """True once a step was made that no plan's ends before."""
+        return any(self.objective.is_best(step.end) for step in self.best.values())
+
+    @property
+    def soonest(self) -> list[StepShape]:
+        """Shapes of the steps made, the one that ends first before the others."""
+        return sorted(self.best, key=lambda shape: (self.best[shape].end, shape))
+
+    def make(self, shape: StepShape, *, in_vain: int = 1) -> None:
+        """Make steps of a shape, in rounds until `in_vain` in a row made one end hardly sooner."""
+        if shape not in self.offsets:
+            # The nearest number's ranks are even already, which saves rounds.
+            near = min(
+                sorted(self.offsets),
+                key=lambda made: abs(made.num_slots - shape.num_slots),
+                default=None,
+            )
+            groups = len(self._problem.dims.lockstep_groups)
+            self.offsets[shape] = self.offsets[near] if near else [0.0] * groups
+        left, before = in_vain, math.inf
+        while left:
+            end = self._round(shape)
+            if end is None or self.objective.is_best(end) or self.objective.budget <= 0:
+                return
+            if len(self.offsets[shape]) == 1:  # there is no other rank to be even with
+                return
+            left = in_vain if end < CLEARLY_SOONER * before else left - 1
+            before = min(before, end)
+
+    def _round(self, shape: StepShape) -> float | None:
+        """The end of the step of one more assignment; None if samples do not fit into slots."""
+        problem = self._problem
+        self.objective.budget -= COST_OF_ASSIGNING * len(self.order)
+        ranks = assign(self.order, self._targets(shape), problem)
+        if ranks is None:
+            return None
+        step = self.objective.step(self._arranged(ranks))
+        groups = problem.dims.lockstep_groups
+        ends = step.ends if len(step.ends) == len(groups) else step.ends[: len(groups)]
+        mean = ordered_sum(ends) / len(ends)
+        passes = problem.schedule.cost_of_passes
+        self.offsets[shape] = [
+            more - DAMPING * (end - mean) / passes
+            for more, end in zip(self.offsets[shape], ends, strict=True)
+        ]
+        if shape not in self.best or step.end < self.best[shape].end:
+            self.best[shape] = step
+        return step.end
+
+    def _targets(self, shape: StepShape) -> list[list[float]]:
+        problem = self._problem
+        work = self._work + shape.num_slots * problem.cost_model.per_micro_batch
+        targets = Targets(problem, shape, self._least)
+        if problem.dims.in_lockstep:
+            return [lockstep_targets(targets, work, problem, self.order)] * self.ranks
+        return all_targets(targets, [work + more for more in self.offsets[shape]], self._alone)
+
+    def _arranged(self, slots: list[Slots]) -> list[Slots]:
+        """The slots of all ranks without needless placeholders, those of each group of slots, which
+        have the same target, the cheapest first."""
+        filled = [fill_empty_slots(rank, self._problem.costs) for rank in slots]
+        group, arranged = self._problem.dims.slots_per_group, list[Slots]()
+        for each in self._problem.dims.lockstep_groups:
+            ranks = filled[each.start : each.stop]
+            if not all(map(all, ranks)):
+                orders = [ranks, *(self._placeholders_first(ranks, times) for times in (0, 1, -1))]
+                ranks = min(orders, key=self._end_alone)
+            elif group > 1:
+                costs = [max(map(self._problem.cost, slot)) for slot in zip(*ranks, strict=True)]
+                order = sorted(range(len(costs)), key=lambda at: (at // group, costs[at], at))
+                ranks = [[rank[at] for at in order] for rank in ranks]
+            arranged += ranks
+        return arranged
+
+    def _placeholders_first(self, ranks: list[Slots], times: int) -> list[Slots]:
+        """Each rank's placeholders first, then by `times` the cost."""
+        cost = self._problem.cost
+        return [sorted(rank, key=lambda own: (bool(own), times * cost(own))) for rank in ranks]
+
+    def _end_alone(self, ranks: list[Slots]) -> float:
+        """End of a rank, or of ranks in lockstep."""
+        costs = list(map(self._problem.slot_costs, ranks))
+        clock = clocks_of(costs, self._problem.schedule)[0]
+        self.objective.budget -= clock.num_passes
+        return clock.end
+
+    def folded(self, num_slots: int) -> Step | None:
+        """The step with as many samples on each rank, as even as that goes; None if they do not fit
+        into the slots."""
+        problem = self._problem
+        per_rank = max(1, -(-problem.num_samples // self.ranks))
+        ranks: list[Slots] = []
+        for samples in by_folds(problem.costs, self.ranks, per_rank):
+            work = ordered_sum(problem.costs[sample] for sample in samples)
+            even = [problem.cost_model.per_micro_batch + work / num_slots] * num_slots
+            assigned = assign(by_cost(samples, problem.costs), [even], problem)
+            if assigned is None:
+                return None
+            ranks += assigned
+        return self.objective.step([fill_empty_slots(slots, problem.costs) for slots in ranks])
+
+
+def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> list[int]:
+    """Numbers of slots to try for so many samples on all ranks, which need so many rows."""
+    fewest = max(1, -(-rows // ranks))
+    if dims.pipeline_parallel == 1:
+        # No bubble to shrink: further micro-batches only cost more.
+        return [fewest, fewest + 1, fewest + 2]
+    most = min(-(-samples // ranks), MOST_SLOTS_PER_STAGE * dims.pipeline_parallel)
+    most = dims.round_up_num_microbatches(most)
+    counts = [dims.round_up_num_microbatches(fewest)]
+    while counts[-1] < most:
+        further = counts[-1] * (STEPS_OF_COUNTS + 1) // STEPS_OF_COUNTS
+        counts.append(min(most, dims.round_up_num_microbatches(max(counts[-1] + 1, further))))
+    return counts
+
+
+def thinned(rounds: Rounds, ranks: int) -> Rounds:
+    """Rounds of about `ranks` of the ranks, and that share of the samples, from which much is
+    learnt about all."""
+    problem = rounds.objective.problem
+    one_in = rounds.ranks // ranks
+    few = rounds.ranks // one_in
+    dims = dataclasses.replace(
+        problem.dims, data_parallel=few, expert_parallel=few if problem.dims.in_lockstep else 1
+    )
+    # From the middle of every `one_in`: with the first of each the few ranks would have more work.
+    samples = problem.subset(rounds.order[one_in // 2 :: one_in])
+    objective = Objective(dataclasses.replace(samples, dims=dims))
+    objective.budget = rounds.objective.budget
+    return Rounds(objective)
+
+
+def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
+    """Look for the step that ends first.
+
+    Args:
+        objective: of the step; its budget is used up at most.
+        starts: legal plans [ranks][slots]; the result ends no later than any of them.
+
+    Returns:
+        every rank's slots, the same number for each.
+    """
+    found = list(map(objective.step, starts))
+    # A start may be as good as the bound; then nothing is left to look for.
+    if not any(objective.is_best(step.end) for step in found):
+        found += _made(objective)
+    return improve_best(found, objective).ranks
+
+
+def _made(objective: Objective) -> list[Step]:
+    """Steps of the shapes that do best."""
+    whole = rounds = Rounds(objective)
+    keep = (1.0 - BUDGET_OF_ROUNDS) * objective.budget
+    per_rank = max(1, objective.problem.num_samples) / whole.ranks
+    few = max(FEW_RANKS, math.ceil(FEW_SAMPLES / per_rank))
+    if whole.ranks >= 2 * few:
+        rounds = thinned(whole, few)
+    _compare_shapes(rounds, keep)
+    order = rounds.soonest
+    if rounds is not whole:
+        objective.budget = rounds.objective.budget
+        # Of each number its best shape alone: on all ranks the numbers may change places.
+        best = {shape.num_slots: shape for shape in reversed(order)}
+        order = sorted(best.values(), key=order.index)[:2]
+        for shape in order:
+            learnt = rounds.offsets[shape]
+            spread = [rank * len(learnt) // whole.ranks for rank in range(whole.ranks)]
+            whole.offsets[shape] = [learnt[each] for each in spread]
+    alternates = objective.problem.schedule.alternates
+    if rounds is not whole or not alternates:
+        for shape in order:
+            if whole.is_perfect or (whole.best and objective.budget < keep):
+                break
+            whole.make(shape, in_vain=3 if not alternates else 1)
+    found = [whole.best[shape] for shape in whole.soonest]
+    if not (whole.is_perfect or alternates or objective.budget <= 0):
+        counts = _counts(whole)[:3]
+        found += filter(None, map(whole.folded, counts))
+    return found
+
+
+def _counts(rounds: Rounds) -> list[int]:
+    problem = rounds.objective.problem
+    return useful_counts(problem.fewest_rows, problem.num_samples, rounds.ranks, problem.dims)
+
+
+def _compare_shapes(rounds: Rounds, keep: float) -> None:
+    """Make steps of numbers of slots far apart, then of those near the best two; of these with a
+    gentle rise, a fall that fades and other first sizes."""
+    objective, counts = rounds.objective, _counts(rounds)
+    schedule = objective.problem.schedule
+
+    def make(shapes: Iterable[StepShape]) -> bool:
+        """Make steps of shapes; True if there was any to make and budget is left."""
+        new = sorted(set(shapes) - rounds.offsets.keys())
+        for shape in new:
+            if rounds.is_perfect or (objective.budget < keep and rounds.best):
+                return False
+            rounds.make(shape)
+        return bool(new)
+
+    stride = 4
+    # Whatever that takes: with fewer numbers a small budget ends far from the best.
+    for count in sorted({*counts[::stride], counts[-1]}):
+        if not rounds.is_perfect:
+            rounds.make(StepShape(count, USUAL))
+    while stride > 1:
+        stride //= 2
+        while make(
+            shape._replace(num_slots=count)
+            for shape in rounds.soonest[:2]
+            for at in [counts.index(shape.num_slots)]
+            for count in counts[max(0, at - stride) : at + stride + 1 : stride]
+        ):
+            pass
+    for count in reversed(counts):
+        if rounds.best:
+            break
+        # Where samples fit into no others: even micro-batches, whatever budget is left.
+        rounds.make(StepShape(count, EVEN))
+    if schedule.which_cost:
+        make(shape._replace(fades=True) for shape in rounds.soonest[:2])
+    # Where ranks run together sizes are fitted, whatever the shape was.
+    if not schedule.alternates or objective.problem.dims.in_lockstep:
+        return
+    make(shape._replace(gentle=True) for shape in rounds.soonest[:2])
+    for shape in rounds.soonest[:3]:
+        make(shape._replace(first_size=first) for first in FIRST_SIZES)
+
+
+def improve_best(found: Sequence[Step], objective: Objective) -> Step:
+    """The best step after single samples were moved: in the best few with a share of the budget,
+    then in the best of these."""
+    # Of each number of slots one: steps of one number differ by what moves change anyway.
+    of_count = {len(step.ranks[0]): step for step in sorted(found, key=lambda each: -each.end)}
+    steps = sorted(of_count.values(), key=lambda step: step.end)[:MOST_MOVED]
+    share = SHARE_OF_EACH * objective.budget
+    if len(steps) > 1 and not objective.is_best(steps[0].end):
+        steps = [improve(step, objective, keep=objective.budget - share) for step in steps]
+    return improve(min(steps, key=lambda step: step.end), objective)
