@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.rows.context_parallel import owned_response_mask
-from mcore_batching.batch.rows.packed import PackedMicroBatch
+from mcore_batching.batch.row import PackedMicroBatch
+from mcore_batching.batch.rows.side_by_side import sent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,17 @@ def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
 def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
     """Totals of this data-parallel rank's micro-batches; the same on its context-parallel ranks."""
     real = [row for row in rows if not row.is_placeholder]
-    masks = [mask for row in real for mask in response_loss_masks(row)]
+    masks = [row.responses.loss_masks for row in real]
+    # The sample of each trained token.
+    trained = [
+        row.index.responses.samples[mask.nonzero().squeeze(1).cpu()].tolist()
+        for row, mask in zip(real, masks, strict=True)
+    ]
+    padding = [tag for row in real for tag in row.fields.get("is_padding", ())]
     return StepTotals(
-        num_samples=len(masks) - sum(sum(row.fields.get("is_padding", ())) for row in real),
-        num_trained_samples=sum(int(bool(mask.any())) for mask in masks),
-        num_tokens=sum(int(mask.count_nonzero()) for mask in masks),
+        num_samples=sum(row.num_samples for row in real) - padding.count(True),
+        num_trained_samples=sum(len({*samples}) for samples in trained),
+        num_tokens=sum(map(len, trained)),
         # In double precision: micro-batches, and so packing, should not show in the sum.
         token_weight=math.fsum(float(mask.double().sum()) for mask in masks),
     )
@@ -82,7 +88,7 @@ def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepT
     Raises:
         BatchError: a value's length is not its sample's response length.
     """
-    return _weighted_sum(per_token, row, response_loss_masks(row)) / (totals.token_weight or 1.0)
+    return _weighted_sum(per_token, row, row.responses.loss_masks) / (totals.token_weight or 1.0)
 
 
 def sample_mean(
@@ -99,10 +105,13 @@ def sample_mean(
     Arguments and errors are those of `token_mean`. A sample without trainable tokens adds 0, and
     counts in the denominator unless ``over_trained_samples`` is set.
     """
-    # Where the mask is all zero: 0 / 1, not 0 / 0.
-    weights = [mask / (mask.sum() + (mask.sum() == 0)) for mask in response_loss_masks(row)]
     count = totals.num_trained_samples if over_trained_samples else totals.num_samples
-    return _weighted_sum(per_token, row, weights) / (count or 1)
+    weights, span = row.responses.loss_masks, row.index.responses
+    lengths = sent(span.lengths, weights.device)
+    sums = torch.segment_reduce(weights.double(), "sum", lengths=lengths, unsafe=True).float()
+    # Where the mask is all zero: 0 / 1, not 0 / 0.
+    sums = torch.repeat_interleave(sums + (sums == 0), lengths, output_size=span.end)
+    return _weighted_sum(per_token, row, weights / sums) / (count or 1)
 
 
 def owned_num_tokens(row: PackedMicroBatch) -> int:
@@ -110,25 +119,23 @@ def owned_num_tokens(row: PackedMicroBatch) -> int:
     return int((row.responses.loss_masks.bool() & row.responses.owned).sum())
 
 
-def _weighted_sum(
-    per_token: Sequence[Tensor], row: PackedMicroBatch, weights: Sequence[Tensor]
-) -> Tensor:
-    if len(per_token) != len(weights):
+def _weighted_sum(per_token: Sequence[Tensor], row: PackedMicroBatch, weights: Tensor) -> Tensor:
+    lengths = row.response_lengths
+    if len(per_token) != len(lengths):
         raise BatchError(
-            f"expected values of {len(weights)} samples, got {len(per_token)}; give one tensor "
+            f"expected values of {len(lengths)} samples, got {len(per_token)}; give one tensor "
             "per sample, for a placeholder too"
         )
-    parts = []
-    for i, (value, weight, owned) in enumerate(
-        zip(per_token, weights, owned_response_mask(row), strict=True)
-    ):
+    for i, (value, length) in enumerate(zip(per_token, lengths, strict=True)):
         # Broadcasting would multiply a mean, or a value short by one token, without a word.
-        if value.shape != weight.shape:
+        if value.shape != (length,):
             raise BatchError(
-                f"sample {i} of the row: expected values of shape {list(weight.shape)}, its "
-                f"response length, got {list(value.shape)}"
+                f"sample {i} of the row: expected values of shape {[length]}, its response length, "
+                f"got {list(value.shape)}"
             )
-        # torch.where, since 0 · inf is NaN; not an index, since the host would wait for its size.
-        keep = owned & (weight != 0)
-        parts.append((torch.where(keep, value.float(), 0.0) * weight).sum())
-    return torch.stack(parts).sum()
+    values = torch.cat([*per_token]).float()
+    # torch.where, since 0 · inf is NaN; not an index, since the host would wait for its size.
+    keep = row.responses.owned & (weights != 0)
+    weighted = torch.where(keep, values, 0.0) * weights
+    # In double precision: packing, and so padding samples, should not show in the sum.
+    return weighted.sum(dtype=torch.float64).float()

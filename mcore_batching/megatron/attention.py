@@ -48,7 +48,7 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mcore_batching.batch.rows.row_layout import Row
+from mcore_batching.batch.row_index import Slice, held_chunks
 from mcore_batching.batch.rows.side_by_side import sent
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -83,8 +83,7 @@ def attention_runs(
     """
     runs: list[Run] = []
     query = 0
-    row = Row(tuple(cu_seqlens), context_parallel_size, context_parallel_rank)
-    for start, first, end in row.chunks():
+    for start, first, end in held_chunks(cu_seqlens, context_parallel_size, context_parallel_rank):
         # Kernels break on runs without queries.
         if first < end:
             # A chunk sees all keys of its sequence up to its own end.
@@ -96,7 +95,7 @@ def attention_runs(
 def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) -> Tensor:
     """The order in which ``gathered[index]`` is the full row: int64 ``[tokens of that row]``."""
     ranks = range(context_parallel_size)
-    held = [Row(tuple(cu_seqlens), context_parallel_size, rank).positions() for rank in ranks]
+    held = [Slice(cu_seqlens, context_parallel_size, rank).positions for rank in ranks]
     # Gathered token k is at row position held[k]; the inverse permutation finds it.
     return torch.cat(held).argsort()
 

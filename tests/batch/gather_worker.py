@@ -10,8 +10,8 @@ import torch.distributed as dist
 from batch_cases import boundary_shapes, make_samples
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, make_placeholder, pack
-from mcore_batching.batch.rows.context_parallel import owned_response_mask
-from mcore_batching.batch.rows.row_layout import Row
+from mcore_batching.batch.gather import owned_response_mask
+from mcore_batching.batch.row_index import Slice
 
 
 def shapes_of(case: str, size: int) -> list[tuple[int, int]]:
@@ -100,7 +100,7 @@ def gather_all(rank: int, size: int) -> dict[Any, Any]:
             for name, loss in LOSSES.items():
                 offsets = row.host_cu_seqlens_padded
                 full = full_stream(offsets[-1], trailing)
-                local = Row(offsets, size, rank).local(full).requires_grad_()
+                local = full[Slice(offsets, size, rank).positions].requires_grad_()
                 del calls[:]
                 values = gather_response(local, row, group=dist.group.WORLD)
                 forward_calls = len(calls)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from spawned import reports_of_group
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, pack
-from mcore_batching.batch.rows.context_parallel import owned_response_mask
+from mcore_batching.batch.gather import owned_response_mask
 
 SECONDS = 180  # a rank that waits for another gives up after 120
 

@@ -136,11 +136,16 @@ def test_rows_are_made_where_the_tokens_are(has_masks: bool) -> None:
         assert torch.equal(row.responses.loss_masks, wanted.responses.loss_masks)
 
 
-def test_fields_are_the_values_given() -> None:
+def test_fields_are_copies_of_the_values_given() -> None:
     samples = make_samples([(4, 2), (3, 3)]) | {"uids": ["a", "b"], "values": None}
     (row,) = pack_on_all_ranks(samples)
-    for key in ("tokens", "loss_masks", "advantages", "uids"):
-        assert all(a is b for a, b in zip(row[key], samples[key], strict=True))
+    given = {key: [each.clone() for each in samples[key]] for key in ("tokens", "advantages")}
+    for key, values in given.items():
+        for each in samples[key]:
+            each.zero_()
+        assert all(torch.equal(a, b) for a, b in zip(row[key], values, strict=True))
+        assert [each.dtype for each in row[key]] == [each.dtype for each in values]
+    assert row["uids"] == ["a", "b"]
     with pytest.raises(KeyError, match=r"no field 'values' in this micro-batch; it has \['adv"):
         row["values"]
 

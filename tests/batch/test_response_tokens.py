@@ -1,4 +1,4 @@
-"""Guarantees of `batch.rows.response_tokens`: one masking rule, applied once a row."""
+"""Guarantees of response tokens' loss weights: one masking rule, applied once a row."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from batch_cases import make_samples, merge_packed, pack_on_all_ranks, sample_sh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_batching.batch.gather import owned_response_mask
 from mcore_batching.batch.loss import response_loss_masks
-from mcore_batching.batch.rows.context_parallel import owned_response_mask
 
 
 @settings(max_examples=150, deadline=None)

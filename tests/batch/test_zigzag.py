@@ -1,4 +1,4 @@
-"""The guarantees of a context-parallel rank's slice of a `Row`."""
+"""The guarantees of a context-parallel rank's slice of a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batch_cases import merge_packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch.rows.row_layout import Row
+from mcore_batching.batch.row_index import Slice, held_chunks
 
 SIZES = (1, 2, 4)
 
@@ -33,11 +33,17 @@ def rows(draw: st.DrawFn) -> tuple[int, tuple[int, ...]]:
 def test_merge_undoes_slice_for_any_segments(row: tuple[int, tuple[int, ...]], dim: int) -> None:
     size, offsets = row
     x = torch.rand(offsets[-1], 3).movedim(0, dim)
-    parts = [Row(offsets, size, rank).local(x, dim) for rank in range(size)]
+    slices = [Slice(offsets, size, rank) for rank in range(size)]
+    parts = [x.index_select(dim, each.positions) for each in slices]
     assert all(part.shape[dim] * size == offsets[-1] for part in parts)
     assert torch.equal(merge_packed(parts, offsets, dim), x)
-    for rank, part in enumerate(parts):
-        assert torch.equal(part, x.index_select(dim, Row(offsets, size, rank).positions()))
+    for rank, each in enumerate(slices):
+        chunks = held_chunks(offsets, size, rank)
+        held = [place for _, first, end in chunks for place in range(first, end)]
+        assert each.positions.tolist() == held
+        assert each.local(each.segment, each.within).tolist() == list(range(each.num_local))
+        for other in slices[:rank]:
+            assert (other.local(each.segment, each.within) == -1).all()
 
 
 @settings(max_examples=200, deadline=None)
@@ -47,7 +53,7 @@ def test_causal_attention_costs_every_rank_the_same(row: tuple[int, tuple[int, .
     starts = torch.tensor(offsets)
 
     def cost(rank: int) -> int:
-        held = Row(offsets, size, rank).positions()
+        held = Slice(offsets, size, rank).positions
         segment = torch.searchsorted(starts[1:], held, right=True)
         return int((held - starts[segment] + 1).sum())
 
@@ -55,19 +61,17 @@ def test_causal_attention_costs_every_rank_the_same(row: tuple[int, tuple[int, .
 
 
 def test_one_rank_holds_the_row_as_it_is_of_any_length() -> None:
-    x = torch.rand(7)
-    assert Row((0, 7), 1, 0).local(x) is x
-    assert torch.equal(merge_packed([x], (0, 7)), x)
+    assert Slice((0, 7)).positions.tolist() == list(range(7))
 
 
 def test_a_length_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"6 tokens cannot be cut into 4 equal .* pad them to 8"):
-        Row((0, 6), 2, 0).local(torch.rand(6))
+        Slice((0, 6), 2, 0)
     with pytest.raises(ValueError, match="5 tokens cannot be cut into 8 equal"):
-        Row((0, 8, 13), 4, 0).local(torch.rand(13))
+        held_chunks((0, 8, 13), 4, 0)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"a rank below context_parallel_size=2, got {rank}"):
-        Row((0, 8), 2, rank).local(torch.arange(8))
+        Slice((0, 8), 2, rank)

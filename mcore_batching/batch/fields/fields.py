@@ -114,8 +114,7 @@ class Field:
             return 0
         # Position ids of several axes have their rows, one per token, last.
         own = response_length if self.kind is Kind.PER_RESPONSE_TOKEN else total_length
-        # A sample of 0 tokens has no routed experts rather than -1 rows of them.
-        return max(0, own + self.length_offset)
+        return num_rows(own, self.length_offset)
 
     @property
     def default_type(self) -> torch.dtype:
@@ -127,6 +126,12 @@ class Field:
     def declaration(self) -> str:
         """The line of code that declares this field."""
         return declaration_line(self.name, self.kind, self.length_offset, self.fill)
+
+
+def num_rows(length: int, length_offset: int) -> int:
+    """Rows of a value whose kind has this length."""
+    # A sample of 0 tokens has no routed experts rather than -1 rows of them.
+    return max(0, length + length_offset)
 
 
 _STRUCTURAL = {

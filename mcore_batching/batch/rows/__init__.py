@@ -1,1 +1,1 @@
-"""Rows: samples packed one behind another (`packed` has a drawing), and placeholders."""
+"""Placeholders, shared prefixes, and tensors side by side in one buffer."""

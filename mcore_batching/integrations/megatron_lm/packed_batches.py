@@ -60,7 +60,7 @@ def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
             for depth, each in enumerate(row.later, 1)
         ),
         token_weights=tuple(sum(float(mask[k:].sum()) for mask in masks) for k in depths),
-        fields={},
+        fields=row.fields.only(()),
     )
 
 

@@ -35,7 +35,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.fields.value_shapes import as_number, describe, shape_of
-from mcore_batching.batch.rows.context_parallel import gather_own_values
+from mcore_batching.batch.gather import gather_own_values
 from mcore_batching.megatron.job.row_groups import context_parallel_group
 from mcore_batching.megatron.logits.fused_output import FusedLogits, Logits
 from mcore_batching.planning.integers import as_integer

@@ -59,9 +59,8 @@ class PortableRow:
             names += _LOSS_INPUTS
         else:
             # Labels, rewards and the like stay on the host: no loss is made on this stage.
-            fields = row.fields.items()
-            kept = {k: v for k, v in fields if row.schema[k].kind in _FIELDS_OF_THE_MODEL}
-            row = dataclasses.replace(row, fields=kept)
+            kept = [name for name in row.fields if row.schema[name].kind in _FIELDS_OF_THE_MODEL]
+            row = dataclasses.replace(row, fields=row.fields.only(kept))
         return cls(row, names, torch.device(torch.cuda.current_device()))
 
     def on_device(self) -> PackedMicroBatch:

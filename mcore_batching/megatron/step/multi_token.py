@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.batch.rows.packed import LaterTokens
+from mcore_batching.batch.row import LaterTokens
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.logits.fused_output import FusedLogits
 from mcore_batching.megatron.logits.log_probs import log_probs_of_all

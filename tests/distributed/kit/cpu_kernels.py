@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mcore_batching import megatron
-from mcore_batching.batch.rows.row_layout import Row
+from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import cpu_emulation
 
 
@@ -69,7 +69,7 @@ class _GroupNorm(torch.nn.Module):
 
 def _own_places(offsets: Tensor, total_tokens: int, ranks: int, rank: int) -> Tensor:
     """int32 ``[tokens of the rank]``: their places in the whole row."""
-    return Row(tuple(offsets.tolist()), ranks, rank).positions().to(torch.int32)
+    return Slice(offsets.tolist(), ranks, rank).positions.to(torch.int32)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

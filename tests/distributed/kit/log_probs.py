@@ -17,9 +17,9 @@ from kit.model import MAX_SEQUENCE_LENGTH, model_options, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY, make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals, token_mean
-from mcore_batching.batch.rows.context_parallel import owned_response_mask
-from mcore_batching.batch.rows.pack import pack
-from mcore_batching.batch.rows.row_layout import Row
+from mcore_batching.batch.gather import owned_response_mask
+from mcore_batching.batch.row import pack
+from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
@@ -306,7 +306,7 @@ def _whole_logits(row: PackedMicroBatch) -> Tensor:
 def _own_part(whole: Tensor, row: PackedMicroBatch) -> Tensor:
     """``[1, local tokens, local vocabulary]``."""
     size, rank = row.context_parallel_size, row.context_parallel_rank
-    local = Row(row.host_cu_seqlens_padded, size, rank).local(whole)
+    local = whole[Slice(row.host_cu_seqlens_padded, size, rank).positions]
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     return local.chunk(size, dim=-1)[rank][None].to(row.tokens.device)

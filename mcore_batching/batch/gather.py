@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.rows.packed import PackedMicroBatch
+from mcore_batching.batch.row import PackedMicroBatch
 
 
 def gather_response(

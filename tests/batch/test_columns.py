@@ -1,0 +1,146 @@
+"""Fields end to end, and the index of a row: what goes in comes back, whatever the layout."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from batch_cases import boundary_shapes, make_samples, pack_on_all_ranks, sample_shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
+from mcore_batching.batch.columns import Columns
+
+SCHEMA = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN).declare(
+    "fewer", Kind.PER_TOKEN, length_offset=-2
+)
+Shapes = list[tuple[int, int]]
+
+
+def marked(shapes: Shapes) -> dict[str, list[Any]]:
+    """Samples in which no two values of a field are the same, none of them 0."""
+    totals = torch.tensor([total for total, _ in shapes])
+    starts = (totals.cumsum(0) - totals + 1).tolist()
+    samples = make_samples(shapes)
+    samples["tokens"] = [torch.arange(s, s + t) for s, (t, _) in zip(starts, shapes, strict=True)]
+    samples["mark"] = [torch.stack((each, -each), 1) for each in samples["tokens"]]
+    samples["fewer"] = [each[: max(len(each) - 2, 0)] * 0.5 for each in samples["tokens"]]
+    samples["position_ids"] = [
+        torch.stack((each + 7, each + 9)) if len(each) else [] for each in samples["tokens"]
+    ]
+    return samples
+
+
+def unpacked(rows: list[PackedMicroBatch], values: list[Tensor], later: int = 0) -> list[Tensor]:
+    """Each sample's values, from the slices ``[T_local, ...]`` of all ranks: each position gives
+    its value to the token that the index names."""
+    span = rows[0].fields.token_span
+    whole = values[0].new_zeros((span.end + 1, *values[0].shape[1:]))
+    for row, each in zip(rows, values, strict=True):
+        whole[row.index.places(span, later)] = each
+    return list(whole[:-1].split(span.counts))
+
+
+def require_back(shapes: Shapes, size: int, align: int, row_align: int, depths: int) -> None:
+    samples = marked(shapes)
+    options = {"sample_alignment_tokens": align, "row_alignment_tokens": row_align}
+    rows = pack_on_all_ranks(samples, size, schema=SCHEMA, depths=depths, **options)
+    real = torch.cat([row.index.places(row.fields.token_span) for row in rows])
+    ends = rows[0].fields.token_span.end
+    # Every token is at one position of one rank; all else is padding.
+    assert real[real < ends].sort().values.tolist() == list(range(ends))
+    assert torch.cat([row.index.positions for row in rows]).sort().values.tolist() == list(
+        range(rows[0].host_cu_seqlens_padded[-1])
+    )
+    for depth in range(depths + 1):
+        streams = [row.later[depth - 1] if depth else row for row in rows]
+        found = unpacked(rows, [each.tokens[0] for each in streams], depth)
+        labels = unpacked(rows, [each.labels[0] for each in streams], depth + 1)
+        positions = unpacked(rows, [each.position_ids[:, 0].T for each in streams], depth)
+        marks = unpacked(rows, [row.packed("mark", later=depth)[0] for row in rows], depth)
+        for i, tokens in enumerate(samples["tokens"]):
+            # The first tokens of a sample come at no position of a later depth.
+            assert found[i][depth:].tolist() == tokens[depth:].tolist()
+            assert labels[i][depth + 1 :].tolist() == tokens[depth + 1 :].tolist()
+            assert marks[i][depth:].tolist() == samples["mark"][i][depth:].tolist()
+            assert positions[i][depth:].tolist() == [
+                [t + 7, t + 9] for t in tokens[depth:].tolist()
+            ]
+    fewer = unpacked(rows, [row.packed("fewer")[0] for row in rows])
+    for value, kept in zip(fewer, samples["fewer"], strict=True):
+        assert value.tolist() == [*kept.tolist(), *[0.0] * (len(value) - len(kept))]
+    for name in ("tokens", "mark", "fewer", "advantages", "loss_masks"):
+        assert all(map(torch.equal, rows[0][name], samples[name])), name
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sample_shapes(),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.integers(0, 5),
+)
+def test_whatever_is_packed_comes_back(
+    shapes: Shapes, size: int, factor: int, row: int, depths: int
+) -> None:
+    align = (2 * size if size > 1 else 1) * factor
+    require_back(shapes, size, align, math.lcm(align, row), depths)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_boundary_lengths_come_back(size: int) -> None:
+    align = 2 * size if size > 1 else 1
+    require_back(boundary_shapes(size), size, align, 5 * align, 2)
+    for shape in boundary_shapes(size):
+        require_back([shape], size, align, align, 2)
+
+
+def test_each_flat_field_is_one_tensor_of_its_own() -> None:
+    samples = SCHEMA.validate(marked([(3, 2), (0, 0), (4, 4)]))
+    columns = Columns.of(samples, SCHEMA)
+    assert set(columns) == set(samples)
+    assert len(columns) == len(samples)
+    for name in ("tokens", "advantages", "mark", "position_ids"):
+        views = columns[name]
+        assert len({each.untyped_storage().data_ptr() for each in views}) == 1
+        assert views[0].untyped_storage().data_ptr() == columns.rows(name).values.data_ptr()
+        assert columns[name] is views
+    assert columns["position_ids"][1].shape == (2, 0)
+    assert not columns.rows("mark").values[-1].any()
+    with pytest.raises(KeyError):
+        columns["absent"]
+
+
+def test_what_one_tensor_cannot_hold_is_kept() -> None:
+    """A graph, a subclass, a layout; types, shapes."""
+    fields: dict[str, list[Any]] = {
+        "graph": [torch.ones(2, requires_grad=True) * 2, torch.ones(1)],
+        "subclass": [torch.nn.Parameter(torch.ones(2)), torch.ones(1)],
+        "layout": [torch.ones(2).to_sparse(), torch.ones(1)],
+        "types": [torch.ones(2), torch.ones(1).long()],
+        "shapes": [torch.ones(2, 1), torch.ones(1, 2)],
+    }
+    schema = DEFAULT_SCHEMA
+    for name in fields:
+        schema = schema.declare(name, Kind.PER_TOKEN)
+    samples = schema.validate(make_samples([(2, 1), (1, 0)]) | fields)
+    columns = Columns.of(samples, schema)
+    for name, values in fields.items():
+        assert all(a is b for a, b in zip(columns[name], values, strict=True)), name
+    assert columns.rows("types").values.dtype == torch.float32
+
+
+def test_a_change_in_place_is_none_of_the_neighbours() -> None:
+    """Autograd would refuse a backward pass through a neighbour of what has been changed."""
+    samples = DEFAULT_SCHEMA.validate(make_samples([(2, 2), (2, 2)]))
+    first, second = Columns.of(samples, DEFAULT_SCHEMA)["advantages"]
+    weight = torch.ones(2, requires_grad=True)
+    total = (weight * first).sum()
+    second.mul_(2)
+    total.backward()
+    assert torch.equal(second, 2 * samples["advantages"][1])
