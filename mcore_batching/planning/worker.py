@@ -7,7 +7,8 @@ in line, with the same result.
 
 The worker ends with its parent: by the end of its input, and on Linux by a signal that also ends a
 stopped process. Linux sends that signal when the thread that started the worker ends, so `submit`
-is for the main thread.
+is for the main thread. One gap is left: a worker that is stopped in its first 20 ms, before it can
+ask for the signal, stays stopped if its parent ends before the stop takes effect.
 """
 
 from __future__ import annotations

@@ -1,78 +1,27 @@
 """Faults that end a job, or that it has to live through, on every layout, with the time it took.
 
-Run with ``--long``; the table is printed at the end.
+All layouts with ``--long``; the table is printed at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kit.battery import SLOW_SECONDS, STOPPED_SECONDS
+from kit.battery import ALONE, ENDINGS, LAYOUTS, PLANNER, SURVIVED
 from kit.forked import End, run_forked
 from kit.harness import Job, JobFailedError, results, run_jobs
 from kit.stock_jobs import FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
 from mcore_batching.megatron.job.failure_watch import EXIT_CODE
 
-pytestmark = pytest.mark.long
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "DP2": (2, {"data_parallel": 2}),
-    "TP2": (2, {"tensor_parallel": 2}),
-    "CP2": (2, {"context_parallel": 2}),
-    "DP2 shared": (2, {"data_parallel": 2}),
-    "PP2 VPP2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
-    "DP2 PP2": (4, {"data_parallel": 2, "pipeline_parallel": 2}),
-}
-WITHOUT_AGENT = {
-    f"{name}, no agent": (2, {dim: 2})
-    for name, dim in [
-        ("TP2", "tensor_parallel"),
-        ("CP2", "context_parallel"),
-        ("DP2", "data_parallel"),
-        ("PP2", "pipeline_parallel"),
-    ]
-}
-"""Rank 0 hosts the job's store, as under srun, has the fault and ends at once."""
-PLANNER: dict[str, dict[str, Any]] = {
-    "DP2 shared": {"dynamic_batch_context_parallel": 2},
-    "row groups": {"dynamic_batch_context_parallel": 2},
-    "later steps": {"global_batch_size": 5},
-    "later, SIGKILL": {"global_batch_size": 5},
-}
-"""Of layouts and faults. The longest sample is cut over both ranks; others are not."""
-FATAL = {
-    "layer, forward": "PipelineFailedError",
-    "layer, backward": "PipelineFailedError",
-    "optimizer": "PipelineFailedError",
-    "scheduler": "PipelineFailedError",
-    "exchange": "PipelineFailedError",
-    "later steps": "PipelineFailedError",
-    "later, SIGKILL": "",  # the others see its connections close, wherever they are
-    "sharing": "PipelineFailedError",
-    "gathering": "PipelineFailedError",
-    "row groups": "PipelineFailedError",
-    "loss": "ForwardFailedError",  # but see `expected`
-    "loss is NaN": "NonFiniteError",
-    "other settings": "PlanMismatchError",
-    "no data": "PlanningFailedError",
-    "SIGKILL": "PipelineFailedError",
-}
-SURVIVED = {"none": 0, "SIGSTOP": STOPPED_SECONDS, "slow": SLOW_SECONDS, "disk full": 0}
-SECONDS = 60.0  # generous: two cores may carry four processes; a time-out would take 100
-
-
-def expected(fault: str, layout: str) -> str:
-    """The error's type. A loss that communicates leaves the ranks waiting that share its rows."""
-    in_loss = fault == "loss" and layout in ("TP2", "CP2", "DP2 shared")
-    return "PipelineFailedError" if in_loss else FATAL[fault]
+SECONDS = 60.0  # generous: two cores may carry eight processes; a time-out would take 100
 
 
 def name_of(fault: str, layout: str) -> str:
@@ -94,86 +43,69 @@ def ends(
     chosen |= {("none", layout): None for fault, layout in chosen if fault in SURVIVED}
     jobs = []
     for fault, layout in chosen:
-        nproc, dims = (LAYOUTS | WITHOUT_AGENT)[layout]
-        agent = layout not in WITHOUT_AGENT
+        dims, agent = LAYOUTS[layout], layout not in ALONE
+        nproc = math.prod(size for name, size in dims.items() if name != "virtual_pipeline")
         parameters = {"dims": dims, "reference": references["dense"], "fault": fault}
         parameters["planner"] = PLANNER.get(layout, {}) | PLANNER.get(fault, {})
-        parameters["faulty"] = -1 if agent else 0
+        parameters["faulty"] = nproc - 1 if agent and fault != "disk full" else 0
         name, limit = name_of(fault, layout), SECONDS + 60
         jobs.append(Job(name, "kit.battery:train", nproc, dims, parameters, limit, agent))
     found = run_forked(jobs, tmp_path_factory.mktemp("battery"))
     yield found
-    lines = [f"{'fault':21s} {'layout':13s} {'seconds':>7s}  ends"]
+    lines = [f"{'fault':26s} {'layout':13s} {'seconds':>7s}  ends"]
     for fault, layout in sorted(chosen):
         ranks = found[name_of(fault, layout)]
         how = ", ".join(f"{each.error or 'exit'} {each.exit_code}" for each in ranks)
         seconds = max(each.seconds for each in ranks)
-        lines.append(f"{fault:21s} {layout:13s} {seconds:7.1f}  {how}")
+        lines.append(f"{fault:26s} {layout:13s} {seconds:7.1f}  {how}")
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print("\n" + "\n".join(lines))
 
 
-def fatal() -> list[tuple[str, str]]:
-    """Faults and layouts. Megatron has all groups of rows but those on one of CP2's ranks."""
-    found = [(fault, layout) for fault in FATAL for layout in LAYOUTS if fault != "row groups"]
-    return [*found, ("row groups", "CP2")]
-
-
-@pytest.mark.parametrize(("fault", "layout"), fatal())
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [
+        pytest.param(fault, layout, marks=() if layout == row.always else pytest.mark.long)
+        for fault, row in ENDINGS.items()
+        for layout in row.layouts
+    ],
+)
 def test_every_rank_ends_with_the_named_error(
     fault: str, layout: str, ends: dict[str, list[End]]
 ) -> None:
-    error = expected(fault, layout)
-    *others, faulty = ranks = ends[name_of(fault, layout)]
-    for rank in others if "SIGKILL" in fault else ranks:
+    row, ranks = ENDINGS[fault], ends[name_of(fault, layout)]
+    faulty = ranks[0 if layout in ALONE else -1]
+    assert faulty.exit_code == row.exit_code, faulty
+    for rank in ranks:
+        if rank is faulty and row.exit_code < 0:
+            continue
         # Raised, or printed by a process that could not be released.
         assert rank.exit_code == (1 if rank.error else EXIT_CODE), rank
-        assert error in (rank.error or rank.message), rank
+        assert row.error in (rank.error or rank.message), rank
+        assert row.text in rank.message, rank
         assert rank.seconds < SECONDS
-        if error == "PipelineFailedError" and "SIGKILL" not in fault:
-            assert "out of memory, on purpose" in rank.message
-    if "SIGKILL" in fault:
-        assert faulty.exit_code == -9
-    else:
-        assert faulty.error == error, faulty
+        if layout in ALONE:
+            # The store ends with rank 0: it used to go before the others had read the cause.
+            assert "rank 0: " in rank.message, rank
+            assert "rank 1: " not in rank.message, rank
 
 
-def without_agent() -> list[tuple[str, str]]:
-    """Functions of the output run on the last stage alone, which rank 0 of a pipeline is not."""
-    found = [(each, name) for each in ("loss", "function") for name in WITHOUT_AGENT]
-    in_layer = [("layer, forward", name) for name in WITHOUT_AGENT]
-    return [*(each for each in found if "PP2" not in each[1]), *in_layer]
-
-
-@pytest.mark.parametrize(("fault", "layout"), without_agent())
-def test_without_an_agent_every_rank_names_the_rank_that_hosts_the_store(
-    fault: str, layout: str, ends: dict[str, list[End]]
-) -> None:
-    """The store ends with rank 0: it used to go before the others had read the cause."""
-    for rank in ends[name_of(fault, layout)]:
-        assert rank.exit_code == (1 if rank.error else EXIT_CODE), rank
-        assert "rank 0: " in rank.message, rank
-        assert "out of memory, on purpose" in rank.message, rank
-        assert "rank 1: " not in rank.message, rank
-        assert rank.seconds < SECONDS
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("fault", [fault for fault in SURVIVED if fault != "none"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ALONE])
+@pytest.mark.parametrize("fault", SURVIVED)
 def test_every_rank_goes_on(fault: str, layout: str, ends: dict[str, list[End]]) -> None:
     expected, found = ends[name_of("none", layout)], ends[name_of(fault, layout)]
     assert [rank.exit_code for rank in found] == [0] * len(found), found
     assert [rank.value for rank in found] == [rank.value for rank in expected]
-    if SURVIVED[fault]:
-        assert min(rank.seconds for rank in found) > SURVIVED[fault] - 1
-    else:
-        assert "no more steps are recorded" in found[0].message
+    assert min(rank.seconds for rank in found) > SURVIVED[fault].seconds
+    assert SURVIVED[fault].text in found[0].message
 
 
 RESUMED = {"DP2 PP2": PP2, "DP2 PP2 VPP2": VPP2, "DP2 TP2": TP2, "TP2 CP2": TP2_CP2}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron.training") is None,
     reason="this megatron-core ships without megatron.training (it does from 0.19 on)",

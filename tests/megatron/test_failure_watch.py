@@ -45,11 +45,22 @@ class NoMemoryError(Exception):
         raise ValueError("this message cannot be made")
 
 
-def test_a_failure_is_raised_on_the_rank_itself_with_its_cause() -> None:
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        (KeyError("x"), r"rank 0: step: KeyError: 'x' \(.*, in "),
+        # contextlib takes an error that a StopIteration caused for the StopIteration itself.
+        (StopIteration(), "rank 0: step: StopIteration"),
+        (NoMemoryError(), "rank 0: step: .*NoMemoryError"),
+        (SyntaxError("here", ("file", "one", "two", "text")), "SyntaxError: here"),  # no numbers
+    ],
+)
+def test_a_failure_is_raised_on_the_rank_itself(raised: Exception, text: str) -> None:
+    """With its cause, also where its message cannot be made."""
     ours, _ = two_ranks()
-    error = raised_by(ours, KeyError("x"))
-    assert re.search(r"rank 0: step: KeyError: 'x' \(.*, in ", str(error))
-    assert isinstance(error.__cause__, KeyError)
+    error = raised_by(ours, raised)
+    assert re.search(text, str(error))
+    assert error.__cause__ is (None if isinstance(raised, StopIteration) else raised)
 
 
 def test_another_rank_raises_the_first_cause_wherever_it_comes_by_next() -> None:
@@ -197,19 +208,6 @@ def test_a_rank_that_is_ended_says_so_and_ends(ending: type[BaseException]) -> N
     with pytest.raises(ending), theirs.reporting("step"):
         raise ending("on purpose")
     assert f"rank 1: step: {ending.__name__}: on purpose" in str(raised_by(ours, OSError()))
-
-
-def test_an_exhausted_iterator_is_a_failure_like_any_other() -> None:
-    """contextlib takes an error that a StopIteration caused for the StopIteration itself."""
-    ours, _ = two_ranks()
-    assert "rank 0: step: StopIteration" in str(raised_by(ours, StopIteration()))
-
-
-def test_an_error_whose_message_cannot_be_made_is_named() -> None:
-    ours, _ = two_ranks()
-    assert "NoMemoryError" in str(raised_by(ours, NoMemoryError()))
-    places_no_numbers = SyntaxError("here", ("file", "one", "two", "text"))
-    assert "SyntaxError: here" in str(raised_by(two_ranks()[0], places_no_numbers))
 
 
 def test_others_hear_of_an_error_whatever_it_says() -> None:

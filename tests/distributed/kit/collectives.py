@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from kit.calls import my_samples, small_model
 from kit.exactness import arguments, log_probs_of
-from kit.faults import my_samples, small_model
 from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY

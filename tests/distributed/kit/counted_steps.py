@@ -11,8 +11,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 
+from kit.calls import my_samples, small_model
 from kit.exactness import arguments
-from kit.faults import my_samples, small_model
 from kit.model import adam, sharded_model
 from kit.objective import packed_objective
 from kit.samples import make_samples, take

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from kit.harness import Job, environment
-from kit.ranks import fork_ranks
+from kit.ranks import Fork, fork_ranks
 
 START_SECONDS = 120.0
+JOBS_AT_A_TIME = 3
 CONNECT_SECONDS = 100.0
 """Of Megatron's groups, too: an error that came by a time-out would come after this."""
 
@@ -50,7 +51,7 @@ class End:
 
 
 def run_forked(jobs: list[Job], scratch: Path) -> dict[str, list[End]]:
-    """Run jobs one after the other.
+    """Run jobs, a few at a time.
 
     Args:
         jobs: their functions get ``folder`` beside the parameters, and call `at_fault` with it.
@@ -90,19 +91,29 @@ def at_fault(folder: str) -> None:
 
 
 def main() -> None:
-    """Fork the ranks of one job after the other."""
+    """Fork the ranks of a few jobs at a time: most of their time they wait."""
     scratch = Path(sys.argv[1])
     # Before the forks, or each would import it.
     importlib.import_module("kit.battery")
+    waiting = json.loads((scratch / "jobs.json").read_text())
+    running: list[tuple[Fork, _Running]] = []
     ends = {}
-    for job in json.loads((scratch / "jobs.json").read_text()):
-        folder = scratch / job["name"]
-        folder.mkdir()
-        fork = fork_ranks(job["nproc"], agent=job["agent"])
-        if fork.rank is not None:
-            sys.exit(_rank(job, fork.rank, folder))
-        ends[job["name"]] = _ends(fork.ranks, job["seconds"], folder)
-        fork.kill()
+    while waiting or running:
+        if waiting and len(running) < JOBS_AT_A_TIME:
+            job = waiting.pop(0)
+            folder = scratch / job["name"]
+            folder.mkdir()
+            fork = fork_ranks(job["nproc"], agent=job["agent"])
+            if fork.rank is not None:
+                sys.exit(_rank(job, fork.rank, folder))
+            running.append((fork, _Running(job, folder, fork.ranks)))
+        for fork, each in [*running]:
+            each.look()
+            if len(each.codes) == len(fork.ranks):
+                ends[each.name] = each.ends()
+                fork.kill()
+                running.remove((fork, each))
+        time.sleep(0.02)
     (scratch / "ends.json").write_text(json.dumps(ends))
 
 
@@ -142,23 +153,36 @@ def _rank(job: dict[str, Any], rank: int, folder: Path) -> int:
     return 1
 
 
-def _ends(ranks: dict[int, int], limit: float, folder: Path) -> list[dict[str, Any]]:
-    codes: dict[int, tuple[int | None, float]] = {}
-    begun = time.monotonic()
-    while len(codes) < len(ranks):
-        for pid, rank in ranks.items():
-            if rank not in codes and (waited := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[rank] = (os.waitstatus_to_exitcode(waited[1]), time.time())
-            elif rank not in codes and time.monotonic() - begun > limit:
+class _Running:
+    """A job whose ranks have been forked, seen from their parent."""
+
+    def __init__(self, job: dict[str, Any], folder: Path, ranks: dict[int, int]) -> None:
+        self.name: str = job["name"]
+        self.codes: dict[int, tuple[int | None, float]] = {}
+        self._folder, self._ranks = folder, ranks
+        self._given_up = time.monotonic() + job["seconds"]
+
+    def look(self) -> None:
+        """Note which ranks have ended, and kill those that are late."""
+        for pid, rank in self._ranks.items():
+            if rank in self.codes:
+                continue
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self.codes[rank] = (os.waitstatus_to_exitcode(status), time.time())
+            elif time.monotonic() > self._given_up:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                codes[rank] = (None, time.time())
-        if len(codes) >= len(ranks) - 1:
-            (folder / "released").touch()
-        time.sleep(0.02)
-    fault = folder / "fault"
-    since = float(fault.read_text()) if fault.exists() else float("nan")
-    return [_end(folder / f"rank{rank}.json", *codes[rank], since) for rank in sorted(codes)]
+                self.codes[rank] = (None, time.time())
+        if len(self.codes) >= len(self._ranks) - 1:
+            (self._folder / "released").touch()
+
+    def ends(self) -> list[dict[str, Any]]:
+        """How each rank ended."""
+        fault = self._folder / "fault"
+        since = float(fault.read_text()) if fault.exists() else float("nan")
+        files = ((self._folder / f"rank{rank}.json", rank) for rank in sorted(self.codes))
+        return [_end(path, *self.codes[rank], since) for path, rank in files]
 
 
 def _end(path: Path, code: int | None, ended: float, since: float) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from unittest import mock
 
 import torch
 
+from kit.calls import my_samples, small_model
 from kit.exactness import arguments, log_probs_of
-from kit.faults import my_samples, small_model
 from kit.groups import forget_job
 from kit.model import adam
 from kit.objective import packed_objective

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from kit.calls import my_samples
 from kit.exactness import arguments
-from kit.faults import my_samples
+from kit.guarantees import equal, on_all_ranks
 from kit.model import ADAM, adam, named_parameters, sharded_model
 from kit.objective import packed_objective
-from mcore_batching.megatron import get_data_iterator, train_step
+from mcore_batching.megatron import NonFiniteError, get_data_iterator, train_step
 from mcore_batching.planning import ParallelDims
 
 
@@ -30,9 +33,10 @@ def _infinite_gradient(share: torch.Tensor, logits: torch.Tensor) -> torch.Tenso
     return share + (first - first.detach()).sqrt()
 
 
-def _objective(
-    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
-) -> Callable[..., Any]:
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _objective(change: Change | None) -> Callable[..., Any]:
     """The usual loss; changed in the second micro-batch of the last rank but one."""
     slots = iter(range(1000))
 
@@ -46,10 +50,11 @@ def _objective(
     return loss
 
 
-def settings_for_nonfinite(
-    dims: dict[str, Any], reference: str, fault: str, overlap: bool
-) -> dict[str, Any]:
-    """What becomes of such a step under each setting, and of the ordinary step after it."""
+def error_or_skipped(dims: dict[str, Any], reference: str, fault: str, overlap: bool) -> None:
+    """Such a step raises on all ranks or, where that is set, is skipped on all.
+
+    Also where Megatron's wrapper would raise on one rank, and leave the others waiting.
+    """
     change = {"loss": _nan_loss, "gradient": _infinite_gradient}[fault]
     weights = torch.load(reference, weights_only=True)["weights"]
     # As ``megatron.training`` sets it by default: raises on one rank inside the pipeline.
@@ -57,29 +62,41 @@ def settings_for_nonfinite(
         grad_reduce_in_fp32=True, check_for_nan_in_grad=True, overlap_grad_reduce=overlap
     )
     model = sharded_model(ParallelDims(**dims), "dense", weights, ddp)
-    before = {name: p.detach().clone() for name, p in named_parameters(model)}
-    report: dict[str, Any] = {}
-    for setting in ({"dynamic_batch_on_nonfinite": "skip"}, {}):
-        args = arguments(ParallelDims(**dims), **setting)
-        iterators, counts = get_data_iterator(args, model, my_samples(dims))
-        optimizer = adam(model, distributed=False)
-        case: dict[str, Any] = {}
-        try:
-            result = train_step(_objective(change), args, model, iterators, counts, optimizer)
-            case |= {"updated": result.update_successful, "grad_norm": result.grad_norm}
-            case["dropped"] = all(not p.main_grad.any() for _, p in named_parameters(model))
-        except Exception as error:
-            case |= {"type": type(error).__name__, "message": str(error)}
-        case["unchanged"] = all(torch.equal(p, before[n]) for n, p in named_parameters(model))
-        report[setting.get("dynamic_batch_on_nonfinite", "error")] = case
+    before = [p.detach().clone() for _, p in named_parameters(model)]
+    optimizer = adam(model, distributed=False)
+
+    def step(change: Change | None, **flags: Any) -> Any:
+        args = arguments(ParallelDims(**dims), **flags)
+        planned = get_data_iterator(args, model, my_samples(dims))
+        return train_step(_objective(change), args, model, *planned, optimizer)
+
+    skipped = step(change, dynamic_batch_on_nonfinite="skip")
+    assert (skipped.update_successful, skipped.grad_norm) == (False, None)
+    assert not any(p.main_grad.any() for _, p in named_parameters(model))
+    with pytest.raises(NonFiniteError) as raised:
+        step(change)
+    assert equal([p.detach() for _, p in named_parameters(model)], before)
     assert ddp.check_for_nan_in_grad
-    result = train_step(_objective(None), args, model, iterators, counts, optimizer)
-    return report | {"grad_norm": result.grad_norm, "updated": result.update_successful}
+    said = str(raised.value)
+    assert set(on_all_ranks(said)) == {said}
+    found = set(re.findall(r"rank (\d):", said))
+    named = said.count("the gradient of ")
+    if fault == "loss":
+        assert "rank 2: the loss of micro-batch 1 (samples [" in said
+        assert (found, named) == ({"2"}, 0)
+    else:
+        assert "rank 2: the gradient of " in said
+        assert named == 3 * len(found)
+        # Both stages of the replica, before gradients are added up.
+        assert overlap or found == {"0", "2"}
+    done = step(None)
+    assert done.update_successful
+    assert 0 < done.grad_norm < math.inf
 
 
-def loss_scaling(dims: dict[str, Any], reference: str) -> dict[str, list[Any]]:
-    """Steps in float16: scaled past its range until the scaler has come down, and norms of the same
-    gradients under two more optimizers, whose scales differ."""
+def loss_scaling(dims: dict[str, Any], reference: str) -> None:
+    """Steps in float16 past its range are skipped, as Megatron means it, until the scaler has come
+    down. Norms of the same gradients are the same under optimizers of other scales."""
     settings = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
     weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -99,13 +116,20 @@ def loss_scaling(dims: dict[str, Any], reference: str) -> dict[str, list[Any]]:
 
     args = arguments(ParallelDims(**dims))
     iterators, counts = get_data_iterator(args, model, my_samples(dims))
-    optimizer, steps, norms = optimizer_of(2.0**15), [], []
+    optimizer, steps, before = optimizer_of(2.0**15), [], 2.0**15
     for _ in range(4):
         result = train_step(packed_objective, args, model, iterators, counts, optimizer)
         scale = float(optimizer.get_loss_scale())
-        steps.append([result.update_successful, scale, result.grad_norm])
-    for scale in (8.0, 64.0):
-        another = optimizer_of(scale, lr=0.0)
-        result = train_step(packed_objective, args, model, iterators, counts, another)
-        norms.append(result.grad_norm)
-    return {"steps": steps, "norms": norms}
+        assert scale == (before if result.update_successful else before / 2)
+        assert (result.grad_norm is not None) == result.update_successful
+        steps.append((result.update_successful, before := scale))
+    assert {updated for updated, _ in steps} == {True, False}
+    assert on_all_ranks(steps) == [steps] * dist.get_world_size()
+    one, other = (
+        train_step(
+            packed_objective, args, model, iterators, counts, optimizer_of(scale, lr=0.0)
+        ).grad_norm
+        for scale in (8.0, 64.0)
+    )
+    # Each step is scaled by its own optimizer; 1 %: float16 has 11 bits.
+    assert one == pytest.approx(other, rel=0.01)

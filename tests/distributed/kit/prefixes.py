@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
+from kit.calls import small_model
 from kit.exactness import arguments, log_probs_of
-from kit.faults import small_model
 from kit.model import adam
 from kit.samples import VOCABULARY
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind

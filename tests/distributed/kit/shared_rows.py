@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,8 +16,8 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import unwrap_model
 
 from kit import exactness
+from kit.calls import my_samples, small_model
 from kit.cpu_kernels import stand_in_for_kernels
-from kit.faults import my_samples, small_model
 from kit.model import adam
 from kit.objective import packed_objective
 from kit.stand_ins import stood_in
@@ -38,7 +39,7 @@ from mcore_batching.megatron import (
     train_step,
 )
 from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout import exchange
+from mcore_batching.megatron.job.options import Options
 from mcore_batching.megatron.rollout.data_iterator import rollout_of
 from mcore_batching.megatron.rollout.rollout import plan_forward_passes
 from mcore_batching.megatron.topology import is_last_stage
@@ -46,7 +47,6 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     StepPlan,
-    validate_plan,
     worker,
 )
 
@@ -139,47 +139,6 @@ def there_and_back(
     }
 
 
-class Unreadable:
-    """A value that goes out and cannot be read where it arrives."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _refuse, ()
-
-
-def _refuse() -> None:
-    raise OSError("no such file on this rank")
-
-
-def moves_fail(
-    dims: dict[str, Any], reference: str, what: str, planner: dict[str, Any]
-) -> dict[str, Any]:
-    """Something is wrong with the last rank's samples where they are planned with all others; what
-    every rank raises."""
-    model = small_model(dims, reference)
-    args = exactness.arguments(ParallelDims(**dims), **planner)
-    data = my_samples(dims)
-    at_fault = dist.get_rank() == dist.get_world_size() - 1
-    data["image"] = [None] * len(data["tokens"])
-    if what == "global batch size":  # as many steps with either
-        args.global_batch_size = 8 if at_fault else 7
-    if what == "one token more" and at_fault:
-        data["tokens"][0] = torch.cat((data["tokens"][0], data["tokens"][0][-1:]))
-        data["total_lengths"] = [data["total_lengths"][0] + 1, *data["total_lengths"][1:]]
-    if what == "other beginning" and parallel_state.get_data_parallel_rank() == 0 < dist.get_rank():
-        data["tokens"][9] = data["tokens"][9].flip(0)  # which others begin
-    if what == "unreadable value" and parallel_state.get_data_parallel_rank() == 1:
-        data["image"] = [Unreadable() for _ in data["tokens"]]
-    try:
-        schema = DEFAULT_SCHEMA.declare("image", Kind.METADATA)
-        iterators, counts = get_data_iterator(args, model, data, schema=schema)
-        optimizer = adam(model, distributed=False)
-        for step in range(len(counts)):
-            train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
-    except Exception as error:
-        return {"type": type(error).__name__, "message": str(error)}
-    return {"type": None}
-
-
 def scarce(dims: dict[str, Any], reference: str, what: str) -> dict[str, Any]:
     """A step of samples of which there is little to share, on one rank each and on several.
 
@@ -235,55 +194,58 @@ def silent_placeholders(dims: dict[str, Any], reference: str) -> list[Any]:
     return [done.metrics, [len(row) for row in schedule_of(iterators).steps[0]]]
 
 
-def refused_models(dims: dict[str, Any], reference: str) -> dict[str, str]:
-    """What is said of models whose layers do not follow a row's own group."""
+def refused_models(dims: dict[str, Any], reference: str) -> None:
+    """Models whose layers do not follow a row's own group are refused, each by what it has."""
 
     class OwnAttention(SelfAttention):  # type: ignore[misc]
         pass
 
-    def other_positions(bare: Any) -> None:
+    def other_positions(bare: Any) -> str:
         bare.position_embedding_type = "mrope"
+        return "position embeddings mrope slice by a fixed"
 
-    def other_core(bare: Any) -> None:
+    def other_core(bare: Any) -> str:
         bare.decoder.layers[1].self_attention.core_attention = torch.nn.Identity()
+        return "layers.1.self_attention, a SelfAttention with Identity, is not"
 
-    def other_layer(bare: Any) -> None:
+    def other_layer(bare: Any) -> str:
         bare.decoder.layers[2].self_attention.__class__ = OwnAttention
+        return "layers.2.self_attention, a OwnAttention with PackedAttention"
 
-    def state_space(bare: Any) -> None:
+    def state_space(bare: Any) -> str:
         with stood_in("triton"):
             from megatron.core.ssm.mamba_mixer import MambaMixer
         stand_in_for_kernels()
         mixer = object.__new__(MambaMixer)
         torch.nn.Module.__init__(mixer)
         bare.decoder.layers[3].mixer = mixer
+        return "layers.3.mixer is a state-space layer"
 
     args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=1)
-    said = {}
     for change in (other_positions, other_core, other_layer, state_space):
         model = small_model(dims, reference)
         check_settings(args, model)
-        change(unwrap_model(model[0]))
-        try:
+        text = change(unwrap_model(model[0]))
+        with pytest.raises(DynamicBatchArgumentError) as refused:
             check_settings(args, model)
-        except DynamicBatchArgumentError as error:
-            said[change.__name__] = str(error)
-    return said
+        assert text in str(refused.value)
+        assert "unset --dynamic-batch-context-parallel" in str(refused.value)
 
 
 @contextlib.contextmanager
 def mixed_sizes() -> Iterator[None]:
-    """Plan as `SIZES` says, whatever the samples: legal under a larger cap, and seldom good."""
+    """Plan as `SIZES` says, whatever the samples, under a cap at which that is legal."""
+    planner_config = Options.planner_config
+
+    def with_larger_cap(options: Options, dims: ParallelDims) -> PlannerConfig:
+        config = planner_config(options, dims)
+        return dataclasses.replace(config, max_tokens_per_gpu=1000, fill="placeholder")
+
     with (
         mock.patch.object(worker, "plan_step", _mixed_plan),
-        mock.patch.object(exchange, "validate_plan", _validate_mixed),
+        mock.patch.object(Options, "planner_config", with_larger_cap),
     ):
         yield
-
-
-def _validate_mixed(plan: StepPlan, lengths: Sequence[int]) -> None:
-    larger = dataclasses.replace(plan.config, max_tokens_per_gpu=1000, fill="placeholder")
-    validate_plan(dataclasses.replace(plan, config=larger), lengths)
 
 
 def _mixed_plan(
@@ -309,13 +271,11 @@ def _mixed_plan(
         tuple(sizes[rank] if micro_batches[rank][slot] else 1 for slot, sizes in enumerate(slots))
         for rank in range(dims.data_context_parallel)
     )
-    plan = StepPlan(
+    return StepPlan(
         micro_batches=tuple(map(tuple, micro_batches)),
         num_microbatches=len(slots),
         sample_indices=tuple(range(len(lengths))),
         dims=dims,
-        config=dataclasses.replace(config, max_tokens_per_gpu=1000, fill="placeholder"),
+        config=config,
         context_parallel=sizes_by_rank,
     )
-    validate_plan(plan, lengths)
-    return plan

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from kit.calls import my_samples, small_model
 from kit.exactness import arguments, log_probs_of
-from kit.faults import my_samples, small_model
 from kit.host_waits import DEVICE, host_waits
 from kit.model import adam
 from kit.objective import packed_objective

@@ -1,0 +1,505 @@
+"""Jobs that check a guarantee on every rank: what must hold though something is scarce or wrong.
+
+A job raises where it does not hold. Many are the known faults of other systems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import io
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.utils import get_model_config
+
+from kit.calls import Calls, loss_with, my_samples, small_model
+from kit.exactness import arguments, log_probs_of
+from kit.groups import keep_data_parallel_group, remake_groups
+from kit.model import adam, named_parameters
+from kit.objective import packed_objective
+from kit.samples import make_samples, take
+from mcore_batching.batch import token_mean
+from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
+from mcore_batching.integrations.megatron_lm import datasets_provider_for
+from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments
+from mcore_batching.megatron import (
+    add_fields,
+    forward_only,
+    get_data_iterator,
+    response_log_probs,
+    schedule_of,
+    train_step,
+)
+from mcore_batching.megatron.job.failure_watch import FailureWatch
+from mcore_batching.megatron.job.job import job_of
+from mcore_batching.megatron.rollout.data_iterator import rollout_of
+from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.planning import ParallelDims
+
+
+def on_all_ranks(value: Any) -> list[Any]:
+    """This value of every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def is_last_rank() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def error_of(call: Any) -> str:
+    """Type and text of what a call raises; "" if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def placeholders_add_nothing(
+    dims: dict[str, Any], reference: str, kind: str, per_token_loss: bool, **settings: Any
+) -> None:
+    """slime counts each placeholder as one token. Here some more on every rank change no bit.
+
+    Gradients are accumulated micro-batch after micro-batch, then summed over ranks: the order is
+    the same with and without placeholders, which come first. Where Megatron divides by the number
+    of micro-batches, that number differs and what undoes it rounds.
+    """
+    settings |= {"kind": kind, "calculate_per_token_loss": per_token_loss}
+    calls, more = Calls(dims, reference, model=settings), 4
+    plain, metrics = _gradients(calls)
+    schedule = schedule_of(calls.iterators)
+    steps = (((),) * more + schedule.steps[0],)
+    rollout_of(calls.iterators).replace(dataclasses.replace(schedule, steps=steps))
+    calls.counts = [calls.counts[0] + more]
+    padded, padded_metrics = _gradients(calls)
+    assert any(bool(each.any()) for each in plain)
+    if per_token_loss:
+        assert equal(padded, plain)
+        assert padded_metrics == metrics
+    for ours, theirs in zip(padded, plain, strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max() + 1e-30)
+
+
+def _gradients(calls: Calls) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Reduced gradients and metrics of a step that updates nothing."""
+    with calls.kept_weights():
+        metrics = calls.train().metrics
+    return [p.main_grad.clone() for _, p in named_parameters(calls.model)], metrics
+
+
+def no_samples_anywhere(dims: dict[str, Any], reference: str, **planner: Any) -> None:
+    """slime crashed in torch.cat of nothing; later it raises for samples < ranks × group.
+
+    A batch without a single sample goes through every collective and changes nothing.
+    """
+    calls = Calls(dims, reference, **planner)
+    before = [p.detach().clone() for _, p in named_parameters(calls.model)]
+    calls.data = take(make_samples(), [])
+    calls.iterators, counts = calls.plan()
+    calls.counts = counts
+    assert list(counts) == [dims.get("virtual_pipeline", 1)]
+    outputs, metrics = calls.forward(), calls.train().metrics
+    assert outputs == ({"log_probs": []} if is_last_stage() else {})
+    assert metrics == ({"loss": 0.0, "policy": 0.0, "kl": 0.0} if is_last_stage() else {})
+    assert equal([p.detach() for _, p in named_parameters(calls.model)], before)
+
+
+def data_on_some_ranks(dims: dict[str, Any], reference: str) -> None:
+    """Only the first rank of each replica holds the data."""
+    calls = Calls(dims, reference)
+    first = (
+        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+    expected = calls.forward().get("log_probs", [])
+    given = calls.data if first else None
+    calls.iterators, calls.counts = get_data_iterator(calls.args, calls.model, given)
+    found = calls.forward().get("log_probs", [])
+    assert equal(found, expected)
+    assert bool(found) == is_last_stage()
+
+
+def several_steps(
+    dims: dict[str, Any], reference: str, sizes: list[int], batch: int, **planner: Any
+) -> None:
+    """Whole steps of ``batch`` samples and a short one where rank ``r`` holds ``sizes[r]``, every
+    sample in one of them.
+
+    Each rank's share was rounded down: 1, 1, 1, 1 in steps of 2 gave steps of 0 and 4. A rank
+    without samples knows no batch size.
+    """
+    calls = Calls(dims, reference, **planner)
+    size = sizes[parallel_state.get_data_parallel_rank()]
+    count = len(make_samples()["tokens"])
+    calls.data = take(make_samples(), [i % count for i in range(size)])
+    calls.args.global_batch_size = batch if size else None
+    calls.iterators, calls.counts = calls.plan()
+    steps = range(len(calls.counts))
+    trained = [calls.train(step=step).totals.num_samples for step in steps]
+    whole, left = divmod(sum(sizes), batch)
+    assert trained == [batch] * whole + [left] * bool(left)
+    assert len(calls.forward().get("log_probs", [])) == size
+    if planner.get("dynamic_batch_exchange", True):
+        return
+    held = [
+        sorted(i for micro_batch in step for i in micro_batch)
+        for step in schedule_of(calls.iterators).steps
+    ]
+    assert [i for step in held for i in step] == [*range(size)]
+    if len({*sizes}) == 1 and batch % len(sizes) == 0:
+        assert on_all_ranks(held[:whole])[0] == held[:whole]
+
+
+def found_by_lengths(dims: dict[str, Any], reference: str, pad_each_to: int) -> None:
+    """slime's functions step through the logits by lengths: padded samples would shift them."""
+    calls = Calls(dims, reference, dynamic_batch_pad_each_to=pad_each_to)
+
+    def walks(
+        logits: torch.Tensor,
+        *,
+        unconcat_tokens: list[torch.Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+        **unused: Any,
+    ) -> dict[str, list[torch.Tensor]]:
+        found, start = [], 0
+        for tokens, total, response in zip(
+            unconcat_tokens, total_lengths, response_lengths, strict=True
+        ):
+            predicted = torch.log_softmax(logits[0, start : start + total - 1], -1)
+            values = predicted.gather(1, tokens[1:, None])[:, 0]
+            whole = torch.cat((values.new_zeros(1), values))
+            found.append(whole[total - response :])
+            start += total
+        return {"log_probs": found}
+
+    if "context_parallel" in dims:
+        with pytest.raises(ValueError, match="let it take micro_batch"):
+            calls.forward(walks)
+        return
+    pairs = zip(calls.forward(walks)["log_probs"], calls.forward()["log_probs"], strict=True)
+    assert max(float((a - b).abs().max()) for a, b in pairs if a.numel()) < 1e-5
+
+
+def slime_style(dims: dict[str, Any], reference: str) -> None:
+    """A function with slime's keywords, which returns a pair, runs; and so does `get_next`."""
+    calls = Calls(dims, reference, "empty")
+    data = calls.data
+
+    def f(
+        logits: torch.Tensor,
+        *,
+        args: Any,
+        unconcat_tokens: list[torch.Tensor],
+        total_lengths: list[int],
+        response_lengths: list[int],
+        with_entropy: bool = False,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+        assert args is not None
+        assert not with_entropy
+        assert [len(tokens) for tokens in unconcat_tokens] == list(total_lengths)
+        del unused
+        sums = [
+            logits.new_full((n,), float(t))
+            for n, t in zip(response_lengths, total_lengths, strict=True)
+        ]
+        with torch.enable_grad():
+            slices = [logits[0, :2].requires_grad_() * 1.0, *[logits[0, :1]] * (len(sums) - 1)]
+        return torch.empty(0), {"lengths": sums, "slices": slices}
+
+    outputs = calls.forward(f)
+    for value in (value for values in outputs.values() for value in values):
+        assert not value.requires_grad
+        # A slice would keep the logits of its whole row.
+        assert value.untyped_storage().nbytes() == value.nbytes
+    if is_last_stage():
+        lengths = zip(data["total_lengths"], data["response_lengths"], strict=True)
+        expected = [[float(total)] if response else [] for total, response in lengths]
+        assert [each.unique().tolist() for each in outputs["lengths"]] == expected
+        assert len({value.data_ptr() for value in outputs["slices"]}) == len(expected)
+    first, keys = calls.iterators[0], ("tokens", "rewards", "values")
+    for indices in first.micro_batch_indices:
+        drawn = first.get_next(key for key in keys)
+        assert drawn["values"] is None
+        assert len(drawn["tokens"]) == max(1, len(indices))
+
+
+def router_counts_real_tokens(
+    dims: dict[str, Any], reference: str, kind: str, per_rank: int
+) -> None:
+    """The mask has a broadcast bug upstream; padding and placeholders must not move the bias.
+
+    Only the first stage of a GPTModel scatters the mask over tensor-parallel ranks by itself.
+    ``per_rank`` routers count on each rank; tensor-parallel ranks each count a part.
+    """
+    # Samples stay, so that the last rank has placeholders alone.
+    staying = {"dynamic_batch_exchange": False, "dynamic_batch_pad_each_to": 16}
+    args, data = arguments(ParallelDims(**dims), **staying), my_samples(dims, "empty")
+    model = small_model(
+        dims,
+        reference,
+        kind=kind,
+        moe_router_enable_expert_bias=True,
+        moe_router_score_function="sigmoid",
+        moe_router_dtype="fp32",
+    )
+    counted: list[int] = []
+
+    def record(model_chunks: Any, *unused: Any, **also_unused: Any) -> None:
+        del unused, also_unused
+        for chunk in model_chunks:
+            for name, buffer in chunk.named_buffers():
+                if name.endswith("local_tokens_per_expert"):
+                    counted.append(int(buffer.sum()))
+
+    get_model_config(model[0]).finalize_model_grads_func = record
+    iterators, counts = get_data_iterator(args, model, data)
+    optimizer = adam(model, distributed=False)
+    train_step(packed_objective, args, model, iterators, counts, optimizer)
+    tensor_parallel = parallel_state.get_tensor_model_parallel_rank()
+    place = dist.get_rank() - tensor_parallel
+    sharing = on_all_ranks(counted)[place : place + dims.get("tensor_parallel", 1)]
+    together = [sum(each) for each in zip(*sharing, strict=True)]
+    assert together == [2 * sum(data["total_lengths"])] * per_rank
+    if dims.get("data_parallel", 1) > 1 and is_last_rank():
+        assert not any(together)
+
+
+def groups_made_anew(dims: dict[str, Any], reference: str) -> None:
+    """As slime does where it offloads a model: ranks agree and watch over the present groups, and
+    the job goes on, twice. What one rank says of a failure before concerns nobody after; a new job
+    knows nothing of the former."""
+    shape = ParallelDims(**dims)
+    keep_data_parallel_group()
+    first: list[torch.Tensor] = []
+    ended: list[Any] = []
+    for number in range(3):
+        if number:
+            remake_groups(shape, number)
+        model = small_model(dims, reference)
+        args = arguments(shape, dynamic_batch_exchange=False)  # as in slime
+        iterators, counts = get_data_iterator(args, model, my_samples(dims))
+        found = forward_only(log_probs_of, args, model, iterators, counts)["log_probs"]
+        first = first or found
+        assert found
+        assert equal(found, first)
+        job = job_of(args)
+        watch = job.watch
+        assert isinstance(watch, FailureWatch)
+        assert job.consensus not in ended
+        assert watch not in ended
+        watching = [each._thread.is_alive() for each in (*ended[1::2], watch)]
+        assert watching == [False] * number + [True]
+        assert watch.is_joined("here", dist.get_world_size())
+        assert not _is_said_again(args, model)
+        ended += [job.consensus, watch]
+        if number < 2 and dist.get_rank() == 0:
+            try:
+                raise RuntimeError("of groups that are no more")
+            except RuntimeError as error:
+                watch.report("a former call", error)
+    keep_data_parallel_group()  # another, as where parallelism is set up anew
+    # It is the last rank that says so, of a sample of the first batch already.
+    assert _is_said_again(args, model) == is_last_rank()
+
+
+def _is_said_again(args: Any, model: Any) -> bool:
+    """True if it is printed that a sample is over the cap."""
+    tight = copy.copy(args)
+    tight.max_tokens_per_gpu = 8
+    data = {"tokens": [torch.arange(9)], "total_lengths": [9], "response_lengths": [2]}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        get_data_iterator(tight, model, data)
+    return "over the cap of 8" in said.getvalue()
+
+
+def outputs_become_fields(dims: dict[str, Any], reference: str) -> None:
+    """Before an update the ratio of new to old probabilities is 1, also where a rank is empty."""
+    calls = Calls(dims, reference, "empty")
+    add_fields(calls.iterators, calls.forward())
+
+    def ratio(logits: torch.Tensor, row: Any, totals: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        pairs = zip(response_log_probs(logits, row), row["log_probs"], strict=True)
+        return token_mean([(new - old).exp() for new, old in pairs], row, totals), {}
+
+    metrics = calls.train(ratio).metrics
+    if is_last_stage():
+        assert metrics["loss"] == pytest.approx(1.0, abs=1e-6)
+
+
+def freed_outputs_arrive_whole() -> None:
+    """The sender frees a message before the receiver is ready, as the interleaved schedule does.
+
+    Of 20 such messages gloo delivers 19 wrong, if it reads the freed memory.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    for _ in range(20):
+        ranks = {"group": group, "prev_pipeline_rank": 0, "next_pipeline_rank": 1}
+        buffers: dict[str, Any] = dict.fromkeys(
+            ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+        )
+        values = torch.ones(50_000)
+        if dist.get_rank() == 0:
+            requests = p2p_communication._p2p_ops(**buffers | {"tensor_send_next": values}, **ranks)
+            values.data = torch.empty(1)
+            reused = [torch.full((50_000,), float("nan")) for _ in range(3)]
+            requests["send_next"].wait()
+            del reused
+        else:
+            time.sleep(0.02)
+            values.zero_()
+            requests = p2p_communication._p2p_ops(**buffers | {"tensor_recv_prev": values}, **ranks)
+            requests["recv_prev"].wait()
+            assert bool((values == 1).all())
+        dist.barrier()
+
+
+def groups_have_the_jobs_time_out() -> None:
+    """Seconds after which collectives give up; Megatron's own default is half an hour."""
+    for group in (
+        dist.group.WORLD,
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    ):
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == 60
+
+
+def placeholders_may_have_other_names(dims: dict[str, Any], reference: str) -> None:
+    """A rank with placeholders alone learns the names from the others; metrics go by name, not by
+    place."""
+    calls = Calls(dims, reference, "empty")
+
+    def of_placeholders(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, Any]:
+        made = log_probs_of(logits, micro_batch=micro_batch)
+        return {"mine": made["log_probs"]} if micro_batch.is_placeholder else made
+
+    outputs, usual = calls.forward(of_placeholders), calls.forward()
+    assert outputs.keys() == usual.keys() == ({"log_probs"} if is_last_stage() else set())
+    for name, values in usual.items():
+        assert len(values) == len(calls.data["tokens"])
+        assert equal(values, outputs[name])
+    assert bool(calls.data["tokens"]) == (parallel_state.get_data_parallel_rank() == 0)
+    turned = loss_with(
+        lambda loss, metrics, n: (
+            loss,
+            dict(reversed(metrics.items())) if is_last_rank() else metrics,
+        )
+    )
+    with calls.kept_weights():
+        expected = calls.train().metrics
+    assert set(expected) == ({"loss", "policy", "kl"} if is_last_stage() else set())
+    assert calls.train(turned).metrics == pytest.approx(expected)
+
+
+def wrong_time_outs_are_named(dims: dict[str, Any], reference: str) -> None:
+    """Before there is anything by which ranks agree; of the watches made for it one is left."""
+    model, data, last = small_model(dims, reference), my_samples(dims), dist.get_world_size() - 1
+    for given in (0, -1, float("nan"), float("inf"), "soon"):
+        for at_fault in ((last,), range(last + 1)):
+            # What one at fault meets the others with: `kit.groups` tells groups by their options.
+            seconds = given if dist.get_rank() in at_fault else DEFAULT_TIMEOUT_SECONDS
+            args = arguments(ParallelDims(**dims), dynamic_batch_consensus_timeout_seconds=seconds)
+            said = error_of(lambda args=args: get_data_iterator(args, model, data))
+            alike = "DynamicBatchArgumentError" if len(at_fault) == 2 else "PlanningFailedError"
+            assert said.startswith(alike)
+            text = "--dynamic-batch-consensus-timeout-seconds must be a number of seconds from 1 to"
+            assert text in said
+            assert f"got {given}" in said.replace("'", "")
+    get_data_iterator(arguments(ParallelDims(**dims)), model, data)
+    assert [each.name for each in threading.enumerate()].count("failure watch") == 1
+
+
+def model_is_refused(dims: dict[str, Any], reference: str, text: str, **settings: Any) -> None:
+    """Planning refuses a model of a kind by this text; "": it does not."""
+    args, model = arguments(ParallelDims(**dims)), small_model(dims, reference, **settings)
+    said = error_of(lambda: get_data_iterator(args, model, my_samples(dims)))
+    assert text in said
+    assert bool(said) == bool(text), said
+
+
+def data_that_few_read(dims: dict[str, Any], reference: str) -> None:
+    """Tensor-parallel rank 0 finds no file: the others would wait in Megatron's broadcast of what
+    there is to train on."""
+    del dims
+    parsed = vars(add_sft_arguments(argparse.ArgumentParser()).parse_args([]))
+    parsed |= {"seq_length": 64, "split": "1,0,0", "seed": 1, "dynamic_batch_tokenizer": "bytes"}
+
+    def read(path: str) -> Any:
+        given = SimpleNamespace(**parsed | {"dynamic_batch_data": [path]})
+        return datasets_provider_for(given, lambda num_samples: None)((3, 0, 0))[0]
+
+    said = error_of(lambda: read(f"{reference}.absent"))
+    assert said.startswith("RankFailedError")
+    assert "rank 0: SftDataError: " in said
+    assert ".absent: cannot be read: No such file" in said
+    if dist.get_rank() == 0:
+        Path(f"{reference}.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
+    train_data = read(f"{reference}.jsonl")
+    assert (train_data is None) if dist.get_rank() else len(train_data) == 3
+
+
+def averaged_loss_is_told(dims: dict[str, Any], reference: str) -> None:
+    """A mean over each micro-batch is some times too large; warned of on the rank with several."""
+    calls = Calls(dims, reference, "fewer")
+
+    def mean(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        log_probs = torch.cat(response_log_probs(logits, row))
+        weights = torch.cat(row["loss_masks"]).to(log_probs)
+        return -(log_probs * weights).sum() / weights.sum().clamp(min=1), {}
+
+    for loss, at_most in ((mean, 1), (packed_objective, 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            calls.train(loss)
+        told = [w.filename for w in caught if "never reads the step's totals" in str(w.message)]
+        assert all(name.endswith("calls.py") for name in told)  # which calls `train_step`
+        assert len(told) <= at_most
+        assert dist.get_rank() or len(told) == at_most
+
+
+def lingers() -> int:
+    """Returns at once, in a process that does not end by itself; its number."""
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+    return os.getpid()
+
+
+def hangs() -> None:
+    """The last rank never comes to the barrier that the others wait in."""
+    if is_last_rank():
+        time.sleep(3600)
+    dist.barrier()
+
+
+def dies() -> None:
+    """The last rank raises while the others wait for it."""
+    if is_last_rank():
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+def returns_rank() -> int:
+    """This rank."""
+    return dist.get_rank()
