@@ -150,6 +150,13 @@ def test_batches_that_keep_to_the_schema_pass(kind: Kind, offset: int, values: A
         ),
         (
             Kind.POSITION_IDS,
+            [torch.arange(5), torch.zeros(3, 2).long()],
+            1,
+            "3 positions, one per token, as [tokens] or [axes, tokens]",
+            "a Tensor of shape [3, 2] and type torch.int64",
+        ),
+        (
+            Kind.POSITION_IDS,
             [torch.rand(5), torch.arange(3)],
             0,
             "5 positions, one per token, of an integer type",

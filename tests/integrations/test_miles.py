@@ -66,12 +66,6 @@ def test_rollouts_left_over_make_a_smaller_step_under_miles_condition(
     check(result, config, lengths, rollouts, size, 64, partial)
 
 
-def test_sizes_without_virtual_pipeline_stages_may_be_none() -> None:
-    lengths, rollouts = [5] * 4, [0, 1, 2, 3]
-    args = arguments(10, pipeline_model_parallel_size=2)
-    check(plan(args, unpartitioned(2), lengths, rollouts, 4), parallel(2), lengths, rollouts, 4, 10)
-
-
 def modules() -> SimpleNamespace:
     return SimpleNamespace(
         data=importlib.import_module("miles.backends.training_utils.data"),
@@ -152,17 +146,6 @@ def test_what_the_trainer_plans_itself_stays_its_own(miles: Path) -> None:
         assert iterator.get_next(["adapter_slots"]) == {"adapter_slots": [0]}
         made = found.model.forward_only(sums, None, None, [iterator], counts, rollout_id=0)
     assert made["sums"] == [3, 10, 1]
-
-
-def test_miles_calls_init(miles: Path, slime: Path, capfd: Any) -> None:
-    """slime is installed, too, but it is miles that is loaded."""
-    found = modules()
-    own = found.data.get_data_iterator
-    init(SimpleNamespace())
-    hooked = "hooked miles.backends.training_utils.data.get_data_iterator"
-    assert hooked in capfd.readouterr().out
-    assert found.data.get_data_iterator is not own
-    assert not [name for name in sys.modules if name.startswith("slime.backends")]
 
 
 def test_unknown_versions_are_refused_by_name(miles: Path, monkeypatch: Any) -> None:

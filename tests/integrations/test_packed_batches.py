@@ -108,14 +108,6 @@ def test_a_row_counts_as_often_as_the_model_has_context_parallel_ranks(
         assert offsets[0].diff().tolist() == ([3, 2] * count or [0, 0])
 
 
-def test_placeholders_train_nothing() -> None:
-    values = next_batch(rows(is_placeholder=True), SIX_FIELDS)
-    assert values is not None
-    got = found(values, SIX_FIELDS)
-    assert got["loss_mask"].tolist() == [[0, 0, 0, 0]]
-    assert got["tokens"].shape == got["labels"].shape == got["position_ids"].shape == (1, 4)
-
-
 def test_each_call_draws_the_next_row() -> None:
     both = PackedRows(
         iter([prepared(SAMPLES), prepared({k: v[1:] for k, v in SAMPLES.items()})]),

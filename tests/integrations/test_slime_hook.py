@@ -57,19 +57,6 @@ def registered() -> Iterator[Callable[[ModuleType], ModuleType]]:
         del sys.modules[name]
 
 
-def test_replaces_all_three_and_puts_them_back() -> None:
-    made = module("rl.batching", *NAMES)
-    before = {name: getattr(made, name) for name in NAMES}
-    hooked = mcore_batching.hook(made)
-    assert hooked.hooked == [f"rl.batching.{name}" for name in NAMES]
-    assert str(hooked) == f"mcore_batching: hooked {', '.join(hooked.hooked)}"
-    assert all(getattr(made, name) is not before[name] for name in NAMES)
-    hooked.undo()
-    assert all(getattr(made, name) is before[name] for name in NAMES)
-    assert hooked.hooked == []
-    assert str(hooked) == "mcore_batching: hooked nothing"
-
-
 def test_the_replacements_are_the_engines() -> None:
     made = module("rl.batching", *NAMES)
     with mcore_batching.hook(made), pytest.raises(ValueError, match="qkv_format='bshd'"):
@@ -77,20 +64,6 @@ def test_the_replacements_are_the_engines() -> None:
     with mcore_batching.hook(made), pytest.raises(ValueError, match="expected an iterator"):
         made.forward_only(None, None, [], [[]], [])
     assert made.get_batch(None, []) == "own"
-
-
-def test_undo_is_a_call_a_method_and_the_end_of_a_block_and_once_is_enough() -> None:
-    made = module("rl.batching", *NAMES)
-    before = made.get_batch
-    for end in (lambda h: h(), lambda h: h.undo(), lambda h: h.__exit__(None, None, None)):
-        hooked = mcore_batching.hook(made)
-        assert made.get_batch is not before
-        end(hooked)
-        assert made.get_batch is before
-        made.get_batch = None  # somebody else's business by now
-        end(hooked)
-        assert made.get_batch is None
-        made.get_batch = before
 
 
 def test_what_somebody_replaced_since_is_left_alone() -> None:
@@ -220,15 +193,6 @@ def test_a_decorated_function_is_read_through_its_decorator() -> None:
         assert str(inspect.signature(made.forward_only)) == (
             "(f, args, model, data_iterator, num_microbatches, store_prefix='')"
         )
-
-
-def test_a_module_is_hooked_once() -> None:
-    made = module("rl.batching", *NAMES)
-    hooked = mcore_batching.hook(made)
-    with pytest.raises(HookError, match=r"rl\.batching\.get_data_iterator is hooked already"):
-        mcore_batching.hook(made)
-    hooked.undo()
-    mcore_batching.hook(made).undo()
 
 
 def test_only_modules_are_taken() -> None:

@@ -88,14 +88,6 @@ def test_samples_are_runs_of_their_rows_without_a_tail(rows: Rows, split: bool) 
     )
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_a_row_without_a_trained_position_keeps_one_token(split: bool) -> None:
-    """All data-parallel ranks have to have the samples that the loop counts as consumed."""
-    data = unpadded_samples([masked([0, 0, 0])], split_documents=split)
-    assert lists(data) == [[0]]
-    assert lists(data, "loss_mask") == [[0]]
-
-
 def test_a_row_that_begins_inside_a_document_is_not_lost() -> None:
     rows = [[(5, True), (6, True), (0, True), (1, False)]]
     data = unpadded_samples([batch(rows)], split_documents=True)
@@ -143,13 +135,3 @@ def test_as_many_batches_are_drawn_as_asked_for_from_all_model_chunks() -> None:
     assert [next(iterator) for iterator in chunks] == [3] * 3
     for reads_nothing in (None, [None, None], []):
         assert draw(reads_nothing, 3) is None
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_an_iterator_that_ends_says_after_how_many(chunks: int) -> None:
-    full = iter([{}] * 3)
-    short = iter([{}] * 2)
-    with pytest.raises(
-        StockDataError, match=r"ended after 2 of 3 micro-batches.*lower --train-iters"
-    ):
-        draw_batches([full, short][-chunks:], 3)

@@ -102,10 +102,6 @@ def test_a_sample_that_fills_up_has_no_loss() -> None:
     assert masks.all()
 
 
-def test_no_micro_batch_is_added_where_no_multiple_is_asked_for() -> None:
-    assert sorted(rearranged([90, 80, 70])[1]) == [[0], [1], [2]]
-
-
 def test_it_is_refused_where_verl_counts_the_tokens_that_were_run() -> None:
     fields = {"routed_num_tokens": torch.tensor(130)}
     with pytest.raises(HookError, match=r"fewer samples than its 4 micro-batches.*mini_batch_size"):

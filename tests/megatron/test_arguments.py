@@ -16,14 +16,13 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
+from mcore_batching.flags import FLAGS as FLAG_OF
 from mcore_batching.flags import (
-    DEFAULT_TIMEOUT_SECONDS,
     REMOVED_FLAGS,
     THEMES,
     add_dynamic_batch_arguments,
     add_flags,
 )
-from mcore_batching.flags import FLAGS as FLAG_OF
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.checks.multi_token import (
     multi_token_problems,
@@ -85,23 +84,10 @@ def test_chunks_of_no_tokens_are_refused(tokens: str) -> None:
         Options.of(parse("--dynamic-batch-log-prob-chunk-tokens", tokens)).checked_chunk_tokens()
 
 
-@pytest.mark.parametrize("words", [("--dynamic-batch-share-prefixes",), ()])
-def test_shared_prefixes_can_be_turned_off_again(words: tuple[str, ...]) -> None:
-    assert Options.of(parse(*words)).share_prefixes is bool(words)
-    assert not Options.of(parse(*words, "--no-dynamic-batch-share-prefixes")).share_prefixes
-
-
 def test_flags_that_a_framework_has_are_left_alone() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-tokens-per-gpu", type=int, default=7)
     assert add_dynamic_batch_arguments(parser).parse_args([]).max_tokens_per_gpu == 7
-
-
-def test_the_timeout_has_its_former_spelling_too() -> None:
-    for word in ("consensus", "rendezvous"):
-        args = parse(f"--dynamic-batch-{word}-timeout-seconds", "7")
-        assert args.dynamic_batch_consensus_timeout_seconds == 7.0
-    assert parse().dynamic_batch_consensus_timeout_seconds == DEFAULT_TIMEOUT_SECONDS
 
 
 def test_every_argument_in_the_table_has_its_flag() -> None:

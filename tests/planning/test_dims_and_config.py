@@ -8,7 +8,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_cases import dims_list, examples, least_count, megatron_runs
 
@@ -20,6 +20,8 @@ from mcore_batching.planning import (
     PlannerConfig,
     plan_step,
 )
+from mcore_batching.planning.config import CHOICES
+from mcore_batching.planning.errors import named
 
 
 @examples(1000)
@@ -37,28 +39,40 @@ def test_experts_are_spread_over_all_ranks_of_a_stage() -> None:
         assert ParallelDims(**sizes, expert_parallel=3).expert_parallel == 3
 
 
+OPTIONS = [
+    *((ParallelDims, each) for each in dataclasses.fields(ParallelDims)),
+    *((PlannerConfig, each) for each in dataclasses.fields(PlannerConfig)),
+]
+VALUES = st.none() | st.booleans() | st.integers(-99, 0) | st.floats() | st.text(max_size=9)
+
+
+@given(st.sampled_from(OPTIONS), VALUES)
+def test_options_of_another_type_or_out_of_range_are_refused_by_name(
+    option: tuple[type, dataclasses.Field[Any]], value: Any
+) -> None:
+    kind, field = option
+    name, choices = named(field.name), CHOICES.get(field.name)
+    if field.type == "bool":
+        assume(type(value) is not bool)
+        message = f"{name} must be True or False, got {value!r}"
+    elif choices:
+        assume(value not in choices)
+        message = f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+    elif type(value) is int:
+        message = f"{name} must be 1 or more, got {value}; increase {name}"
+    else:
+        assume(value is not None or field.type == "int")
+        found = f"{value!r} ({type(value).__name__})"
+        message = f"{name} must be an integer, got {found}; set 1 or more"
+    given_ = {"max_tokens_per_gpu": 10} if kind is PlannerConfig else {}
+    with pytest.raises(ConfigError if given_ else ParallelDimsError) as caught:
+        kind(**given_ | {field.name: value})
+    assert str(caught.value) == message
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (
-            {"data_parallel": 0},
-            "data_parallel (--dp) must be 1 or more, got 0; increase data_parallel (--dp)",
-        ),
-        (
-            {"pipeline_parallel": 2.0},
-            "pipeline_parallel (--pp) must be an integer, got 2.0 (float); set 1 or more",
-        ),
-        (
-            {"context_parallel": True},
-            "context_parallel (--cp) must be an integer, got True (bool); set 1 or more",
-        ),
-        ({"sequence_parallel": 1}, "sequence_parallel must be True or False, got 1"),
-        ({"waits_for_sends": None}, "waits_for_sends must be True or False, got None"),
-        (
-            {"microbatch_group_size": 0},
-            "microbatch_group_size (--microbatch-group-size) must be 1 or more, got 0; "
-            "increase microbatch_group_size (--microbatch-group-size)",
-        ),
         (
             {"virtual_pipeline": 2},
             "virtual_pipeline=2 (--vpp 2) needs more than one pipeline stage; "
@@ -106,68 +120,14 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
         ParallelDims().round_up_num_microbatches(count)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"max_tokens_per_gpu": 0},
-            "max_tokens_per_gpu (--max-tokens-per-gpu) must be 1 or more, got 0; increase "
-            "max_tokens_per_gpu (--max-tokens-per-gpu)",
-        ),
-        (
-            {"max_tokens_per_gpu": None},
-            "max_tokens_per_gpu (--max-tokens-per-gpu) must be an integer, got None (NoneType); "
-            "set 1 or more",
-        ),
-        (
-            {"pad_each_to": 0},
-            "pad_each_to (--dynamic-batch-pad-each-to) must be 1 or more, got 0; increase "
-            "pad_each_to (--dynamic-batch-pad-each-to)",
-        ),
-        (
-            {"pad_total_to": -8},
-            "pad_total_to (--dynamic-batch-pad-total-to) must be 1 or more, got -8; increase "
-            "pad_total_to (--dynamic-batch-pad-total-to)",
-        ),
-        (
-            {"packing": "best-fit"},
-            "packing (--dynamic-batch-packing) must be one of 'auto', 'first-fit', "
-            "'first-fit-decreasing', got 'best-fit'",
-        ),
-        (
-            {"balance": None},
-            "balance (--dynamic-batch-balance) must be one of 'auto', 'pipeline', "
-            "'cost', 'tokens', 'none', got None",
-        ),
-        (
-            {"fill": "pad"},
-            "fill (--dynamic-batch-fill) must be one of 'split', 'placeholder', got 'pad'",
-        ),
-        (
-            {"on_oversize": "drop"},
-            "on_oversize (--dynamic-batch-on-oversize) must be one of 'own-bin', "
-            "'error', got 'drop'",
-        ),
-        (
-            {"balance": "pipeline", "packing": "first-fit"},
-            "balance='pipeline' (--dynamic-batch-balance pipeline) packs by itself; set "
-            "packing='auto' (--dynamic-batch-packing auto) and fill='split' "
-            "(--dynamic-batch-fill split), or "
-            "balance='cost' (--dynamic-batch-balance cost)",
-        ),
-        (
-            {"balance": "pipeline", "fill": "placeholder"},
-            "balance='pipeline' (--dynamic-batch-balance pipeline) packs by itself; set "
-            "packing='auto' (--dynamic-batch-packing auto) and fill='split' "
-            "(--dynamic-batch-fill split), or "
-            "balance='cost' (--dynamic-batch-balance cost)",
-        ),
-    ],
-)
-def test_config_refuses(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("other", [{"packing": "first-fit"}, {"fill": "placeholder"}])
+def test_a_search_packs_by_itself(other: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        PlannerConfig(**{"max_tokens_per_gpu": 10, **options})
-    assert str(caught.value) == message
+        PlannerConfig(max_tokens_per_gpu=10, balance="pipeline", **other)
+    mends = (
+        f"{named('packing', 'auto')} and {named('fill', 'split')}, or {named('balance', 'cost')}"
+    )
+    assert str(caught.value) == f"{named('balance', 'pipeline')} packs by itself; set {mends}"
 
 
 @pytest.mark.parametrize(

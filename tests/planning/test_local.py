@@ -162,13 +162,6 @@ def test_filling(
     assert fill_local(Problem.of(lengths, ParallelDims(), config), packed, count) == expected
 
 
-def test_the_heavier_of_two_is_split_first() -> None:
-    problem = Problem.of([2, 2, 5, 5, 3, 3], ParallelDims(), PlannerConfig(max_tokens_per_gpu=100))
-    packed = [[0, 1], [2, 3], [4, 5]]
-    assert set(fill_local(problem, packed, 4)) == {(0, 1), (2,), (3,), (4, 5)}
-    assert set(fill_local(problem, packed, 5)) == {(0, 1), (2,), (3,), (4,), (5,)}
-
-
 def test_halves_are_even_in_cost_and_not_in_tokens() -> None:
     """Under a steep quadratic term one 8 outweighs everything else."""
     steep = CostModel(linear=0, quadratic=1)

@@ -67,17 +67,6 @@ def test_first_fit_decreasing_is_bin_for_bin_the_scan(
     assert found == scan(sizes, capacity, order, most)
 
 
-def test_decreasing_may_need_more_bins() -> None:
-    sizes = [4, 7, 9, 10, 6, 4]
-    assert first_fit(sizes, 20) == [[0, 1, 2], [3, 4, 5]]
-    assert first_fit_decreasing(sizes, 20) == [[3, 2], [1, 4, 0], [5]]
-
-
-def test_no_items_make_no_bins() -> None:
-    assert first_fit([], 5) == first_fit_decreasing([], 5) == []
-    assert bin_lower_bound([], 5) == 0
-
-
 def fewest_bins(sizes: list[int], capacity: int) -> int:
     for count in range(len(sizes) + 1):
         for places in itertools.product(range(count), repeat=len(sizes)):

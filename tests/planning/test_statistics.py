@@ -68,21 +68,6 @@ def test_a_step_without_samples_has_all_ratios() -> None:
     assert statistics.num_placeholders == 2
 
 
-def test_slots_are_compared_across_ranks() -> None:
-    lengths = [10, 1, 1, 10]
-    step = StepPlan(
-        micro_batches=(((0,), (1,)), ((2,), (3,))),
-        num_microbatches=2,
-        sample_indices=(0, 1, 2, 3),
-        dims=ParallelDims(data_parallel=2),
-        config=PlannerConfig(max_tokens_per_gpu=10),
-        cost_model=PROPORTIONAL,
-    )
-    statistics = step_statistics(step, lengths)
-    assert statistics.rank_balance == 1
-    assert statistics.slot_balance == pytest.approx(20 / 11)
-
-
 @given(
     shards=st.lists(st.lists(st.integers(0, 40), max_size=8), min_size=2, max_size=4),
     pipeline=st.sampled_from([1, 2]),

@@ -11,7 +11,9 @@ import pytest
 
 from mcore_batching.flags import FLAGS, OPTIONS, PREFIX, REMOVED_FLAGS, THEMES
 from mcore_batching.planning import (
+    ParallelDims,
     Plan,
+    PlannerConfig,
     step_statistics,
 )
 from mcore_batching.tools.cli import main
@@ -90,43 +92,25 @@ def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> Non
     )
     assert main(["plan", lengths_file, *arguments.split()]) == 0
     plan = Plan.from_json(out.read_text())
-    document = json.loads(out.read_text())
-    assert document["layout"] == {
-        "data_parallel": 2,
-        "pipeline_parallel": 3,
-        "virtual_pipeline": 2,
-        "context_parallel": 2,
-        "tensor_parallel": 4,
-        "expert_parallel": 2,
-        "sequence_parallel": True,
-        "microbatch_group_size": 5,
-    }
-    assert document["config"] == {
-        "max_tokens_per_gpu": 16,
-        "packing": "first-fit",
-        "balance": "none",
-        "fill": "placeholder",
-        "on_oversize": "error",
-        "pad_each_to": None,
-        "pad_total_to": None,
-    }
+    assert plan.steps[0].dims == ParallelDims(
+        data_parallel=2,
+        pipeline_parallel=3,
+        virtual_pipeline=2,
+        context_parallel=2,
+        tensor_parallel=4,
+        expert_parallel=2,
+        sequence_parallel=True,
+        microbatch_group_size=5,
+    )
+    assert plan.steps[0].config == PlannerConfig(
+        max_tokens_per_gpu=16,
+        packing="first-fit",
+        balance="none",
+        fill="placeholder",
+        on_oversize="error",
+    )
     assert [step.num_samples for step in plan.steps] == [4, 2]
     assert plan.steps[0].num_microbatches == 5
-
-
-def test_many_steps_are_summarised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("3\n" * 200)
-    flags = ["--max-tokens-per-gpu", "10", "--samples-per-step", "2"]
-    assert main(["plan", str(lengths), *flags]) == 0
-    printed = capsys.readouterr().out
-    assert len(printed.splitlines()) < 40
-    assert "(84 steps)" in printed
-    assert "200 samples in 100 steps" in printed
-    assert (
-        "100 micro-batches with samples in all steps, 1.000 x the 100 that no packing takes "
-        "fewer than\nplan one step's samples alone to see what holds it back and what would help\n"
-    ) in printed
 
 
 def broken(*ranks: list[list[int]]) -> dict[str, Any]:
@@ -141,14 +125,6 @@ REVERSED = broken([[2, 4], [5]], [[0, 1], [3]])
     ("changes", "lengths", "status", "message"),
     [
         (broken([[0, 1], [3]], [[2, 4], [0, 5]]), "6", 1, "invariant 'exact cover' is broken"),
-        (broken([[0, 3], [1]], [[2, 4], [5]]), "6", 1, "invariant 'cap' is broken"),
-        (broken([[0, 1], [3], []], [[2, 4], [5]]), "6", 1, "invariant 'equal count' is broken"),
-        (
-            broken([[0, 1], [], [3]], [[2], [4], [5]]),
-            "6",
-            1,
-            "'split before placeholder' is broken",
-        ),
         (REVERSED, "6", 1, "invariants hold, but its digest is"),
         (REVERSED | {"digest": None}, "6", 0, "every invariant holds; no digest recorded\n"),
         ({}, "5", 1, "made from other lengths than "),  # that fit as well
@@ -183,65 +159,30 @@ def test_check_names_what_is_wrong(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "names"),
+    ("arguments", "named"),
     [
-        ("--max-tokens-per-gpu 0", ["max_tokens_per_gpu (--max-tokens-per-gpu)"]),
-        ("--max-tokens-per-gpu 9 --column n", {"column": "--column"}),
-        ("--max-tokens-per-gpu 9 --dp 0", {"data_parallel": "--dp"}),
-        ("--max-tokens-per-gpu 9 --samples-per-step 0", {"samples_per_step": "--samples-per-step"}),
-        (
-            "--max-tokens-per-gpu 9 --vpp 2",
-            ["virtual_pipeline=2 (--vpp 2)", "pipeline_parallel (--pp)"],
-        ),
-        (
-            "--max-tokens-per-gpu 9 --pp 4 --vpp 2 --microbatch-group-size 2",
-            ["microbatch_group_size (--microbatch-group-size)", "pipeline_parallel=4 (--pp 4)"],
-        ),
-        (
-            "--max-tokens-per-gpu 9 --dp 2 --ep 3",
-            ["expert_parallel (--ep)", "data_parallel (--dp)"],
-        ),
-        (
-            f"--max-tokens-per-gpu 9 --dp {10**12}",
-            ["data_parallel (--dp)", "pipeline_parallel (--pp)"],
-        ),
-        ("--max-tokens-per-gpu 9 --pp 2 --vpp 1000000", ["virtual_pipeline (--vpp)"]),
-        (
-            "--max-tokens-per-gpu 9 --plan-effort 1000000000",
-            [
-                "plan_effort=1000000000 (--dynamic-batch-plan-effort",
-                "--dynamic-batch-balance cost)",
-            ],
-        ),
-        ("--max-tokens-per-gpu 1 --cp 2", ["max_tokens_per_gpu (--max-tokens-per-gpu)"]),
-        (
-            "--max-tokens-per-gpu 9 --balance pipeline --fill placeholder",
-            [
-                "balance='cost' (--dynamic-batch-balance cost)",
-                "fill='split' (--dynamic-batch-fill split)",
-                "packing='auto' (--dynamic-batch-packing auto)",
-            ],
-        ),
-        (
-            "--max-tokens-per-gpu 9 --on-oversize error",
-            ["max_tokens_per_gpu (--max-tokens-per-gpu)", "(--dynamic-batch-on-oversize own-bin)"],
-        ),
+        ("--max-tokens-per-gpu 0", "max_tokens_per_gpu (--max-tokens-per-gpu) must"),
+        ("--max-tokens-per-gpu 9 --column n", "column (--column) is for .csv"),
+        ("--max-tokens-per-gpu 9 --samples-per-step 0", "(--samples-per-step) must"),
+        ("--max-tokens-per-gpu 9 --dp 0", "data_parallel (--dp) must"),
+        ("--max-tokens-per-gpu 9 --vpp 2", "virtual_pipeline=2 (--vpp 2) needs"),
+        ("--max-tokens-per-gpu 9 --plan-effort 1000000000", "(--dynamic-batch-balance cost)"),
+        ("--max-tokens-per-gpu 9 --balance pipeline --fill placeholder", "packs by itself"),
+        ("--max-tokens-per-gpu 9 --on-oversize error", "(--dynamic-batch-on-oversize own-bin)"),
     ],
 )
-def test_planners_errors_name_arguments_and_flags(
+def test_planners_errors_are_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     arguments: str,
-    names: list[str],
+    named: str,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n17\n"))
     assert main(["plan", "-", *arguments.split()]) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert printed.err.startswith("mcore-batching: ")
-    message = printed.err
-    for name in names:
-        assert name in message
+    assert named in printed.err
 
 
 @pytest.mark.parametrize("flag", REMOVED_FLAGS)

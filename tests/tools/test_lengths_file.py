@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -36,18 +35,6 @@ def test_what_is_read(
     tmp_path: Path, name: str, text: str, column: str | None, lengths: list[int]
 ) -> None:
     assert read_lengths(written(tmp_path, name, text), column) == lengths
-
-
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("3\n\n4\n"))
-    assert read_lengths("-") == [3, 4]
-    monkeypatch.setattr("sys.stdin", io.StringIO("3\nfour\n"))
-    with pytest.raises(LengthsFileError, match="<stdin>:2: expected a length of 0 to"):
-        read_lengths("-")
-    with pytest.raises(
-        LengthsFileError, match=r"column \(--column\) is for \.csv and .jsonl files"
-    ):
-        read_lengths("-", "n")
 
 
 BAD = "expected a length of 0 to 1099511627776 tokens, got"

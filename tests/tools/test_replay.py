@@ -19,7 +19,6 @@ from mcore_batching.planning.costs.cost import in_units_of
 from mcore_batching.planning.plans.records import StepRecord, read_records
 from mcore_batching.tools import replay
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.cli import replay as replay_command
 
 
 def measured_job(tmp_path: Path, factor: float = 1e-3) -> list[StepRecord]:
@@ -30,17 +29,6 @@ def measured_job(tmp_path: Path, factor: float = 1e-3) -> list[StepRecord]:
     times[-1] *= 0.8
     recorded_job(tmp_path, [*times])
     return read_records(tmp_path)
-
-
-def test_units_become_seconds_by_the_median(tmp_path: Path) -> None:
-    steps = replay.replay(measured_job(tmp_path))
-    factor = replay.seconds_per_unit(steps)
-    assert factor == pytest.approx(1e-3)
-    assert [step.error(factor) for step in steps] == pytest.approx([-0.75, 0, 0, 0, 0.25])
-    recorded_job(tmp_path / "begun", [None, 1.0])
-    steps = replay.replay(read_records(tmp_path / "begun"))
-    rows = replay_command.step_table(steps, replay.seconds_per_unit(steps)).rows
-    assert [row[4:6] for row in rows] == [("-", "-"), ("1.000 s", "+0.0%")]
 
 
 def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
