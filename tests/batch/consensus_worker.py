@@ -78,7 +78,7 @@ class Unreadable:
         return int, ("no number",)
 
 
-def plan(rank: int) -> dict[str, dict[str, Any]]:
+def faults(rank: int) -> dict[str, dict[str, Any]]:
     """Name of each case to this rank's stage, body, part and options of the agreement."""
     fine: Callable[[], Any] = int
     last = rank == 2
@@ -97,30 +97,6 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
     cases["one cannot be read"] = {"part": Part(every=Unreadable() if last else None)}
     cases["all raise alike"] = {"body": raises(config_error())}
     cases["all raise"] = {"body": raises(ValueError(f"on {rank}"))}
-    statements: dict[str, Part] = {
-        "alike": Part(
-            same={"cap": 8},
-            in_replica={"samples": rank == 2},
-            every=("rank", rank),
-            wanted=True,
-            reductions={
-                "last": ("max", rank),
-                "ranks": ("min", [rank, 5]),
-                "samples": ("sum", [10 + (rank == 2), 0.5]),
-                "shares": ("sum_over_ranks", [rank, 0.25]),
-            },
-        ),
-        "value differs": Part(same={"cap": 8 if rank != 1 else 9, "fill": "split"}),
-        "left out": Part(same={"names": ["a"]} if rank else {}),
-        "replica differs": Part(in_replica={"samples": rank}),
-        "number of sums differs": Part(reductions={"tokens": ("sum", [0] * rank)}),
-        "name of a figure differs": Part(reductions={"cost" if rank else "time": ("min", 0)}),
-        "kind of a figure differs": Part(
-            reductions={"rows": ("sum_over_ranks" if rank == 2 else "sum", 0)}
-        ),
-    }
-    for name, statement in statements.items():
-        cases[name] = {"part": statement}
     cases["stage differs"] = {"stage": "sums" if last else "counts"}
     cases["stage differs and one raises"] = {
         "body": raises(ValueError("here")) if last else fine,
@@ -133,11 +109,11 @@ def plan(rank: int) -> dict[str, dict[str, Any]]:
     return cases
 
 
-WIDE_REPLICAS = [[0, 3], [1, 4], [2, 5]]
-WIDE_STAGES = [[0, 3], [1], [4], [2, 5]]
+REPLICAS = [[0, 3], [1, 4], [2, 5]]
+STAGES = [[0, 3], [1], [4], [2, 5]]
 
 
-def wide_statements(rank: int) -> dict[str, Part]:
+def statements(rank: int) -> dict[str, Part]:
     """Name of each case among six ranks to this rank's statement."""
     replica = rank % 3
     return {
@@ -191,6 +167,11 @@ def wide_statements(rank: int) -> dict[str, Part]:
             reductions={"most": ("max", [0] * (2 if rank == 3 else 1))}
         ),
         "a number of another type differs": Part(same={"cap": 8.0 if rank == 2 else 8}),
+        "number of sums differs": Part(reductions={"tokens": ("sum", [0] * (rank == 1))}),
+        "name of a figure differs": Part(reductions={"cost" if rank else "time": ("min", 0)}),
+        "kind of a figure differs": Part(
+            reductions={"rows": ("sum_over_ranks" if rank == 2 else "sum", 0)}
+        ),
     }
 
 
@@ -215,21 +196,35 @@ def counted_calls() -> Iterator[dict[str, int]]:
         dist.all_gather_object, dist.isend = gather, send
 
 
-def run_wide(rank: int, report: dict[str, Any]) -> None:
-    """The cases among all six ranks, and messages among the first 1 to 6 of them."""
-    consensus = Consensus(dist.group.WORLD, replicas=WIDE_REPLICAS, stages=WIDE_STAGES)
-    for name, statement in wide_statements(rank).items():
+def run_all(rank: int, size: int) -> dict[str, Any]:
+    """What a rank of the group reports of all cases, and of messages among the first ranks."""
+    report: dict[str, Any] = {}
+    consensus = Consensus(dist.group.WORLD, replicas=REPLICAS, stages=STAGES)
+    for name, statement in statements(rank).items():
         with counted_calls() as counts:
             outcome = outcome_of(lambda n=name, p=statement: p.outcome(consensus.agreement(n)))
         report[name] = outcome | counts
+    for name, case in faults(rank).items():
+        block = consensus.agreement(
+            case.get("stage", name), mismatch=case.get("mismatch", DisagreementError)
+        )
+        part, body = case.get("part", Part()), case.get("body", int)
+        report[name] = outcome_of(lambda p=part, b=block, body=body: p.outcome(b, body))
+    two = dist.new_group([1, 2])
+    if rank in (1, 2):
+        subgroup = Consensus(two)
+        part = Part(every=rank, wanted=True, reductions={"n": ("sum", 1)})
+        report["subgroup"] = outcome_of(lambda: part.outcome(subgroup.agreement("")))
+        body = raises(ValueError("here")) if rank == 2 else int
+        report["subgroup fails"] = outcome_of(lambda: Part().outcome(subgroup.agreement(""), body))
     report["messages"] = {}
-    for size in range(1, 7):
-        if rank < size:
-            messages = RankMessages(dist.group.WORLD, range(size))
-            report["messages"][size] = (
-                messages.reduce(bytes([rank, rank]), in_order),
-                messages.gather(bytes([rank, 7])),
-            )
+    for number in range(rank + 1, size + 1):
+        messages = RankMessages(dist.group.WORLD, range(number))
+        report["messages"][number] = (
+            messages.reduce(bytes([rank, rank]), in_order),
+            messages.gather(bytes([rank, 7])),
+        )
+    return report
 
 
 def in_order(low: bytes, high: bytes) -> bytes:
@@ -255,30 +250,3 @@ def outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
             "failures": getattr(error, "failures", None),
             "cause": cause,
         }
-
-
-def run_all(rank: int, size: int) -> dict[str, Any]:
-    """What a rank of the group reports of all cases."""
-    first_three, last_two = dist.new_group([0, 1, 2]), dist.new_group([1, 2])
-    report: dict[str, Any] = {"wide": {}}
-    run_wide(rank, report["wide"])
-    if rank < 3:
-        run_three(rank, first_three, last_two, report)
-    return report
-
-
-def run_three(rank: int, three: Any, last_two: Any, report: dict[str, Any]) -> None:
-    """The cases among ranks 0, 1 and 2, and some among 1 and 2."""
-    consensus = Consensus(three, replicas=[[0, 1], [2]])
-    for name, case in plan(rank).items():
-        block = consensus.agreement(
-            case.get("stage", name), mismatch=case.get("mismatch", DisagreementError)
-        )
-        part, body = case.get("part", Part()), case.get("body", int)
-        report[name] = outcome_of(lambda p=part, b=block, body=body: p.outcome(b, body))
-    if rank:
-        subgroup = Consensus(last_two)
-        part = Part(every=rank, wanted=True, reductions={"n": ("sum", 1)})
-        report["subgroup"] = outcome_of(lambda: part.outcome(subgroup.agreement("")))
-        body = raises(ValueError("here")) if rank == 2 else int
-        report["subgroup fails"] = outcome_of(lambda: Part().outcome(subgroup.agreement(""), body))
