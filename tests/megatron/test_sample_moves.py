@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.megatron.rows.sample_moves import SampleMoves, check_output
@@ -28,9 +31,36 @@ def arrived(columns: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
     return [moves(rank).arranged([parts[rank] for parts in outgoing]) for rank in range(3)]
 
 
-def test_fields_go_to_every_rank_that_runs_their_sample() -> None:
-    found = arrived([{"name": names} for names in BROUGHT])
-    assert found == [{"name": ["b", "e"]}, {"name": ["a", "b", "d"]}, {"name": ["c"]}]
+@st.composite
+def exchanges(draw: st.DrawFn) -> list[SampleMoves]:
+    """Of every rank: any samples of any ranks, each on one rank or on several."""
+    sharing = draw(st.sampled_from([1, 1, 2]))
+    counts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    first = [0, *itertools.accumulate(counts)]
+    ranks = range(len(counts) * sharing)
+    some_ranks = st.sets(st.sampled_from(ranks), min_size=1)
+    runners = [draw(some_ranks) for _ in range(first[-1])]
+    held = [[n for n, on in enumerate(runners) if rank in on] for rank in ranks]
+    runs_on = [draw(st.permutations(numbers)) for numbers in held]
+    return [SampleMoves(rank, first, runs_on, sharing=sharing) for rank in ranks]
+
+
+@given(exchanges())
+def test_fields_go_to_every_rank_that_runs_a_sample_and_outputs_to_all_that_brought_it(
+    moves: list[SampleMoves],
+) -> None:
+    """Fields from the ranks at the same place, outputs from the first rank that runs a sample."""
+    outgoing = [each.outgoing({"name": [f"s{n}" for n in each.brought]}) for each in moves]
+    for rank, each in enumerate(moves):
+        replica, place = divmod(rank, each.sharing)
+        found = each.arranged([parts[replica] for parts in outgoing[place :: each.sharing]])
+        assert found == {"name": [f"s{number}" for number in each.runs_on[rank]]}
+        assert [*each.brought] == [*range(each.first[replica], each.first[replica + 1])]
+        sent = [(n, source) for source in range(len(moves)) for n in each._sent(source, rank)]
+        runners = (
+            (n, min(r for r, runs in enumerate(each.runs_on) if n in runs)) for n in each.brought
+        )
+        assert sorted(sent) == [*runners]
 
 
 def test_a_rank_without_samples_need_not_give_a_field() -> None:
@@ -48,18 +78,6 @@ def test_a_field_that_one_rank_lacks_is_named_with_that_rank() -> None:
 def test_one_value_is_needed_for_each_sample_that_came_from_here() -> None:
     with pytest.raises(SchemaError, match="one value for each of the 3 samples"):
         moves(0).outgoing({"name": ["a", "b"]})
-
-
-def test_each_output_comes_from_the_first_rank_that_runs_its_sample() -> None:
-    sent = {(s, t): moves(0)._sent(s, t) for s in range(3) for t in range(3)}
-    assert {pair: numbers for pair, numbers in sent.items() if numbers} == {
-        (0, 0): [1],
-        (0, 1): [4],
-        (1, 0): [0],
-        (1, 1): [3],
-        (2, 0): [2],
-    }
-    assert moves(1).brought == range(3, 5)
 
 
 def test_samples_are_named_as_the_ranks_that_brought_them_count_them() -> None:
@@ -83,29 +101,6 @@ PAIRS = [[1, 2], [0, 1], [3], [3]]
 
 def pair(rank: int) -> SampleMoves:
     return SampleMoves(rank, [0, 3, 4], PAIRS, sharing=2)
-
-
-def test_ranks_that_brought_the_same_samples_each_hand_on_to_their_counterparts() -> None:
-    brought = [BROUGHT[0], BROUGHT[0], ["d"], ["d"]]
-    outgoing = [pair(rank).outgoing({"name": names}) for rank, names in enumerate(brought)]
-    for place in (0, 1):
-        parts = outgoing[place::2]
-        for replica, rank in enumerate((place, place + 2)):
-            found = pair(rank).arranged([each[replica] for each in parts])
-            assert found == {"name": [["a", "b", "c", "d"][number] for number in PAIRS[rank]]}
-
-
-def test_outputs_go_to_all_ranks_that_brought_their_samples() -> None:
-    sent = {(s, t): pair(0)._sent(s, t) for s in range(4) for t in range(4)}
-    assert {ways: numbers for ways, numbers in sent.items() if numbers} == {
-        (0, 0): [1, 2],
-        (0, 1): [1, 2],
-        (1, 0): [0],
-        (1, 1): [0],
-        (2, 2): [3],
-        (2, 3): [3],
-    }
-    assert [pair(rank).brought for rank in range(4)] == [range(3)] * 2 + [range(3, 4)] * 2
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,13 @@ from kit.patience import patience
 from planning_cases import Case, cases, examples, planned
 from recorded_jobs import CONFIG, COSTS, DIMS, lengths_of, recorded, recorded_job, the_file
 
-from mcore_batching.planning import plan_batch, plan_step, step_statistics
-from mcore_batching.planning.plans.records import RecordError, StepRecorder, read_records
+from mcore_batching.planning import CostModel, plan_batch, plan_step, step_statistics
+from mcore_batching.planning.plans.records import (
+    COST_MODEL_FILE,
+    RecordError,
+    StepRecorder,
+    read_records,
+)
 from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.replay import replay
@@ -42,6 +47,8 @@ def test_learnt_costs_are_recorded_with_their_unit(tmp_path: Path) -> None:
     records = recorded(tmp_path, *((p, [5, 6], 1.0, u) for p, u in zip(plans, units, strict=True)))
     assert [record.plan.cost_model for record in records] == models
     assert [record.seconds_per_unit for record in records] == [None, 1e-3, 2e-3]
+    # For other jobs, the last of them in a file of its own.
+    assert CostModel.from_json((tmp_path / COST_MODEL_FILE).read_text()) == models[-1]
 
 
 def test_samples_that_share_segments_are_recorded_beside_the_plan(tmp_path: Path) -> None:
