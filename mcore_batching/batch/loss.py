@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.row import PackedMicroBatch
-from mcore_batching.batch.rows.side_by_side import sent
+from mcore_batching.batch.rows.pinned_buffer import sent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

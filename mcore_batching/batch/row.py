@@ -28,10 +28,10 @@ from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields.field_checks import checked_values
 from mcore_batching.batch.fields.fields import Kind
 from mcore_batching.batch.fields.schema import Schema
-from mcore_batching.batch.fields.value_checks import read_indices, require_token_id
+from mcore_batching.batch.fields.values import read_indices, require_token_id
 from mcore_batching.batch.row_index import RowIndex, require_alignment
+from mcore_batching.batch.rows.pinned_buffer import sent
 from mcore_batching.batch.rows.prefixes import agree
-from mcore_batching.batch.rows.side_by_side import sent
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -58,7 +58,7 @@ def check_model(chunks: list[Any], consensus: Consensus) -> None:
     A collective at the first call with a model.
     """
     # Megatron is there where its models are; other engines' processes may lack it.
-    from mcore_batching.megatron.checks.validation import prepare_packed_model
+    from mcore_batching.megatron.checks.settings import prepare_packed_model
 
     if chunks[0] not in _checked:
         with consensus.agreement("checking the model"):

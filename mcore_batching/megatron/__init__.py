@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import add_dynamic_batch_arguments
 from mcore_batching.megatron import cpu_emulation as cpu_emulation  # before megatron.core
+from mcore_batching.megatron.add_fields import add_fields
 from mcore_batching.megatron.attention import PackedAttention
-from mcore_batching.megatron.checks.validation import check_settings, prepare_packed_model
+from mcore_batching.megatron.checks.settings import check_settings, prepare_packed_model
 from mcore_batching.megatron.errors import (
     CollationFailedError,
     DynamicBatchArgumentError,
@@ -20,17 +21,16 @@ from mcore_batching.megatron.errors import (
     PlanMismatchError,
     PlanningFailedError,
 )
-from mcore_batching.megatron.job.row_groups import context_parallel_group
-from mcore_batching.megatron.logits.fused_output import FusedLogits
-from mcore_batching.megatron.logits.log_probs import (
-    response_log_probs,
-    response_log_probs_and_entropy,
-)
-from mcore_batching.megatron.rollout.add_fields import add_fields
-from mcore_batching.megatron.rollout.data_iterator import (
+from mcore_batching.megatron.forward_only import forward_only
+from mcore_batching.megatron.iterator import (
     DataIterator,
     get_data_iterator,
     schedule_of,
+)
+from mcore_batching.megatron.log_probs import (
+    FusedLogits,
+    response_log_probs,
+    response_log_probs_and_entropy,
 )
 from mcore_batching.megatron.specs import hybrid_spec as _hybrid_spec
 from mcore_batching.megatron.specs import (
@@ -38,8 +38,8 @@ from mcore_batching.megatron.specs import (
     packed_mtp_block_spec,
     use_packed_attention,
 )
-from mcore_batching.megatron.step.forward_only import forward_only
-from mcore_batching.megatron.step.train_step import TrainStepResult, train_step
+from mcore_batching.megatron.topology import context_parallel_group
+from mcore_batching.megatron.train_step import TrainStepResult, train_step
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_batching.batch.row_index import Slice, held_chunks
-from mcore_batching.batch.rows.side_by_side import sent
+from mcore_batching.batch.rows.pinned_buffer import sent
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 

@@ -12,6 +12,9 @@ So this module is imported before, without megatron-core itself, and makes
 
 from __future__ import annotations
 
+import collections
+import functools
+import logging
 import os
 import sys
 import types
@@ -84,10 +87,7 @@ def enable(*, force: bool | None = None) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch._dynamo.config.disable = True
     _patch_torch_cuda()
-    # Only now: megatron-core reads the settings above as it is imported.
-    from mcore_batching.megatron import compat
-
-    compat.cpu.patch_for_cpu()
+    _patch_megatron()
     _mode = _CudaMeansCpu()
     _mode.__enter__()  # type: ignore[no-untyped-call]
 
@@ -220,3 +220,50 @@ _RANDOM_NUMBERS = {
     "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
 }
 """Functions that stand in both `torch.cuda` and `torch.cuda.random`."""
+
+
+def _patch_megatron() -> None:
+    """Replace the megatron-core functions that insist on CUDA tensors or Transformer Engine."""
+    # Only now: megatron-core reads the settings of `enable` as it is imported.
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.pipeline_parallel import p2p_communication
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    send_and_receive = p2p_communication._p2p_ops
+    # Of more messages than a pipeline has under way; those before have arrived.
+    in_flight: collections.deque[Any] = collections.deque(maxlen=256)
+
+    @functools.wraps(send_and_receive)
+    def send_copies(**tensors: Any) -> Any:
+        # The interleaved schedule frees an output while it is being sent, and drops the handle of
+        # its last one. CUDA streams allow both. gloo reads the memory only when the receiver is
+        # ready, and loses a message whose handle is dropped.
+        for name in ("tensor_send_next", "tensor_send_prev"):
+            if tensors.get(name) is not None:
+                tensors[name] = tensors[name].detach().clone()
+        requests = send_and_receive(**tensors)
+        in_flight.extend(requests.values())
+        return requests
+
+    p2p_communication._p2p_ops = send_copies
+    # The module's own setter waits for CUDA to be initialised, which never happens here.
+    megatron_random._get_cuda_rng_state = torch.cuda.get_rng_state
+    megatron_random._set_cuda_rng_state = torch.cuda.set_rng_state
+    # The device's generator is the CPU's, which so changes at every dropout.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine
+        moe_utils.te_general_gemm = None
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):  # main, likewise
+        multi_token_prediction.is_inference_column_parallel_linear = lambda layer: False
+    # The wheels ship the compiled helper, but not the Makefile that would build it.
+    dataset_utils.compile_helpers = lambda: None

@@ -23,10 +23,9 @@ from megatron.core.utils import unwrap_model
 from mcore_batching.flags import FIXED, FLAGS, LEARNT
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.rows.prepared_step import PreparedStep
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.rows.shards import computed_alone
+from mcore_batching.megatron.job import Job
+from mcore_batching.megatron.prepare import PreparedStep
+from mcore_batching.megatron.schedule import MicroBatchSchedule, computed_alone
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.costs.layer_costs import costs_of_stage

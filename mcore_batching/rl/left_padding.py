@@ -25,7 +25,7 @@ from torch import Tensor
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields.fields import WITHOUT_ROWS, Field, Kind
 from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.fields.value_checks import require_token_id
+from mcore_batching.batch.fields.values import require_token_id
 from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.integers import at_least
 

@@ -26,8 +26,7 @@ from mcore_batching.batch.fields.field_checks import num_samples
 from mcore_batching.batch.fields.fields import FILLED_KINDS, Field, Fill, Kind, declaration_line
 from mcore_batching.batch.fields.infer import infer_field
 from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.fields.value_checks import require_token_id, tensor_of
-from mcore_batching.batch.fields.value_shapes import is_integral, shape_of
+from mcore_batching.batch.fields.values import is_integral, require_token_id, shape_of, tensor_of
 from mcore_batching.batch.rows.placeholder import fabricated, filled_with
 from mcore_batching.planning.integers import as_integer, at_least
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields.field_checks import num_samples, require_one_per_sample
-from mcore_batching.batch.fields.value_checks import is_tagged
-from mcore_batching.batch.fields.value_shapes import as_number, describe
+from mcore_batching.batch.fields.values import as_number, describe, is_tagged
 from mcore_batching.planning.groups import group_key
 
 

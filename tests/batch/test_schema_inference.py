@@ -11,8 +11,7 @@ from batch_cases import make_samples, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Field, Kind, SchemaError
-from mcore_batching.batch.fields.infer import infer_fields
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 
 MIXED = [(5, 2), (3, 3)]
 WHOLE_RESPONSES = [(5, 5), (3, 3)]
@@ -186,30 +185,3 @@ def test_the_samples_that_keep_a_field_from_a_kind_are_named(
         f"field 'mine', {text}; correct the values, or this declaration: "
         f'schema = schema.declare("mine", Kind.{kind.name})'
     )
-
-
-def test_other_samples_tell_what_these_leave_open() -> None:
-    batch = make_samples(WHOLE_RESPONSES) | {"mine": [torch.rand(5), torch.rand(3)]}
-    told = {"mine": Field("mine", Kind.PER_RESPONSE_TOKEN)}
-    assert DEFAULT_SCHEMA.resolve(batch, told)["mine"] == told["mine"]
-    with pytest.raises(SchemaError, match="other ranks and earlier batches do not settle it"):
-        DEFAULT_SCHEMA.resolve(batch, {})
-    with pytest.raises(SchemaError, match="per response token; other samples say per sample"):
-        DEFAULT_SCHEMA.resolve(batch, {"mine": Field("mine", Kind.PER_SAMPLE)})
-    # What the samples themselves tell comes first.
-    batch = make_samples(MIXED) | {"mine": [torch.rand(5), torch.rand(3)]}
-    assert DEFAULT_SCHEMA.resolve(batch, told)["mine"].kind is Kind.PER_TOKEN
-
-
-@pytest.mark.parametrize(("shapes", "is_open"), [(MIXED, False), (WHOLE_RESPONSES, True)])
-def test_other_samples_are_asked_for_only_where_these_leave_a_field_open(
-    shapes: list[tuple[int, int]], is_open: bool
-) -> None:
-    """To ask costs every rank a collective."""
-    fields = {"mine": [torch.rand(5), torch.rand(3)], "numbers": [1, 2], "nothing": [None, None]}
-    batch = make_samples(shapes) | fields
-    found, some_open = infer_fields(DEFAULT_SCHEMA, batch, {})
-    assert some_open is is_open
-    assert found.keys() == {"numbers"} | ({"mine"} if not is_open else set())
-    told = {"mine": Field("mine", Kind.PER_TOKEN)}
-    assert infer_fields(DEFAULT_SCHEMA, batch, told)[1] is False

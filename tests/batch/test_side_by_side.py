@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, pack
-from mcore_batching.batch.rows.side_by_side import SideBySide, on_host, sent
+from mcore_batching.batch.rows.pinned_buffer import PinnedBuffer, on_host, sent
 
 CPU = torch.device("cpu")
 TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, torch.complex64)
@@ -19,7 +19,7 @@ TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, to
 )
 def test_tensors_come_back_as_they_were(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
     tensors = [torch.randint(0, 9, shape).to(dtype) for dtype, shape in kinds]
-    together = SideBySide(tensors, pin_memory=False)
+    together = PinnedBuffer(tensors, pin_memory=False)
     back = together.on(CPU)
     for before, after in zip(tensors, back, strict=True):
         assert after.dtype == before.dtype
@@ -32,7 +32,7 @@ def test_tensors_come_back_as_they_were(kinds: list[tuple[torch.dtype, list[int]
 def test_views_and_strides_are_copied_alone() -> None:
     """Not the whole of what a view looks into."""
     whole = torch.arange(1000).view(100, 10)
-    together = SideBySide([whole[:, 3], whole[5].expand(4, 10)], pin_memory=False)
+    together = PinnedBuffer([whole[:, 3], whole[5].expand(4, 10)], pin_memory=False)
     column, repeated = together.on(CPU)
     assert torch.equal(column, whole[:, 3])
     assert torch.equal(repeated, whole[5].expand(4, 10))
@@ -44,7 +44,7 @@ def test_what_a_copy_would_lose_is_kept() -> None:
     attached = torch.ones(2, requires_grad=True) * 2
     parameter = torch.nn.Parameter(torch.ones(2))
     sparse = torch.eye(2).to_sparse()
-    back = SideBySide([attached, parameter, sparse], pin_memory=False).on(CPU)
+    back = PinnedBuffer([attached, parameter, sparse], pin_memory=False).on(CPU)
     assert back[0] is attached
     assert back[1] is parameter
     assert back[2] is sparse
@@ -52,7 +52,7 @@ def test_what_a_copy_would_lose_is_kept() -> None:
 
 def test_a_change_in_place_is_none_of_the_neighbours() -> None:
     """Autograd would refuse a backward pass through a neighbour of what has been changed."""
-    first, second = SideBySide([torch.ones(2), torch.ones(2)], pin_memory=False).on(CPU)
+    first, second = PinnedBuffer([torch.ones(2), torch.ones(2)], pin_memory=False).on(CPU)
     weight = torch.ones(2, requires_grad=True)
     total = (weight * first).sum()
     second.mul_(2)

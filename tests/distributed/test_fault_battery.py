@@ -19,7 +19,7 @@ from kit.forked import End, run_forked
 from kit.harness import Job, JobFailedError, results, run_jobs
 from kit.stock_jobs import FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
-from mcore_batching.megatron.job.failure_watch import EXIT_CODE
+from mcore_batching.megatron.watch import EXIT_CODE
 
 SECONDS = 60.0  # generous: two cores may carry eight processes; a time-out would take 100
 

@@ -11,7 +11,7 @@ from mcore_batching.batch import make_placeholder, pack
 from mcore_batching.batch.loss import owned_num_tokens
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA
-from mcore_batching.megatron.rows.prepared_step import PreparedRow
+from mcore_batching.megatron.prepare import PreparedRow
 
 PAD = 9
 SAMPLES: dict[str, list[Any]] = {

@@ -24,13 +24,13 @@ from mcore_batching.flags import (
     add_flags,
 )
 from mcore_batching.megatron import compat, cpu_emulation
-from mcore_batching.megatron.checks.multi_token import (
+from mcore_batching.megatron.checks.features import (
     multi_token_problems,
     unfit_for_later_tokens,
 )
-from mcore_batching.megatron.checks.validation import check_model_config
+from mcore_batching.megatron.checks.settings import check_model_config
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.options import Options
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
@@ -318,7 +318,7 @@ def test_later_tokens_that_cannot_be_recomputed_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = config(mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform")
-    monkeypatch.setattr(compat.multi_token, "recomputes_multi_token_rows", lambda: False)
+    monkeypatch.setattr(compat.layers, "recomputes_multi_token_rows", lambda: False)
     wanted = "set --recompute-granularity selective"
     assert any(wanted in problem for problem in multi_token_problems(made))
     made.recompute_method = "block"  # which these layers ignore
@@ -471,9 +471,9 @@ def test_a_z_loss_that_megatron_makes_too_weak_is_refused(
 ) -> None:
     """Before 0.19 by the number of ranks that share a row, with or without this package."""
     made = config(**Z_LOSS, **PER_TOKEN)
-    monkeypatch.setattr(compat.experts, "multiplies_by_ranks", lambda: True)
+    monkeypatch.setattr(compat.layers, "multiplies_by_ranks", lambda: True)
     check_model_config(made, dims, PLANNER)
-    monkeypatch.setattr(compat.experts, "multiplies_by_ranks", lambda: False)
+    monkeypatch.setattr(compat.layers, "multiplies_by_ranks", lambda: False)
     check_model_config(made, ONE, PLANNER)
     with pytest.raises(DynamicBatchArgumentError, match=r"2 times too weak .*, or install"):
         check_model_config(made, dims, PLANNER)

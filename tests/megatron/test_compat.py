@@ -16,11 +16,10 @@ from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.megatron import compat, prepare_packed_model
-from mcore_batching.megatron.checks import validation
-from mcore_batching.megatron.compat import experts
+from mcore_batching.megatron.checks import settings
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.logits.fused_output import check_can_be_fused
+from mcore_batching.megatron.log_probs import check_can_be_fused
+from mcore_batching.megatron.options import Options
 from mcore_batching.planning import ParallelDims
 
 
@@ -58,7 +57,7 @@ def test_mamba_layers_number_tokens_only_of_rows_whose_maker_did_not(
 
     name = "megatron.core.ssm.mamba_mixer"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(MambaMixer=Mixer))
-    monkeypatch.setattr(validation, "current_dims", lambda chunks: ParallelDims())
+    monkeypatch.setattr(settings, "current_dims", lambda chunks: ParallelDims())
     model: Any = torch.nn.Identity()
     model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     prepare_packed_model(model)
@@ -116,7 +115,7 @@ def test_output_layers_of_another_class_and_scaled_logits_are_refused(
     chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
     args = SimpleNamespace(use_dynamic_batch_size=True, dynamic_batch_fuse_output_layer=True)
     with pytest.raises(DynamicBatchArgumentError, match="the output layer is a Identity, so it"):
-        validation.check_logits(Options.of(args), [chunk])
+        settings.check_logits(Options.of(args), [chunk])
     monkeypatch.setattr(compat.layers, "why_no_plain_product", lambda layer: "")
     check_can_be_fused([chunk])  # of a release that lacks the setting
     chunk.config.use_mup = True
@@ -128,12 +127,12 @@ def test_all_losses_that_routers_record_are_scaled() -> None:
     def values(each: Any) -> Any:  # an object from 0.18 on
         return (each if isinstance(each, dict) else vars(each))["values"]
 
-    recorded = experts._moe_metrics()
+    recorded = compat.layers._moe_metrics()
     before = dict(recorded)
     recorded.clear()
     for name, loss in (("load_balancing_loss", 2.0), ("z_loss", 6.0)):
         save_to_aux_losses_tracker(name, torch.tensor(loss), layer_number=1, num_layers=1)
-    compat.experts.scale_moe_metrics(0.5)
+    compat.layers.scale_moe_metrics(0.5)
     assert [values(each).tolist() for each in recorded.values()] == [[1.0], [3.0]]
     recorded.clear()
     recorded.update(before)
@@ -142,7 +141,7 @@ def test_all_losses_that_routers_record_are_scaled() -> None:
 def test_who_multiplies_auxiliary_losses_by_ranks() -> None:
     """megatron-core 0.16 to 0.18 by a rank's own tokens alone."""
     version = tuple(map(int, megatron.core.__version__.split(".")[:2]))
-    assert compat.experts.multiplies_by_ranks() == (version >= (0, 19))
+    assert compat.layers.multiplies_by_ranks() == (version >= (0, 19))
 
 
 def test_a_layer_follows_the_groups_of_rows_once() -> None:

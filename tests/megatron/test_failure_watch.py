@@ -18,14 +18,13 @@ import torch.distributed as dist
 from kit.patience import patience
 
 from mcore_batching.batch.errors import LONGEST_TEXT
-from mcore_batching.megatron import PipelineFailedError, PlanningFailedError
-from mcore_batching.megatron.job import failure_watch
-from mcore_batching.megatron.job.failure_watch import FailureWatch, watch_of_world
+from mcore_batching.megatron import PipelineFailedError, PlanningFailedError, watch
+from mcore_batching.megatron.watch import FailureWatch, watch_of_world
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_watch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0.01)
 
 
 def two_ranks() -> list[FailureWatch]:
@@ -94,7 +93,7 @@ def test_a_lost_connection_waits_for_the_report_of_the_rank_that_closed_it(
 def test_a_lost_connection_that_nobody_explains_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(failure_watch, "PEER_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "PEER_SECONDS", 0.1)
     assert "rank 0: step: RuntimeError: [gloo" in str(raised_by(two_ranks()[0], CLOSED))
 
 
@@ -120,7 +119,7 @@ def test_a_lost_store_names_the_rank_that_hosted_it(
 def test_the_rank_that_hosts_the_store_stays_until_others_have_read(
     ending: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure_watch, "LINGER_SECONDS", patience(20))
+    monkeypatch.setattr(watch, "LINGER_SECONDS", patience(20))
     store = dist.HashStore()
     ours = FailureWatch(store, 0, num_ranks=2, hosted=store)
     theirs = FailureWatch(store, 1, num_ranks=2)
@@ -143,7 +142,7 @@ def test_the_rank_that_hosts_the_store_stays_until_others_have_read(
 
 
 def test_it_stays_for_a_bounded_time_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_watch, "LINGER_SECONDS", 0.3)
+    monkeypatch.setattr(watch, "LINGER_SECONDS", 0.3)
     store = dist.HashStore()
     ours = FailureWatch(store, 0, num_ranks=2, hosted=store)
     begun = time.monotonic()
@@ -181,7 +180,7 @@ def test_a_failure_aborts_the_process_groups_once_on_every_rank(
             released.set()
 
     monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
-    monkeypatch.setattr(failure_watch, "GRACE_SECONDS", patience(60))  # or it ends this process
+    monkeypatch.setattr(watch, "GRACE_SECONDS", patience(60))  # or it ends this process
 
     def waits() -> None:
         with ours.waiting():
@@ -247,7 +246,7 @@ def test_a_store_that_takes_no_note_ends_the_job_all_the_same(
 
 
 def test_ranks_that_share_a_micro_batch_join_or_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_watch, "ALIKE_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "ALIKE_SECONDS", 0.1)
     ours, theirs = two_ranks()
     with ours.reporting("step"), theirs.reporting("step"):
         assert not ours.is_joined("first", 2)
@@ -342,10 +341,10 @@ def test_one_process_has_no_watch() -> None:
 STUCK = """
 import time
 import torch.distributed as dist
-from mcore_batching.megatron.job import failure_watch
-failure_watch.POLL_SECONDS, failure_watch.GRACE_SECONDS = 0.01, 0.1
+from mcore_batching.megatron import watch
+watch.POLL_SECONDS, watch.GRACE_SECONDS = 0.01, 0.1
 store = dist.HashStore()
-ours, theirs = (failure_watch.FailureWatch(store, rank, num_ranks=2) for rank in range(2))
+ours, theirs = (watch.FailureWatch(store, rank, num_ranks=2) for rank in range(2))
 print("before")
 try:
     with theirs.reporting("step"):

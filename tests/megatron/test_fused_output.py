@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.megatron.logits.log_probs import (
+from mcore_batching.megatron.log_probs import (
     Options,
     StatisticsOfLogits,
     StatisticsOfProduct,

@@ -12,8 +12,8 @@ import torch
 from kit.stand_ins import stood_in
 from megatron.core.transformer.enums import AttnMaskType
 
-from mcore_batching.megatron.checks.layer_checks import layer_problems
-from mcore_batching.megatron.checks.shared_prefixes import check_shared_prefixes
+from mcore_batching.megatron.checks.features import check_shared_prefixes
+from mcore_batching.megatron.checks.layers import layer_problems
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import ParallelDims
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_batching.megatron.step.forward_only import _evaluation_mode
-from mcore_batching.megatron.step.loss_shares import attached
-from mcore_batching.megatron.step.model_inputs import changed_inputs, joined_multimodal_inputs
+from mcore_batching.megatron.forward_only import _evaluation_mode
+from mcore_batching.megatron.loss_shares import attached
+from mcore_batching.megatron.model_inputs import changed_inputs, joined_multimodal_inputs
 
 
 class Model(torch.nn.Module):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
-from mcore_batching.megatron.rows import prepared_step
-from mcore_batching.megatron.rows.prepared_step import PortableRow
+from mcore_batching.megatron import prepare
+from mcore_batching.megatron.prepare import PortableRow
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def storages(row: PackedMicroBatch, names: tuple[str, ...]) -> set[int]:
 def test_each_stage_gets_what_it_reads_in_one_copy(
     row: PackedMicroBatch, is_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_step, "is_last_stage", lambda: is_last)
+    monkeypatch.setattr(prepare, "is_last_stage", lambda: is_last)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     moved = PortableRow.of_stage(row).on_device()
     names = ("tokens", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "fields")

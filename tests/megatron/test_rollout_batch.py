@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, SchemaError
-from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch, checked_fields
-from mcore_batching.megatron.rollout.samples import steps_by_size
+from mcore_batching.megatron.rollout_batch import RolloutBatch, checked_fields
+from mcore_batching.megatron.samples import steps_by_size
 from mcore_batching.planning import ConfigError
 
 STEPS = [[3, 1], [0, 2]]
@@ -114,6 +114,6 @@ def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
     values = [torch.zeros(3, 2, dtype=torch.bfloat16)]
     read = batch(1, feature=values)
     nothing: dict[str, list[Any]] = {name: [] for name in read.data}
-    made = checked_fields(nothing, read.schema, {}, None, read.template)
+    made = checked_fields(nothing, read.schema, None, read.template)
     assert made["template"]["feature"][0].dtype == torch.bfloat16
     assert made["template"]["feature"][0].shape == (1, 2)

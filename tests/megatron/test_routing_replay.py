@@ -19,8 +19,7 @@ from mcore_batching.batch import (
     make_placeholder,
     pack,
 )
-from mcore_batching.megatron import DynamicBatchArgumentError
-from mcore_batching.megatron.rows import routing_replay
+from mcore_batching.megatron import DynamicBatchArgumentError, routing
 
 FIELD = "rollout_routed_experts"
 
@@ -51,7 +50,7 @@ def row(experts: Any, *, schema: Schema = DEFAULT_SCHEMA, **others: Any) -> Pack
 
 
 def replayable(model: list[Any], row: PackedMicroBatch) -> PackedMicroBatch:
-    return routing_replay.replayable(model, row, lambda indices: f"sample{list(indices)}")
+    return routing.replayable(model, row, lambda indices: f"sample{list(indices)}")
 
 
 @pytest.mark.parametrize("layers", [4, 2])

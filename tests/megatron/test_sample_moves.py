@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.megatron.rows.sample_moves import SampleMoves, check_output
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.exchange import SampleMoves, check_output
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 
 # Rank 0 brought 0 1 2, rank 1 brought 3 4, rank 2 nothing; 1 is shared by ranks 0 and 1.
 FIRST = [0, 3, 5, 5]

@@ -12,7 +12,7 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from mcore_batching.megatron import DynamicBatchArgumentError, compat
-from mcore_batching.megatron.step.run_pipeline import PlannedTransfers
+from mcore_batching.megatron.run_pipeline import PlannedTransfers
 from mcore_batching.planning import ParallelDims
 
 

@@ -27,10 +27,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
 BETWEEN_RANKS = {
     "batch/consensus.py",
     "batch/messages.py",
-    "megatron/job/consensus.py",
-    "megatron/job/flat_values.py",
-    "megatron/job/row_groups.py",
-    "megatron/rows/sample_moves.py",
+    "megatron/consensus.py",
+    "megatron/serialize.py",
+    "megatron/topology.py",
+    "megatron/exchange.py",
     "planning/worker.py",  # requests, between a rank and the process that it has started
 }
 

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields.fields import INTEGRAL, Field, Kind, declaration_line
-from mcore_batching.batch.fields.value_checks import is_tagged, require_loss_masks, tensor_of
-from mcore_batching.batch.fields.value_shapes import count_of, describe, is_integral, shape_of
+from mcore_batching.batch.fields.values import (
+    count_of,
+    describe,
+    is_integral,
+    is_tagged,
+    require_loss_masks,
+    shape_of,
+    tensor_of,
+)
 from mcore_batching.planning.integers import as_integer
 
 _ROWS_OF = {

@@ -6,8 +6,8 @@
     numbers, or tensors without dimensions    per sample
     strings, None, dicts of strings           metadata
 
-Nothing is guessed. Where several kinds fit, samples of other ranks or of earlier batches may settle
-it; else a `SchemaError` lists the kinds with the line that declares each.
+Nothing is guessed. Where several kinds fit, a `SchemaError` lists them with the line that declares
+each.
 """
 
 from __future__ import annotations
@@ -24,69 +24,29 @@ from mcore_batching.batch.fields.field_checks import (
     unmet,
 )
 from mcore_batching.batch.fields.fields import Field, Kind, declaration_line
-from mcore_batching.batch.fields.value_checks import tensor_of
-from mcore_batching.batch.fields.value_shapes import describe, shape_of
+from mcore_batching.batch.fields.values import describe, shape_of, tensor_of
 
 _INFERRED = {Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA}
 
 
-def infer_field(
-    name: str, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None
-) -> Field:
-    """The declaration of an undeclared field, from its values in a batch with its lengths; `told`
-    are declarations inferred from other samples (None: there are none), for values that fit several
-    kinds. A `SchemaError` if they fit no kind, several, or one that must be declared."""
+def infer_field(name: str, batch: Mapping[str, Any]) -> Field:
+    """The declaration of an undeclared field, from its values in a batch with its lengths; a
+    `SchemaError` if they fit no kind, several, or one that must be declared."""
     lengths = read_lengths(batch)
     values = _values_of(name, batch)
     fitting = _fitting_kinds(values, *lengths)
-    told_here = (told or {}).get(name)
-    # Values that fit one kind say more than what others told, which is then checked against them.
     if len(fitting) == 1 and _INFERRED.issuperset(fitting):
         return Field(name, *fitting)
-    if told_here is not None and told_here.kind in fitting:
-        return told_here
     if not fitting:
         _require_no_outlier(name, values, *lengths)
-    found = _found(values, fitting)
-    if told_here is not None:
-        found += f"; other samples say {told_here.kind.value}"
-    elif told is not None and _is_open(fitting):
-        found += "; other ranks and earlier batches do not settle it"
     raise SchemaError(
         name,
         expected="a declared field, or values of one kind",
-        found=found,
+        found=_found(values, fitting),
         declaration=" or ".join(
             declaration_line(name, *each) for each in (fitting or {Kind.METADATA: 0}).items()
         ),
     )
-
-
-def infer_fields(
-    declared: Collection[str], batch: Mapping[str, Any], told: Mapping[str, Field]
-) -> tuple[dict[str, Field], bool]:
-    """Declarations of a batch's undeclared fields by name, as far as its samples and `told` settle
-    them; True if some field fits several kinds, so other samples are needed."""
-    inferred: dict[str, Field] = {}
-    some_open = False
-    lengths = read_lengths(batch)
-    for name, given in batch.items():
-        if given is None or name in declared:
-            continue
-        values = _values_of(name, batch)
-        if name not in told and _is_open(_fitting_kinds(values, *lengths)):
-            some_open = True  # no error yet: another rank's samples may settle it
-            continue
-        field = infer_field(name, batch, told)
-        # All None reads as metadata here, but other ranks may hold multimodal inputs: not told on.
-        if any(value is not None for value in values):
-            inferred[name] = field
-    return inferred, some_open
-
-
-def _is_open(fitting: Collection[Kind]) -> bool:
-    """True if several kinds fit, and samples of other lengths could settle which."""
-    return len(fitting) > 1 and not _INFERRED.isdisjoint(fitting)
 
 
 def _values_of(name: str, batch: Mapping[str, Any]) -> list[Any]:
@@ -146,7 +106,7 @@ def _fitting_kinds(
         return {Kind.PER_SAMPLE: 0}
     # Objects, and numbers beside rows, fit none of these: they are never guessed to be metadata.
     candidates = [Field("", Kind.PER_TOKEN), Field("", Kind.PER_RESPONSE_TOKEN)]
-    # Integers with a shape of their own; all else is told by the number of rows.
+    # Integers with a shape of their own; the number of rows decides all else.
     dimensions = {len(shape or ()) for shape in shapes}
     if dimensions == {2}:
         candidates.append(Field("", Kind.POSITION_IDS))

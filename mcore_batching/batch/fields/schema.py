@@ -75,10 +75,8 @@ class Schema(Mapping[str, Field]):
         """`declare`, from a `Field`."""
         return Schema((*(f for f in self.fields if f.name != field.name), field))
 
-    def resolve(self, batch: Mapping[str, Any], told: Mapping[str, Field] | None = None) -> Schema:
-        """This schema with every undeclared field of a batch added, its kind inferred; `told` are
-        declarations that other samples (of other ranks, or of earlier batches) led to, for values
-        that fit several kinds.
+    def resolve(self, batch: Mapping[str, Any]) -> Schema:
+        """This schema with every undeclared field of a batch added, its kind inferred.
 
         Raises:
             SchemaError: the values fit no kind, or several; lists them with the line that declares
@@ -86,7 +84,7 @@ class Schema(Mapping[str, Field]):
         """
         # A field that is None for the whole batch is absent: nothing to infer from.
         inferred = [
-            infer_field(name, batch, told)
+            infer_field(name, batch)
             for name, values in batch.items()
             if values is not None and name not in self
         ]

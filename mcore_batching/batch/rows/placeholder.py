@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_batching.batch.fields.field_checks import checked_values
 from mcore_batching.batch.fields.fields import Field, Fill, Kind, undeclared
-from mcore_batching.batch.fields.value_checks import require_token_id, tensor_of
+from mcore_batching.batch.fields.values import require_token_id, tensor_of
 
 
 def make_placeholder(

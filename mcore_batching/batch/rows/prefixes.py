@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mcore_batching.batch.fields.fields import Field, Kind
 from mcore_batching.batch.fields.schema import Schema
-from mcore_batching.batch.rows.side_by_side import on_host
+from mcore_batching.batch.rows.pinned_buffer import on_host
 
 _OF_ROWS = (Kind.TOKENS, Kind.PER_TOKEN, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
 """Kinds of fields that rows are made of: one value a token, whichever samples share it."""

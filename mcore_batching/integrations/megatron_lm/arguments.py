@@ -14,10 +14,10 @@ from mcore_batching.flags import PREFIX, THEMES, add_flags
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.checks.validation import check_model_config, has_auxiliary_loss
+from mcore_batching.megatron.checks.settings import check_model_config, has_auxiliary_loss
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
-from mcore_batching.megatron.job.job import say
-from mcore_batching.megatron.job.options import Options
+from mcore_batching.megatron.job import say
+from mcore_batching.megatron.options import Options
 from mcore_batching.planning import ConfigError, ParallelDimsError
 
 FLAG = "--use-dynamic-batch-size"

@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.batch.fields.value_shapes import describe
+from mcore_batching.batch.fields.values import describe
 from mcore_batching.integrations.megatron_lm.arguments import FLAG, NO_NON_LOSS_DATA, is_on
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
@@ -33,19 +33,18 @@ from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.integrations.megatron_lm.unpadding import draw_batches
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
-from mcore_batching.megatron.job.job import Job, job_of, raise_first
-from mcore_batching.megatron.job.row_groups import row_group
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.step.loss_shares import attached, check_trains
-from mcore_batching.megatron.step.model_inputs import changed_inputs, padding_mask
-from mcore_batching.megatron.step.multi_token import (
+from mcore_batching.megatron.job import Job, job_of, raise_first
+from mcore_batching.megatron.loss_shares import attached, check_trains
+from mcore_batching.megatron.model_inputs import changed_inputs, padding_mask
+from mcore_batching.megatron.mtp import (
     LaterLosses,
     LossesOfRows,
     predict_later_tokens,
 )
-from mcore_batching.megatron.step.run_pipeline import run_pipeline
+from mcore_batching.megatron.run_pipeline import run_pipeline
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.timing import mark
-from mcore_batching.megatron.topology import model_chunks, model_shape
+from mcore_batching.megatron.topology import model_chunks, model_shape, row_group
 from mcore_batching.planning import step_statistics
 from mcore_batching.planning.plans.memory import predicted_memory
 from mcore_batching.planning.plans.statistics import step_problem
@@ -130,7 +129,7 @@ class PackedForwardBackward:
             return losses
         self._log(job, chunks, prepared.schedule, failed, (begun, mark()), ready - started)
         # Megatron divides by the micro-batches that it was asked for; other rows were run.
-        compat.experts.scale_moe_metrics(num_microbatches / len(prepared.rows))
+        compat.layers.scale_moe_metrics(num_microbatches / len(prepared.rows))
         later.log(num_microbatches)
         return losses
 

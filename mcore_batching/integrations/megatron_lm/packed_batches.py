@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job.row_groups import row_group
-from mcore_batching.megatron.rows.prepared_step import PreparedRow
+from mcore_batching.megatron.prepare import PreparedRow
+from mcore_batching.megatron.topology import row_group
 
 # Three orders are common: up to Megatron-LM 0.17, alphabetical from 0.18 on, and its dev branch's.
 SIX_FIELDS = (

@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.batch.fields.value_checks import require_vocabulary
+from mcore_batching.batch.fields.values import require_vocabulary
 from mcore_batching.integrations.megatron_lm.packed_batches import stock_row
 from mcore_batching.integrations.megatron_lm.reading_ahead import Batches, are_same, batches_ahead
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA, unpadded_samples
-from mcore_batching.megatron.job.job import Job
-from mcore_batching.megatron.rollout.plan import begin_plan
-from mcore_batching.megatron.rollout.rollout import plan_rollout
-from mcore_batching.megatron.rollout.rollout_batch import RolloutBatch
-from mcore_batching.megatron.rollout.samples import read_step
-from mcore_batching.megatron.rollout.settings import Settings
-from mcore_batching.megatron.rows.prepared_step import PreparedStep
-from mcore_batching.megatron.step.prepare import prepare
+from mcore_batching.megatron.iterator import plan_rollout
+from mcore_batching.megatron.job import Job
+from mcore_batching.megatron.plan import begin_plan
+from mcore_batching.megatron.plan_inputs import PlanInputs
+from mcore_batching.megatron.prepare import PreparedStep, collated, collating
+from mcore_batching.megatron.rollout_batch import RolloutBatch
+from mcore_batching.megatron.samples import read_step
 from mcore_batching.megatron.topology import vocabulary_size
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.worker import PlanTicket
@@ -85,21 +84,16 @@ class StockSteps:
         if reads_next:
             self._ahead, self._ticket = ahead, None
             if lengths is not None:
-                request = Settings.of(job, chunks).request(tuple(lengths))
+                request = PlanInputs.of(job, chunks).request(tuple(lengths))
                 self._ticket = begin_plan(job, request)
         schedule = plan_rollout(samples, ticket).schedule
         if not forward_only:
             self._last_planned = iteration, schedule.cost_model
         operation = "evaluation" if forward_only else "training"
-        return prepare(
-            job,
-            chunks,
-            operation,
-            0,
-            lambda: schedule,
-            forward_only=forward_only,
-            change=stock_row,
-        )
+        with collating(job, operation) as agree:
+            return collated(
+                agree, job, chunks, schedule, 0, forward_only=forward_only, change=stock_row
+            )
 
     def _may_read_ahead(self, job: Job) -> bool:
         # Other loaders draw random numbers of the main process where an epoch ends, or save how

@@ -21,20 +21,19 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
-from mcore_batching.batch.rows.side_by_side import on_host
+from mcore_batching.batch.rows.pinned_buffer import on_host
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator
 from mcore_batching.integrations.slime.rollout_manager import option_problems
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
-from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.data_iterator import DataIterator, rollout_of
-from mcore_batching.megatron.rollout.rollout import Rollout, plan_rollout
-from mcore_batching.megatron.rollout.rollout_batch import REQUIRED_FIELDS
-from mcore_batching.megatron.rollout.samples import read_samples
-from mcore_batching.megatron.rows.prepared_step import MODEL_INPUTS, PortableRow
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
-from mcore_batching.megatron.step.forward_only import forward_only as run_forward_only
-from mcore_batching.megatron.step.model_inputs import changed_inputs, joined_multimodal_inputs
+from mcore_batching.megatron.forward_only import forward_only as run_forward_only
+from mcore_batching.megatron.iterator import DataIterator, Rollout, plan_rollout, rollout_of
+from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.model_inputs import changed_inputs, joined_multimodal_inputs
+from mcore_batching.megatron.prepare import MODEL_INPUTS, PortableRow
+from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
+from mcore_batching.megatron.samples import read_samples
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
 

@@ -21,10 +21,10 @@ from mcore_batching.batch import OrderError, Schema, apply_order
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator, PlaceholderLengths
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.checks.validation import prepare_packed_model
+from mcore_batching.megatron.checks.settings import prepare_packed_model
 from mcore_batching.megatron.errors import CollationFailedError
-from mcore_batching.megatron.job.job import job_of, raise_first
-from mcore_batching.megatron.step.forward_only import checked_outputs
+from mcore_batching.megatron.forward_only import checked_outputs
+from mcore_batching.megatron.job import job_of, raise_first
 from mcore_batching.megatron.topology import model_chunks
 
 _OPERATION = "forward_only"

@@ -4,10 +4,7 @@ The rest of the package calls `compat.<module>.<function>` and never asks for a 
 megatron-core 0.16.1 and 0.19.2.
 """
 
-from mcore_batching.megatron.compat import cpu as cpu
-from mcore_batching.megatron.compat import experts as experts
 from mcore_batching.megatron.compat import layers as layers
-from mcore_batching.megatron.compat import multi_token as multi_token
 from mcore_batching.megatron.compat import packed_rows as packed_rows
 from mcore_batching.megatron.compat import schedules as schedules
 from mcore_batching.megatron.compat import scripts as scripts

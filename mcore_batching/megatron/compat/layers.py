@@ -1,14 +1,19 @@
-"""Kinds of layers, what they can run, and their specs."""
+"""Kinds of layers, what they can run and record, and their specs."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 
 try:
     import transformer_engine  # noqa: F401
@@ -104,3 +109,126 @@ def gpt_layer_spec(config: Any, *, use_transformer_engine: bool) -> ModuleSpec:
     }
     known = inspect.signature(make).parameters
     return make(**{k: v for k, v in options.items() if k in known})
+
+
+def fix_router_masks() -> None:
+    """Let routers leave padding out, also in a row that is all padding. Patches Megatron once.
+
+    Three faults of 0.16.1 to 0.19.2 under a mask: the count for the expert bias multiplies a
+    ``[tokens, experts]`` map with a ``[tokens]`` mask, which does not broadcast; the load-balancing
+    loss divides by the square of the number of real tokens, so that a placeholder's 0 becomes NaN;
+    the local count of tokens is summed over tensor- and context-parallel ranks in place, and from
+    0.19 on multiplied by their number again.
+    """
+    from megatron.core.transformer.moe import router
+
+    if getattr(router, "masks_are_fixed", False):
+        return
+    apply_expert_bias = router.TopKRouter._apply_expert_bias
+    load_balancing_loss = router.switch_load_balancing_loss_func
+    count_tokens = router.get_tokens_per_expert_and_token_count
+    multiplies = multiplies_by_ranks()
+
+    def with_second_axis(self: Any, routing_map: Tensor, padding_mask: Any = None) -> Any:
+        if padding_mask is not None and padding_mask.dim() == routing_map.dim() - 1:
+            padding_mask = padding_mask.unsqueeze(-1)
+        return apply_expert_bias(self, routing_map, padding_mask=padding_mask)
+
+    def of_at_least_one_token(*args: Any, total_num_tokens: Any, **kwargs: Any) -> Any:
+        if torch.is_tensor(total_num_tokens):
+            total_num_tokens = total_num_tokens.clamp(min=1)
+        return load_balancing_loss(*args, total_num_tokens=total_num_tokens, **kwargs)
+
+    def with_count_of_row(*args: Any, reduce_group: Any, **kwargs: Any) -> Any:
+        per_expert, local, total = count_tokens(*args, reduce_group=reduce_group, **kwargs)
+        # Only the loss's weight reads the local count. A rank's loss is its part of the row's, so
+        # the weight is the row's tokens, however unevenly ranks hold padding.
+        if torch.is_tensor(total):
+            local = total / reduce_group.size() if multiplies else total
+        return per_expert, local, total
+
+    router.TopKRouter._apply_expert_bias = with_second_axis
+    router.get_tokens_per_expert_and_token_count = with_count_of_row
+    router.switch_load_balancing_loss_func = of_at_least_one_token
+    router.masks_are_fixed = True
+
+
+def multiplies_by_ranks() -> bool:
+    """True if routers weight a rank's auxiliary losses by its tokens times the tensor- and
+    context-parallel ranks (from 0.19 on), False if by its tokens alone."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    code = TopKRouter.attach_and_log_load_balancing_loss.__code__
+    return {"tp_cp_group", "size"} <= set(code.co_names)
+
+
+def scale_moe_metrics(factor: float) -> None:
+    """Multiply the losses that routers have recorded since the last report.
+
+    ``factor``: micro-batches that stock code divides these sums by, over those that ran.
+    """
+    for recorded in _moe_metrics().values():
+        (recorded["values"] if isinstance(recorded, dict) else recorded.values).mul_(factor)
+
+
+def _moe_metrics() -> Any:
+    """Megatron's own dict of what routers have recorded by name: a dict each until 0.17."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # until 0.17
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return get_moe_layer_wise_logging_tracker()
+    return get_moe_metrics_tracker().metrics
+
+
+def modules_with_multi_token_losses() -> list[Any]:
+    """The modules of models in which ``process_mtp_loss`` is looked up; none before 0.17."""
+    modules = []
+    for name in ("gpt.gpt_model", "mamba.mamba_model", "hybrid.hybrid_model"):
+        with contextlib.suppress(ImportError):
+            modules.append(importlib.import_module(f"megatron.core.models.{name}"))
+    return [module for module in modules if hasattr(module, "process_mtp_loss")]
+
+
+def what_multi_token_prediction_lacks() -> str:
+    """Why this Megatron's multi-token prediction cannot run packed rows; empty if it can."""
+    if not modules_with_multi_token_losses():
+        return "of packed rows runs from Megatron-LM 0.17 on"
+    rolled = [*inspect.signature(multi_token_prediction.roll_tensor).parameters]
+    if rolled[:5] != ["tensor", "shifts", "dims", "cp_group", "packed_seq_params"]:
+        return "of this Megatron-LM rolls its rows in a way that is not known here"
+    return ""
+
+
+def recomputes_multi_token_rows() -> bool:
+    """True if this Megatron recomputes multi-token prediction of packed rows (from 0.19 on)."""
+    # 0.17 saves a row's parameters as tensors, 0.18 passes on a mask that it does not take.
+    layer = multi_token_prediction.MultiTokenPredictionLayer
+    return "padding_mask" in inspect.signature(layer._checkpointed_forward).parameters
+
+
+def log_multi_token_loss(
+    share: Tensor, guessed: Tensor, trained: Tensor, depth: int, depths: int
+) -> None:
+    """Add this rank's share of a depth's loss to Megatron's log, which averages over ranks.
+
+    ``share``: times what stock code divides by. ``guessed``: tokens guessed right, of those
+    ``trained``; logged from 0.19 on. ``depth``: from 0 on.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    helper = multi_token_prediction.MTPLossLoggingHelper
+    share = share * group.size()
+    if hasattr(helper, "save_metrics_to_tracker"):
+        helper.save_metrics_to_tracker(share, guessed, trained, depth, depths, avg_group=group)
+    else:
+        helper.save_loss_to_tracker(share, depth, depths, avg_group=group)
+
+
+def multi_token_hits(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Numbers of tokens guessed and of tokens trained, as Megatron counts them from 0.19 on."""
+    count = getattr(multi_token_prediction, "_compute_mtp_acceptance_counts", None)
+    if count is None:
+        return (torch.zeros((), device=torch.cuda.current_device()),) * 2
+    found: tuple[Tensor, Tensor] = count(*arguments)
+    return found

@@ -30,10 +30,10 @@ from kit.forked import at_fault
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.batch.messages import RankMessages
-from mcore_batching.megatron.job.consensus import JobConsensus
-from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.rollout import Rollout
-from mcore_batching.megatron.rows.sample_moves import SampleMoves
+from mcore_batching.megatron.consensus import JobConsensus
+from mcore_batching.megatron.exchange import SampleMoves
+from mcore_batching.megatron.iterator import Rollout
+from mcore_batching.megatron.job import job_of
 
 STOPPED_SECONDS = 15
 SLOW_SECONDS = 30

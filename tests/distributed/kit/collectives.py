@@ -19,7 +19,7 @@ from kit.workers import worker_with
 from mcore_batching.batch.messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
-from mcore_batching.megatron.job.consensus import JobConsensus
+from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.planning import MCoreBatchingError, ParallelDims, plan_step
 
 COUNTED: list[tuple[Any, str]] = [

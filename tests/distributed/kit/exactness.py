@@ -37,11 +37,10 @@ from mcore_batching.megatron import (
     train_step,
 )
 from mcore_batching.megatron.compat import packed_rows
-from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.data_iterator import rollout_of
-from mcore_batching.megatron.rollout.rollout import plan_forward_passes
-from mcore_batching.megatron.rows.shards import computed_alone
+from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
+from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.schedule import computed_alone
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 from mcore_batching.rl import pad_batch

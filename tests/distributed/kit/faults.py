@@ -28,11 +28,11 @@ from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.megatron import (
     add_fields,
     get_data_iterator,
+    plan,
     response_log_probs,
     schedule_of,
 )
-from mcore_batching.megatron.rollout import exchange
-from mcore_batching.megatron.rollout.plan import Planner
+from mcore_batching.megatron.plan import Planner
 from mcore_batching.planning import plan_step
 
 _PLANNING, _COLLATION = "PlanningFailedError", "CollationFailedError"
@@ -267,7 +267,7 @@ def _damaged(data: bytes, *rest: Any, **options: Any) -> Any:
     return _read_plan(data[:-1], *rest, **options)
 
 
-_read_plan = exchange.plan_from_bytes
+_read_plan = plan.plan_from_bytes
 
 IN_TRANSIT = {
     # As many steps with either.
@@ -295,7 +295,7 @@ IN_TRANSIT = {
         _meanwhile(Planner, "plan", _cannot), Calls.plan, _PLANNING, "rank 0: MemoryError", rank=0
     ),
     "the plan arrives damaged": Fault(
-        _meanwhile(exchange, "plan_from_bytes", _damaged), Calls.plan, _PLANNING, ": PlanFormatErr"
+        _meanwhile(plan, "plan_from_bytes", _damaged), Calls.plan, _PLANNING, ": PlanFormatErr"
     ),
     "the plan is over the cap": Fault(
         _meanwhile(Planner, "plan", _plan_beyond_cap),

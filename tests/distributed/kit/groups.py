@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from mcore_batching.megatron.job import consensus, job
+from mcore_batching.megatron import consensus, job
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import ParallelDims
 

@@ -43,10 +43,10 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.job.failure_watch import FailureWatch
-from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rollout.data_iterator import rollout_of
+from mcore_batching.megatron.iterator import rollout_of
+from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.topology import is_last_stage
+from mcore_batching.megatron.watch import FailureWatch
 from mcore_batching.planning import ParallelDims
 
 

@@ -24,8 +24,8 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.rollout import exchange
-from mcore_batching.megatron.rollout.plan import Planner
+from mcore_batching.megatron import plan as plan_module
+from mcore_batching.megatron.plan import Planner
 from mcore_batching.planning import ParallelDims, PlanningError
 
 
@@ -137,13 +137,13 @@ def mishaps(dims: dict[str, Any], reference: str, planner: dict[str, Any]) -> di
             lambda: forward_only(log_probs_of, args, model, *rollout),
         )
     rollout = _plan(args, model)
-    read = exchange.plan_from_bytes
+    read = plan_module.plan_from_bytes
 
     def damaged(data: bytes, *rest: Any, **options: Any) -> Any:
         return read(data[:-1], *rest, **options)
 
     if not is_planning_rank():
-        with mock.patch.object(exchange, "plan_from_bytes", damaged):
+        with mock.patch.object(plan_module, "plan_from_bytes", damaged):
             told["damaged"] = _errors(step(rollout, 1))
     else:
         told["damaged"] = _errors(step(rollout, 1))

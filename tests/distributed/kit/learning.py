@@ -24,8 +24,8 @@ from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of, timing, train_step
-from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.rows.shards import computed_alone
+from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.schedule import computed_alone
 from mcore_batching.planning import CostModel, ParallelDims
 
 CAP = 96

@@ -17,9 +17,9 @@ from kit.exactness import arguments
 from kit.model import quick_model
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of
-from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.step.prepare import prepare
-from mcore_batching.megatron.step.run_pipeline import planned_transfers, run_for_losses
+from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.prepare import collated, collating
+from mcore_batching.megatron.run_pipeline import planned_transfers, run_for_losses
 from mcore_batching.planning import ParallelDims
 
 Operation = list[Any]
@@ -89,7 +89,9 @@ def _one_step(
         dynamic_batch_no_planned_shapes=exchange_shapes,
     )
     iterators, (count,) = get_data_iterator(one_each, model, data)
-    prepared = prepare(job_of(one_each), model, "timing", 0, lambda: schedule_of(iterators))
+    job, schedule = job_of(one_each), schedule_of(iterators)
+    with collating(job, "timing") as agree:
+        prepared = collated(agree, job, model, schedule, 0, forward_only=True)
 
     options = job_of().options
 

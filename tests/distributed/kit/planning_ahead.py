@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from kit.stock import train, train_blocking
 from kit.workers import slow_planning, worker_with
-from mcore_batching.megatron.rollout.plan import Planner
+from mcore_batching.megatron.plan import Planner
 
 Clocks = tuple[float, float]
 

@@ -46,7 +46,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     if job["model"]["kind"] == "mla" and latent.HAVE_TE and not isinstance(latent.TELinear, type):
         return {"not built": "0.16 makes no such layers without Transformer Engine"}
     predicts = job["model"]["settings"].get("mtp_num_layers")
-    if predicts and not compat.multi_token.modules_with_multi_token_losses():
+    if predicts and not compat.layers.modules_with_multi_token_losses():
         return {"not built": "0.16 runs no multi-token prediction on packed rows"}
     if "hybrid_layer_pattern" in job["model"]["options"] and not compat.layers.has_hybrid_model():
         return {"not built": "HybridModel is there from 0.18 on"}

@@ -38,10 +38,9 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.job.job import job_of
-from mcore_batching.megatron.job.options import Options
-from mcore_batching.megatron.rollout.data_iterator import rollout_of
-from mcore_batching.megatron.rollout.rollout import plan_forward_passes
+from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
+from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import (
     ParallelDims,

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from mcore_batching.megatron.rollout import plan
+from mcore_batching.megatron import plan
 from mcore_batching.planning import worker
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 

@@ -30,7 +30,7 @@ from mcore_batching.megatron import (
     use_packed_attention,
 )
 from mcore_batching.megatron.compat.layers import gpt_layer_spec
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.specs import uses_transformer_engine
 from mcore_batching.megatron.standalone.bootstrap import (
     build_model,

@@ -11,7 +11,7 @@ import dataclasses
 import setting
 import torch
 
-from mcore_batching.megatron.rows.schedule import MicroBatchSchedule
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import predicted_step_time
 
 TOLERANCE = 0.25

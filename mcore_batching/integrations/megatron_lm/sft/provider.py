@@ -29,7 +29,7 @@ from mcore_batching.integrations.megatron_lm.sft.tokenization import (
     SampleTokens,
     byte_level_tokenizer,
 )
-from mcore_batching.megatron.job.job import say
+from mcore_batching.megatron.job import say
 
 _DEFAULT_SPLIT = "969, 30, 1"  # Megatron's own
 

@@ -1,0 +1,222 @@
+"""The origins of samples, the ranks that run them, and the way of their values there and back.
+
+Samples of all data-parallel ranks are numbered through. One whose row is shared runs on several:
+
+    rank 0 held samples 0 1 2, rank 1 held 3 4          first    [0, 3, 5]
+    1 is cut over both ranks, 4 runs on rank 0          runs_on  [[1, 2, 4], [0, 1, 3]]
+    fields    4 and 1 to rank 0 (its own), 0 and 1 to rank 1
+    outputs   of 1 from rank 0 alone, the first that runs it; of 4 back to rank 1
+
+Under dynamic CP beside ``--context-parallel-size``, the context-parallel ranks of a data-parallel
+rank all bring its samples, and each runs rows of its own: fields come from the ranks at the same
+place, outputs go back to all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mcore_batching.batch import OrderError, SchemaError
+from mcore_batching.batch.fields.values import count_of, describe
+from mcore_batching.megatron.job import Job
+from mcore_batching.megatron.serialize import (
+    deserialize,
+    exchanged,
+    has_bytes,
+    put_together,
+    serialize,
+    taken_apart,
+)
+
+Columns = dict[str, list[Any]]
+"""Field name to one value per sample."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleMoves:
+    """The samples of a batch over all data-parallel ranks. The same on every rank but for `own`.
+
+    Ranks with rows of their own are the data-parallel, under dynamic CP the data- and
+    context-parallel ones.
+    """
+
+    own: int  # this one of the ranks with rows of their own
+    first: Sequence[int]  # of each data-parallel rank's samples, and the number of all samples
+    runs_on: Sequence[Sequence[int]]  # samples of each rank with rows of its own
+    sharing: int = 1  # ranks with rows of their own that brought the same samples
+    before: SampleMoves | None = None  # the exchange that brought samples to where these came from
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The samples that this rank runs."""
+        return self.runs_on[self.own]
+
+    @functools.cached_property
+    def places(self) -> dict[int, int]:
+        """Where each of them stands among them."""
+        return {number: place for place, number in enumerate(self.held)}
+
+    @property
+    def brought(self) -> range:
+        """The samples that came from this rank."""
+        return self._brought_by(self.own)
+
+    def _brought_by(self, rank: int) -> range:
+        replica = rank // self.sharing
+        return range(self.first[replica], self.first[replica + 1])
+
+    def origins(self, places: Sequence[int]) -> dict[int, list[int]]:
+        """Data-parallel ranks that brought samples which run here, and these samples' indices
+        there."""
+        brought: dict[int, list[int]] = {}
+        for number in sorted(self._first_number(self.held[place]) for place in places):
+            rank = self._first_moves._origin(number)
+            brought.setdefault(rank, []).append(number - self._first_moves.first[rank])
+        return brought
+
+    @property
+    def _first_moves(self) -> SampleMoves:
+        return self if self.before is None else self.before._first_moves
+
+    def _first_number(self, number: int) -> int:
+        """A sample's number in the first of these exchanges."""
+        if self.before is None:
+            return number
+        rank = self._origin(number)
+        return self.before._first_number(self.before.runs_on[rank][number - self.first[rank]])
+
+    def followed_by(self, later: SampleMoves) -> SampleMoves:
+        """Those of both, of which each rank holds the samples one behind the other."""
+        both = zip(self.runs_on, later.runs_on, strict=True)
+        return dataclasses.replace(self, runs_on=[[*ours, *theirs] for ours, theirs in both])
+
+    def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Columns]]:
+        """The samples of this rank to hand to each data-parallel rank: their numbers and values.
+
+        Raises:
+            SchemaError: a field has not one value for each sample that came from this rank.
+        """
+        for name, values in columns.items():
+            count = count_of(values)
+            if count != len(self.brought):
+                raise SchemaError(
+                    name,
+                    expected=f"one value for each of the {len(self.brought)} samples given here",
+                    found=describe(values) if count is None else f"{count} values",
+                )
+        parts, brought = [], self.brought
+        # Under dynamic CP the ranks that brought the same samples each serve one rank of every
+        # replica, that at their own place: so each sample goes to a rank once.
+        for runs in self.runs_on[self.own % self.sharing :: self.sharing]:
+            numbers = [number for number in runs if number in brought]
+            places = [number - brought.start for number in numbers]
+            parts.append((numbers, {n: [v[i] for i in places] for n, v in columns.items()}))
+        return parts
+
+    def arranged(self, incoming: Sequence[tuple[list[int], Columns]]) -> Columns:
+        """Values of the samples that this rank runs, in their order, from what each handed to it.
+
+        Raises:
+            SchemaError: a field lacks the values of some of them.
+        """
+        of_field: dict[str, dict[int, Any]] = {}
+        for numbers, columns in incoming:
+            for name, column in columns.items():
+                of_field.setdefault(name, {}).update(zip(numbers, column, strict=True))
+        # A rank that left a field out sent the others samples without it.
+        for name, values in of_field.items():
+            lacking = [number for number in self.held if number not in values]
+            if lacking:
+                ranks = sorted({self._origin(number) for number in lacking})
+                raise SchemaError(
+                    name,
+                    expected="values of all data-parallel ranks' samples",
+                    found=f"none of ranks {ranks}: give the field on them too",
+                )
+        return {name: [values[n] for n in self.held] for name, values in of_field.items()}
+
+    def returned(self, columns: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
+        """Outputs of the samples that came from this rank, in the order in which they came.
+
+        A collective over the ranks with rows of their own. Columns have the same names on every
+        rank, and of each sample that runs here one tensor that passed `check_output`.
+        """
+        # Ranks may name them in different orders, and bodies carry no names.
+        names, place = sorted(columns), self.places
+        device = torch.device(torch.cuda.current_device())
+        group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
+        # Types and shapes are the function's own and differ by sample, so they travel as well.
+        headers: list[Tensor] = []
+        bodies: list[Tensor] = []
+        for rank in range(len(self.runs_on)):
+            values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
+            header, parts = taken_apart(values)
+            headers.append(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device))
+            # Some rank may be sent nothing, of which `cat` makes no tensor.
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            bodies.append(torch.cat([empty, *(part.to(device) for part in parts)]))
+        arrived = [header.cpu().numpy().tobytes() for header in exchanged(headers, group)]
+        data = exchanged(bodies, group)
+        # Which samples came is not sent: every rank knows the plan, and so who sends which.
+        found: dict[tuple[int, str], Tensor] = {}
+        for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
+            keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
+            found |= zip(keys, put_together(header, body), strict=True)
+        outputs = {name: [found[number, name] for number in self.brought] for name in names}
+        return outputs if self.before is None else self.before.returned(outputs)
+
+    def _origin(self, number: int) -> int:
+        return next(r for r, end in enumerate(self.first[1:]) if number < end)
+
+    @functools.cached_property
+    def _first_runner(self) -> dict[int, int]:
+        # Backwards, so that of the ranks that share a row the first stands.
+        backwards = reversed(list(enumerate(self.runs_on)))
+        return {number: rank for rank, runs in backwards for number in runs}
+
+    def _sent(self, source: int, target: int) -> list[int]:
+        """The samples of `target` whose outputs come from `source`."""
+        brought, runner = self._brought_by(target), self._first_runner
+        return [n for n in self.runs_on[source] if n in brought and runner[n] == source]
+
+
+def exchange_fields(
+    job: Job, moves: SampleMoves, fields: Mapping[str, Sequence[Any]], stage: str
+) -> Columns:
+    """Values of the samples that run here, of fields in the order in which samples were brought. A
+    collective."""
+    with job.agreement(stage):
+        leaving = [serialize(each) for each in moves.outgoing(fields)]
+    return receive_fields(job, moves, leaving, stage)
+
+
+def receive_fields(job: Job, moves: SampleMoves, leaving: Sequence[Tensor], stage: str) -> Columns:
+    """Values of the samples that run here, from what each rank gives each other one: `outgoing`,
+    serialized. A collective among the ranks at the same place in their replicas, so that all ranks
+    of a replica receive the same."""
+    with job.watch.reporting(stage):
+        arrived = exchanged(leaving, job.consensus.counterpart_group)
+    with job.agreement(f"{stage}, received"):
+        return moves.arranged([*map(deserialize, arrived)])
+
+
+def check_output(name: str, value: Any) -> None:
+    """Raise `OrderError` for an output that cannot travel."""
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+    elif has_bytes(value):
+        return
+    else:
+        nested = "nested " if value.is_nested else ""
+        kind = f"a {nested}{type(value).__name__} of {value.dtype}, {value.layout}, {value.device}"
+    raise OrderError(
+        f"f returned {kind} for {name!r}, which cannot go back to the rank of its sample; return "
+        "dense tensors"
+    )

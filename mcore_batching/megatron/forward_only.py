@@ -1,0 +1,343 @@
+"""`forward_only`: log-probs and the like for all samples, in the order they came in.
+
+Every real sample of the rank has exactly one output, at its own index; too few or too many are an
+error, never a `None`. A placeholder's is dropped. A rank without samples returns empty lists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mcore_batching.batch import OrderError, PackedMicroBatch, restore_order
+from mcore_batching.batch.fields.values import count_of, describe
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.errors import CollationFailedError
+from mcore_batching.megatron.exchange import check_output
+from mcore_batching.megatron.iterator import (
+    DataIterator,
+    Rollout,
+    plan_forward_passes,
+    rollout_of,
+)
+from mcore_batching.megatron.job import Job, job_of, raise_first
+from mcore_batching.megatron.log_probs import Logits, logits_of_shape
+from mcore_batching.megatron.prepare import (
+    PreparedRow,
+    PreparedStep,
+    collated,
+    collating,
+)
+from mcore_batching.megatron.run_pipeline import run_for_losses, run_pipeline
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.topology import is_last_stage, model_chunks
+from mcore_batching.planning import sample_multiple_tokens
+
+Outputs = dict[str, list[Tensor]]
+"""By name one value for each of a row's real samples."""
+OutputsOf = Callable[[Logits, PackedMicroBatch], Outputs]
+
+
+def logits_function(
+    f: Callable[..., Any], args: Any, schedule: MicroBatchSchedule, *, fused: bool
+) -> OutputsOf:
+    """A user's function of the logits, called with what it takes; what it returns is checked.
+
+    Raises:
+        TypeError: it is no function.
+        ValueError: it takes no ``micro_batch``, and so expects the samples' tokens one behind the
+            other, padded to twice the context-parallel size at most (slime's layout), which rows of
+            this schedule, or a ``fused`` output layer, do not have.
+    """
+    if not callable(f):
+        raise TypeError(f"f must be a function of the logits, got {type(f).__name__}")
+    takes = inspect.signature(f).parameters
+    # slime's functions take `**kwargs` or a choice of these names.
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    drops_padding = False
+    if "micro_batch" not in takes:
+        size = schedule.dims.context_parallel
+        padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
+        # A row that is not cut can have its padding taken out.
+        drops_padding = size == 1 and padded_to > 1
+        fault, mend = _why_no_plain_layout(schedule, size, padded_to, fused)
+        if fault:
+            raise ValueError(
+                f"{getattr(f, '__name__', f)} does not take micro_batch, but {fault}; let it take "
+                f"micro_batch (gather_response and response_log_probs do), or {mend}"
+            )
+
+    def outputs_of(logits: Logits, row: PackedMicroBatch) -> Outputs:
+        # By slime's names, whose functions run here unchanged.
+        offered = {
+            "args": args,
+            "unconcat_tokens": row.fields["tokens"],
+            "total_lengths": row.total_lengths,
+            "response_lengths": row.response_lengths,
+            "with_entropy": getattr(args, "use_rollout_entropy", False),
+            "micro_batch": row,
+        }
+        given = {name: value for name, value in offered.items() if takes_all or name in takes}
+        outputs = f(_without_padding(logits, row) if drops_padding else logits, **given)
+        return {
+            # None of a placeholder's, whose one sample is fabricated.
+            key: [_copied(key, value) for value in values[: row.num_samples]]
+            for key, values in checked_outputs(outputs, len(row.total_lengths)).items()
+        }
+
+    return outputs_of
+
+
+def _copied(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise OrderError(
+            f"f returned a {type(value).__name__} for a sample's {name!r}; return a tensor for "
+            "each sample, as torch.tensor(...)"
+        )
+    # A slice of the logits would keep them all in memory, and so would a gradient.
+    return value.detach().clone()
+
+
+def _why_no_plain_layout(
+    schedule: MicroBatchSchedule, size: int, padded_to: int, fused: bool
+) -> tuple[str, str]:
+    """Why rows do not hold sample behind sample as slime's do, and the mend; empty if they do."""
+    if schedule.has_sizes_of_rows:
+        return "rows are cut in other ways", "unset --dynamic-batch-context-parallel"
+    if schedule.hosts is not None:
+        return "samples share segments", "unset --dynamic-batch-share-prefixes"
+    if size > 1 and padded_to != 2 * size:
+        mend = "turn off sequence parallelism and --dynamic-batch-pad-each-to"
+        return f"samples are padded to {padded_to}, not {2 * size}", mend
+    return ("no logits are made", "unset --dynamic-batch-fuse-output-layer") if fused else ("", "")
+
+
+def _without_padding(logits: Any, row: PackedMicroBatch) -> Tensor:
+    """Logits of the samples' tokens alone, of a row that is not cut."""
+    starts = row.host_cu_seqlens_padded
+    held = zip(starts, row.total_lengths, strict=False)
+    # Not by a mask: the host would wait for the device to count.
+    return torch.cat([logits[:, start : start + length] for start, length in held], dim=1)
+
+
+def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
+    """The outputs of ``f``: one per sample of a micro-batch, a placeholder's included."""
+    # slime's functions return a pair: a placeholder for a loss, then the outputs.
+    outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
+    if not isinstance(outputs, Mapping):
+        kind = type(outputs).__name__
+        raise OrderError(f"f must return a dict of lists, or a pair that ends in one, got {kind}")
+    for key, values in outputs.items():
+        if not isinstance(key, str):
+            raise OrderError(f"f returned the key {key!r}; name outputs by texts")
+        count = count_of(values)
+        if count != num_samples or any(value is None for value in values):
+            found = describe(values) if count is None else f"{count} values"
+            if count == num_samples:
+                found += ", some of them None,"
+            raise OrderError(
+                f"f returned {found} for {key!r} in a micro-batch of {num_samples} samples; return "
+                "one tensor for each, a placeholder's included"
+            )
+    return {key: list(values) for key, values in outputs.items()}
+
+
+_OPERATION = "forward_only"
+
+
+@torch.no_grad()
+def forward_only(
+    f: Callable[..., Any],
+    args: Any,
+    model: list[Any],
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+    store_prefix: str = "",
+) -> dict[str, list[Tensor]]:
+    """Run all micro-batches forward and collect what ``f`` makes of the logits.
+
+    A collective over all ranks. The model is in evaluation mode meanwhile.
+
+    Args:
+        f: called on the last stage as ``f(logits, args=, unconcat_tokens=, total_lengths=,
+            response_lengths=, with_entropy=, micro_batch=)``, with logits as in `train_step` and a
+            `PackedMicroBatch`; keywords that it does not take are left out. Returns a dict of lists
+            with one tensor per sample of the micro-batch (one for a placeholder), or a pair that
+            ends in one; the same names for every micro-batch on every rank but for placeholders,
+            whose values are dropped.
+        args: Megatron's arguments.
+        model: this rank's model chunks.
+        data_iterator: from `get_data_iterator`.
+        num_microbatches: likewise; not read where forward passes have a plan of their own.
+        store_prefix: put before every key of the result.
+
+    Returns:
+        on the last stage, for each key of ``f`` one tensor per sample of this rank, in the order of
+        the rollout data, each in memory of its own and without a gradient; ``{}`` on other stages.
+
+    Raises:
+        CollationFailedError: on every rank, if arguments or samples could not be read on any, or
+            ``f`` goes by the samples' lengths, as slime's functions do, where rows do not lie so:
+            padded samples, dynamic CP, shared prefixes, a fused output layer.
+        ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
+            sample (an `OrderError`), or returned other names than elsewhere.
+        PipelineFailedError: on every rank that can be reached, if the model raised on any, or
+            exchanged outputs did not fit into memory.
+    """
+    job = job_of(args)
+    with job.agreement(_OPERATION, failure=CollationFailedError) as agree:
+        chunks = model_chunks(model)
+        get_model_config(chunks[0])  # raises for what is no model of Megatron's
+        rollout = rollout_of(data_iterator)
+        function = logits_function(f, args, rollout.schedule, fused=job.options.fuse_output_layer)
+        agree.same("plan (sha256)", rollout.schedule.plan_digest)
+        # Ranks that differ in this would wait in different planning agreements.
+        agree.same("plan of its own", job.options.has_own_forward_cap)
+    planned = plan_forward_passes(rollout, job, chunks)
+    counts = num_microbatches if planned is rollout else None
+    with _evaluation_mode(chunks):
+        outputs, names = _outputs_of_steps(function, job, chunks, planned, counts)
+    if not is_last_stage():
+        return {}
+    schedule = planned.schedule
+    by_name = {name: [value for each in outputs for value in each[name]] for name in names}
+    ran, count = [i for row in schedule.micro_batches for i in row], schedule.num_samples
+    found = {name: restore_order(values, ran, count) for name, values in by_name.items()}
+    if schedule.moves is not None:
+        # A collective, which may run out of memory on one rank.
+        with job.watch.reporting(f"{_OPERATION}, returning outputs"):
+            found = schedule.moves.returned(found)
+    return {f"{store_prefix}{name}": values for name, values in found.items()}
+
+
+def _outputs_of_steps(
+    function: OutputsOf,
+    job: Job,
+    chunks: list[Any],
+    planned: Rollout,
+    counts: Sequence[int] | None,
+) -> tuple[list[Outputs], list[str]]:
+    """Outputs of ``f`` for each micro-batch of real samples, on the last stage, and their names.
+
+    ``counts`` are the caller's micro-batches of each step, to be compared; None: of another plan.
+    """
+
+    real: list[Outputs] = []
+    fabricated: dict[str, None] = {}  # names of placeholders' outputs
+    names: list[str] = []
+    for step in range(planned.num_steps):
+        planned.planned(step)
+        with collating(job, _OPERATION) as agree:
+            if counts is not None:
+                planned.check_step(step, counts)
+            prepared = collated(agree, job, chunks, planned.schedule, step, forward_only=True)
+        made, failed, temperatures = _run(function, job, chunks, prepared)
+        for outputs, each in zip(made, prepared.rows, strict=False):  # none on other stages
+            if each.row.is_placeholder:
+                fabricated |= dict.fromkeys(outputs)
+            else:
+                real.append(outputs)
+        travel = prepared.schedule.moves is not None
+        # After each step, of all outputs so far: a name that comes late is an error, too.
+        names = _agreed_names(job, real, fabricated, failed, temperatures, travel=travel)
+    return real, names
+
+
+@contextlib.contextmanager
+def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
+    """No dropout, and none of Megatron's timers, which expect a training step."""
+    config = get_model_config(chunks[0])
+    # Module by module: a caller may keep some, such as a frozen encoder, in evaluation mode.
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        with compat.schedules.replaced(config, "timers", None):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _run(
+    function: OutputsOf, job: Job, chunks: list[Any], prepared: PreparedStep
+) -> tuple[list[Outputs], list[Exception], Collection[float]]:
+    """Outputs of ``f`` on the last stage, in slot order; what it raised; temperatures it used."""
+    failed: list[Exception] = []
+
+    def forward_step(
+        rows: Iterator[PreparedRow], chunk: Any, *unused: Any
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        row = next(rows).row
+        of_chunk, logits_of = run_for_losses(job.options, chunk, row)
+
+        # Megatron names the second argument where it collects something else than losses.
+        def collect(output: Tensor, non_loss_data: bool = True) -> Outputs:
+            try:
+                logits = logits_of(output)
+                with logits_of_shape(logits):
+                    return function(logits, row)
+            except Exception as exception:
+                # The pipeline has to run dry before all ranks can be told.
+                job.defer(failed, exception, row)
+                return {}
+
+        return of_chunk, collect
+
+    made, temperatures = run_pipeline(
+        job,
+        chunks,
+        prepared,
+        _OPERATION,
+        forward_step,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return made, failed, temperatures
+
+
+def _agreed_names(
+    job: Job,
+    real: Sequence[Outputs],
+    fabricated: Collection[str],
+    failed: Sequence[Exception],
+    temperatures: Collection[float],
+    *,
+    travel: bool,
+) -> list[str]:
+    """The names that ``f`` returns for real samples, of whichever rank has any; else those that it
+    returns for placeholders, which are ``fabricated``.
+
+    A collective over all ranks, which raises where ``f`` did, where names or temperatures differ,
+    and for outputs that are to ``travel`` to other ranks and cannot.
+    """
+    with job.agreement_after_pipeline(_OPERATION) as agree:
+        raise_first(failed)
+        for outputs in real:
+            if set(outputs) != set(real[0]):
+                raise OrderError(
+                    f"f returned {sorted(outputs)} for one micro-batch, {sorted(real[0])} for "
+                    "another; return the same names for all"
+                )
+            # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
+            for name in outputs if travel else ():
+                for value in outputs[name]:
+                    check_output(name, value)
+        names = list(real[0]) if real else None
+        if names is not None:
+            agree.same("names that f returned", sorted(names))
+        agree.same("temperature", sorted(temperatures), within="stage")
+        # Stages without logits need no names, and ranks with real samples have them.
+        wanted = is_last_stage() and names is None
+        everyone = agree.every("names", (names, list(fabricated)), wanted=wanted)
+    by_rank = everyone.by_rank.values()
+    known = next((of_real for of_real, _ in by_rank if of_real is not None), None)
+    if known is None:  # placeholders everywhere
+        return list(dict.fromkeys(name for _, of_fabricated in by_rank for name in of_fabricated))
+    return known

@@ -1,0 +1,214 @@
+"""`Job`: what the engine knows of the training job, in one object.
+
+    job = job_of(args)          at the start of a public call
+    job.options                 Megatron's arguments, parsed
+    job.consensus, job.watch    agreement between all ranks, and the watch over their failures
+    job.memory                  what calls leave for later ones, as long as Megatron's groups live
+
+A job is as old as Megatron's data-parallel group: where the model's parallelism is set up anew, a
+new job begins, which knows nothing of the former. Where the same groups are connected anew, as by
+slime around an offloaded model, the job goes on and connects anew as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.batch.errors import CollectiveError
+from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
+from mcore_batching.megatron.consensus import JobAgreement, JobConsensus
+from mcore_batching.megatron.errors import (
+    DynamicBatchArgumentError,
+    ForwardFailedError,
+    PlanningFailedError,
+)
+from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.watch import (
+    NO_WATCH,
+    FailureWatch,
+    watch_of_world,
+)
+from mcore_batching.planning.plans.records import StepRecorder
+
+Kept = TypeVar("Kept")
+
+
+class JobMemory:
+    """Objects that calls leave for later ones, the same on every rank."""
+
+    def __init__(self, data_parallel_group: Any) -> None:
+        self.data_parallel_group = data_parallel_group  # Megatron's, with which it ends
+        self.said: set[str] = set()  # what is said once a job and has been
+        # First chunks of models that packed rows were found to run on.
+        self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Ranks that share a row with this one, by their number; none before any are made.
+        self.row_groups: dict[int, dist.ProcessGroup] = {}
+        self.recorders: dict[str, StepRecorder] = {}  # by folder
+        self._only: dict[type[Any], Any] = {}
+        # The default process group, and the consensus over it from the first agreement on.
+        self.connection: tuple[weakref.ref[Any], JobConsensus] | None = None
+
+    def only(self, kind: type[Kept]) -> Kept:
+        """The job's only object of a class, made at the first call."""
+        # By class, so that learners and the like live as long as the job, and the job knows none.
+        if kind not in self._only:
+            self._only[kind] = kind()
+        kept: Kept = self._only[kind]
+        return kept
+
+    def disconnect(self) -> None:
+        """End the watch's thread."""
+        if self.connection is not None:
+            self.connection[1].watch.stop()
+            self.connection = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The job as one call sees it."""
+
+    options: Options  # Megatron's arguments of the call
+    memory: JobMemory
+
+    @property
+    def consensus(self) -> JobConsensus:
+        """Agreement between all ranks. A collective over them where it has to be made."""
+        world, connection = dist.group.WORLD, self.memory.connection
+        # After an abort there is no group, and the next call is to raise the same error.
+        if connection is None or (world is not None and connection[0]() is not world):
+            self.memory.disconnect()
+            made = self._connected()  # says what is wrong where there is no group
+            connection = self.memory.connection = weakref.ref(world), made
+        return connection[1]
+
+    def _connected(self) -> JobConsensus:
+        options, seconds = self.options, DEFAULT_TIMEOUT_SECONDS
+        # With a wrong one this rank has yet to meet the others, to tell them.
+        with contextlib.suppress(DynamicBatchArgumentError):
+            seconds = options.checked_timeout_seconds()
+        watch = NO_WATCH if options.no_failure_watch else watch_of_world()
+        try:
+            made = JobConsensus(seconds, watch)
+            with made.agreement("reading the arguments"):
+                options.checked_timeout_seconds()
+        except BaseException:
+            watch.stop()  # the next call makes another
+            raise
+        return made
+
+    @property
+    def consensus_of_rows(self) -> JobConsensus:
+        """The same, whose replicas run the same rows."""
+        has_sizes = self.options.max_context_parallel is not None
+        return self.consensus.of_rows if has_sizes else self.consensus
+
+    @property
+    def watch(self) -> FailureWatch:
+        """Over the failures of all ranks; a collective where `consensus` is."""
+        return NO_WATCH if self.options.no_failure_watch else self.consensus.watch
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Writes the job's steps on rank 0; None without ``--dynamic-batch-record``."""
+        # On every rank, though one writes: a folder that cannot be made fails on all.
+        directory, recorders = self.options.record, self.memory.recorders
+        if directory is None:
+            return None
+        if directory not in recorders:
+            recorders[directory] = StepRecorder(directory, writes=dist.get_rank() == 0)
+        return recorders[directory]
+
+    def say_once(self, what: str, text: str) -> None:
+        """Print a line once a job, where stock code prints its log; `what` names it."""
+        if what not in self.memory.said:
+            self.memory.said.add(what)
+            # The last rank, as Megatron's own log.
+            if dist.get_rank() == dist.get_world_size() - 1:
+                say(text)
+
+    def defer(
+        self, failed: list[Exception], exception: Exception, row: PackedMicroBatch | None = None
+    ) -> None:
+        """Keep what a function of the model's output raised, to be raised after the pipeline.
+
+        It is added to those that failed so far, and raised at once where ranks that share the
+        micro-batch, `row` where rows may have sizes of their own, have not raised.
+        """
+        failed.append(exception)
+        size = (
+            parallel_state.get_context_parallel_world_size()
+            if row is None
+            else row.context_parallel_size
+        )
+        # A loss communicates with the ranks of its row: unless all of them raised, one may be
+        # waiting for this one, and the exception must leave the pipeline at once.
+        sharing = size * parallel_state.get_tensor_model_parallel_world_size()
+        block = parallel_state.get_data_parallel_rank(with_context_parallel=True) // size
+        if sharing > 1 and not self.watch.is_joined(f"block {block} of {size} raises", sharing):
+            raise exception
+
+    def agreement(
+        self, stage: str, *, failure: type[CollectiveError] = PlanningFailedError
+    ) -> JobAgreement:
+        """A block that all ranks pass or none (`batch.consensus`). A collective.
+
+        Args:
+            stage: what is being done, in words.
+            failure: raised on every rank if the body raised on any.
+        """
+        return self.consensus.agreement(stage, failure=failure)
+
+    def agreement_after_pipeline(self, operation: str) -> JobAgreement:
+        """The agreement once the pipeline has drained; begin its body with `raise_first` of what
+        functions of the model's output raised. A collective; raises `ForwardFailedError`."""
+        return self.consensus_of_rows.agreement(
+            f"{operation}, after the pipeline",
+            failure=ForwardFailedError,
+            mismatch=ForwardFailedError,
+        )
+
+
+def raise_first(failed: Sequence[Exception]) -> None:
+    """Raise the first of the exceptions that `Job.defer` kept, if there is any."""
+    if failed:
+        raise failed[0]
+
+
+def say(text: str) -> None:
+    """Print a line of the log; a full disk is no reason to leave the other ranks waiting."""
+    with contextlib.suppress(OSError):
+        print(f"mcore_batching: {text}", flush=True)
+
+
+# Of the present job: a global, since Megatron's process groups, with which it ends, are globals.
+_memory: JobMemory | None = None
+
+
+def present_memory() -> JobMemory | None:
+    """Of the present job; None where no call has been made in it."""
+    if _memory is None:
+        return None
+    group = parallel_state.get_data_parallel_group()
+    return _memory if _memory.data_parallel_group is group else None
+
+
+def job_of(args: Any = None) -> Job:
+    """The present job, a new one where Megatron's parallelism was set up anew. Not a collective.
+
+    Megatron's arguments may be None where nothing is read of them.
+    """
+    global _memory
+    memory = present_memory()
+    if memory is None:
+        if _memory is not None:
+            _memory.disconnect()
+        memory = _memory = JobMemory(parallel_state.get_data_parallel_group())
+    return Job(Options.of(args), memory)

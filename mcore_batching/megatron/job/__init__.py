@@ -1,1 +1,0 @@
-"""The training job: its settings, process groups, agreement between ranks, and their watch."""

@@ -1,0 +1,453 @@
+"""Log-probabilities and entropies of response tokens, from a model's logits.
+
+With a vocabulary of 150k the logits of a row are by far its largest tensor, and every float32 copy
+of them is another 10 GB at 16k tokens. So nothing here has the shape of all logits: rows are cast
+to float32 a chunk at a time, and only those that predict a response token; the backward pass
+computes the softmax again, and writes the gradient over the logits, which nobody reads by then.
+With ``--dynamic-batch-logits-in-model-dtype`` the logits themselves take half as much, with
+``--dynamic-batch-fuse-output-layer`` (`fused_output`) they are never made.
+
+Both are differentiable. With x the logits of a token over the temperature, h their highest,
+S = sum exp(x - h), p = exp(x - h) / S:
+
+    log-probability   x_target - h - log S        gradient by x   [i = target] - p_i
+    entropy H         log S - sum p (x - h)                       -p_i (log p_i + H)
+
+Sums over the vocabulary are sums over the tensor-parallel ranks: each rank sums exp(x - h) with the
+highest entry h of its own part; once all know the highest of all, its sums are scaled to that. Two
+all-reduces, of one and of two or three numbers a token, whatever the chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mcore_batching.batch import BatchError, PackedMicroBatch
+from mcore_batching.batch.fields.values import as_number, describe, shape_of
+from mcore_batching.batch.gather import gather_own_values
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.topology import context_parallel_group
+from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
+
+LOWEST = torch.finfo(torch.float32).min
+"""In place of -inf, of which a difference with itself would be NaN."""
+_NEGLIGIBLE = -1000.0
+"""Below the highest logit: exp of it, and of all that is less, is 0 in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Temperature, tokens at a time, and a second column with entropies if asked for."""
+
+    temperature: float
+    chunk_tokens: int
+    with_entropy: bool
+
+    def __post_init__(self) -> None:
+        temperature, tokens = as_number(self.temperature), as_integer(self.chunk_tokens)
+        if temperature is None or not temperature > 0:
+            raise ValueError(f"temperature must be a positive number, got {self.temperature!r}")
+        if tokens is None or tokens < 1:
+            raise ValueError(f"chunk_tokens must be 1 or more, got {self.chunk_tokens!r}")
+
+
+class StatisticsOfLogits(torch.autograd.Function):
+    """``[positions, 1 or 2]`` from logits that lie in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        options: Options,
+        readers: list[None] | None,
+    ) -> Tensor:
+        """Of logits ``[1, tokens, local vocabulary]`` at positions, each token at most once.
+
+        Readers: one entry for each differentiable call on the logits; None: keep them whole.
+        """
+        rows = logits[0]
+        softmax = _Softmax(targets, rows.shape[1], options)
+        found = softmax.measure(lambda part: rows.index_select(0, positions[part]))
+        ctx.save_for_backward(logits, positions)
+        ctx.softmax, ctx.readers = softmax, readers
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradient of the logits, in their storage where nobody else reads them."""
+        logits, positions = ctx.saved_tensors
+        # Logits are the largest tensor of a step: a gradient beside them would double them. One
+        # that others read, or a leaf, keeps its values.
+        in_place = ctx.readers is not None and len(ctx.readers) == 1 and not logits.is_leaf
+        gradient = logits if in_place and logits.is_contiguous() else torch.empty_like(logits)
+        rows, into = logits[0], gradient[0]
+        softmax: _Softmax = ctx.softmax
+        for part in softmax.parts:
+            of_chunk = softmax.gradient(part, rows.index_select(0, positions[part]), grads)
+            into.index_copy_(0, positions[part], of_chunk)
+            del of_chunk  # or it lasts until the next chunk's is made
+        # Prompt tokens have no gradient; in place their rows still hold logits.
+        others = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
+        others.index_fill_(0, positions, False)
+        into.masked_fill_(others[:, None], 0.0)
+        return gradient.detach(), None, None, None, None
+
+
+class StatisticsOfProduct(torch.autograd.Function):
+    """``[positions, 1 or 2]`` from hidden states and the weight that makes logits of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        positions: Tensor,
+        targets: Tensor,
+        options: Options,
+    ) -> Tensor:
+        """Of ``[tokens, hidden size]``, alike on tensor-parallel ranks, times the weight ``[local
+        vocabulary, hidden size]``, at positions, each token at most once."""
+        softmax = _Softmax(targets, weight.shape[0], options)
+        found = softmax.measure(lambda part: hidden.index_select(0, positions[part]) @ weight.t())
+        ctx.save_for_backward(hidden, weight, positions)
+        ctx.softmax = softmax
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of this rank's part of the vocabulary."""
+        hidden, weight, positions = ctx.saved_tensors
+        by_hidden = torch.zeros_like(hidden)
+        # Added up over chunks, in float32: half precision would lose the later ones.
+        by_weight = torch.zeros_like(weight, dtype=torch.float32)
+        softmax: _Softmax = ctx.softmax
+        for part in softmax.parts:
+            rows = hidden.index_select(0, positions[part])
+            by_logits = softmax.gradient(part, rows @ weight.t(), grads)
+            by_hidden.index_copy_(0, positions[part], by_logits @ weight)
+            by_weight += by_logits.t() @ rows
+            del by_logits  # or it lasts until the next chunk's is made
+        return by_hidden, by_weight.to(weight.dtype), None, None, None
+
+
+class _Softmax:
+    """Softmax of logits that are seen a chunk of tokens at a time, twice if differentiated.
+
+    Targets ``[positions]`` are of the whole vocabulary, of which this rank has ``vocabulary``.
+    """
+
+    def __init__(self, targets: Tensor, vocabulary: int, options: Options) -> None:
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.options = options
+        # A target of another rank's part is looked up anywhere, and masked.
+        targets = targets - self.group.rank() * vocabulary
+        self.elsewhere = (targets < 0) | (targets >= vocabulary)
+        self.targets = targets.masked_fill(self.elsewhere, 0)
+        starts = range(0, targets.numel(), options.chunk_tokens)
+        self.parts = [slice(start, start + options.chunk_tokens) for start in starts]
+
+    def measure(self, logits_of: Callable[[slice], Tensor]) -> Tensor:
+        """``[positions, 1 or 2]``: log-probability, and entropy if asked for.
+
+        ``logits_of`` gives ``[part, local vocabulary]``, a copy that is written over.
+        """
+        with_entropy = self.options.with_entropy
+        count = self.targets.numel()
+        highest = torch.empty(count, dtype=torch.float32, device=self.targets.device)
+        sums = highest.new_zeros(2 + with_entropy, count)
+        for part in self.parts:
+            x = self._scaled(logits_of(part))
+            # Not -inf, of which a rank's part may consist: the difference would be NaN.
+            highest[part] = x.amax(-1).clamp_(min=LOWEST)
+            x.sub_(highest[part, None])
+            sums[0, part] = x.gather(1, self.targets[part, None])[:, 0]
+            weights = x.exp() if with_entropy else x.exp_()
+            sums[1, part] = weights.sum(-1)
+            if with_entropy:
+                x.clamp_(min=_NEGLIGIBLE)  # 0 times the -inf of a masked entry would be NaN
+                sums[2, part] = torch.bmm(weights[:, None], x[:, :, None])[:, 0, 0]
+            del x, weights
+        # Each rank's sums are relative to its own highest; scaled to the highest of all, they add.
+        if self.group.size() > 1 and count:
+            down = highest.clone()
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
+            down.sub_(highest).clamp_(min=LOWEST)
+            sums[0] += down
+            if with_entropy:
+                # A part may be as low as numbers go: times its sum that would be none.
+                sums[2] += down.clamp(min=_NEGLIGIBLE) * sums[1]
+            sums[1:] *= down.exp()
+            sums[0].masked_fill_(self.elsewhere, 0.0)
+            dist.all_reduce(sums, group=self.group)
+        self.highest, self.totals = highest, sums[1]
+        found = [sums[0] - sums[1].log()]
+        if with_entropy:
+            self.entropy = sums[1].log() - sums[2] / sums[1]
+            found.append(self.entropy)
+        return torch.stack(found, 1)
+
+    def gradient(self, part: slice, logits: Tensor, grads: Tensor) -> Tensor:
+        """Gradient by a chunk's logits, as `measure` was given them, which are written over.
+
+        ``grads``: ``[positions, 1 or 2]``, by what `measure` returned.
+        """
+        dtype = logits.dtype  # the gradient's, as autograd expects
+        own = grads[part] / self.options.temperature
+        x = self._scaled(logits).sub_(self.highest[part, None])
+        del logits
+        totals = self.totals[part, None]
+        if self.options.with_entropy:
+            log_p = x.clamp(min=_NEGLIGIBLE).sub_(totals.log())
+            p = x.exp_().div_(totals)
+            log_p.add_(self.entropy[part, None]).mul_(own[:, 1:]).add_(own[:, :1])
+            made = p.mul_(log_p).neg_()
+            del p, log_p
+        else:
+            made = x.exp_().div_(totals).mul_(-own)
+        # [i = target] of the first column's gradient, on the rank whose part has the target.
+        at_target = own[:, :1].masked_fill(self.elsewhere[part, None], 0.0)
+        return made.scatter_add_(1, self.targets[part, None], at_target).to(dtype)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        x = logits.float()  # a copy, but of float32 logits, whose chunk is a copy already
+        return x.div_(self.options.temperature) if self.options.temperature != 1.0 else x
+
+
+# Context variables, not arguments: losses call these functions, and are the user's.
+_chunk_tokens = contextvars.ContextVar("chunk_tokens", default=LOG_PROB_CHUNK_TOKENS)
+_temperatures: contextvars.ContextVar[set[float] | None] = contextvars.ContextVar(
+    "temperatures", default=None
+)
+
+
+@contextlib.contextmanager
+def chunks_of_tokens(tokens: int) -> Iterator[set[float]]:
+    """Let this be the default for ``chunk_tokens`` in a block; yields temperatures asked for."""
+    # Tensor-parallel ranks have to agree on them: each divides its own part of the vocabulary.
+    temperatures: set[float] = set()
+    chunk, asked = _chunk_tokens.set(tokens), _temperatures.set(temperatures)
+    try:
+        yield temperatures
+    finally:
+        _chunk_tokens.reset(chunk)
+        _temperatures.reset(asked)
+
+
+_model_shape: contextvars.ContextVar[torch.Size | None] = contextvars.ContextVar(
+    "model_shape", default=None
+)
+
+
+@contextlib.contextmanager
+def logits_of_shape(logits: Logits) -> Iterator[None]:
+    """Refuse logits of another vocabulary than these inside a ``with`` block."""
+    shape = logits.shape if isinstance(logits, Tensor) else None
+    token = _model_shape.set(shape)
+    try:
+        yield
+    finally:
+        _model_shape.reset(token)
+
+
+def response_log_probs(
+    logits: Logits,
+    row: PackedMicroBatch,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    overwrite_logits: bool = True,
+) -> list[Tensor]:
+    """Log-probability of every response token, whole responses on every rank; differentiable.
+
+    Args:
+        logits: ``[1, local tokens, local vocabulary]`` of any floating-point type, as the model's
+            last chunk returns them; or `FusedLogits`.
+        row: the micro-batch that they were computed from.
+        temperature: divides the logits.
+        chunk_tokens: tokens of which float32 copies are held at a time; None: what
+            ``--dynamic-batch-log-prob-chunk-tokens`` says in `train_step` and `forward_only`, 512
+            elsewhere.
+        overwrite_logits: write the gradient over the logits in the backward pass. False if another
+            function's backward pass reads the same logits, or anybody does later.
+
+    Returns:
+        float32 ``[response_length]`` for each sample of the row. A token without a predecessor
+        (the response is the whole sample) has log-probability 0 and no gradient.
+
+    Raises:
+        BatchError: the logits' shape is not that of the row.
+        ValueError: ``temperature`` is not positive, or ``chunk_tokens`` less than 1.
+    """
+    options = _options(temperature, chunk_tokens, with_entropy=False)
+    found = _gathered(logits, row, options, overwrite_logits)
+    return [values[:, 0] for values in found]
+
+
+def response_log_probs_and_entropy(
+    logits: Logits,
+    row: PackedMicroBatch,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int | None = None,
+    overwrite_logits: bool = True,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probability of every response token, and entropy of what it was drawn from, in one pass.
+
+    Args: those of `response_log_probs`.
+
+    Returns:
+        two lists of float32 ``[response_length]``, both differentiable; the entropies in nats, of
+        the distribution at ``temperature``, 0 for tokens without a predecessor.
+
+    Raises: as `response_log_probs`.
+    """
+    options = _options(temperature, chunk_tokens, with_entropy=True)
+    found = _gathered(logits, row, options, overwrite_logits)
+    return [values[:, 0] for values in found], [values[:, 1] for values in found]
+
+
+def log_probs_of_all(logits: FusedLogits, labels: Tensor) -> Tensor:
+    """Log-probability of each of the labels ``[1, local tokens]``, float32 of their shape."""
+    whole = logits.whole_hidden()
+    positions = torch.arange(len(whole), device=whole.device)
+    options = Options(1.0, _chunk_tokens.get(), with_entropy=False)
+    product = cast(Any, StatisticsOfProduct)
+    values: Tensor = product.apply(whole, logits.weight, positions, labels[0], options)
+    return values[:, 0][None]
+
+
+def _options(temperature: float, chunk_tokens: int | None, *, with_entropy: bool) -> Options:
+    tokens = _chunk_tokens.get() if chunk_tokens is None else chunk_tokens
+    options, asked = Options(temperature, tokens, with_entropy), _temperatures.get()
+    if asked is not None:
+        asked.add(float(temperature))
+    return options
+
+
+_readers: Any = WeakTensorKeyDictionary()  # its methods have no types
+"""Logits to one entry for each differentiable call on them."""
+
+
+def _gathered(
+    logits: Logits, row: PackedMicroBatch, options: Options, overwrite_logits: bool
+) -> list[Tensor]:
+    """``[response_length, 1 or 2]`` for each sample: log-probability, and entropy if asked for."""
+    whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
+    expected = row.labels.shape[1]
+    shape = shape_of(whole) if isinstance(whole, Tensor) else None
+    if shape is None or len(shape) != 3 or shape[:2] != (1, expected) or not shape[2]:
+        raise BatchError(
+            f"expected logits of shape [1, {expected}, vocabulary], got "
+            f"{describe(logits) if shape is None else list(shape)}"
+        )
+    # Logits that a loss gathered or cut have the wrong part of the vocabulary on each rank.
+    model, tp = _model_shape.get(), parallel_state.get_tensor_model_parallel_world_size()
+    if model is not None and tp > 1 and whole is logits and shape[2] != model[2]:
+        raise BatchError(
+            f"expected logits of this tensor-parallel rank's {model[2]} entries of the vocabulary, "
+            f"got {shape[2]}: do not gather or cut them"
+        )
+    # Only the response tokens that this context-parallel rank holds; the others' values come in
+    # `gather_own_values`.
+    positions = row.responses.owned_positions.to(whole.device)
+    targets = row.labels[0].index_select(0, positions)
+    if isinstance(logits, FusedLogits):
+        product = cast(Any, StatisticsOfProduct)
+        values = product.apply(whole[0], logits.weight, positions, targets, options)
+    else:
+        # One entry for each call: two of them must not both write over the logits.
+        readers: list[None] | None = None
+        if overwrite_logits and logits.requires_grad and torch.is_grad_enabled():
+            readers = _readers.setdefault(logits, [])
+            readers.append(None)
+        values = cast(Any, StatisticsOfLogits).apply(logits, positions, targets, options, readers)
+    return gather_own_values(values, row, group=context_parallel_group(row))
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedLogits:
+    """Factors of the logits; taken by `response_log_probs` and its siblings in their place.
+
+    Attributes:
+        hidden: ``[1, local tokens, hidden size]``, under sequence parallelism this tensor-parallel
+            rank's part of the tokens.
+        weight: ``[local vocabulary, hidden size]``.
+        sequence_parallel: True if the tokens are split over tensor-parallel ranks.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    sequence_parallel: bool
+
+    def whole_hidden(self) -> Tensor:
+        """``[local tokens, hidden size]`` on every tensor-parallel rank."""
+        rows = self.hidden[0]
+        # Both sum up the gradient over the ranks in the backward pass, as Megatron's layer does.
+        if self.sequence_parallel:
+            gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(rows)
+            return gathered
+        copied: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
+        return copied
+
+
+Logits = Tensor | FusedLogits
+
+
+def check_can_be_fused(chunks: list[Any]) -> None:
+    """Refuse models whose last layer is more than a product."""
+    for chunk in chunks:
+        layer = getattr(unwrap_model(chunk), "output_layer", None)
+        # Only the last stage's last chunk has the layer.
+        reason = "" if layer is None else compat.layers.why_no_plain_product(layer)
+        if not reason and getattr(get_model_config(chunk), "use_mup", False):
+            reason = "scales its logits (--use-mup)"
+        if reason:
+            raise DynamicBatchArgumentError(
+                f"the output layer {reason}, so it cannot be fused with log-probs: unset "
+                "--dynamic-batch-fuse-output-layer"
+            )
+
+
+@contextlib.contextmanager
+def output_layer(chunk: Any, fused: bool) -> Iterator[Callable[[Tensor], Logits]]:
+    """Let one forward pass of a chunk inside the block return what goes into its output layer.
+
+    Yields a function from the chunk's output to what losses are given: `FusedLogits` on the last
+    stage if ``fused``, else the output itself.
+    """
+    layer = getattr(unwrap_model(chunk), "output_layer", None)
+    if layer is None or not fused:
+        yield lambda output: output
+        return
+    weights: list[Tensor] = []
+
+    def keep(hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
+        weights.append(layer.weight if weight is None else weight)
+        return hidden, None
+
+    # On this one module and for this one pass: the model's own forward and its hooks run as ever.
+    with compat.schedules.replaced(layer, "forward", keep):
+        yield lambda output: FusedLogits(output, weights[0], layer.sequence_parallel)
+
+
+def tensors_of(logits: Logits) -> tuple[Tensor, ...]:
+    """The tensors whose gradients a loss makes."""
+    return (logits,) if isinstance(logits, torch.Tensor) else (logits.hidden, logits.weight)

@@ -1,0 +1,259 @@
+"""`Options`: Megatron's arguments as far as this package reads them, parsed in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mcore_batching.batch.fields.values import as_number
+from mcore_batching.flags import (
+    CUDA_ROW_MULTIPLE,
+    DEFAULT_TIMEOUT_SECONDS,
+    FIXED,
+    FLAGS,
+    LEARNT,
+    PLANNER_DEFAULTS,
+    PREFIX,
+    removed_settings,
+)
+from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    OversizeSampleError,
+    ParallelDims,
+    PlannerConfig,
+    PlanningError,
+    at_least,
+)
+from mcore_batching.planning.errors import named
+from mcore_batching.planning.integers import as_integer
+from mcore_batching.planning.json_text import read_document
+from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
+
+_MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds in 64 bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings as they were given: read from any arguments, checked where they are used, so that a
+    rank with a wrong one has met the others by then and can tell them.
+
+    First the arguments of this package (`FLAGS`), then those of Megatron.
+    """
+
+    use_dynamic_batch_size: bool = True
+    max_tokens_per_gpu: Any = None
+    # The fields of `PlannerConfig` that arguments set.
+    planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
+    cost_model: str | None = None
+    exchange: bool | None = None
+    share_prefixes: bool | None = False  # None: cannot be set, so that nobody is told of it
+    forward_only_max_tokens_per_gpu: Any = None
+    log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
+    logits_in_model_dtype: bool = False
+    fuse_output_layer: bool = False
+    record: str | None = None
+    consensus_timeout_seconds: Any = DEFAULT_TIMEOUT_SECONDS
+    no_failure_watch: bool = False
+    no_planned_shapes: bool = False
+    on_nonfinite: str = "error"
+
+    global_batch_size: Any = None
+    micro_batch_size: Any = None
+    seq_length: int = 1
+    pad_token_id: Any = None
+    padded_vocab_size: int | None = None
+    check_for_nan_in_loss_and_grad: bool = True
+    distributed_timeout_minutes: float | None = None
+
+    @classmethod
+    def of(cls, args: Any) -> Options:
+        """Of Megatron's arguments, or any object with some of them; what is missing is default.
+
+        Raises:
+            DynamicBatchArgumentError: a removed flag is set.
+        """
+        if problems := removed_settings(args):
+            raise DynamicBatchArgumentError("; ".join(problems))
+
+        def given(names: Iterable[str]) -> dict[str, Any]:
+            # argparse's destinations: "--max-tokens-per-gpu" is args.max_tokens_per_gpu.
+            found = {name: FLAGS.get(name, name) for name in names}
+            found = {name: flag.lstrip("-").replace("-", "_") for name, flag in found.items()}
+            return {name: getattr(args, at) for name, at in found.items() if hasattr(args, at)}
+
+        own = {each.name for each in dataclasses.fields(cls)} - {"planner"}
+        return cls(planner=PLANNER_DEFAULTS | given(PLANNER_DEFAULTS), **given(own))
+
+    @property
+    def max_context_parallel(self) -> int | None:
+        """Most ranks that may share a row; None without ``--dynamic-batch-context-parallel``."""
+        most: int | None = self.planner["max_context_parallel"]
+        return most
+
+    @property
+    def exchanges_samples(self) -> bool:
+        """True if the samples of all data-parallel ranks are planned together, and move to the
+        ranks that run them."""
+        # Micro-batches of a number of samples are Megatron's own: they stay.
+        default = bool(self.use_dynamic_batch_size) or self.max_context_parallel is not None
+        return default if self.exchange is None else self.exchange
+
+    @property
+    def keeps_logits_in_model_dtype(self) -> bool:
+        """True if losses get logits (or `FusedLogits`) in the model's type, not float32 copies."""
+        return bool(self.logits_in_model_dtype or self.fuse_output_layer)
+
+    @property
+    def has_own_forward_cap(self) -> bool:
+        """True if forward passes alone have a cap of their own, and so another plan."""
+        return self.forward_only_max_tokens_per_gpu is not None and bool(
+            self.use_dynamic_batch_size
+        )
+
+    @property
+    def learns_cost_model(self) -> bool:
+        """True if costs are learnt from training's own passes."""
+        # Rows that are never packed have no use for them.
+        return self.cost_model == LEARNT and bool(self.use_dynamic_batch_size)
+
+    def checked_chunk_tokens(self) -> int:
+        """Tokens of which log-probs and entropies hold float32 logits at a time."""
+        tokens = self.log_prob_chunk_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['log_prob_chunk_tokens']} must be 1 or more, got {tokens!r}: leave it out"
+            )
+        return tokens
+
+    def checked_timeout_seconds(self) -> float:
+        """How long a rank waits for the others in an agreement."""
+        given = self.consensus_timeout_seconds
+        seconds = as_number(given)
+        if seconds is None or not 1 <= seconds <= _MOST_TIMEOUT_SECONDS:
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['consensus_timeout_seconds']} must be a number of seconds from 1 to "
+                f"{_MOST_TIMEOUT_SECONDS}, got {given!r}: leave it out"
+            )
+        return seconds
+
+    def checked_pad_token_id(self) -> Any:
+        """Of the tokenizer; 0 where it has none, which some say by a negative number."""
+        given = self.pad_token_id
+        return 0 if given is None or (as_integer(given) or 0) < 0 else given
+
+    def planner_config(self, dims: ParallelDims) -> PlannerConfig:
+        """The planner's settings.
+
+        Without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size`` samples each,
+        however long, and ranks with fewer of them are filled up with placeholders.
+
+        Raises:
+            DynamicBatchArgumentError: micro-batches have neither a cap nor a size.
+            ConfigError: a value is out of range.
+        """
+        if self.max_context_parallel is not None and not self.exchanges_samples:
+            raise DynamicBatchArgumentError(
+                f"{FLAGS['max_context_parallel']} lets ranks share samples, which have to move to "
+                f"them: unset --no{FLAGS['exchange'][1:]}"
+            )
+        if not self.use_dynamic_batch_size:
+            if self.max_context_parallel is not None:
+                raise DynamicBatchArgumentError(
+                    f"{FLAGS['max_context_parallel']} plans under a cap: set "
+                    "--use-dynamic-batch-size and --max-tokens-per-gpu as well"
+                )
+            if self.micro_batch_size is None:
+                raise DynamicBatchArgumentError(
+                    "micro-batches have no size: set --use-dynamic-batch-size and "
+                    "--max-tokens-per-gpu, or micro_batch_size to a number of samples"
+                )
+            # No cap: Megatron's own micro-batches, packed as they come.
+            return PlannerConfig(
+                max_tokens_per_gpu=sys.maxsize,
+                max_samples_per_row=at_least(
+                    "micro_batch_size", self.micro_batch_size, 1, ConfigError
+                ),
+                packing="first-fit",
+                fill="placeholder",
+                balance="none",
+                pad_each_to=self.planner["pad_each_to"],
+                pad_total_to=self.planner["pad_total_to"],
+            )
+        if self.max_tokens_per_gpu is None:
+            raise DynamicBatchArgumentError(
+                "--use-dynamic-batch-size needs a cap: set --max-tokens-per-gpu to the most tokens "
+                "of a micro-batch that fit into a GPU (16384, say)"
+            )
+        # Kernels on a GPU are chosen by the row's length: multiples let it find them again.
+        chosen = dict(self.planner)
+        if chosen["pad_total_to"] is None and _runs_on_cuda():
+            smallest = dims if self.max_context_parallel is None else dims.for_rows_on(1)
+            chosen["pad_total_to"] = _default_row_multiple(self.max_tokens_per_gpu, smallest)
+        config = PlannerConfig(max_tokens_per_gpu=self.max_tokens_per_gpu, **chosen)
+        config.check_max_context_parallel(dims)
+        self.forward_only_config(config, dims)
+        return config
+
+    def forward_only_config(self, training: PlannerConfig, dims: ParallelDims) -> PlannerConfig:
+        """The planner's settings for forward passes alone: training's, under a cap of their own."""
+        if not self.has_own_forward_cap:
+            return training
+        given = self.forward_only_max_tokens_per_gpu
+        cap = at_least("forward_only_max_tokens_per_gpu", given, 1, ConfigError)
+        multiple = training.pad_total_to
+        if self.planner["pad_total_to"] is None and multiple is not None:
+            multiple = _default_row_multiple(cap, dims)  # CUDA's, as it divides this cap
+        # Without a backward pass no activations wait: the bound on them is training's alone.
+        return dataclasses.replace(training, max_tokens_per_gpu=cap, pad_total_to=multiple)
+
+    @contextlib.contextmanager
+    def naming_the_cap(self, *, forward_only: bool, samples: Sequence[int]) -> Iterator[None]:
+        """Let errors of planning name the cap that was planned with, and the sample by its number
+        in the batch, which `samples` has of each one planned."""
+        try:
+            yield
+        except PlanningError as error:
+            raised = error
+            if isinstance(error, OversizeSampleError):
+                # The planner counts samples of the step that have segments of their own.
+                raised = OversizeSampleError(**vars(error) | {"index": samples[error.index]})
+            if forward_only and self.has_own_forward_cap:
+                cap, own = named("max_tokens_per_gpu"), named("forward_only_max_tokens_per_gpu")
+                raised.args = (str(raised).replace(cap, own),)
+            raise raised from error.__cause__
+
+    def given_cost_model(self) -> CostModel | None:
+        """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none."""
+        chosen = self.cost_model
+        return None if chosen in (None, LEARNT, FIXED) else _read_cost_model(str(chosen))
+
+
+def _runs_on_cuda() -> bool:
+    return torch.cuda.is_available() and not cpu_emulation.is_enabled()
+
+
+def _default_row_multiple(max_tokens_per_gpu: Any, dims: ParallelDims) -> int:
+    """`CUDA_ROW_MULTIPLE` of each rank as far as it divides the cap: none is oversize for it."""
+    cap = as_integer(max_tokens_per_gpu) or 1
+    return dims.context_parallel * math.gcd(CUDA_ROW_MULTIPLE * dims.tensor_parallel, cap)
+
+
+@functools.cache
+def _read_cost_model(path: str) -> CostModel:
+    try:
+        return CostModel.from_json(read_document(path))
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise DynamicBatchArgumentError(
+            f"{PREFIX}cost-model {path}: {error}; set it to the cost_model.json that a job writes "
+            f"under {PREFIX}record, to auto or to fixed"
+        ) from None

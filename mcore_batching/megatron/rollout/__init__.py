@@ -1,1 +1,0 @@
-"""From rollout data on every rank to a plan that all share."""

@@ -1,0 +1,153 @@
+"""One replica's rollout data: read, checked, and cut into optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mcore_batching.batch import Schema, make_placeholder
+from mcore_batching.batch.fields.field_checks import read_lengths
+from mcore_batching.batch.fields.values import require_vocabulary
+from mcore_batching.planning import ConfigError, at_least
+from mcore_batching.planning.integers import as_integer
+
+REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
+_BATCH_SIZE = "dynamic_global_batch_size"
+"""Of rollout data, as slime names it: one number for the batch, not a field of samples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutBatch:
+    """The rollout data of one replica, read and checked."""
+
+    data: dict[str, list[Any]]  # field name to one value per sample
+    schema: Schema
+    template: dict[str, list[Any]]  # a fabricated sample; empty without samples to copy it from
+    total_lengths: list[int]  # in tokens
+    # Samples of a step over all ranks, None for all; of the caller's own steps what each counts as.
+    global_batch_size: int | None
+    steps: list[list[int]] | None  # the caller's own, of local sample indices
+    vocabulary_size: int | None  # of the model; None: not known
+
+    @classmethod
+    def read(
+        cls,
+        rollout_data: dict[str, list[Any]] | None,
+        global_batch_size: Any,
+        schema: Schema,
+        steps: Iterable[Iterable[int]] | None,
+        vocabulary_size: int | None,
+    ) -> RolloutBatch | None:
+        """Read what the caller gave; None if this rank was given nothing.
+
+        Raises:
+            TypeError: it is no dict, or ``schema`` is no `Schema`.
+            KeyError: a required field is missing.
+            ConfigError: the global batch size is none, or ``steps`` are no lists of indices.
+            ValueError: ``steps`` do not hold every sample once.
+            SchemaError: as `checked_fields`, where there are samples.
+        """
+        if not isinstance(schema, Schema):
+            raise TypeError(
+                "schema must be a Schema, such as DEFAULT_SCHEMA.declare(name, kind), got "
+                f"{type(schema).__name__}"
+            )
+        if rollout_data is None:
+            return None
+        if not isinstance(rollout_data, Mapping):
+            raise TypeError(
+                f"rollout_data must be a dict of lists or None, got {type(rollout_data).__name__}; "
+                "give one value per sample"
+            )
+        # Steps of the caller's own need not be of the job's batch size.
+        size = _read_batch_size(rollout_data, global_batch_size if steps is None else None)
+        # None stands for a field that this rollout lacks.
+        data = {k: v for k, v in rollout_data.items() if v is not None and k != _BATCH_SIZE}
+        missing = [key for key in REQUIRED_FIELDS if key not in data]
+        if missing:
+            raise KeyError(
+                f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
+                "one value per sample (empty lists on a rank without samples)"
+            )
+        lengths, _ = read_lengths(data)
+        listed = None if steps is None else _read_steps(steps, len(lengths))
+        batch = cls(data, schema, {}, lengths, size, listed, vocabulary_size)
+        # A rank without samples receives the fields of one that has any.
+        return batch.resolved() if lengths else batch
+
+    def resolved(self) -> RolloutBatch:
+        """The batch with `checked_fields`, among them a template."""
+        made = checked_fields(self.data, self.schema, self.vocabulary_size)
+        return dataclasses.replace(self, **made)
+
+    def comparable(self) -> dict[str, Any]:
+        """Names and declarations of the fields, which all ranks must have alike."""
+        names = sorted(self.template)
+        return {
+            "field names": names,
+            **{f"declaration of field {name!r}": self.schema[name].declaration for name in names},
+        }
+
+    def without_samples(self) -> dict[str, Any]:
+        """Fields and batch size that a rank without samples is to have of this batch."""
+        return {
+            "schema": self.schema,
+            "template": self.template,
+            "data": {key: [] for key in self.template},
+            "global_batch_size": self.global_batch_size,
+        }
+
+
+def checked_fields(
+    data: Mapping[str, list[Any]],
+    schema: Schema,
+    vocabulary_size: int | None,
+    template: Mapping[str, list[Any]] | None = None,
+) -> dict[str, Any]:
+    """``data`` as they are kept, ``schema`` of all fields, and ``template``, a fabricated sample.
+
+    Where there are no samples, that is made from another template. Without a vocabulary size token
+    ids are not checked.
+
+    Raises:
+        SchemaError: a field's kind is unknown, or a value does not fit it.
+    """
+    schema = schema.resolve(data)
+    values = schema.validate(data)
+    # An id beyond the embedding would show without the sample's name, or not at all.
+    if vocabulary_size is not None:
+        require_vocabulary("tokens", values["tokens"], vocabulary_size)
+    examples = {name: each or (template or {}).get(name) for name, each in values.items()}
+    made = make_placeholder(schema, list(values), examples)
+    return {"data": values, "schema": schema, "template": made}
+
+
+def _read_batch_size(rollout_data: Mapping[str, Any], job_size: Any) -> int | None:
+    """Samples of a step over all ranks: the rollout's own, else the job's; None for 0, too."""
+    own = rollout_data.get(_BATCH_SIZE)
+    given = job_size if own is None else own
+    return None if given is None else at_least("global_batch_size", given, 0, ConfigError) or None
+
+
+def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
+    """The caller's steps as lists, which every sample is in once."""
+    read: list[list[int | None]] = [[None]]
+    # Lists, arrays, tensors, iterators: whatever cannot be walked through stays [[None]], refused
+    # below.
+    with contextlib.suppress(TypeError):
+        read = [[as_integer(index) for index in step] for step in steps]
+    given = [index for step in read for index in step if index is not None]
+    if len(given) < sum(map(len, read)):
+        raise ConfigError(
+            "steps must be one list of sample indices for each step, such as [[0, 1], [2, 3]], "
+            f"got {steps!r:.60}"
+        )
+    if sorted(given) != list(range(num_samples)):
+        raise ValueError(
+            f"steps must hold each of this rank's {num_samples} samples exactly once, got {given}; "
+            "group_steps leaves out padding samples (give real_samples(batch) with its steps), "
+            "with last='drop' also those left over (give the batch without them)"
+        )
+    return [[index for index in step if index is not None] for step in read]

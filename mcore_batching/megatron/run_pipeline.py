@@ -1,0 +1,248 @@
+"""`run_pipeline`: the one place that calls Megatron's schedule, for training, forward passes alone
+and stock scripts; the forward pass of one row; the shapes of what pipeline stages send each other.
+
+With variable lengths Megatron's neighbours exchange the shape of every tensor first, and wait for
+the device each time. All stages of a replica run the same rows in an order that the schedule fixes:
+each knows beforehand what it will receive. Another shape raises before anything is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.job import Job
+from mcore_batching.megatron.log_probs import Logits, chunks_of_tokens, output_layer
+from mcore_batching.megatron.model_inputs import joined_multimodal_inputs, padding_mask
+from mcore_batching.megatron.mtp import LaterLosses, predict_later_tokens
+from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.prepare import PreparedStep
+from mcore_batching.megatron.routing import replayed, replayed_step
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.timing import learners_of
+from mcore_batching.megatron.topology import row_group
+from mcore_batching.planning import ParallelDims
+from mcore_batching.planning.schedule import Kind, Schedule
+
+Shape = list[int]
+
+
+@contextlib.contextmanager
+def planned_transfers(
+    options: Options, model: Sequence[Any], prepared: PreparedStep, *, forward_only: bool
+) -> Iterator[None]:
+    """Let the pipeline of a step run without exchanges of shapes, if it has stages."""
+    dims = prepared.schedule.dims
+    # Without other stages nothing is sent.
+    if dims.pipeline_parallel == 1 or options.no_planned_shapes:
+        yield
+        return
+    config = get_model_config(model[0])
+    # Under sequence parallelism a tensor-parallel rank holds, and sends, its part of the tokens.
+    shards = dims.tensor_parallel if config.sequence_parallel else 1
+    shapes = [
+        [prepared_row.row.tokens.shape[1] // shards, 1, config.hidden_size]
+        for prepared_row in prepared.rows
+    ]
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    transfers = PlannedTransfers(shapes, dims, stage, forward_only=forward_only)
+    with compat.schedules.shapes_of_transfers(transfers):
+        yield
+
+
+class PlannedTransfers:
+    """The shapes of one stage's transfers, in the order in which its schedule asks for them.
+
+    ``shapes`` are of each micro-batch's hidden states ``[tokens of this rank, 1, hidden size]``.
+    """
+
+    def __init__(
+        self, shapes: Sequence[Shape], dims: ParallelDims, stage: int, *, forward_only: bool
+    ) -> None:
+        # The first stage's first chunk has no predecessor, the last stage's last chunk no
+        # successor; over the two neighbours every other tensor goes in and out in one order.
+        first, last = (0, 0), (dims.pipeline_parallel - 1, dims.virtual_pipeline - 1)
+        order = Schedule(dims=dims, forward_only=forward_only).order(stage, len(shapes))
+
+        def of(kind: Kind, beyond: tuple[int, int]) -> Iterator[Shape]:
+            passes = [each for each in order if each.kind == kind]
+            return iter([shapes[p.slot] for p in passes if (stage, p.chunk) != beyond])
+
+        self._from_previous, self._to_next = of("F", first), of("F", last)
+        self._from_next, self._to_previous = of("B", last), of("B", first)
+
+    def __call__(
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[Shape, Shape]:
+        """The shapes that come from the previous and from the next stage, as Megatron asks."""
+        # Compared before anything is sent: a neighbour that receives another shape hangs or
+        # reads garbage.
+        if tensor_send_next is not None:
+            _check(list(tensor_send_next.shape), next(self._to_next, None))
+        if tensor_send_prev is not None:
+            _check(list(tensor_send_prev.shape), next(self._to_previous, None))
+        return (
+            # Drawn only where Megatron receives: drawing moves on to the next micro-batch.
+            _planned(next(self._from_previous, None)) if recv_prev else [0, 0, 0],
+            _planned(next(self._from_next, None)) if recv_next else [0, 0, 0],
+        )
+
+
+_ADVICE = "set --dynamic-batch-no-planned-shapes, and stages exchange shapes before each transfer"
+
+
+def _check(shape: Shape, planned: Shape | None) -> None:
+    if shape != _planned(planned):
+        raise DynamicBatchArgumentError(
+            f"a stage sends shape {shape}, but its neighbour expects {planned}; {_ADVICE}"
+        )
+
+
+def _planned(shape: Shape | None) -> Shape:
+    if shape is None:
+        raise DynamicBatchArgumentError(f"a stage has more transfers than its schedule; {_ADVICE}")
+    return shape
+
+
+def run_for_losses(
+    options: Options, chunk: Any, row: PackedMicroBatch, later: LaterLosses | None = None
+) -> tuple[Tensor, Callable[[Tensor], Logits]]:
+    """The chunk's output, logits ``[1, local tokens, local vocabulary]`` or hidden states, and what
+    makes of it, on the last stage, what losses are given.
+
+    ``row`` is this context-parallel rank's slice, on the device; without ``later`` the layers of
+    multi-token prediction are left out.
+    """
+    arguments: dict[str, Any] = {
+        "input_ids": row.tokens,
+        "position_ids": row.position_ids,
+        # Offsets say what attends to what; a dense mask has the square of the row's tokens.
+        "attention_mask": None,
+        # With labels Megatron's model would return its own loss instead of logits.
+        "labels": None,
+        # To every chunk, middle stages included: without them attention would cross samples.
+        "packed_seq_params": compat.packed_rows.packed_seq_params(
+            row.cu_seqlens_padded,
+            row.max_seqlen,
+            row.host_cu_seqlens_padded,
+            row_group(row.context_parallel_size),
+        ),
+    }
+    # Routers balance experts by the tokens they count: padding must not be among them.
+    if get_model_config(chunk).num_moe_experts:
+        arguments["padding_mask"] = padding_mask(chunk, row)
+    predict_later_tokens(arguments["packed_seq_params"], chunk, row, later)
+    # Else the wrapper copies logits to float32. The model inside would refuse the argument.
+    if options.keeps_logits_in_model_dtype and has_half_precision_wrapper(chunk):
+        arguments["fp32_output"] = False
+    multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
+    with output_layer(chunk, options.fuse_output_layer) as logits_of, replayed(chunk, row):
+        return chunk(**arguments, **multimodal), logits_of
+
+
+def has_half_precision_wrapper(chunk: Any) -> bool:
+    """True if a chunk is, or wraps, Megatron's `Float16Module`."""
+    # Megatron wraps several times over: data parallelism around half precision.
+    module = chunk
+    while module is not None and not isinstance(module, Float16Module):
+        module = getattr(module, "module", None)
+    return module is not None
+
+
+def run_pipeline(
+    job: Job,
+    model: list[Any],
+    prepared: PreparedStep,
+    operation: str,
+    forward_step: Callable[..., Any],
+    *,
+    forward_only: bool,
+    inside: Sequence[contextlib.AbstractContextManager[Any]] = (),
+    rows: Sequence[Iterator[Any]] | None = None,
+    schedule: Callable[..., Any] | None = None,
+    **options: Any,
+) -> tuple[list[Any], Collection[float]]:
+    """Run a step's rows forward, and backward unless ``forward_only``.
+
+    Args:
+        operation: the call, in words.
+        inside: context managers of the caller's around the passes; the first is the outermost.
+        rows: one iterator per model chunk; None: over the prepared rows.
+        schedule: from ``get_forward_backward_func``; None: that which it gives now.
+        options: further arguments of the schedule.
+
+    Returns:
+        what the last stage's loss function returned by row; temperatures that it asked for.
+    """
+    rows = prepared.iterators(len(model)) if rows is None else rows
+    around: list[contextlib.AbstractContextManager[Any]] = [
+        # Outermost the watch: whatever raises inside of it, the other ranks are told.
+        job.watch.reporting(operation),
+        *([] if forward_only else _timed(job, model, prepared)),
+        planned_transfers(job.options, model, prepared, forward_only=forward_only),
+        # Around all passes: the backward ones recompute with what the forward ones told routers.
+        replayed_step(model),
+        *inside,
+    ]
+    with contextlib.ExitStack() as stack:
+        for each in around:
+            stack.enter_context(each)
+        temperatures = stack.enter_context(chunks_of_tokens(job.options.checked_chunk_tokens()))
+        made: list[Any] = (schedule or get_forward_backward_func())(
+            forward_step_func=forward_step,
+            # The interleaved schedule takes lists, the others a model and an iterator.
+            data_iterator=rows if len(rows) > 1 else rows[0],
+            model=model if len(model) > 1 else model[0],
+            num_microbatches=len(prepared.rows),
+            # Not read, since lengths vary.
+            **{"seq_length": job.options.seq_length, "micro_batch_size": 1, **options},
+            forward_only=forward_only,
+        )
+    return made, temperatures
+
+
+def _timed(
+    job: Job, model: list[Any], prepared: PreparedStep
+) -> Iterator[contextlib.AbstractContextManager[Any]]:
+    """Contexts that record and time a training step; forward passes alone teach no costs."""
+    yield _recorded(job, prepared.schedule, prepared.step)
+    if job.options.learns_cost_model:
+        yield learners_of(job).of(model).timing(prepared)
+
+
+@contextlib.contextmanager
+def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
+    """Write down a step whose passes run inside; a collective over all ranks if steps are."""
+    recorder = job.recorder
+    if recorder is None:
+        yield
+        return
+    # The device runs behind the host: without these two waits the clock would time launches.
+    torch.cuda.synchronize()
+    started = time.monotonic()
+    yield
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - started  # without the wait for the other ranks' plans
+    learnt = schedule.learnt
+    # After the clock has stopped: `step_plan` gathers the plans of all ranks the first time.
+    recorder.append(
+        *schedule.step_plan(step),
+        seconds,
+        seconds_per_unit=None if learnt is None else learnt.seconds_per_unit,
+    )

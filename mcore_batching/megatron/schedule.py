@@ -1,0 +1,306 @@
+"""This rank's rollout data and the micro-batches that are made of it, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+
+from mcore_batching.batch import Kind, PackedMicroBatch, Schema, make_placeholder, pack
+from mcore_batching.batch.rows.pinned_buffer import on_host
+from mcore_batching.batch.rows.prefixes import samples_of_hosts
+from mcore_batching.megatron.consensus import JobConsensus
+from mcore_batching.megatron.exchange import SampleMoves
+from mcore_batching.megatron.serialize import digest_of
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
+from mcore_batching.planning.learn import LearntCosts
+
+MicroBatches = tuple[tuple[int, ...], ...]
+
+_LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
+"""Kinds of fields that rows are laid out of, which the host does."""
+
+
+def computed_alone(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> MicroBatches:
+    """Of micro-batches the samples that have segments of their own."""
+    if hosts is None:
+        return micro_batches
+    return tuple(tuple(i for i in indices if hosts[i] == i) for indices in micro_batches)
+
+
+def with_hosted(
+    steps: tuple[MicroBatches, ...], hosts: Sequence[int] | None
+) -> tuple[MicroBatches, ...]:
+    """Steps of hosts with the samples that are computed in their segments, ascending."""
+    if hosts is None:
+        return steps
+    members = samples_of_hosts(hosts)
+    return tuple(
+        tuple(tuple(i for h in indices for i in members[h]) for indices in micro_batches)
+        for micro_batches in steps
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Lengths in tokens, and fields of `MicroBatchSchedule`, of one data-parallel rank."""
+
+    lengths: list[int]
+    steps: tuple[MicroBatches, ...]
+    hosts: Sequence[int] | None = None
+
+
+def joined_step(
+    shards: Sequence[Shard], step: int
+) -> tuple[tuple[MicroBatches, ...], list[int], tuple[int, ...]]:
+    """One step of all ranks as one plan counts it, samples rank after rank.
+
+    Returns:
+        micro-batches of each rank, of samples that have segments of their own; total length of each
+        of these, and of those that lie in their segments.
+    """
+    lengths: list[int] = []
+    hosted: list[int] = []
+    ranks = []
+    for shard in shards:
+        rows = computed_alone(shard.steps[step], shard.hosts)
+        # In the order of the rollout data, so that a plan of the same samples reads the same.
+        held = sorted(i for micro_batch in rows for i in micro_batch)
+        number = {local: len(lengths) + place for place, local in enumerate(held)}
+        lengths += [shard.lengths[local] for local in held]
+        # Of the step's tokens, for figures of what sharing saved; they take no part in costs.
+        everyone = [i for micro_batch in shard.steps[step] for i in micro_batch]
+        hosted += [shard.lengths[local] for local in everyone if local not in number]
+        ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
+    return tuple(ranks), lengths, tuple(hosted)
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalPlan:
+    """One step's plan of the samples of all data-parallel ranks."""
+
+    plan: StepPlan  # its samples are places in `numbers`
+    numbers: list[int]  # of each sample of the step, over all ranks and steps
+    lengths: list[int]  # total length of each of them, in tokens
+
+    def rows_on(self, rank: int) -> MicroBatches:
+        """A rank's micro-batches, as numbers of samples."""
+        return tuple(tuple(self.numbers[i] for i in row) for row in self.plan.micro_batches[rank])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatchSchedule:
+    """This rank's rollout data and the micro-batches made of it.
+
+    Attributes:
+        rollout_data: field name to one value per sample of this rank.
+        template: values of one sample, from a rank that has any: what a placeholder looks like.
+        steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
+            for a placeholder. All ranks have the same number of micro-batches in a step.
+        hosts: for each sample the one in whose segment it is computed, itself if in its own; both
+            are in the same micro-batch. None: all samples have segments of their own.
+        vocabulary_size: entries of the model's vocabulary; None: not known.
+        plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
+        learnt: of which the cost model is a part, where costs are learnt; else None.
+        samples_per_step: what a step counts as: the global batch size that cut the steps, or that
+            came with steps of the caller's own; None: neither.
+        moves: where exchanged samples came from and where they run.
+        plans: of every step, of exchanged samples.
+    """
+
+    rollout_data: dict[str, list[Any]]
+    schema: Schema
+    template: dict[str, list[Any]]
+    steps: tuple[MicroBatches, ...]
+    dims: ParallelDims
+    config: PlannerConfig
+    pad_token_id: int
+    vocabulary_size: int | None
+    plan_digest: str
+    consensus: JobConsensus
+    cost_model: CostModel
+    learnt: LearntCosts | None = None
+    samples_per_step: int | None = None
+    hosts: Sequence[int] | None = None
+    moves: SampleMoves | None = None
+    plans: tuple[GlobalPlan, ...] = ()
+
+    @functools.cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """Of every data-parallel rank. A collective over all ranks the first time."""
+        # For statistics and records: in training nobody waits for the others' plans.
+        own = Shard(self.own_lengths, self.steps, self.hosts)
+        what = "gathering the plans of all ranks"
+        with self.consensus.agreement(what) as agree:
+            gathered = agree.gather("plans", own)
+        return tuple(gathered.values)
+
+    @functools.cached_property
+    def own_lengths(self) -> list[int]:
+        """Total length of each of this rank's samples, in tokens."""
+        return [int(length) for length in self.rollout_data["total_lengths"]]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples on this rank, over all steps."""
+        return len(self.rollout_data["total_lengths"])
+
+    @property
+    def num_microbatches(self) -> list[int]:
+        """Micro-batches of every step."""
+        return [len(step) for step in self.steps]
+
+    @functools.cached_property
+    def micro_batches(self) -> MicroBatches:
+        """Local sample indices of the micro-batches of all steps, one behind the other."""
+        return tuple(indices for step in self.steps for indices in step)
+
+    def names_of(self, indices: Sequence[int]) -> str:
+        """Samples of a micro-batch as whoever brought them counts them, for messages."""
+        if self.moves is None:
+            brought = {parallel_state.get_data_parallel_rank(): list(indices)}
+        else:
+            # Where they run they have other indices than in the data that they came in.
+            brought = self.moves.origins(indices)
+        named = (f"samples {given} of data-parallel rank {rank}" for rank, given in brought.items())
+        return ", ".join(named) if indices else "a placeholder"
+
+    def check_count(self, step: int, num_microbatches: Sequence[int]) -> None:
+        """Refuse counts of another plan as the caller holds them (`ValueError`)."""
+        # Counts of another batch: the caller has mixed up two rollouts.
+        planned = self.num_microbatches
+        try:
+            given: Any = num_microbatches[step]
+        except (TypeError, LookupError):
+            given = f"nothing of it, it is {num_microbatches!r}"
+        if given != planned[step]:
+            raise ValueError(
+                f"step {step} was planned with {planned[step]} micro-batches, num_microbatches "
+                f"says {given}; pass on what get_data_iterator returned"
+            )
+
+    def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:
+        """One step's plan over all data-parallel ranks, and the lengths that it refers to.
+
+        Of samples that share segments, the hosts. The same on every rank. A collective over all
+        ranks the first time, whatever the step.
+
+        Returns:
+            the plan; total length of each sample of the step [samples], in tokens, rank after
+            rank.
+        """
+        # Under an exchange every rank has planned all samples, and there is nothing to gather.
+        if self.plans:
+            return self.plans[step].plan, self.plans[step].lengths
+        micro_batches, lengths, hosted_lengths = joined_step(self.shards, step)
+        plan = StepPlan(
+            micro_batches=micro_batches,
+            num_microbatches=len(self.steps[step]),
+            sample_indices=tuple(range(len(lengths))),
+            dims=self.dims,
+            config=self.config,
+            scope="local",
+            cost_model=self.cost_model,
+            hosted_lengths=hosted_lengths,
+        )
+        return plan, lengths
+
+    def followed_by(self, later: MicroBatchSchedule) -> MicroBatchSchedule:
+        """The steps of both, of exchanged samples, of which each holds its own."""
+        assert self.moves is not None
+        assert later.moves is not None
+        held, theirs = self.num_samples, later.rollout_data
+        steps = self.steps + tuple(
+            tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
+        )
+        hosts = None
+        if self.hosts is not None and later.hosts is not None:
+            hosts = [*self.hosts, *(held + host for host in later.hosts)]
+        plans = self.plans + later.plans
+        return dataclasses.replace(
+            self,
+            rollout_data={n: [*values, *theirs[n]] for n, values in self.rollout_data.items()},
+            steps=steps,
+            hosts=hosts,
+            plan_digest=digest_of([self.plan_digest, later.plan_digest]),
+            moves=self.moves.followed_by(later.moves),
+            plans=plans,
+        )
+
+    def samples(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
+        """The values of some samples, or of one fabricated sample where ``indices`` is empty."""
+        if not indices:
+            return make_placeholder(
+                self.schema, keys, self.template, pad_token_id=self.pad_token_id
+            )
+        return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
+
+    def rows(self, step: int, depths: int = 0) -> list[PackedMicroBatch]:
+        """This rank's slices of a step's micro-batches, packed, on the host, with as many depths
+        of multi-token prediction."""
+        # Under dynamic CP a rank's rows are of different sizes, each cut in its own way.
+        sizes = self.row_sizes(step)
+        return [self._row(*each, depths) for each in zip(self.steps[step], sizes, strict=True)]
+
+    def counts_once(self, rows: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
+        """Of this rank's rows those that no other data-parallel rank counts."""
+        if not self.has_sizes_of_rows:
+            return list(rows)
+        # All ranks of a shared row hold its samples; the first of them counts.
+        return [row for row in rows if row.context_parallel_rank == 0]
+
+    @property
+    def has_sizes_of_rows(self) -> bool:
+        """True if every row has a context-parallel size of its own (dynamic CP)."""
+        return self.config.max_context_parallel is not None
+
+    def row_sizes(self, step: int) -> Sequence[int]:
+        """Context-parallel size of each of a step's micro-batches on this rank."""
+        if not self.has_sizes_of_rows:
+            return [self.dims.context_parallel] * len(self.steps[step])
+        planned = self.plans[step].plan.context_parallel
+        assert planned is not None
+        assert self.moves is not None
+        return planned[self.moves.own]
+
+    def _row(self, indices: tuple[int, ...], size: int, depths: int) -> PackedMicroBatch:
+        rank = parallel_state.get_context_parallel_rank()
+        if self.has_sizes_of_rows and self.moves is not None:
+            # Ranks that share a row are a block of consecutive ones: the place in it is the slice.
+            rank = self.moves.own % size
+        # Paddings depend on the context-parallel size, which here is the row's.
+        dims = self.dims.for_rows_on(size)
+        values = self.samples(indices, list(self.template))
+        hosts = None
+        if self.hosts is not None and indices:
+            # `pack` counts a row's samples from 0.
+            place = {index: at for at, index in enumerate(indices)}
+            hosts = [place[self.hosts[i]] for i in indices]
+        # Read by the host while it lays the row out: on the device each read would be a wait.
+        for name in values:
+            if self.schema[name].kind in _LAID_OUT or name in ("loss_masks", "is_padding"):
+                values[name] = on_host(values[name])
+        return pack(
+            values,
+            schema=self.schema,
+            sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
+            row_alignment_tokens=row_multiple_tokens(dims, self.config),
+            context_parallel_size=size,
+            context_parallel_rank=rank,
+            pad_token_id=self.pad_token_id,
+            sample_indices=indices,
+            is_placeholder=not indices,
+            validated=True,  # as it was read, or as the field was added
+            hosts=hosts,
+            depths=depths,
+        )
