@@ -20,8 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from mcore_batching import ParallelDims, PlannerConfig, plan_step
-from mcore_batching.tools.pictures.plot import PASSES
-from mcore_batching.tools.pictures.timeline import StepTimeline, step_timeline
+from mcore_batching.tools.picture import PASSES, StepTimeline, step_timeline
 
 CAP_TOKENS = 8192
 NUM_SAMPLES = 64

@@ -74,7 +74,7 @@ class Reduction(Generic[Value]):
         return self.kind in ("max", "min")
 
     def numbers(self, *, is_first: bool) -> list[Any]:
-        """What this rank sends; the first rank of each replica alone adds to a "sum"."""
+        """The numbers that this rank sends; in a "sum" a replica's first rank alone counts."""
         if self.kind == "min":
             return [-each for each in self.own]
         # Ranks of a replica hold the same samples, which must count once.

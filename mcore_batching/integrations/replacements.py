@@ -29,7 +29,7 @@ class HookError(MCoreBatchingError, ValueError):
 
 @dataclasses.dataclass
 class _Mark:
-    """Of a replacement and of its wrappers, which share the object."""
+    """True while a replacement is ours; its wrappers share the object."""
 
     is_ours: bool = True
 
@@ -138,7 +138,7 @@ class Hook:
 def replacing(
     module: Any, name: str, ours: Function, *, like: Function | None = None
 ) -> Replacement:
-    """Of a module or class a function, and ours for it, if it has the expected signature.
+    """A function of a module or class, and ours for it, if it has the expected signature.
 
     Ours is called with the framework's own before its arguments. ``like`` has the expected
     parameters, of which those with a default may be missing; None: those of ours but the first.

@@ -407,7 +407,7 @@ def _gathered(
 
 
 def _geometry(packed_seq_params: Any, group: dist.ProcessGroup, device: torch.device) -> _Geometry:
-    """Of the row, and kept with it: layers share it."""
+    """The row's geometry, stored in its parameters: layers share it."""
     geometry: _Geometry | None = getattr(packed_seq_params, "attention_geometry", None)
     # On the row's parameters, which live as long as its pass; a cache would need an end of its own.
     if geometry is None:

@@ -232,7 +232,7 @@ class Rollout:
         self.schedule.check_count(step, num_microbatches)
 
     def num_microbatches(self) -> Sequence[int]:
-        """Of each step: a list, or while later ones are not planned a `NumMicroBatches`."""
+        """Micro-batches of each step: a list, or a `NumMicroBatches` until all are planned."""
         return self.schedule.num_microbatches if self._later is None else NumMicroBatches(self)
 
     def replace(self, schedule: MicroBatchSchedule) -> None:

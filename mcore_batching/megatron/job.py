@@ -1,4 +1,4 @@
-"""`Job`: what the engine knows of the training job, in one object.
+"""`Job`: the training job in one object.
 
     job = job_of(args)          at the start of a public call
     job.options                 Megatron's arguments, parsed
@@ -6,7 +6,7 @@
     job.memory                  what calls leave for later ones, as long as Megatron's groups live
 
 A job is as old as Megatron's data-parallel group: where the model's parallelism is set up anew, a
-new job begins, which knows nothing of the former. Where the same groups are connected anew, as by
+new job begins, without anything of the former. Where the same groups are connected anew, as by
 slime around an offloaded model, the job goes on and connects anew as well.
 """
 
@@ -188,12 +188,12 @@ def say(text: str) -> None:
         print(f"mcore_batching: {text}", flush=True)
 
 
-# Of the present job: a global, since Megatron's process groups, with which it ends, are globals.
+# The present job's. A global: it ends with Megatron's process groups, which are globals.
 _memory: JobMemory | None = None
 
 
 def present_memory() -> JobMemory | None:
-    """Of the present job; None where no call has been made in it."""
+    """The present job's memory; None before its first call."""
     if _memory is None:
         return None
     group = parallel_state.get_data_parallel_group()

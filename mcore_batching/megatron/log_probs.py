@@ -77,7 +77,7 @@ class StatisticsOfLogits(torch.autograd.Function):
         options: Options,
         readers: list[None] | None,
     ) -> Tensor:
-        """Of logits ``[1, tokens, local vocabulary]`` at positions, each token at most once.
+        """Statistics of logits ``[1, tokens, local vocabulary]`` at positions, each at most once.
 
         Readers: one entry for each differentiable call on the logits; None: keep them whole.
         """
@@ -122,7 +122,7 @@ class StatisticsOfProduct(torch.autograd.Function):
         targets: Tensor,
         options: Options,
     ) -> Tensor:
-        """Of ``[tokens, hidden size]``, alike on tensor-parallel ranks, times the weight ``[local
+        """Statistics of ``[tokens, hidden size]``, alike on tensor ranks, times the weight ``[local
         vocabulary, hidden size]``, at positions, each token at most once."""
         softmax = _Softmax(targets, weight.shape[0], options)
         found = softmax.measure(lambda part: hidden.index_select(0, positions[part]) @ weight.t())

@@ -35,8 +35,8 @@ from mcore_batching.planning import (
     at_least,
 )
 from mcore_batching.planning.errors import named
+from mcore_batching.planning.files import read_document
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.json_text import read_document
 from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 _MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds in 64 bits
@@ -45,7 +45,7 @@ _MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Settings as they were given: read from any arguments, checked where they are used, so that a
-    rank with a wrong one has met the others by then and can tell them.
+    rank with a wrong one can report it to the others.
 
     First the arguments of this package (`FLAGS`), then those of Megatron.
     """
@@ -77,7 +77,7 @@ class Options:
 
     @classmethod
     def of(cls, args: Any) -> Options:
-        """Of Megatron's arguments, or any object with some of them; what is missing is default.
+        """Options from Megatron's arguments, or any object with some of them; the rest is default.
 
         Raises:
             DynamicBatchArgumentError: a removed flag is set.
@@ -147,7 +147,7 @@ class Options:
         return seconds
 
     def checked_pad_token_id(self) -> Any:
-        """Of the tokenizer; 0 where it has none, which some say by a negative number."""
+        """The tokenizer's padding id; 0 where it has none, or a negative number in its place."""
         given = self.pad_token_id
         return 0 if given is None or (as_integer(given) or 0) < 0 else given
 

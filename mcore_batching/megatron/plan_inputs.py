@@ -25,7 +25,7 @@ class PlanInputs:
     dims: ParallelDims
     config: PlannerConfig
     cost_model: CostModel
-    # Of which the costs are a part, where they are learnt.
+    # Where costs are learnt: `cost_model` is a part of it.
     learnt: LearntCosts | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
@@ -38,7 +38,7 @@ class PlanInputs:
         training: PlannerConfig | None = None,
         forward_only: bool = False,
     ) -> PlanInputs:
-        """Of a job and one of its models, given as this rank's chunks.
+        """The inputs for one of a job's models, given as this rank's chunks.
 
         Without training's config it is read from the arguments, and so are costs: if these name
         none, they are what was learnt by now, or of the model's shape.

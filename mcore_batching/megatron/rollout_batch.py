@@ -15,7 +15,7 @@ from mcore_batching.planning.integers import as_integer
 
 REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
 _BATCH_SIZE = "dynamic_global_batch_size"
-"""Of rollout data, as slime names it: one number for the batch, not a field of samples."""
+"""A key of rollout data, as slime names it: one number for the batch, no field of samples."""
 
 
 @dataclasses.dataclass(frozen=True)

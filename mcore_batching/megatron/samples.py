@@ -266,7 +266,7 @@ def _compare_settings(
 
 
 class Share(NamedTuple):
-    """What one data-parallel rank brings."""
+    """Samples of one data-parallel rank."""
 
     lengths: list[int]
     steps: list[list[int]] | None  # of the caller's own
@@ -275,7 +275,7 @@ class Share(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What ranks learn of each other's samples in an agreement."""
+    """Samples of all ranks, gathered in an agreement."""
 
     shares: Gathered[Share]
     has_data: Reduction[int]  # 0 if some rank has none

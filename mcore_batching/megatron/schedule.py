@@ -32,7 +32,7 @@ _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 
 
 def computed_alone(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> MicroBatches:
-    """Of micro-batches the samples that have segments of their own."""
+    """The samples of each micro-batch that have segments of their own."""
     if hosts is None:
         return micro_batches
     return tuple(tuple(i for i in indices if hosts[i] == i) for indices in micro_batches)
@@ -137,7 +137,7 @@ class MicroBatchSchedule:
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """Of every data-parallel rank. A collective over all ranks the first time."""
+        """The shard of every data-parallel rank. A collective over all ranks the first time."""
         # For statistics and records: in training nobody waits for the others' plans.
         own = Shard(self.own_lengths, self.steps, self.hosts)
         what = "gathering the plans of all ranks"
@@ -253,7 +253,7 @@ class MicroBatchSchedule:
         return [self._row(*each, depths) for each in zip(self.steps[step], sizes, strict=True)]
 
     def counts_once(self, rows: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-        """Of this rank's rows those that no other data-parallel rank counts."""
+        """Those of this rank's rows that no other data-parallel rank counts."""
         if not self.has_sizes_of_rows:
             return list(rows)
         # All ranks of a shared row hold its samples; the first of them counts.

@@ -96,7 +96,7 @@ class CostLearner:
         self._unread: deque[TimedStep] = deque(maxlen=_MOST_UNREAD_STEPS)
 
     def begin(self, shape: CostModel, dims: ParallelDims) -> LearntCosts:
-        """What is known by now: before anything was learnt, costs by the model's shape.
+        """The costs as learnt so far; before the first step those of the model's shape.
 
         Raises:
             DynamicBatchArgumentError: with expert parallelism.
@@ -142,7 +142,7 @@ class CostLearner:
         return self.learnt.evidence(rows, costs_of_stage(self.learnt.shape, dims, stage))
 
     def learn(self, evidence: Sequence[float]) -> LearntCosts:
-        """What is known once all ranks' `evidence` was added up."""
+        """The costs learnt from all ranks' `evidence`, added up."""
         assert self.learnt is not None
         self.learnt = self.learnt.after(evidence)
         return self.learnt
@@ -173,5 +173,5 @@ class CostLearners:
 
 
 def learners_of(job: Job) -> CostLearners:
-    """Of a job; they learn where `Options.learns_cost_model` is true."""
+    """A job's learners; they learn where `Options.learns_cost_model` is true."""
     return job.memory.only(CostLearners)

@@ -61,7 +61,7 @@ EXIT_CODE = 86
 """Any that neither Python, a signal nor torchrun uses."""
 
 _RANKS_PER_POLL_SECONDS = 1024
-"""Of larger jobs each rank asks the store less often, which then has 2,000 questions a second."""
+"""Beyond this number of ranks each polls the store less often: 2,000 reads a second in all."""
 _FAILURE = "failure"
 _NUM_READERS = "readers of the failure"
 _LOST_CONNECTION = re.compile(
@@ -305,12 +305,12 @@ def watch_of_world() -> FailureWatch:
 
 
 def _has_agent() -> bool:
-    """Whether a process of torchrun hosts the store, which outlives the ranks."""
+    """True if a process of torchrun, which outlives the ranks, hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_lost_connection(exception: BaseException) -> bool:
-    """Whether another rank ended, as far as this rank's exception shows."""
+    """True if another rank ended, as far as this rank's exception shows."""
     if isinstance(exception, CollectiveError) or not isinstance(exception, RuntimeError):
         return False
     is_of_store = isinstance(exception, dist.DistNetworkError)
@@ -318,10 +318,7 @@ def _is_lost_connection(exception: BaseException) -> bool:
 
 
 def _described(exception: BaseException) -> str:
-    """Type, message and the line that raised.
-
-    Of a length that the job's store takes: it refuses some megabytes.
-    """
+    """Type, message and the line that raised, shortened to what the job's store takes."""
     try:
         text = readable("".join(traceback.format_exception_only(exception)).strip())
     except Exception:  # its own attributes are no texts

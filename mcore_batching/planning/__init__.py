@@ -6,7 +6,12 @@ on), `problem` (all of it together), `plans/` (the result), `planner` (from one 
 passes end).
 """
 
-from mcore_batching.planning.config import CHOICES, PlannerConfig
+from mcore_batching.planning.config import (
+    CHOICES,
+    PlannerConfig,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import (
     ConfigError,
@@ -33,10 +38,6 @@ from mcore_batching.planning.plans.statistics import (
 )
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.tokens import (
-    row_multiple_tokens,
-    sample_multiple_tokens,
-)
 
 __all__ = [
     "CHOICES",

@@ -295,7 +295,7 @@ def _weigh_coupled_path(
     ranks: int,
     weights: list[float],
 ) -> None:
-    """As `_weigh_path`; the critical path goes from rank to rank where these share a row."""
+    """`_weigh_path` for coupled ranks: the critical path changes rank where ranks share a row."""
     number, rank = len(places) - 1, times[-1].index(max(times[-1]))
     while number > 0:
         place, first, after = places[number], rank, rank + 1

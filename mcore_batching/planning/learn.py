@@ -47,14 +47,14 @@ class TimedRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LearntCosts:
-    """What the rows so far say of costs; the same on every rank."""
+    """Costs fitted to the rows so far; the same on every rank."""
 
     shape: CostModel
     """By the model's shape: what differs between stages."""
     cost_model: CostModel
     """In units of one token's forward work outside attention."""
     seconds_per_unit: float | None = None
-    """Of a mean stage; None before anything was learnt."""
+    """Seconds of one unit on a mean stage; None before the first fit."""
     sums: tuple[float, ...] = (0.0,) * (_N * _N + _N)
     """Matrix and right side of the normal equations, of the rows so far."""
 

@@ -16,20 +16,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.costs.cost import CostModel
-from mcore_batching.planning.costs.layer_costs import costs_of_chunks
-from mcore_batching.planning.errors import ConfigError, OversizeSampleError, named
-from mcore_batching.planning.integers import check_lengths, require_bool, round_up
-from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.schedule import Schedule
-from mcore_batching.planning.tokens import (
+from mcore_batching.planning.config import (
+    PlannerConfig,
     needed_max_tokens_per_gpu,
     placeholder_tokens,
     row_capacity_tokens,
     row_multiple_tokens,
     sample_multiple_tokens,
 )
+from mcore_batching.planning.costs.cost import CostModel
+from mcore_batching.planning.costs.layer_costs import costs_of_chunks
+from mcore_batching.planning.errors import ConfigError, OversizeSampleError, named
+from mcore_batching.planning.integers import check_lengths, require_bool, round_up
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ JOIN_SECONDS = 2.0
 """How long the end of the thread is awaited after its worker was killed."""
 
 _FRAME = struct.Struct("<4sII")
-"""What precedes a request or an answer: `_MAGIC`, the request's number, bytes that follow."""
+"""Before a request or an answer: `_MAGIC`, the request's number, bytes that follow."""
 _MAGIC = b"mcbw"
 _PLAN, _IN_LINE, _FAILED = b"P", b"I", b"F"
 """First byte of an answer: a plan, nothing (in line the planner raises an error), or why there is

@@ -34,7 +34,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.errors import named, shortened
 from mcore_batching.planning.plans.plan import counted, rank_noun
 from mcore_batching.planning.plans.statistics import micro_batch_costs
-from mcore_batching.tools.pictures.timeline import step_timeline
+from mcore_batching.tools.picture import step_timeline
 from mcore_batching.tools.report import FLOOR, sharing
 
 Changes = tuple[tuple[str, int], ...]  # arguments to set together, with their new values

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mcore_batching.planning import MAX_LENGTH_TOKENS, MCoreBatchingError
-from mcore_batching.planning.json_text import (
+from mcore_batching.planning.files import (
     MAX_JSON_CHARACTERS,
     bounded_lines,
     open_text,

@@ -242,7 +242,7 @@ def no_get_batch(data_iterator, model):
 lines = json.loads(sys.argv[1])
 found = {name: outcome(words) for name, words in lines.items()}
 found["ModelOpt"] = outcome(lines["dense"], modelopt_enabled=True)  # no flag of Megatron's parser
-compat.scripts.counts_operations_of_samples = lambda: False  # until 0.17
+compat.schedules.counts_operations_of_samples = lambda: False  # until 0.17
 found["no throughput"], found["padding"] = map(outcome, (lines["dense"], lines["throughput"]))
 os.environ["RANK"] = "1"
 found["on rank 1"] = outcome(lines["auxiliary losses"])

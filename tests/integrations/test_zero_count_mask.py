@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_batching.integrations.slime.zero_count_mask import zero_count_mask
+from mcore_batching.integrations.slime.iterator import zero_count_mask
 
 
 def denominators(mask: torch.Tensor) -> torch.Tensor:

@@ -38,12 +38,12 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
 )
+from mcore_batching.planning.config import row_capacity_tokens
 from mcore_batching.planning.errors import FLAG_OF as PLANNING_FLAGS
 from mcore_batching.planning.errors import named
 from mcore_batching.planning.local import fill_local, pack_local
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.tokens import row_capacity_tokens
-from mcore_batching.tools.cli.options import (
+from mcore_batching.tools.options import (
     CommandParser,
     add_dims,
     add_lengths,

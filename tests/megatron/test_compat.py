@@ -72,8 +72,11 @@ def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:
     """Until 0.17 ``megatron.training.initialize`` has a name of its own for it."""
     arguments = SimpleNamespace(validate_args=print)
     later, until_017 = SimpleNamespace(), SimpleNamespace(validate_args=print)
-    assert compat.scripts.modules_with_validate_args(arguments, later) == [arguments]
-    assert compat.scripts.modules_with_validate_args(arguments, until_017) == [arguments, until_017]
+    assert compat.schedules.modules_with_validate_args(arguments, later) == [arguments]
+    assert compat.schedules.modules_with_validate_args(arguments, until_017) == [
+        arguments,
+        until_017,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,13 @@ from mcore_batching.planning import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
-from mcore_batching.planning.plans.validation import validate_plan
-from mcore_batching.planning.tokens import (
+from mcore_batching.planning.config import (
     padded_row_tokens,
     padded_sample_tokens,
     placeholder_tokens,
     row_capacity_tokens,
 )
+from mcore_batching.planning.plans.validation import validate_plan
 
 
 @examples(100)

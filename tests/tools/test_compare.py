@@ -20,7 +20,6 @@ from mcore_batching.planning import (
     step_statistics,
 )
 from mcore_batching.tools import compare
-from mcore_batching.tools.cli import compare as compare_command
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.rules import RULES, rule_plan
 
@@ -124,14 +123,14 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
     assert (verl.steps, verl.planned) == (2, 1)
     assert str(verl.failure) == "3 samples do not divide by 2; pass a multiple of 2"
     assert verl.time_over_floor is not None
-    lines = compare_command.summary(found)
+    lines = compare.summary(found)
     (line,) = [line for line in lines if line.startswith("verl 0.9")]
     assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
     never = by_name(
         compare.compare([[5] * 3], ParallelDims(data_parallel=2), CONFIG_OF_100), "verl 0.9"
     )
     assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
-    assert compare_command.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
+    assert compare.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
 
 
 def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
@@ -140,7 +139,7 @@ def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
     peers = [o for o in outcomes if o.kind == "peer" and o.time_over_ours]
     best = min(peers, key=lambda o: (o.time_over_ours, o.name))
     tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
-    line = compare_command.summary(outcomes)[0]
+    line = compare.summary(outcomes)[0]
     at = f"at {tuned.time_over_ours_at_best_cap:.3f} x the time"
     assert f"{tuned.name} under {tuned.best_cap} ends soonest, {at}" in line
     assert f"at the given cap {best.name}, at {best.time_over_ours:.3f} x" in line

@@ -25,7 +25,7 @@ from mcore_batching.planning.plans.statistics import step_problem
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.compare import compare, one_size
 from mcore_batching.tools.explain import explain
-from mcore_batching.tools.pictures.timeline import step_timeline
+from mcore_batching.tools.picture import step_timeline
 
 GENERATOR = random.Random(4)
 LENGTHS = [int(GENERATOR.lognormvariate(6, 1)) + 1 for _ in range(40)] + [20_000]
@@ -91,7 +91,7 @@ def test_statistics_count_a_shared_row_once() -> None:
 
 def test_the_picture_frames_blocks(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from mcore_batching.tools.pictures.plot import draw_step
+    from mcore_batching.tools.picture import draw_step
 
     draw_step(STEP, LENGTHS, tmp_path / "step.svg")
     text = (tmp_path / "step.svg").read_text()

@@ -20,7 +20,7 @@ from mcore_batching.integrations.megatron_lm.sft.records import (
     parse_record,
     records_of,
 )
-from mcore_batching.planning import CostModel, MCoreBatchingError, Plan, json_text
+from mcore_batching.planning import CostModel, MCoreBatchingError, Plan, files
 from mcore_batching.tools.cli import main
 
 PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
@@ -131,7 +131,7 @@ def test_what_is_no_json_or_text_is_refused_and_nothing_is_run(
 def test_a_job_refuses_devices_and_pipes_without_waiting(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="it is a device or a pipe; copy its content to a file"):
-        json_text.read_document(tmp_path / name)
+        files.read_document(tmp_path / name)
 
 
 def test_the_package_starts_one_process() -> None:

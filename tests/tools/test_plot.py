@@ -11,7 +11,7 @@ import pytest
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.pictures.plot import (
+from mcore_batching.tools.picture import (
     MOST_ROWS,
     PlotError,
     check_picture,
@@ -145,7 +145,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
 
 def test_no_backend_is_chosen_for_the_caller() -> None:
     code = (
-        "import sys\nfrom mcore_batching.tools.pictures.plot import step_figure\n"
+        "import sys\nfrom mcore_batching.tools.picture import step_figure\n"
         "from mcore_batching.planning import *\n"
         "step_figure(plan_step([5], ParallelDims(), PlannerConfig(max_tokens_per_gpu=9)), [5])\n"
         "print('matplotlib.pyplot' in sys.modules)"

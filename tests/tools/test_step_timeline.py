@@ -16,7 +16,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.schedule import Schedule
-from mcore_batching.tools.pictures.timeline import step_timeline
+from mcore_batching.tools.picture import step_timeline
 
 # A sample of n tokens costs n, a micro-batch nothing, a backward pass two forward ones.
 PLAIN_COSTS = CostModel(linear=1, quadratic=0, per_micro_batch=0)

@@ -17,8 +17,9 @@ import recorded_jobs
 from kit.patience import patience
 
 from mcore_batching.planning import CostModel
-from mcore_batching.planning.plans.files import write_whole
-from mcore_batching.tools.cli import compare, main, plan, progress, replay
+from mcore_batching.planning.files import write_whole
+from mcore_batching.tools import compare, options, plan, replay
+from mcore_batching.tools.cli import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MARK = "\ufeff".encode()
@@ -251,11 +252,11 @@ def test_a_file_is_written_whole_or_stays_as_it_was(
 def test_long_work_shows_a_bar_on_a_terminal_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    monkeypatch.setattr(options, "SECONDS", 0.01)
     shown = []
     for is_terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
-        with progress.progress("planning") as count:
+        with options.progress("planning") as count:
             for done in (None, 3):
                 if done:
                     count(done, 10)

@@ -147,7 +147,7 @@ def _taken_off(stack: list[tuple[bytes, list[_Head]]], tokens: bytes) -> list[_H
 
 
 def _as_bytes(tokens: Sequence[Tensor]) -> list[bytes]:
-    """Of every sample: its bytes begin another's where its tokens do."""
+    """Bytes of each sample: they begin another's where its tokens do."""
     # Of one type, as bytes of 4 and 8 a token would begin each other by chance.
     on_cpu = cast("list[Tensor]", on_host(tokens))
     return [each.to(torch.int64).numpy().tobytes() for each in on_cpu]

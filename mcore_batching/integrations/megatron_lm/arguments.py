@@ -145,7 +145,10 @@ def start_messages(args: Any, config: Any) -> list[str]:
             "--use-dynamic-batch-size by padded ones, so there they weigh more against the "
             "language-model loss at the same --moe-aux-loss-coeff and --moe-z-loss-coeff"
         )
-    if getattr(args, "log_throughput", False) and not compat.scripts.counts_operations_of_samples():
+    if (
+        getattr(args, "log_throughput", False)
+        and not compat.schedules.counts_operations_of_samples()
+    ):
         messages.append(
             "this Megatron-LM computes TFLOP/s (--log-throughput) as if samples were padded to "
             "--seq-length: read them as too high by that padding; 0.18 and later count real tokens"

@@ -103,7 +103,7 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
     if any(word.startswith((FLAG, PREFIX, "--max-tokens-per-gpu")) for word in given):
         arguments = _module("arguments")
         yield arguments, "add_megatron_arguments", _then(add_arguments)
-        for module in compat.scripts.modules_with_validate_args(arguments, _module("initialize")):
+        for module in compat.schedules.modules_with_validate_args(arguments, _module("initialize")):
             yield module, "validate_args", _validate_args
     if f"{PREFIX}data" in given:
         yield _module("training"), "build_train_valid_test_data_iterators", _build_data_iterators

@@ -63,7 +63,7 @@ def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]
 def unpadded_samples(
     batches: Iterable[Mapping[str, Any]], *, split_documents: bool
 ) -> dict[str, Any]:
-    """Of the batches' samples the four fields ``[length]``, their lengths and responses of 0.
+    """The four fields ``[length]`` of the batches' samples, their lengths, and responses of 0.
 
     Where ``split_documents``, position 0 inside a row begins a sample of its own, as documents are
     separate under ``--reset-attention-mask``. A `StockDataError` if a batch lacks a field.

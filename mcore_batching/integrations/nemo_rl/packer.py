@@ -32,7 +32,7 @@ from mcore_batching.planning import (
     plan_step,
 )
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess, language_model
-from mcore_batching.planning.json_text import read_document
+from mcore_batching.planning.files import read_document
 
 ALGORITHM = "mcore_batching"  # of NeMo-RL's sequence_packing.algorithm
 

@@ -38,7 +38,7 @@ from mcore_batching.planning import (
     plan_batch,
 )
 from mcore_batching.planning.costs.layers_of import first_guess
-from mcore_batching.planning.json_text import read_document
+from mcore_batching.planning.files import read_document
 
 NAME = "build_dp_schedule"
 
@@ -160,17 +160,17 @@ def build_dp_schedule(
     return partitions, micro_batches, counts, sizes
 
 
-def _parallel_dims(args: Any, told: dict[str, Any]) -> ParallelDims:
-    """Of the trainer: what the rollout manager was told, the rest from arguments."""
-    chunks, group = told["vpp_size"] or 1, told["microbatch_group_size_per_vp_stage"]
+def _parallel_dims(args: Any, sent: dict[str, Any]) -> ParallelDims:
+    """The trainer's dims: as it sent them to the rollout manager, the rest from arguments."""
+    chunks, group = sent["vpp_size"] or 1, sent["microbatch_group_size_per_vp_stage"]
     stages = getattr(args, "pipeline_model_parallel_size", None)
     return job_dims(
         args,
-        data_parallel=told["dp_size"],
+        data_parallel=sent["dp_size"],
         # Megatron's default group is the number of stages.
         pipeline_parallel=stages or (group if chunks > 1 else 1),
         virtual_pipeline=chunks,
-        context_parallel=told["cp_size"],
+        context_parallel=sent["cp_size"],
         microbatch_group_size=group,
     )
 

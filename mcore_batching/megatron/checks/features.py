@@ -74,7 +74,7 @@ def shared_row_problems(
 
 
 _POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
-"""Of a token's place alone. YaRN and the scalings of RoPE go by the configuration's lengths."""
+"""Embeddings by a token's place alone. YaRN and RoPE's scalings read configured lengths."""
 
 
 def check_shared_prefixes(chunks: list[Any]) -> None:

@@ -47,7 +47,7 @@ _REFUSED_ROUTING = {
     "quantile_balancing": _ALL_TOKENS,
 }
 _PACKED_VARIANTS = (None, "gated_delta_net", "gdn", "dsa")
-"""Of attention; `layer_problems` says since when."""
+"""Kinds of attention; `layer_problems` has the versions."""
 
 
 def check_settings(args: Any, model: Any) -> None:
@@ -151,7 +151,7 @@ def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) ->
 
 
 def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
-    """Of rows of varying length, and of samples that share them."""
+    """Settings that rows of varying length, or samples that share a row, do not go with."""
     if dims.virtual_pipeline > 1 and (config.batch_p2p_comm or not config.overlap_p2p_comm):
         yield (
             "the interleaved schedule deadlocks with batched sends of varying lengths (upstream): "

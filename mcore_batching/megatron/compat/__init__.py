@@ -7,4 +7,3 @@ megatron-core 0.16.1 and 0.19.2.
 from mcore_batching.megatron.compat import layers as layers
 from mcore_batching.megatron.compat import packed_rows as packed_rows
 from mcore_batching.megatron.compat import schedules as schedules
-from mcore_batching.megatron.compat import scripts as scripts

@@ -16,8 +16,8 @@ from functools import reduce
 from operator import add
 
 from mcore_batching.planning.errors import ConfigError
+from mcore_batching.planning.files import parse_json_dict
 from mcore_batching.planning.integers import at_least, number_up_to
-from mcore_batching.planning.json_text import parse_json_dict
 
 
 def ordered_sum(values: Iterable[float]) -> float:
@@ -72,7 +72,7 @@ class CostModel:
     """A letter for each layer of the model, `|` between model chunks (`layer_costs`); empty: all
     stages cost the same."""
     layer_costs: tuple[tuple[str, float, float, float, float], ...] = ()
-    """Of each letter, as `layer_costs.LayerCost`; only their proportions count."""
+    """Costs of each letter, as `layer_costs.LayerCost`; only their proportions count."""
 
     def __post_init__(self) -> None:
         """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""

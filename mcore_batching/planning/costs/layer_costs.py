@@ -210,7 +210,7 @@ def costs_of_stage(model: CostModel, dims: ParallelDims, stage: int) -> CostMode
 
 
 def sum_of(costs: Sequence[LayerCost]) -> LayerCost:
-    """Of all of them, added from first to last."""
+    """The sum of the costs, added from first to last."""
     return functools.reduce(LayerCost.__add__, costs, LayerCost())
 
 

@@ -24,8 +24,8 @@ from mcore_batching.planning.costs.layer_costs import (
     weights,
 )
 from mcore_batching.planning.errors import ConfigError
+from mcore_batching.planning.files import parse_json_dict
 from mcore_batching.planning.integers import as_integer, at_least
-from mcore_batching.planning.json_text import parse_json_dict
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd"),
@@ -124,7 +124,7 @@ class Layers:
         return self._with_output(text, costs, costs[text[-1]], self.size("depths", 0))
 
     def _of_pattern(self, pattern: str) -> tuple[str, dict[str, LayerCost]]:
-        """Of Megatron's hybrid pattern, whose letters are layers already."""
+        """Layers of Megatron's hybrid pattern: its letters are layers already."""
         main, *mtp = pattern.split("/")
         if not mtp:
             each = str(self._config.get("mtp_hybrid_override_pattern") or "*E")

@@ -32,7 +32,7 @@ class ModelShape:
     """A transformer's sizes, as far as its activations and logits depend on them."""
 
     layers: int
-    """Of the whole model, without those of multi-token prediction."""
+    """Layers of the whole model, without those of multi-token prediction."""
     hidden: int
     """Size of the residual stream."""
     ffn: int
@@ -50,9 +50,9 @@ class ModelShape:
     recompute: bool = False
     """True if each layer keeps its input alone, and computes the rest anew."""
     depths: int = 0
-    """Of multi-token prediction, a layer and logits each on the last stage."""
+    """Depths of multi-token prediction: a layer and logits each on the last stage."""
     bytes_per_value: int = 2
-    """Of an activation: 2 in bfloat16."""
+    """Bytes of an activation: 2 in bfloat16."""
     bytes_per_logit: int = 6
     """At the peak: 6 where half-precision logits are copied to float32, Megatron's default; 2 where
     they are not; 4 in float32."""

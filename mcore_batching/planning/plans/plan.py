@@ -186,7 +186,7 @@ class Plan:
 
     @property
     def scope(self) -> Scope:
-        """As in `StepPlan.scope`."""
+        """The steps' `StepPlan.scope`."""
         return self.steps[0].scope
 
     def digest(self) -> str:

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.errors import PlanFormatError, PlanningError
+from mcore_batching.planning.files import parse_json_dict
 from mcore_batching.planning.integers import as_integer, check_lengths
-from mcore_batching.planning.json_text import parse_json_dict
 from mcore_batching.planning.parallel_dims import ParallelDims
 
 FORMAT = "mcore-batching/plan"

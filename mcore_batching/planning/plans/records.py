@@ -31,15 +31,15 @@ from typing import Any, TextIO
 
 from mcore_batching.planning.costs.cost import CostModel, in_units_of
 from mcore_batching.planning.errors import PlanningError, named
-from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
-from mcore_batching.planning.json_text import (
+from mcore_batching.planning.files import (
     MAX_JSON_CHARACTERS,
     bounded_lines,
     open_text,
     parse_json,
+    write_whole,
 )
+from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
 from mcore_batching.planning.plans import plan_document
-from mcore_batching.planning.plans.files import write_whole
 from mcore_batching.planning.plans.plan import StepPlan, step_document
 from mcore_batching.planning.plans.validation import validate_plan
 
@@ -63,9 +63,9 @@ class StepRecord:
     lengths: tuple[int, ...]
     """Total length of each sample of the step [samples], in tokens."""
     measured_seconds: float | None
-    """Of all forward and backward passes on the rank that wrote; None if nothing was measured."""
+    """Time of all forward and backward passes on the rank that wrote; None if not measured."""
     seconds_per_unit: float | None = None
-    """Of a unit of cost, where costs were learnt as the job ran; None elsewhere."""
+    """Seconds of a unit of cost, where costs were learnt as the job ran; None elsewhere."""
 
 
 class StepRecorder:

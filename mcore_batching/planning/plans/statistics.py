@@ -143,7 +143,7 @@ def step_statistics(
 
 
 def total_statistics(statistics: Iterable[StepStatistics]) -> StepStatistics:
-    """Of one or more steps, one after the other."""
+    """The sums over one or more steps, one after the other."""
     return functools.reduce(operator.add, statistics)
 
 

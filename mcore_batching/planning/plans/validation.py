@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from mcore_batching.planning.config import padded_row_tokens, padded_sample_tokens
 from mcore_batching.planning.errors import InvariantError, shortened
 from mcore_batching.planning.integers import check_lengths
 from mcore_batching.planning.plans.plan import Plan, StepPlan
-from mcore_batching.planning.tokens import padded_row_tokens, padded_sample_tokens
 
 Broken = Callable[..., InvariantError]
 """Makes the error of a broken invariant, with the number of the step where there are several."""

@@ -16,7 +16,7 @@ from kit.operations import passes_of
 from mcore_batching.megatron import get_data_iterator, schedule_of, train_step
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.schedule import Pass
-from mcore_batching.tools.pictures.timeline import step_timeline
+from mcore_batching.tools.picture import step_timeline
 
 LENGTHS = (400, 90, 70, 60, 50, 50, 40, 30, 30, 24, 16, 16)
 """Of all samples: one nearly as long as the others together."""

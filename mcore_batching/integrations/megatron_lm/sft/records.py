@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mcore_batching.planning.errors import MCoreBatchingError
-from mcore_batching.planning.json_text import parse_json
+from mcore_batching.planning.files import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 TRAINED_ROLE = "assistant"

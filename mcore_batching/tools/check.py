@@ -8,8 +8,8 @@ from mcore_batching.planning import InvariantError, Plan, validate_plan
 from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.plan_document import lengths_digest, recorded_digests
 from mcore_batching.tools import report
-from mcore_batching.tools.cli.options import CommandParser, add_lengths, complain, read
 from mcore_batching.tools.lengths_file import read_lengths
+from mcore_batching.tools.options import CommandParser, add_lengths, complain, read
 
 
 def add_arguments(parser: CommandParser) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from mcore_batching._version import __version__
 from mcore_batching.planning import MCoreBatchingError
-from mcore_batching.tools.cli import check, compare, flags, plan, replay
-from mcore_batching.tools.cli.options import CommandParser, HelpWithDefaults, complain
+from mcore_batching.tools import check, compare, flags, plan, replay
+from mcore_batching.tools.options import CommandParser, HelpWithDefaults, complain
 
 __all__ = ["main"]
 

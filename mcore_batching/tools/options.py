@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -17,8 +20,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
 from mcore_batching.planning.errors import FLAG_OF, printable
-from mcore_batching.planning.json_text import read_text
-from mcore_batching.planning.plans.files import write_whole
+from mcore_batching.planning.files import read_text, write_whole
 
 _SIZES = (
     "data_parallel",
@@ -169,3 +171,42 @@ def complain(message: str) -> None:
         with contextlib.suppress(OSError):  # a full disk
             line = printable(" ".join(message.split()))
             print(f"mcore-batching: {line}", file=sys.stderr, flush=True)
+
+
+SECONDS = 1.0  # from one drawing to the next; shorter work shows nothing
+COLUMNS = 79
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show what runs and for how long, and a bar once the function given has been called with the
+    number of parts that are done and of all."""
+    parts = [0, 0]
+    ended = threading.Event()
+    started = time.monotonic()
+
+    def count(done: int, total: int) -> None:
+        parts[:] = done, total
+
+    def draw() -> None:
+        while not ended.wait(SECONDS):
+            done, total = parts
+            bar = f"[{'#' * (30 * done // total):<30}] {done}/{total}, " if total else ""
+            _show(f"{what}: {bar}{time.monotonic() - started:.0f} s".ljust(COLUMNS))
+        _show(" " * COLUMNS)
+
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield count
+        return
+    drawing = threading.Thread(target=draw, daemon=True)
+    drawing.start()
+    try:
+        yield count
+    finally:
+        ended.set()
+        drawing.join()
+
+
+def _show(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"\r{line}\r", end="", file=sys.stderr, flush=True)

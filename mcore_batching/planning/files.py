@@ -1,5 +1,9 @@
-"""JSON from files that strangers may have written: bounded in length, hence in memory, since as
-Python values a document takes up to 40 times its length in bytes."""
+"""Files of strangers, read within bounds, and files written whole.
+
+As Python values a JSON document takes up to 40 times its length in bytes, so its length is bounded.
+Who reads a file meanwhile, or is left after an interruption, has the old one or the new one, not a
+half.
+"""
 
 from __future__ import annotations
 
@@ -65,3 +69,18 @@ def parse_json_dict(text: str, what: str, error: type[MCoreBatchingError]) -> di
     if not isinstance(raw, dict):
         raise error(f"expected {what}: a JSON object, got {text!r:.80}")
     return raw
+
+
+def write_whole(path: str | Path, content: bytes) -> None:
+    """Write a file, or leave it as it was; a link stays one, a device or a pipe is written to
+    directly."""
+    place = Path(path).resolve()  # renaming onto a link would replace the link
+    if place.exists() and not place.is_file():  # /dev/stdout, say
+        place.write_bytes(content)
+        return
+    beside = place.with_name(f".{place.name}-{os.getpid()}.tmp")
+    try:
+        beside.write_bytes(content)
+        beside.replace(place)
+    finally:
+        beside.unlink(missing_ok=True)

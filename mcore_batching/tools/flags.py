@@ -7,7 +7,7 @@ import shutil
 from functools import partial
 
 from mcore_batching.flags import THEMES, add_flags
-from mcore_batching.tools.cli.options import CommandParser, HelpWithDefaults
+from mcore_batching.tools.options import CommandParser, HelpWithDefaults
 
 
 def add_arguments(parser: CommandParser) -> None:

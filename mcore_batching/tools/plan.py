@@ -19,7 +19,9 @@ from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools import report
-from mcore_batching.tools.cli.options import (
+from mcore_batching.tools.explain import explain
+from mcore_batching.tools.lengths_file import read_lengths
+from mcore_batching.tools.options import (
     CommandParser,
     add_dims,
     add_lengths,
@@ -27,13 +29,11 @@ from mcore_batching.tools.cli.options import (
     add_search,
     cost_model_of,
     made_of,
+    progress,
     read,
     write,
 )
-from mcore_batching.tools.cli.progress import progress
-from mcore_batching.tools.explain import explain
-from mcore_batching.tools.lengths_file import read_lengths
-from mcore_batching.tools.pictures.plot import check_picture, draw_step
+from mcore_batching.tools.picture import check_picture, draw_step
 
 
 def add_arguments(parser: CommandParser) -> None:
