@@ -1,4 +1,4 @@
-"""Fixtures: reference results once a session, jobs in as few launches as possible."""
+"""Fixtures: weights once a session, jobs in as few launches as possible."""
 
 from __future__ import annotations
 
@@ -7,36 +7,14 @@ from typing import Any
 import pytest
 from kit.harness import Job, reference_files, results, run_jobs, with_reference
 
-KINDS = ("dense", "moe", "replay", "learned", "qk")
-LAYERS = ("moe", "mamba", "gdn", "mla", "dsa", "dsa-top", "dsa-loss")
-HYBRID = ("hybrid", *(f"hybrid-{layers}" for layers in LAYERS))
-MULTI_TOKEN = (
-    *("mtp", "mtp-deep", "mtp-moe", "mtp-repeated", "mtp-detached"),
-    *("hybrid-mtp", "hybrid-mtp-moe"),
-)
-KINDS_ASKED_FOR = (
-    "window",
-    "sinks",
-    "mrope",
-    "frozen",
-    "lora",
-    "mla",
-    "mamba",
-    *HYBRID,
-    *MULTI_TOKEN,
-    "dense-trained",
-)
-"""Beside `KINDS`, where some test asks for them; trained: several steps in a row."""
-
 
 @pytest.fixture(scope="session")
 def references(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """Model kind to the file with its reference results."""
-    wanted = {job.parameters.get("reference") for job in _selected(request)}
-    kinds = [*KINDS, *(kind for kind in KINDS_ASKED_FOR if kind in wanted)]
-    return reference_files(tmp_path_factory.mktemp("reference"), kinds)
+    """Model kind to the file with its weights."""
+    wanted = {job.parameters.get("reference") for job in _selected(request)} - {None}
+    return reference_files(tmp_path_factory.mktemp("reference"), sorted({"dense", *wanted}))
 
 
 @pytest.fixture(scope="session")

@@ -11,28 +11,27 @@ from __future__ import annotations
 
 import collections
 import itertools
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.harness import Job, JobFailedError, run_jobs
-from kit.random_draw import drawn_job
+from kit.harness import Job, run_jobs
+from kit.random_verdict import job_of, report, verdict
 
 SECONDS = 150.0
 PER_ROUND = 48
 MOST_REFUSED = 0.12
 """Of all drawn jobs; more, and what is drawn should be changed."""
-NEAR_TIE = 5e-6
-"""Between two experts of which a router takes one, in logits: rounding may choose the other."""
-
-FAILED_SEEDS = [
-    863,  # PP2: log-probs of the last stage as fields, then a forward pass by a plan of its own
-    1001,  # exchange: log-probs and entropies of a response of one token travel back
-    1002,  # steps of 4 samples over ranks that hold different numbers
-    1012,  # PP2: learned positions of later tokens, which the last stage embeds, now refused
+FAILED_JOBS = [
+    # PP2: log-probs of the last stage as fields, then a forward pass by a plan of its own.
+    job_of(863, other_layers=False),
+    job_of(1001),  # exchange: log-probs and entropies of a response of one token travel back
+    job_of(1002),  # steps of 4 samples over ranks that hold different numbers
+    job_of(
+        1012
+    ),  # PP2: learned positions of later tokens, which the last stage embeds, now refused
 ]
 """That once showed a fault."""
 
@@ -46,42 +45,7 @@ def asked_for() -> list[int]:
     return seeds
 
 
-def job_of(seed: int) -> Job:
-    drawn = drawn_job(seed)
-    return Job(f"random-{seed}", "kit.random_jobs:compare", drawn["nproc"], None, {"job": drawn})
-
-
-def verdict(job: Job, outcome: list[dict[str, Any]] | JobFailedError) -> tuple[str, str]:
-    """``"equal"``, ``"refused"``, ``"not built"``, ``"near tie"`` or ``"wrong"``, and why."""
-    if isinstance(outcome, JobFailedError):
-        return "wrong", str(outcome)
-    for kind in ("failed", "not built", "refused"):
-        said = [rank[kind] for rank in outcome if kind in rank]
-        if said and (kind == "failed" or len(said) == len(outcome)):
-            return ("wrong" if kind == "failed" else kind), said[0]
-        if said:
-            return "wrong", f"refused on {len(said)} of {len(outcome)} ranks: {said[0]}"
-    found = {
-        f"rank {number}": {n: round(v, 2) for n, v in rank["differences"].items() if v > 1}
-        | ({"wrong": rank["wrong"]} if rank["wrong"] else {})
-        for number, rank in enumerate(outcome)
-    }
-    found = {rank: values for rank, values in found.items() if values}
-    if not found:
-        return "equal", ""
-    said = "times the tolerance: " + json.dumps(found)[:3000]
-    return ("near tie" if outcome[0]["gap"] < NEAR_TIE else "wrong"), said
-
-
-def report(job: Job, said: str) -> str:
-    seed = job.parameters["job"]["seed"]
-    return (
-        f"MCORE_BATCHING_RANDOM_SEEDS={seed} pytest tests/distributed/test_random_exactness.py\n"
-        f"{json.dumps(job.parameters['job'])}\n{said}"
-    )
-
-
-@pytest.mark.parametrize("job", [job_of(seed) for seed in [*FAILED_SEEDS, *asked_for()]], ids=str)
+@pytest.mark.parametrize("job", [*FAILED_JOBS, *map(job_of, asked_for())], ids=str)
 def test_seed_equals_reference(job: Job, ranks: list[dict[str, Any]]) -> None:
     kind, said = verdict(job, ranks)
     assert kind in ("equal", "refused", "not built"), report(job, said)

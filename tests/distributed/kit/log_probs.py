@@ -16,7 +16,7 @@ from kit.exactness import arguments, log_probs_of
 from kit.model import MAX_SEQUENCE_LENGTH, model_options, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY, make_samples, take
-from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals, token_mean
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals
 from mcore_batching.batch.gather import owned_response_mask
 from mcore_batching.batch.row import pack
 from mcore_batching.batch.row_index import Slice
@@ -31,57 +31,41 @@ from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_c
 from mcore_batching.planning import ParallelDims
 
 
-def compare(temperature: float, chunk_tokens: int, dtype: str) -> dict[str, float]:
+def compare(
+    temperature: float, chunk_tokens: int, dtype: str = "float32", banned: float | None = None
+) -> dict[str, float]:
     """Largest differences, relative to the largest entry of the reference.
 
     The loss weighs log-probabilities and entropies of all response tokens at random.
+
+    Args:
+        temperature: divides the logits.
+        chunk_tokens: of which copies are held at a time.
+        dtype: of the logits.
+        banned: logits of the last half of the vocabulary; None: it may be chosen as well.
     """
-    row = _row()
-    whole = _whole_logits(row)
-    logits = _own_part(whole, row).to(getattr(torch, dtype))
-    if dtype != "float32":  # the reference is of the very numbers that are given
-        whole = whole.to(getattr(torch, dtype)).double()
-    expected, gradient = _reference(whole, row, temperature)
     options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens}
-
-    leaf = logits.clone().requires_grad_()
-    log_probs, entropy = response_log_probs_and_entropy(leaf * 1.0, row, **options)
-    _loss(row, log_probs, entropy).backward()
-    alone = logits.clone().requires_grad_()
-    log_probs_alone = response_log_probs(alone * 1.0, row, **options)
-    _loss(row, log_probs_alone, None).backward()
-    assert leaf.grad is not None
-    assert alone.grad is not None
-    _, gradient_alone = _reference(whole, row, temperature, with_entropy=False)
-    return {
-        "log-probabilities": _difference(log_probs, expected[0]),
-        "entropies": _difference(entropy, expected[1]),
-        "gradient": _relative(leaf.grad, _own_part(gradient, row)),
-        "log-probabilities alone": _difference(log_probs_alone, expected[0]),
-        "gradient alone": _relative(alone.grad, _own_part(gradient_alone, row)),
-    }
-
-
-def compare_banned(temperature: float, chunk_tokens: int, banned: float) -> dict[str, float]:
-    """As `compare`, where the last half of the vocabulary is banned by such logits."""
-    options: dict[str, Any] = {"temperature": temperature, "chunk_tokens": chunk_tokens}
-    allowed = VOCABULARY // 2
+    allowed = VOCABULARY if banned is None else VOCABULARY // 2
     row = _row(allowed)
     whole = _whole_logits(row)
-    whole[:, allowed:] = banned
+    whole[:, allowed:] = banned or 0.0
+    if dtype != "float32":  # the reference is of the very numbers that are given
+        whole = whole.to(getattr(torch, dtype)).double()
     found = {}
     for with_entropy in (False, True):
         expected, gradient = _reference(whole, row, temperature, with_entropy)
-        leaf = _own_part(whole, row).float().requires_grad_()
+        leaf = _own_part(whole, row).to(getattr(torch, dtype)).requires_grad_()
         log_probs, entropy = response_log_probs_and_entropy(leaf * 1.0, row, **options)
         if not with_entropy:
             log_probs = response_log_probs(leaf * 1.0, row, **options)
         _loss(row, log_probs, entropy if with_entropy else None).backward()
         assert leaf.grad is not None
+        # A rank that holds banned entries alone has a gradient of 0.
+        error = (leaf.grad.double().cpu() - _own_part(gradient, row).cpu()).abs().max()
         found |= {
             f"log-probabilities {with_entropy}": _difference(log_probs, expected[0]),
             f"entropies {with_entropy}": _difference(entropy, expected[1]),
-            f"gradient {with_entropy}": float((leaf.grad - _own_part(gradient, row)).abs().max()),
+            f"gradient {with_entropy}": float(error / gradient.abs().max()),
         }
     return found
 
@@ -149,16 +133,13 @@ class _Operations(TorchDispatchMode):
         return result
 
 
-def _small_model(
-    dims: ParallelDims, ddp: dict[str, Any], *, tied: bool = False, **settings: Any
-) -> list[Any]:
+def _small_model(dims: ParallelDims, ddp: dict[str, Any], **settings: Any) -> list[Any]:
     """A dense model of random weights on a layout, in Megatron's data-parallel wrapper."""
     model = build_model(
         transformer_config("dense", **pipeline_config(dims) | settings),
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         ddp=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp),
-        share_embeddings_and_output_weights=tied,
         **model_options("dense", dims.pipeline_parallel * dims.virtual_pipeline),
     )
     get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
@@ -208,36 +189,6 @@ class _Job:
         return torch.cat(made["log_probs"]) if made else torch.ones(1)
 
 
-def fused_against_plain(dims: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """Differences that fusing the output layer makes; hooks that a constant loss fires."""
-    job = _Job(dims, torch.float32, tied=tied)
-    on = {"dynamic_batch_fuse_output_layer": True, "dynamic_batch_log_prob_chunk_tokens": 23}
-    kinds: set[str] = set()
-
-    def both(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
-        kinds.add(type(logits).__name__)
-        log_probs, entropies = response_log_probs_and_entropy(logits, row, temperature=0.8)
-        share, _ = packed_objective(logits, row, totals)
-        share = share + token_mean(log_probs, row, totals) + token_mean(entropies, row, totals)
-        return share, {"entropy": token_mean(entropies, row, totals)}
-
-    def constant(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
-        return torch.zeros((), device=row.tokens.device), {}
-
-    _, plain = job.step(both)
-    _, fused = job.step(both, **on)
-    every = set(job.touched)
-    job.step(constant, **on)
-    return {
-        "log-probabilities": _relative(job.log_probs(**on), job.log_probs()),
-        "gradients": _relative(fused, plain),
-        "largest gradient": float(plain.abs().max()),
-        "kinds": sorted(kinds),
-        "constant touches all": job.touched == every,
-        "parameters": len(every) / len(list(job.model[0].parameters())),
-    }
-
-
 def settings_of_a_step() -> dict[str, Any]:
     """What the flags of log-probs, and losses that do not depend on the logits, do to a step."""
     job = _Job({}, torch.bfloat16)
@@ -270,6 +221,14 @@ def settings_of_a_step() -> dict[str, Any]:
             logits.fill_(float("inf"))
         return logits.new_zeros(()), {}
 
+    types: set[str] = set()
+
+    def fused(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
+        types.add(type(logits).__name__)
+        return torch.zeros((), device=row.tokens.device), {}
+
+    job.step(fused, dynamic_batch_fuse_output_layer=True)
+    found |= {"types": [*types], "fused constant touches all": job.touched == every}
     for name, loss in (("constant", constant), ("beside", beside), ("infinite", infinite)):
         seen, gradients = job.step(loss)
         largest = float(gradients.abs().max())

@@ -45,27 +45,15 @@ MAMBA = {
 }
 """Of Mamba layers."""
 HYBRID = {
-    "hybrid": "*-*-",
     "hybrid-moe": "*E*E",
     "hybrid-mamba": "M*-",
     "hybrid-gdn": "G*-",
-    "hybrid-mtp": "*-*-/*-/*-",
     "hybrid-mtp-moe": "*E*E/*E",
-    "hybrid-mla": "+-+-",
-    "hybrid-dsa": "D-D-",
-    "hybrid-dsa-top": "D-D-",
-    "hybrid-dsa-loss": "D-D-",
+    "hybrid-mla": "+-",
+    "hybrid-dsa": "D-",
 }
 """Kinds that are a `HybridModel`, and its layers."""
-MULTI_TOKEN = {
-    "mtp": 2,
-    "mtp-deep": 5,
-    "mtp-moe": 2,
-    "mtp-repeated": 3,
-    "mtp-detached": 2,
-    "hybrid-mtp": 2,
-    "hybrid-mtp-moe": 1,
-}
+MULTI_TOKEN = {"mtp-moe": 2, "hybrid-mtp-moe": 1}
 """Kinds that predict so many tokens after the next one."""
 MTP_SCALING_FACTOR = 0.3
 SPARSE_ATTENTION = {
@@ -98,13 +86,9 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     """A small float32 model with grouped-query attention.
 
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
-    ``"learned"``: dense with learned positions; ``"qk"``: dense with norms on queries and keys;
-    ``"window"``: dense, every second layer with a sliding window; ``"sinks"``: the same with
-    attention sinks, as gpt-oss; ``"mrope"``: dense with
-    multimodal rotary embeddings; ``"frozen"``: dense, of which little is trained; ``"lora"``: dense
-    and frozen, with low-rank adapters; ``"mamba"``: dense, three of four layers with Mamba for
-    attention; ``"mla"``: dense with multi-latent attention and norms on latents. Those of `HYBRID`
-    have its layers; those of `MULTI_TOKEN` predict further tokens.
+    ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
+    with Mamba for attention; ``"mla"``: dense with multi-latent attention. Those of `HYBRID` have
+    its layers; those of `MULTI_TOKEN` predict further tokens.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -137,10 +121,7 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         options |= {
             "mtp_num_layers": MULTI_TOKEN[kind],
             "mtp_loss_scaling_factor": MTP_SCALING_FACTOR,
-            "mtp_use_repeated_layer": kind == "mtp-repeated",
         }
-    if kind == "mtp-detached":
-        options["mtp_detach_heads"] = True
     if kind in ("moe", "replay", "hybrid-moe", "mtp-moe", "hybrid-mtp-moe"):
         options |= {
             "moe_enable_routing_replay": kind == "replay",
@@ -153,22 +134,11 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         options |= MAMBA
     if kind == "hybrid-gdn":
         options |= GATED_DELTA_NET
-    if kind in ("window", "sinks"):
-        options |= {"window_size": (5, 0), "window_attn_skip_freq": 2}
-    if kind == "sinks":
-        options["softmax_type"] = "learnable"
     if kind == "mrope":
         options["mrope_section"] = [2, 1, 1]
-    options["qk_layernorm"] = kind in ("qk", "mla")
-    if "dsa" in kind:
+    if kind == "hybrid-dsa":
         options |= SPARSE_ATTENTION
-    if kind == "hybrid-dsa-top":
-        options["dsa_indexer_topk"] = 6
-    if kind == "hybrid-dsa-loss":
-        # Weights so large that the indexer's distribution is not the attention's by itself: else
-        # the loss is a difference of equals, all rounding.
-        options |= {"dsa_indexer_loss_coeff": 0.1, "init_method_std": 0.2}
-    if "mla" in kind or "dsa" in kind:
+    if "mla" in kind or kind == "hybrid-dsa":
         del options["num_query_groups"]
         options |= {
             "multi_latent_attention": True,
@@ -191,8 +161,7 @@ def model_options(kind: str, stages: int = 1) -> dict[str, Any]:
         stages: pipeline stages, or virtual ones, into which a hybrid model is cut; unevenly where
             its layers do not divide by them.
     """
-    kinds = {"learned": "learned_absolute", "mrope": "mrope"}
-    options = {"position_embedding_type": kinds.get(kind, "rope")}
+    options = {"position_embedding_type": "mrope" if kind == "mrope" else "rope"}
     if kind in HYBRID:
         layers, slash, later = HYBRID[kind].partition("/")
         cuts = [len(layers) * stage // stages for stage in range(stages + 1)]
@@ -222,22 +191,36 @@ def sharded_model(
     """This rank's chunks, holding its part of ``weights``."""
     config = transformer_config(kind, **pipeline_config(dims) | settings)
     options = model_options(kind, dims.pipeline_parallel * dims.virtual_pipeline)
-    if kind in HYBRID:
-        cpu_kernels.hybrid_spec()
-    else:
-        options["spec"] = lambda config: layer_spec(kind, packed_layer_spec(config), config)
-    options |= {"vocab_size": VOCABULARY, "max_sequence_length": MAX_SEQUENCE_LENGTH}
-    if kind in ("frozen", "lora"):  # the wrapper has no gradients of what is frozen by then
-        model = build_model(config, wrap=False, **options)
-        for chunk in model:
-            freeze(kind, chunk)
-        model = bootstrap._wrapped(config, model, ddp)
-    else:
-        model = build_model(config, ddp=ddp, **options)
+    model = packed_model(kind, config, ddp, **options)
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             parameter.copy_(local_part(name, weights[name], parameter))
     return model
+
+
+def packed_model(
+    kind: str, config: TransformerConfig, ddp: Any, trained: str = "all", **options: Any
+) -> list[Any]:
+    """This rank's chunks, with layers of this package.
+
+    Args:
+        kind: of `transformer_config`.
+        config: of the model.
+        ddp: settings of the data-parallel wrapper.
+        trained: what `freeze` leaves.
+        options: others of `build_model`.
+    """
+    options |= {"vocab_size": VOCABULARY, "max_sequence_length": MAX_SEQUENCE_LENGTH}
+    if options.get("hybrid_layer_pattern"):
+        cpu_kernels.hybrid_spec()
+    else:
+        options["spec"] = lambda config: layer_spec(kind, packed_layer_spec(config), config)
+    if trained == "all":
+        return build_model(config, ddp=ddp, **options)
+    model = build_model(config, wrap=False, **options)
+    for chunk in model:
+        freeze(trained, chunk)  # of what is frozen by then the wrapper has no gradients
+    return list(bootstrap._wrapped(config, model, ddp))
 
 
 def quick_model(shape: ParallelDims, longest: int) -> list[Any]:
@@ -259,19 +242,19 @@ def weights_where_ranks_begin_with_their_own() -> float:
     return sum(float(weight.double().sum()) for _, weight in named_parameters(model))
 
 
-def freeze(kind: str, chunk: Any) -> None:
-    """Of the kind ``"frozen"`` train the output projections of attention alone; of ``"lora"`` put
-    adapters beside all that attention projects, and train these alone."""
-    if kind == "lora":
+def freeze(trained: str, chunk: Any) -> None:
+    """``"frozen"``: train the output projections of attention alone; ``"lora"``: put adapters
+    beside all that attention projects, and train these alone."""
+    if trained == "lora":
         for layer in chunk.decoder.layers:
             attention = layer.self_attention
             attention.linear_qkv = Adapted(attention.linear_qkv)
             attention.linear_proj = Adapted(attention.linear_proj)
         if hasattr(chunk, "embedding"):  # else Megatron's recomputed layers have no gradients
             chunk.embedding.register_forward_hook(lambda *call: call[2].requires_grad_())
-    trained = {"frozen": "linear_proj", "lora": "adapter"}.get(kind, "")
+    part = {"frozen": "linear_proj", "lora": "adapter"}[trained]
     for name, parameter in chunk.named_parameters():
-        parameter.requires_grad_(trained in name)
+        parameter.requires_grad_(part in name)
 
 
 class Adapted(torch.nn.Module):

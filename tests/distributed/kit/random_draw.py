@@ -2,7 +2,7 @@
 
 A drawn job is plain data that says everything but the values of its samples and weights, which
 follow from its seed. Every choice has a random stream of its own, by its name: one more choice
-leaves all others as they were. ``python -m kit.random_draw 17`` prints a job.
+leaves all others as they were. Any may be forced. ``python -m kit.random_draw 17`` prints a job.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import sys
 from typing import Any
 
+from kit.random_model import drawn_balancing, drawn_model, is_known_on_shared_rows
 from kit.random_rollouts import Draw, drawn_rollouts
 
 _NPROC = [1, 2, 2, 2, 3, 4, 4, 4]
@@ -19,29 +20,48 @@ _OUTSIDE = 0.04
 """How often something is drawn that does not go with the rest, and must be refused."""
 
 
-def drawn_job(seed: int) -> dict[str, Any]:
-    """The job of a seed, as JSON values."""
-    draw = Draw(seed)
+def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
+    """The job of a seed, as JSON values; choices named in ``forced`` (with ``_`` for spaces) are
+    what is given there."""
+    draw = Draw(seed, forced)
     nproc = draw.one("nproc", _NPROC)
     dims = _dims(draw, nproc)
-    model = _model(draw, dims)
+    model = drawn_model(draw, dims)
     per_token_loss = draw.chance("per-token loss", 0.6)
+    balancing = drawn_balancing(draw, dims, model, per_token_loss)
     planner = _planner(draw, dims, model, per_token_loss)
+    rollouts = drawn_rollouts(draw, dims["data_parallel"])
+    if model["options"]["position_embedding_type"] == "mrope":
+        # Position ids of no sample at all would have no axes.
+        rollouts = [each for each in rollouts if each["samples"]] or [{"samples": [[9, 4, 0]]}]
+    if balancing:  # of which rows count as a whole
+        planner["dynamic_batch_share_prefixes"] = False
+        for rollout in rollouts:
+            rollout.pop("padded_to", None)
+        if "indexer_loss" in balancing:  # refused with padding
+            planner = {name: value for name, value in planner.items() if "pad_" not in name}
     return {
         "seed": seed,
         "nproc": nproc,
         "dims": dims,
         "model": model,
-        "ddp": _ddp(draw) | {"per_token_loss": per_token_loss},
+        "ddp": _ddp(draw, model) | {"per_token_loss": per_token_loss},
+        "refused": _is_refused(dims, model, planner, per_token_loss),
+        "bfloat16": _is_half(draw, model, rollouts),
         "planner": planner,
         "mixed_sizes": _has_mixed_sizes(draw, dims, planner),
         "objective": _objective(draw),
         "clock": _clock(draw, planner),
-        "rollouts": drawn_rollouts(draw, dims["data_parallel"]),
+        "rollouts": rollouts,
+        "balancing": balancing,
         "holders": draw.one("holders", ["all", "all", "first of replica"]),
         "blocking": dims["pipeline_parallel"] > 1 and draw.chance("blocking", 0.15),
         "turns": draw.chance("turns", 0.5),
-        "loss_masks": draw.one("loss masks", ["none", "some", "some", "all 0", "weights"]),
+        "loss_masks": draw.one("loss masks", ["none", "some", "some", "all 0", "weights"])
+        if not balancing
+        else "some",
+        # Rows of other packages leave out what Mamba layers need.
+        "framework_rows": model["kind"] == "mamba" and draw.chance("rows of frameworks", 0.4),
     }
 
 
@@ -69,105 +89,30 @@ def _dims(draw: Draw, nproc: int) -> dict[str, Any]:
     return dims
 
 
-def _model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
-    """Kind, `TransformerConfig` settings and `GPTModel` options; sets the expert-parallel size."""
-    kind = draw.one("kind", [*("dense",) * 4, "moe", "moe", "replay", "mla"])
-    if kind == "mla" and dims["tensor_parallel"] > 1:  # refused of local layers
-        kind = "dense"
-    chunks = dims["pipeline_parallel"] * dims.get("virtual_pipeline", 1)
-    layers = chunks if chunks > 2 else 2 * chunks
-    settings: dict[str, Any] = {
-        "num_layers": layers,
-        "normalization": draw.one("norm", ["RMSNorm", "LayerNorm"]),
-        "add_bias_linear": kind in ("dense", "mla") and draw.chance("bias", 0.3),
-        "qk_layernorm": draw.chance("query and key norms", 0.25),
-        # Weights so large that attention tells tokens and positions apart.
-        "init_method_std": 0.1,
-        "deallocate_pipeline_outputs": draw.chance("deallocate", 0.7),
-    }
-    if kind != "mla":
-        least = dims["tensor_parallel"]
-        groups = [size for size in (1, 2, 4) if size >= least]
-        settings["num_query_groups"] = draw.one("query groups", groups)
-    recompute = draw.one("recompute", [None, None, None, "full", "selective"])
-    if recompute is not None:
-        settings["recompute_granularity"] = recompute
-    if recompute == "full":
-        settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    if kind in ("moe", "replay"):
-        # Megatron itself asks for sequence parallelism beside tensor parallelism here.
-        dims["sequence_parallel"] = dims["tensor_parallel"] > 1
-        within = dims["data_parallel"] * dims["context_parallel"] * dims["tensor_parallel"]
-        sizes = [size for size in (1, 2, 4) if within % size == 0]
-        sizes = [s for s in sizes if s > 1] if dims["tensor_parallel"] > 1 else sizes
-        dims["expert_parallel"] = draw.one("expert parallel", sizes)
-        settings |= {
-            "moe_router_score_function": draw.one("scores", ["softmax", "sigmoid"]),
-            "moe_router_pre_softmax": draw.chance("pre-softmax", 0.5),
-        }
-        if draw.chance("shared experts", 0.3):
-            settings["moe_shared_expert_intermediate_size"] = 32
-    settings |= _later_tokens(draw, dims, layers)
-    positions = ["rope", "rope", "rope"] if kind == "mla" else ["rope", "learned_absolute", "none"]
-    options: dict[str, Any] = {
-        "position_embedding_type": draw.one("positions", ["rope", "rope", *positions]),
-        "share_embeddings_and_output_weights": draw.chance("tied embeddings", 0.3),
-    }
-    if draw.chance("rotary percent", 0.2) and kind != "mla":
-        options["rotary_percent"] = 0.5
-    if kind in ("dense", "moe") and draw.chance("hybrid", 0.15):
-        _as_hybrid(draw, "*E" if kind == "moe" else "*-", chunks, settings, options)
-    return {"kind": kind, "settings": settings, "options": options}
+def _is_refused(
+    dims: dict[str, Any], model: dict[str, Any], planner: dict[str, Any], per_token_loss: bool
+) -> bool:
+    """True for rows of several sizes where they do not go, and for positions learnt by two"""
+    goes = is_known_on_shared_rows(model) and per_token_loss and planner["dynamic_batch_exchange"]
+    learns = model["options"]["position_embedding_type"] == "learned_absolute"
+    learns = learns and "mtp_num_layers" in model["settings"] and dims["pipeline_parallel"] > 1
+    return learns or ("dynamic_batch_context_parallel" in planner and not goes)
 
 
-def _later_tokens(draw: Draw, dims: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Multi-token prediction, and stages of unlike numbers of layers."""
-    if not draw.chance("multi-token prediction", 0.3):
-        return {}
-    settings: dict[str, Any] = {
-        "mtp_num_layers": draw.one("depths", [1, 1, 2, 3, 5]),
-        "mtp_loss_scaling_factor": draw.one("scaling factor", [0.1, 0.3, 2.0]),
-        "mtp_use_repeated_layer": draw.chance("repeated layer", 0.3),
-    }
-    if draw.chance("detached heads", 0.15):
-        settings["mtp_detach_heads"] = True
-    chunks = dims["pipeline_parallel"] * dims.get("virtual_pipeline", 1)
-    if dims["pipeline_parallel"] > 1 and draw.chance("layout of stages", 0.5):
-        held = ["t"] * chunks  # each chunk but the last needs something to run
-        for number in range(layers - chunks):
-            held[draw.one(f"layer {number}", range(chunks))] += "t"
-        if draw.chance("no layer beside the last", 0.5):
-            held[-2:] = [held[-2] + held[-1], ""]
-        last = "m" * settings["mtp_num_layers"] + "L"
-        settings["pipeline_model_parallel_layout"] = "E" + "|".join(held) + last
-    elif dims["pipeline_parallel"] > 1 and draw.chance("layers of the last stage", 0.3):
-        virtual, others = dims.get("virtual_pipeline", 1), dims["pipeline_parallel"] - 1
-        last = virtual * draw.one("layers of the last stage, number", [1, 2])
-        settings["num_layers_in_last_pipeline_stage"] = last
-        settings["num_layers"] = last + others * virtual * draw.one("layers of others", [1, 2])
-    return settings
+def _is_half(draw: Draw, model: dict[str, Any], rollouts: list[dict[str, Any]]) -> bool:
+    """True for bfloat16: a dense model, and one step, after which rounding is all there is."""
+    one = len(rollouts) == 1 and not {"steps", "global_batch_size"} & {*rollouts[0]}
+    return one and model["kind"] == "dense" and draw.chance("bfloat16", 0.15)
 
 
-def _as_hybrid(
-    draw: Draw, letters: str, chunks: int, settings: dict[str, Any], options: dict[str, Any]
-) -> None:
-    """Make the model a `HybridModel` of these layers, cut anywhere but that no stage is empty."""
-    held = [draw.one(f"chunk {chunk}", [letters, *letters]) for chunk in range(chunks)]
-    if letters not in "".join(held):
-        held[-1] = letters
-    depths = settings.get("mtp_num_layers", 0) * f"/{draw.one('later layers', [letters, '*'])}"
-    for name in ("pipeline_model_parallel_layout", "num_layers_in_last_pipeline_stage"):
-        settings.pop(name, None)
-    settings |= {"is_hybrid_model": True, "num_layers": len("".join(held)), "qk_layernorm": False}
-    options["hybrid_layer_pattern"] = "|".join(held) + depths
-
-
-def _ddp(draw: Draw) -> dict[str, Any]:
+def _ddp(draw: Draw, model: dict[str, Any]) -> dict[str, Any]:
     distributed = draw.chance("distributed optimizer", 0.35)
+    # Parameters without a gradient are never reduced, as those of an indexer that no loss trains.
+    overlaps = model["kind"] != "hybrid-dsa"
     return {
         "distributed_optimizer": distributed,
-        "overlap": draw.chance("overlap", 0.3),
-        "overlap_gather": distributed and draw.chance("overlapped gather", 0.3),
+        "overlap": overlaps and draw.chance("overlap", 0.3),
+        "overlap_gather": overlaps and distributed and draw.chance("overlapped gather", 0.3),
     }
 
 
@@ -204,7 +149,7 @@ def _planner(
             "dynamic_batch_fill": draw.one("fill", ["split", "placeholder"]),
             "dynamic_batch_balance": draw.one("balance", ["auto", "cost", "tokens", "none"]),
         }
-    known = model["kind"] != "mla" and per_token_loss
+    known = per_token_loss and is_known_on_shared_rows(model)
     outside = draw.chance("dynamic CP where it does not go", _OUTSIDE)
     if ranks > 1 and draw.chance("dynamic CP", 0.4) and (known or outside):
         sizes = sorted({1 << n for n in range(3) if 1 << n <= ranks} | {ranks})

@@ -12,21 +12,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer import multi_latent_attention as latent
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from kit import cpu_kernels
 from kit.blocking_p2p import blocking_p2p
 from kit.groups import release_groups
 from kit.model import ROUTING
 from kit.random_comparison import Comparison
 from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
-from kit.samples import VOCABULARY
+from kit.samples import VOCABULARY, multimodal_positions
 from kit.shared_rows import mixed_sizes
+from kit.transfers import counted_transfers
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, timing
+from mcore_batching.megatron.compat import packed_rows
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
@@ -64,8 +69,13 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
                 conditions.enter_context(_clock(job))
                 if job["blocking"]:
                     conditions.enter_context(blocking_p2p())
+                messages = conditions.enter_context(counted_transfers())
                 if job["mixed_sizes"]:
                     conditions.enter_context(mixed_sizes())
+                if job["framework_rows"]:
+                    conditions.enter_context(_rows_of_frameworks())
+                if job.get("state_crosses_samples"):
+                    conditions.enter_context(_state_across_samples())
                 for number, samples in enumerate(rollouts):
                     run.train(samples, job["rollouts"][number])
         except PipelineFailedError:
@@ -75,11 +85,15 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             is_refusal = any(name in said for name in REFUSALS)
             return {"refused" if is_refusal else "failed": said}
     with _layout(ParallelDims(data_parallel=job["nproc"])):
-        steps = _all_ranks([each["ids"] for each in run.seen])
+        rows = _all_ranks([each["rows"] for each in run.seen])
         made = _from_first(
-            lambda: reference and _reference_of(job, reference, rollouts, run.seen, steps)
+            lambda: reference and _reference_of(job, reference, rollouts, run.seen, rows)
         )
-    return Comparison(job, rollouts, run.seen, steps, made["made"]).report() | {"gap": made["gap"]}
+    report = Comparison(job, rollouts, run.seen, rows, made["made"]).report()
+    exchanged = job["planner"]["dynamic_batch_no_planned_shapes"] and shape.pipeline_parallel > 1
+    if bool(messages["shapes"]) != exchanged:
+        report["wrong"].append(f"stages exchange {messages['shapes']} shapes")
+    return report | {"gap": made["gap"], "counts": [event.get("slots") for event in run.seen]}
 
 
 @contextlib.contextmanager
@@ -90,6 +104,7 @@ def _layout(dims: ParallelDims) -> Iterator[None]:
         yield
     finally:
         parallel_state.destroy_model_parallel()
+        _forget_losses_of_experts()
         release_groups()
 
 
@@ -134,6 +149,8 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
         samples["loss_masks"] = [masks[job["loss_masks"]](response) for _, response in lengths]
     if job["turns"]:
         _begin_others(samples["tokens"], stream, lengths)
+    if job["model"]["options"]["position_embedding_type"] == "mrope":
+        samples["position_ids"] = [multimodal_positions(total) for total, _ in lengths]
     if job["model"]["kind"] == "replay":
         layers, experts = job["model"]["settings"]["num_layers"], ROUTING["experts"]
         samples["rollout_routed_experts"] = [
@@ -170,7 +187,7 @@ def _reference_of(
     reference: RandomReference,
     rollouts: Sequence[Samples],
     seen: Sequence[Mapping[str, Any]],
-    ids: Sequence[Sequence[Sequence[int]]],
+    rows: Sequence[Sequence[Sequence[Sequence[int]]]],
 ) -> dict[str, Any]:
     """The engine's passes and steps again, each of the samples that the engine's holds.
 
@@ -179,16 +196,17 @@ def _reference_of(
         reference: not trained yet.
         rollouts: the samples of each.
         seen: of this rank.
-        ids: of each rank, the samples of each event in ``seen``.
+        rows: of each rank, the samples of each row of each event in ``seen``.
     """
     made: list[Any] = []
     given: dict[int, Samples] = {}
-    for event, of_ranks in zip(seen, zip(*ids, strict=True), strict=True):
+    for event, of_ranks in zip(seen, zip(*rows, strict=True), strict=True):
         number = event["rollout"]
         samples = rollouts[number]
         if event["kind"] == "step":
-            chosen = sorted({i for of_rank in of_ranks for i in of_rank})
-            made.append(reference.step(given[number], chosen))
+            # Ranks of a row, and stages, hold the same one.
+            distinct = {tuple(row) for of_rank in of_ranks for row in of_rank}
+            made.append(reference.step(given[number], sorted(distinct)))
             continue
         outputs = reference.outputs(samples)
         made.append(outputs)
@@ -199,6 +217,52 @@ def _reference_of(
                 "behaviour": behaviour if added else samples["rollout_log_probs"]
             }
     return {"made": made, "gap": reference.smallest_gap}
+
+
+def _forget_losses_of_experts() -> None:
+    """Megatron adds them up by layer, of which the next job may have more."""
+    try:
+        from megatron.core.transformer.moe import moe_logging
+    except ImportError:  # before 0.18
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        moe_logging.destroy_moe_metrics_tracker()
+
+
+@contextlib.contextmanager
+def _rows_of_frameworks() -> Iterator[None]:
+    """Let a row's parameters leave out what Mamba layers need, as those of other packages do."""
+    from kit.state_space import Mixer
+
+    def without_total(params: Any, offsets: Any, group: Any) -> None:
+        params.host_cu_seqlens = tuple(offsets)
+
+    base = Mixer.__base__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_rows, "give_offsets", without_total)
+        patch.setattr(base, "_ssm_training", base._ssm_training)
+        packed_rows.end_states_with_samples()
+        yield
+    if "states_end_with_samples" in vars(base):
+        del base.states_end_with_samples
+
+
+@contextlib.contextmanager
+def _state_across_samples() -> Iterator[None]:
+    """Let kernels of state-space layers take a row for one sequence."""
+    told = {"_mamba": "seq_idx", "_causal_convolution": "cu_seqlens"}
+    told["_gated_delta_rule"] = "cu_seqlens"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, what in told.items():
+            kernel = getattr(cpu_kernels, name)
+
+            def run(*inputs: Any, kernel: Any = kernel, what: str = what, **options: Any) -> Any:
+                return kernel(*inputs, **options | {what: None})
+
+            patch.setattr(cpu_kernels, name, run)
+        cpu_kernels.stand_in_for_kernels()
+        yield
+    cpu_kernels.stand_in_for_kernels()
 
 
 @contextlib.contextmanager

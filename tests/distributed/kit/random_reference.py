@@ -6,6 +6,7 @@ Nothing of the package takes part but the values that it is given: Megatron's mo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
-from kit.model import named_parameters, transformer_config
+from kit.model import ROUTING, freeze, layer_spec, named_parameters, transformer_config
 from kit.objective import KL_WEIGHT, kl_terms, policy_terms
 from kit.reference import clip, hidden_states_kept, plain_adam, plain_model_of
+from kit.samples import multimodal_positions
 from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.planning import ParallelDims
 
@@ -35,13 +37,19 @@ class RandomReference:
         self._objective = job["objective"]
         drawn = job["model"]
         settings = pipeline_config(ParallelDims()) | drawn["settings"]
-        of_stages = ("recompute", "pipeline_model", "num_layers_in")
-        for name in [name for name in settings if name.startswith(of_stages)]:
+        left_out = ("recompute", "pipeline_model", "num_layers_in")
+        left_out += ("moe_aux", "moe_z", "moe_router_load")  # by definition below
+        for name in [name for name in settings if name.startswith(left_out)]:
             if name != "pipeline_model_parallel_size":
                 del settings[name]
         config = transformer_config(drawn["kind"], **settings)
-        self._model = plain_model_of(config, **drawn["options"])
+        layer = functools.partial(layer_spec, drawn["kind"], config=config)
+        self._model = plain_model_of(config, layer=layer, **drawn["options"])
+        if drawn["trained"] != "all":
+            freeze(drawn["trained"], self._model)
+            self._model.to(torch.device(torch.cuda.current_device()))  # adapters, too
         self._parameters = dict(named_parameters([self._model]))
+        self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         generator = torch.Generator(device="cpu").manual_seed(job["seed"])
         with torch.no_grad():
             for parameter in self._parameters.values():
@@ -49,8 +57,12 @@ class RandomReference:
                     noise = torch.rand(parameter.shape, generator=generator, device="cpu")
                     parameter += 0.2 * (noise.to(parameter.device) - 0.5)
         self._optimizer = plain_adam(self._model)
-        self._gaps: list[float] = []
+        # Which keys sparse attention takes may hang on rounding, too.
+        self._gaps = [0.0] if "dsa_indexer_topk" in drawn["settings"] else []
         self._is_replayed = drawn["kind"] == "replay"
+        self._has_axes = drawn["options"]["position_embedding_type"] == "mrope"
+        self._balancing = job["balancing"] or {}
+        self._routed: list[Tensor] = []
         for name, module in self._model.named_modules():
             if isinstance(module, TopKRouter) and not (self._is_replayed and "mtp" not in name):
                 module.register_forward_hook(self._see_gap)
@@ -66,8 +78,9 @@ class RandomReference:
 
     def _see_gap(self, router: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
         del output
-        scores = (inputs[0].detach().float() @ router.weight.detach().float().T).flatten(0, -2)
-        best = scores.topk(router.topk + 1).values
+        logits = (inputs[0].float() @ router.weight.float().T).flatten(0, -2)
+        self._routed.append(logits)
+        best = logits.detach().topk(router.topk + 1).values
         self._gaps.append(float((best[:, -2] - best[:, -1]).min()))
 
     def statistics(self, samples: Mapping[str, list[Any]], i: int) -> tuple[Tensor, Tensor]:
@@ -77,6 +90,9 @@ class RandomReference:
         if self._is_replayed:
             self._tell_routers(samples["rollout_routed_experts"][i])
         positions = torch.arange(length, device=tokens.device)[None]
+        if self._has_axes:
+            positions = multimodal_positions(length)[:, None].to(tokens.device)
+        self._routed.clear()
         future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
         with hidden_states_kept() as self._kept:
             logits = self._model(tokens[None], positions, future)[0].float()
@@ -121,8 +137,10 @@ class RandomReference:
         found = [self.statistics(samples, i) for i in range(len(samples["tokens"]))]
         return [(log_probs.cpu(), entropies.cpu()) for log_probs, entropies in found]
 
-    def step(self, samples: Mapping[str, list[Any]], chosen: Sequence[int]) -> dict[str, Any]:
-        """One optimizer step on the samples at these places.
+    def step(
+        self, samples: Mapping[str, list[Any]], rows: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        """One optimizer step on the samples at these places, of which `rows` lie together.
 
         Returns:
             ``metrics``, name to the value and the mean of its terms' sizes; ``counts`` (samples,
@@ -131,9 +149,12 @@ class RandomReference:
         """
         terms: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": []}
         masks, farthest = [], 1.0
+        chosen = sorted(i for row in rows for i in row)
+        routed: dict[int, list[Tensor]] = {}
         later: list[list[tuple[Tensor, Tensor]]] = []
         for i in chosen:
             log_probs, entropies = self.statistics(samples, i)
+            routed[i] = [*self._routed]
             later.append([pair for kept in self._kept for pair in self._later(samples, i, kept)])
             farthest = max([farthest, *log_probs.detach().abs().tolist()])
             masks.append(trained_mask(samples, i).to(log_probs.device))
@@ -162,24 +183,49 @@ class RandomReference:
             made = _mean("token", losses, weights, 1.0)
             means[f"mtp_{depth + 1} loss"] = made
             loss = loss + made[0] * config.mtp_loss_scaling_factor / config.mtp_num_layers
+        num_tokens = max(trained_tokens(masks), 1)
+        if "indexer_loss" in self._balancing:  # a sum over the tokens of each sample, by Megatron
+            from megatron.core.transformer.experimental_attention_variant import dsa
+
+            dsa.DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(1 / num_tokens))
+        elif self._balancing:
+            loss = loss + self._unbalanced(routed, rows) / num_tokens
         result: dict[str, Any] = {
             "metrics": {name: [float(value), float(size)] for name, (value, size) in means.items()},
             "counts": [
                 len(chosen),
                 sum(bool(mask.any()) for mask in masks),
-                sum(int((mask != 0).sum()) for mask in masks),
+                trained_tokens(masks),
             ],
         }
         if chosen:  # else nothing is updated
             result |= self._update(loss)
         return result | {"weights": self.weights}
 
+    def _unbalanced(
+        self, routed: Mapping[int, Sequence[Tensor]], rows: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """The losses that balance experts by their definitions (Switch Transformer, ST-MoE), of
+        each row weighted by its tokens. A row is one sequence to the loss of sequences."""
+        total, weights = torch.zeros(()), self._balancing
+        of_balance = weights.get("aux_loss", 0.0) + weights.get("seq_aux_loss", 0.0)
+        for row in filter(None, rows):
+            for layers in zip(*(routed[i] for i in row), strict=True):
+                logits = torch.cat(layers)
+                top_k, experts = ROUTING["top_k"], logits.shape[1]
+                chosen = torch.zeros_like(logits).scatter(1, logits.topk(top_k).indices, 1.0)
+                balance = experts * (chosen.mean(0) / top_k * logits.softmax(-1).mean(0)).sum()
+                peaks = logits.logsumexp(-1).square().mean()
+                term = of_balance * balance + weights.get("z_loss", 0.0) * peaks
+                total = total + term * len(logits)
+        return total
+
     def _update(self, loss: Tensor) -> dict[str, Any]:
         self._optimizer.zero_grad()
         # Every parameter has a gradient, that of an expert that nobody asked, too.
-        (loss + sum(p.sum() for p in self._parameters.values()) * 0.0).backward()
+        (loss + sum(p.sum() for p in self._trained.values()) * 0.0).backward()
         norm = clip(self._model)
-        gradients = {name: p.grad.cpu().clone() for name, p in self._parameters.items()}
+        gradients = {name: p.grad.cpu().clone() for name, p in self._trained.items()}
         self._optimizer.step()
         return {"gradients": gradients, "grad_norm": float(norm)}
 
@@ -192,6 +238,10 @@ def trained_mask(samples: Mapping[str, list[Any]], i: int) -> Tensor:
     if response == samples["total_lengths"][i]:
         mask[:1] = 0
     return mask
+
+
+def trained_tokens(masks: Sequence[Tensor]) -> int:
+    return sum(int((mask != 0).sum()) for mask in masks)
 
 
 def _mean(

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 LONGEST = 160
 """Tokens of a sample."""
+LOPSIDED = (40, 3, 0, 1)
+"""Samples of each data-parallel rank where they lie unevenly."""
 
 
 class Draw:
-    """Named random choices of a seed."""
+    """Named random choices of a seed, but for those that are forced."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, forced: Mapping[str, Any]) -> None:
         self._seed = seed
+        self._forced = {name.replace("_", " "): value for name, value in forced.items()}
 
     def stream(self, name: str) -> random.Random:
         return random.Random(f"{self._seed} {name}")
 
     def one(self, name: str, choices: Sequence[Any]) -> Any:
-        return self.stream(name).choice(choices)
+        return self._forced.get(name, self.stream(name).choice(choices))
 
     def chance(self, name: str, probability: float) -> bool:
-        return self.stream(name).random() < probability
+        return bool(self._forced.get(name, self.stream(name).random() < probability))
 
 
 def drawn_rollouts(draw: Draw, ranks: int) -> list[dict[str, Any]]:
@@ -37,6 +40,9 @@ def _rollout(draw: Draw, name: str, ranks: int, most_steps: int) -> dict[str, An
     stream = draw.stream(f"{name}, samples")
     lengths = _lengths(stream)
     owners = _owners(stream, len(lengths), ranks)
+    if ranks > 1 and draw.chance("lopsided", 0.15):
+        owners = [rank for rank, count in enumerate(LOPSIDED[:ranks]) for _ in range(count)]
+        lengths = [stream.randint(1, 24) for _ in owners]
     how = stream.choice(["any", "any", "any", "0", "1", "2", "all", "few tokens"])
     samples = [
         [n, _response(stream, how, n), rank] for n, rank in zip(lengths, owners, strict=True)
@@ -54,8 +60,8 @@ def _rollout(draw: Draw, name: str, ranks: int, most_steps: int) -> dict[str, An
         for sample in stream.sample(range(len(samples)), len(samples)):
             stream.choice(cut).append(sample)
         rollout["steps"] = cut
-    elif steps == "one" and stream.random() < 0.2:
-        rollout["padded_to"] = stream.choice([2, 4, 8])
+    if steps in ("one", "groups") and draw.chance(f"{name}, padding samples", 0.2):
+        rollout["padded_to"] = draw.one(f"{name}, padded to", [2, 4, 8])
     return rollout
 
 

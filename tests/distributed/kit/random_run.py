@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,17 +11,17 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
-from kit.exactness import arguments
+from kit.exactness import arguments, counted_tokens
 from kit.model import (
-    MAX_SEQUENCE_LENGTH,
     adam,
     local_part,
     named_parameters,
+    packed_model,
     transformer_config,
 )
 from kit.objective import MEANS, kl_terms, policy_terms
 from kit.random_reference import WEIGHTS
-from kit.samples import VOCABULARY, take
+from kit.samples import take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, StepTotals
 from mcore_batching.megatron import (
     add_fields,
@@ -32,7 +33,10 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
+from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
+from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.schedule import computed_alone
+from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 from mcore_batching.rl import pad_batch
@@ -40,6 +44,7 @@ from mcore_batching.rl import pad_batch
 SCHEMA = DEFAULT_SCHEMA.declare("old_log_probs", Kind.PER_RESPONSE_TOKEN).declare(
     "old_entropy", Kind.PER_RESPONSE_TOKEN
 )
+FORWARD_CAP = "dynamic_batch_forward_only_max_tokens_per_gpu"
 Samples = dict[str, list[Any]]
 BEHAVIOUR = {"none": "rollout_log_probs", "old": "old_log_probs", "replaced": "log_probs"}
 """The field that a policy loss compares with, by what the forward pass before is for."""
@@ -64,7 +69,10 @@ class RandomRun:
         self._ddp = job["ddp"]
         self._model = self._build(weights)
         self._optimizer = adam(
-            self._model, self._ddp["distributed_optimizer"], self._ddp["overlap_gather"]
+            self._model,
+            self._ddp["distributed_optimizer"],
+            self._ddp["overlap_gather"],
+            job["bfloat16"],
         )
         self._args = arguments(shape, **job["planner"])
         self.seen: list[dict[str, Any]] = []
@@ -72,25 +80,19 @@ class RandomRun:
 
     def _build(self, weights: Mapping[str, Tensor]) -> list[Any]:
         drawn = self._job["model"]
-        config = transformer_config(
-            drawn["kind"],
-            **pipeline_config(self._shape)
-            | {"calculate_per_token_loss": self._ddp["per_token_loss"]}
-            | drawn["settings"],
-        )
+        settings = pipeline_config(self._shape) | drawn["settings"]
+        settings["calculate_per_token_loss"] = self._ddp["per_token_loss"]
+        if self._job["bfloat16"]:
+            half = torch.bfloat16
+            settings |= {"bf16": True, "params_dtype": half, "pipeline_dtype": half}
+        config = transformer_config(drawn["kind"], **settings)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self._ddp["distributed_optimizer"],
             overlap_grad_reduce=self._ddp["overlap"] or self._ddp["overlap_gather"],
             overlap_param_gather=self._ddp["overlap_gather"],
         )
-        model = build_model(
-            config,
-            vocab_size=VOCABULARY,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            ddp=ddp,
-            **drawn["options"],
-        )
+        model = packed_model(drawn["kind"], config, ddp, drawn["trained"], **drawn["options"])
         self._parts: list[tuple[str, Tensor, Any]] = []
         held = dict(named_parameters(model))
         for name, parameter in held.items():
@@ -127,20 +129,36 @@ class RandomRun:
         are_padding = held.get("is_padding") or [False] * len(held["tokens"])
         for step in range(len(counts)):
             rows = schedule.steps[step]
-            result = train_step(
-                self._loss, self._args, self._model, iterators, counts, self._optimizer, step=step
-            )
-            numbers = [i for row in rows for i in row if not are_padding[i]]
+            with counted_tokens(self._model) as tokens:
+                result = train_step(
+                    self._loss,
+                    self._args,
+                    self._model,
+                    iterators,
+                    counts,
+                    self._optimizer,
+                    step=step,
+                )
             self.seen.append(
                 {
                     "kind": "step",
                     "rollout": self._rollout,
-                    "ids": [int(held["sample_indices"][i]) for i in numbers],
+                    "rows": [
+                        [int(held["sample_indices"][i]) for i in row if not are_padding[i]]
+                        for row in rows
+                    ],
                     "metrics": result.metrics,
                     "grad_norm": result.grad_norm,
                     "updated": result.update_successful,
                     "totals": result.totals,
                     "slots": [result.num_microbatches, counts[step], len(rows)],
+                    "ends with a placeholder": any(rows)
+                    and not rows[-1]
+                    and not self._job["mixed_sizes"],
+                    "tokens": self._tokens(schedule, step, sum(tokens)),
+                    "fullest": self._fullest(
+                        schedule, step, self._job["planner"].get("max_tokens_per_gpu", math.inf)
+                    ),
                     "gradients": self._gradients(),
                     "weights": self._weights(),
                 }
@@ -173,7 +191,10 @@ class RandomRun:
         if "steps" not in rollout:
             return data, mine, None
         place = {number: at for at, number in enumerate(mine)}
-        return data, mine, [[place[i] for i in step if i in place] for step in rollout["steps"]]
+        steps = [[place[i] for i in step if i in place] for step in rollout["steps"]]
+        for padding in range(len(mine), len(data["tokens"])):
+            steps[padding % len(steps)].append(padding)
+        return data, mine, steps
 
     def _forward(self, iterators: Sequence[Any], counts: list[int], mine: list[int]) -> None:
         """A forward pass, whose log-probs training goes on with if the job says so."""
@@ -182,13 +203,19 @@ class RandomRun:
         outputs = forward_only(
             self._statistics, self._args, self._model, iterators, counts, store_prefix=prefix
         )
+        cap = getattr(self._args, FORWARD_CAP, None)
+        fullest = 0.0
+        if cap is not None:
+            own = plan_forward_passes(rollout_of(iterators), job_of(self._args), self._model)
+            fullest = self._fullest(own.schedule, 0, cap)
         self.seen.append(
             {
                 "kind": "forward",
                 "rollout": self._rollout,
-                "ids": [],
+                "rows": [],
                 "mine": mine,
                 "last_stage": is_last_stage(),
+                "fullest": fullest,
                 "outputs": {name.removeprefix(prefix): v for name, v in outputs.items()},
             }
         )
@@ -232,14 +259,40 @@ class RandomRun:
         weighted = [WEIGHTS[name] * share for name, share in shares.items()]
         return torch.stack(weighted).sum(), shares
 
+    def _tokens(self, schedule: Any, step: int, seen: int) -> list[int]:
+        """Tokens that this rank's embedding got, and those to compute; [] where they are apart."""
+        args, dims = self._job["planner"], self._job["dims"]
+        pads = dims["sequence_parallel"] or dims["context_parallel"] > 1
+        pads = pads or any("pad_" in name or "context" in name for name in args)
+        if pads or not seen or "mtp_num_layers" in self._job["model"]["settings"]:
+            return []
+        rows = computed_alone(schedule.steps[step], schedule.hosts)
+        # A placeholder has one token.
+        return [seen, sum(sum(schedule.own_lengths[i] for i in row) or 1 for row in rows)]
+
+    def _fullest(self, schedule: Any, step: int, cap: float) -> float:
+        """The largest part of the cap that several samples of a row take."""
+        rows = computed_alone(schedule.steps[step], schedule.hosts)
+        sizes = schedule.row_sizes(step)
+        taken = [
+            sum(schedule.own_lengths[i] for i in row) / size / cap
+            for row, size in zip(rows, sizes, strict=True)
+            if len(row) > 1 and not self._job["mixed_sizes"]
+        ]
+        return max(taken, default=0.0)
+
     def _gradients(self) -> list[tuple[str, Tensor, Tensor]]:
         """Name, places in the whole, and this rank's part; none where ranks reduce parts alone."""
         if self._ddp["distributed_optimizer"]:
             return []
-        return [(n, part, p.main_grad.cpu().clone()) for n, part, p in self._parts]
+        return [
+            (name, part, parameter.main_grad.cpu().clone())
+            for name, part, parameter in self._parts
+            if parameter.requires_grad
+        ]
 
     def _weights(self) -> list[tuple[str, Tensor, Tensor]]:
         if self._ddp["overlap_gather"]:
             for chunk in self._model:  # else the next forward pass gathers them
                 chunk.start_param_sync(force_sync=True)
-        return [(n, part, p.detach().cpu().clone()) for n, part, p in self._parts]
+        return [(n, part, p.detach().float().cpu().clone()) for n, part, p in self._parts]

@@ -66,30 +66,13 @@ def make_samples() -> dict[str, list[Any]]:
     }
 
 
-def routed_experts(layers: int, experts: int, top_k: int) -> list[torch.Tensor]:
-    """Experts ``[length - 1, layers, top_k]`` of each sample, no router's choice; tokens that the
-    samples of `CHAINS` share have the same."""
-    generator = torch.Generator(device="cpu").manual_seed(21)
-    return in_chains(
-        [
-            torch.rand(total - 1, layers, experts, generator=generator, device="cpu")
-            .topk(top_k)
-            .indices.to(torch.int16)
-            for total, _ in SHAPES
-        ]
-    )
-
-
 def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> list[int]:
     """Indices of the samples that data-parallel rank ``rank`` holds.
 
     ``"uneven"``: all but a few on rank 0, the rest one each. ``"fewer"``: three on each of the
-    others. ``"empty"``: the last rank has none. ``"lopsided"``: ranks 1 to 3 have 2, 0 and 1.
+    others. ``"empty"``: the last rank has none.
     """
     count = len(samples["total_lengths"])
-    if spread == "lopsided":
-        ends = [count - 3, count - 1, count - 1, count]
-        return list(range(ends[rank - 1] if rank else 0, ends[rank]))
     if ranks == 1:
         return list(range(count))
     populated = ranks - 1 if spread == "empty" else ranks

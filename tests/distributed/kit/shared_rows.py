@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import unwrap_model
@@ -55,13 +54,6 @@ SIZES = {
 }
 """Ranks to the context-parallel size of each rank's row, slot by slot: sizes change from slot to
 slot, and differ within one. As many slots as PP2 x VPP2 takes."""
-
-
-def compare(plan: str, **parameters: Any) -> dict[str, Any]:
-    """`exactness.compare` by the planner's own plan, or by one that mixes sizes."""
-    dist.new_group([0])  # ranks need not be in as many groups as each other
-    with contextlib.nullcontext() if plan == "own" else mixed_sizes():
-        return exactness.compare(**parameters)
 
 
 def there_and_back(

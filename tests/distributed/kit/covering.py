@@ -1,0 +1,150 @@
+"""Seeds whose jobs cover all pairs: layout and model, layout and feature, model and feature.
+
+    python -m kit.covering 0 40000 17 18    prints some of these for `test_exactness`, not 17 and 18
+
+What a job has is read from what is drawn of it, so that whatever is drawn anew has to be covered.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from kit.random_draw import drawn_job
+
+NUM_SEEDS = 4000
+"""Of which the draw shows what goes together."""
+LEAST_DRAWS = 6
+"""Of these, for something to be covered."""
+ALONE = {
+    *("add_bias_linear", "rotary_percent", "moe_shared_expert_intermediate_size"),
+    *("mtp_use_repeated_layer", "mtp_detach_heads", "pipeline_model_parallel_layout"),
+    *("none", "qk_layernorm", "num_layers_in_last_pipeline_stage", "softmax_type"),
+    "framework_rows",
+    *("masks all 0", "masks none", "masks some", "masks weights", "blocking", "bfloat16"),
+    *("dynamic_batch_logits_in_model_dtype", "dynamic_batch_max_samples_per_row"),
+    *("kl term", "entropy term", "micro_batch_size", "log-probs replaced", "costs learnt"),
+    *("dynamic_batch_no_planned_shapes", "holders first of replica", "global_batch_size"),
+}
+"""What need not meet everything else."""
+
+
+def layout_of(job: dict[str, Any]) -> set[str]:
+    """What is parallel in a job's layout."""
+    dims = job["dims"]
+    sizes = ("data_parallel", "pipeline_parallel", "context_parallel", "virtual_pipeline")
+    found = {name for name in (*sizes, "expert_parallel") if dims.get(name, 1) > 1}
+    if dims["tensor_parallel"] > 1:
+        found.add("sequence_parallel" if dims["sequence_parallel"] else "tensor_parallel")
+    return found or {"one process"}
+
+
+def model_of(job: dict[str, Any]) -> set[str]:
+    """Traits of a job's model."""
+    settings, options = job["model"]["settings"], job["model"]["options"]
+    found = {job["model"]["kind"], options["position_embedding_type"], job["model"]["trained"]}
+    found |= {name for name in ALONE if settings.get(name) or name in options or job.get(name)}
+    found |= {name for name in ("mtp_num_layers", "window_size") if name in settings}
+    found |= {"tied embeddings"} if options["share_embeddings_and_output_weights"] else set()
+    found |= {"HybridModel"} if "hybrid_layer_pattern" in options else set()
+    return (found | {*(job["balancing"] or ())}) - {"dense", "rope", "all"}
+
+
+def features_of(job: dict[str, Any]) -> set[str]:
+    """Settings of a job, its loss, its samples and their steps."""
+    planner, objective, rollouts = job["planner"], job["objective"], job["rollouts"]
+    found = {name for name in ("mixed_sizes", "turns") if job[name]}
+    found |= {name for name, value in job["ddp"].items() if value}
+    found |= {f"masks {job['loss_masks']}", f"mean of each {objective['policy']}"}
+    found |= {f"{name} term" for name in ("kl", "entropy") if objective[name]}
+    found |= {f"log-probs {objective['forward_only']}", f"holders {job['holders']}"}
+    found |= {name for name, value in planner.items() if value is True}
+    found |= {"samples stay"} if not planner["dynamic_batch_exchange"] else set()
+    found |= {"means over micro-batches"} if not job["ddp"]["per_token_loss"] else set()
+    found |= {"rows padded"} if any("pad_" in name for name in planner) else set()
+    others = ("context_parallel", "forward_only_max_tokens_per_gpu", "max_samples_per_row")
+    names = ("micro_batch_size", *(f"dynamic_batch_{name}" for name in (*others, "packing")))
+    found |= {name for name in names if name in planner}
+    found |= {"costs learnt"} if planner["dynamic_batch_cost_model"] == "auto" else set()
+    recompute = job["model"]["settings"].get("recompute_granularity")
+    found |= {f"recompute_{recompute}"} if recompute else set()
+    found |= {"rollouts"} if len(rollouts) > 1 else set()
+    for rollout in rollouts:
+        found |= {name for name in ("padded_to", "steps", "global_batch_size") if name in rollout}
+        owners = {rank for _, _, rank in rollout["samples"]}
+        found |= {"ranks without samples"} if len(owners) < job["dims"]["data_parallel"] else set()
+        found |= {"lopsided"} if len(rollout["samples"]) > 40 else set()
+    alike = {"dynamic_batch_exchange", "per_token_loss", "log-probs none", "holders all"}
+    return found - alike - {"mean of each token", "masks some"}
+
+
+def covered_by(job: dict[str, Any]) -> set[tuple[str, ...]]:
+    """Pairs that a job has, and what it has of `ALONE`; nothing of a job that is refused."""
+    if job["refused"]:
+        return set()
+    layout, model, features = layout_of(job), model_of(job), features_of(job)
+    both = (
+        itertools.product(layout, model - ALONE),
+        itertools.product(layout, features - ALONE),
+        itertools.product(model - ALONE, features - ALONE),
+    )
+    found: set[tuple[str, ...]] = set(itertools.chain(*both))
+    return found | {(each,) for each in (model | features) & ALONE}
+
+
+def is_late(job: dict[str, Any]) -> bool:
+    """True for a model that megatron-core 0.16 does not build, or that is refused there."""
+    kind, traits = job["model"]["kind"], model_of(job)
+    is_late = kind.startswith("hybrid") or kind == "mla" or "HybridModel" in traits
+    return is_late or not traits.isdisjoint(("mtp_num_layers", "z_loss"))
+
+
+@functools.cache
+def to_be_covered(*, late: bool = True) -> frozenset[tuple[str, ...]]:
+    """What the draw makes, without ``late`` that for every version of Megatron."""
+    jobs = (drawn_job(seed) for seed in range(NUM_SEEDS))
+    counts = Counter(
+        itertools.chain(*(covered_by(job) for job in jobs if late or not is_late(job)))
+    )
+    return frozenset(each for each, count in counts.items() if count >= LEAST_DRAWS)
+
+
+def seconds_of(job: dict[str, Any]) -> float:
+    """About the time of a job: the reference runs each sample by itself."""
+    passes = sum(3 * len(rollout["samples"]) + 5 for rollout in job["rollouts"])
+    return 0.5 + passes * job["model"]["settings"]["num_layers"] / 200 + 0.1 * job["nproc"]
+
+
+def covering(
+    jobs: Mapping[int, dict[str, Any]], chosen: Sequence[int], wanted: Set[tuple[str, ...]]
+) -> list[int]:
+    """Seeds, after those chosen one after the other the one that covers most for its time."""
+    covers = {seed: covered_by(job) for seed, job in jobs.items()}
+    worth = {seed: math.sqrt(seconds_of(job)) for seed, job in jobs.items()}
+    found: list[int] = []
+    left = set(wanted).difference(*(covered_by(drawn_job(seed)) for seed in chosen))
+    while left:
+        best = max(covers, key=lambda seed: len(covers[seed] & left) / worth[seed])
+        if not covers[best] & left:
+            break
+        found.append(best)
+        left -= covers[best]
+    return found
+
+
+def main(first: int, last: int, without: Sequence[int]) -> None:
+    """Print seeds from `first` on, but for some: of every version, and those after them."""
+    jobs = {seed: drawn_job(seed) for seed in range(first, last) if seed not in without}
+    early = {seed: job for seed, job in jobs.items() if not is_late(job)}
+    found = covering(early, [], to_be_covered(late=False))
+    print(*found)
+    print(*covering(jobs, found, to_be_covered()))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), [int(seed) for seed in sys.argv[3:]])
