@@ -64,7 +64,7 @@ def test_a_step_of_samples_counts_as_the_global_batch_size(
 def test_what_a_step_counts_as_is_never_guessed(job: Job, ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         nothing_said, too_small, no_integer = rank["refused"]
-        assert nothing_said.startswith("ConfigError: no global_batch_size says how many samples")
+        assert nothing_said.startswith("ConfigError: no global_batch_size (--global-batch")
         assert "set increment to what lr_decay_steps counts a step as" in nothing_said
         assert "increment must be 1 or more, got 0" in too_small
         assert "increment must be an integer, got 2.5" in no_integer

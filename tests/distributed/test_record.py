@@ -61,7 +61,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(
 ) -> None:
     (raised,) = {rank["error"] for rank in ranks}
     assert "cannot record into" in raised
-    assert "set --dynamic-batch-record to a writable folder" in raised
+    assert "set record (--dynamic-batch-record) to a writable folder" in raised
 
 
 SHARED = {"dynamic_batch_context_parallel": 2}
