@@ -46,19 +46,6 @@ def test_a_turn_that_was_sampled_twice_has_another_host() -> None:
     assert (len(set(hosts.host)), hosts.computed, hosts.alone) == (2, 12, {"responses overlap": 1})
 
 
-@pytest.mark.parametrize(
-    ("member", "host"),
-    [
-        (("ab", 1), ("abcd", 2)),  # the response ends where the other's begins
-        (("ab", 0), ("ab", 0)),
-        (("ab", 2), ("ab", 0)),
-    ],
-)
-def test_responses_may_touch(member: tuple[str, int], host: tuple[str, int]) -> None:
-    hosts = found(batch_of([member, host]))
-    assert (len(set(hosts.host)), hosts.alone) == (1, {})
-
-
 def test_responses_that_share_a_token_stay_apart() -> None:
     for responses in ((1, 3), (0, 3), (2, 4)):
         own, others = responses

@@ -11,7 +11,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from packed_row_cases import rows
 
 from mcore_batching.batch import SchemaError
-from mcore_batching.integrations.megatron_lm import forward_backward
 from mcore_batching.integrations.megatron_lm.forward_backward import (
     PackedForwardBackward,
     check_loss,
@@ -158,35 +157,3 @@ def test_parameters_of_scripts_get_what_the_device_alone_has(num_moe_experts: in
     if hasattr(params, "seq_idx"):
         assert params.total_tokens == 8
         assert params.seq_idx.tolist() == [[0] * 4 + [1] * 4]
-
-
-@pytest.mark.parametrize(("evaluates", "counts"), [(False, [[0, 3, 5], [0]]), (True, [[0], [0]])])
-def test_of_a_stages_chunks_the_first_counts_flops_in_training(
-    evaluates: bool, counts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of them runs every row; what evaluation counted, stock code would add to a step's."""
-    given: list[Any] = []
-
-    def run(*_: Any, rows: Any, **options: Any) -> None:
-        given.extend(rows)
-        raise ZeroDivisionError
-
-    for name in ("use_packed_batches", "draw_batches", "job_of", "mark"):
-        monkeypatch.setattr(forward_backward, name, lambda *_: None)
-    monkeypatch.setattr(forward_backward, "run_pipeline", run)
-    prepared = SimpleNamespace(iterators=lambda count: [rows() for _ in range(count)])
-    prepared.token_weights = [1.0]
-    function = PackedForwardBackward(print, SimpleNamespace())
-    steps: Any = SimpleNamespace(made=lambda *_, **__: prepared, making_next=lambda *_: None)
-    function._steps = steps
-    with pytest.raises(ZeroDivisionError):
-        function(
-            forward_step_func=print,
-            data_iterator=None,
-            model=[Chunk(None), Chunk(None)],
-            num_microbatches=1,
-            micro_batch_size=1,
-            forward_only=evaluates,
-        )
-    found = [each.next_fields(["cu_seqlens"])[0].tolist() for each in given]
-    assert found == [[each] for each in counts]

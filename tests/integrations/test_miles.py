@@ -12,7 +12,6 @@ import inspect
 import os
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
 from kit.stand_ins import StandIns
-from planning_cases import examples
 from slime_package import forget, miles, own_tests_of, slime
-from test_slime_schedule import arguments, check, lengths_of, parallel, plan, problems
+from test_slime_schedule import arguments, check, lengths_of, parallel
 from test_slime_scheduled import KEYS, rollout_data
 
 import mcore_batching
@@ -43,27 +40,6 @@ WRAPPER = "mcore_batching.integrations.slime.rollout"
 def unpartitioned(ranks: int) -> dict[str, Any]:
     """What miles' trainer says of itself without virtual pipeline stages."""
     return parallel(ranks) | {"vpp_size": None, "microbatch_group_size_per_vp_stage": None}
-
-
-@examples(100)
-@given(problems())
-def test_rollouts_left_over_make_a_smaller_step_under_miles_condition(
-    problem: tuple[dict[str, int], list[int], list[int], int],
-) -> None:
-    config, lengths, rollouts, size = problem
-    args = arguments(64, context_parallel_size=config["cp_size"], allow_partial_train_step=True)
-    names = list(dict.fromkeys(rollouts))
-    samples = Counter(names.index(name) // size for name in rollouts)
-    partial = len(names) % size
-    if samples[len(names) // size] < config["dp_size"]:
-        partial = 0
-    try:
-        result = plan(args, config, lengths, rollouts, size)
-    except HookError:
-        assert max(samples[step] for step in range(len(names) // size)) < config["dp_size"]
-        assert not partial
-        return
-    check(result, config, lengths, rollouts, size, 64, partial)
 
 
 def modules() -> SimpleNamespace:

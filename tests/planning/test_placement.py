@@ -15,7 +15,7 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.placement import by_folds, largest_first, place
+from mcore_batching.planning.placement import largest_first, place
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
 
@@ -45,12 +45,6 @@ def test_ranks_are_evened_out_by_cost() -> None:
     assert loads(dealt, lengths) == [104, 108]
 
 
-def test_sums_of_folds_are_merged_as_folds_are() -> None:
-    weights = [4, 4, 3, 3, 3, 1, 1, 1]
-    ranks = by_folds(weights, 3, 3)
-    assert sorted(sum(weights[i] for i in rank) for rank in ranks) == [6, 7, 7]
-
-
 def test_a_rank_may_take_more_micro_batches_where_that_evens_out_ranks() -> None:
     """In folds of two the rank of the 5 gets two of the 1s, at least."""
     lengths = [5, 1, 1, 1, 1, 1]
@@ -58,29 +52,6 @@ def test_a_rank_may_take_more_micro_batches_where_that_evens_out_ranks() -> None
     problem = Problem.of(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
     ranks = place(problem, [(sample,) for sample in range(6)], 5)
     assert sorted(len(list(filter(None, rank))) for rank in ranks) == [1, 5]
-
-
-def test_cost_and_tokens_balance_differently() -> None:
-    """Six samples alone in their micro-batches: squares and tokens want other partners."""
-    lengths = [99, 86, 84, 82, 79, 65]
-    squares = CostModel(linear=0, quadratic=1, per_micro_batch=0)
-    balances: dict[str, tuple[float, float]] = {}
-    for balance in ("cost", "tokens"):
-        config = PlannerConfig(max_tokens_per_gpu=100, balance=balance)  # type: ignore[arg-type]
-        step = plan_step(lengths, ParallelDims(data_parallel=2), config, squares)
-        in_squares = step_statistics(step, lengths).rank_balance
-        in_tokens = step_statistics(step, lengths, PROPORTIONAL).rank_balance
-        balances[balance] = (in_squares, in_tokens)
-    assert balances["cost"][0] < balances["tokens"][0]
-    assert balances["tokens"][1] < balances["cost"][1]
-
-
-def test_a_very_long_sample_gets_light_company() -> None:
-    lengths = [1000, 150, 140, 130, 120, 110, 100, 90]
-    config = PlannerConfig(max_tokens_per_gpu=160, balance="cost")
-    step = plan_step(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
-    rank = next(rank for rank in step.micro_batches if any(0 in slot for slot in rank))
-    assert sorted(s for slot in rank for s in slot) == [0, 5, 6, 7]
 
 
 @pytest.mark.parametrize("seed", range(5))
