@@ -13,7 +13,7 @@ from slime_package import forget, slime
 
 import mcore_batching
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
-from mcore_batching.integrations.slime import HookError
+from mcore_batching.integrations.slime import HookError, init
 from mcore_batching.integrations.slime.iterator import PlaceholderLengths
 from mcore_batching.integrations.slime.trainer import _Guarded
 
@@ -157,6 +157,16 @@ def test_routed_experts_of_a_placeholder_can_be_replayed(slime: Path) -> None:
         drawn = iterator.get_next(keys)
     assert drawn["rollout_routed_experts"][0].shape == (0, 2, 4)
     assert drawn["tokens"][0].shape == (1,)
+
+
+def test_slime_calls_init(slime: Path, capfd: Any) -> None:
+    found = modules()
+    own = found.data.get_data_iterator
+    init(SimpleNamespace())
+    assert "hooked slime.backends.megatron_utils.data.get_data_iterator" in capfd.readouterr().out
+    assert found.data.get_data_iterator is not own
+    with pytest.raises(HookError, match="hooked already"):
+        init(SimpleNamespace())
 
 
 @pytest.mark.parametrize(
