@@ -120,6 +120,7 @@ def test_a_rank_without_samples_has_the_default(key: str, batch: Any) -> None:
         ("experts", torch.zeros(3, 2, 4).short(), torch.tensor([[[0, 1, 2, 3]] * 2]).short()),
         ("experts", np.zeros((3, 2, 3), np.int16), torch.tensor([[[0, 1, 2]] * 2]).short()),
         ("experts", [[[0, 0]] * 2] * 3, torch.tensor([[[0, 1]] * 2])),
+        ("experts", torch.zeros(0).short(), torch.zeros((1, 0, 0), dtype=torch.int64)),
     ],
     ids=str,
 )

@@ -89,9 +89,10 @@ def test_what_somebody_replaced_since_is_left_alone() -> None:
 
 
 def test_second_names_of_the_same_function_are_replaced_and_put_back(
-    registered: Callable[[ModuleType], ModuleType],
+    registered: Callable[[ModuleType], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``from .data import get_batch``, before the hook and while it lasts."""
+    monkeypatch.setitem(sys.modules, "rl_lazy", object())  # as some packages' lazy modules are
     data = module("rl.data", "get_data_iterator", "get_batch")
     model = module("rl.model", "forward_only")
     model.get_batch = data.get_batch
