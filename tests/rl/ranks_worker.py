@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,27 @@ def turns_of(rank: int, *, masked: bool = False) -> dict[str, Any]:
         "loss_masks": [mask * (not masked) for mask in masks],
     }
     return batch if rank < 2 else {key: [] for key in batch}
+
+
+def plain_zscores(
+    parts: list[dict[str, Any]], step: list[int]
+) -> dict[tuple[int, int], list[float]]:
+    """By rank and sample of a step, the z-scores of its advantages over all ranks' real samples."""
+    raw = [compute_advantages(part, "dr_grpo", step_wise=True) for part in parts]
+    kept = {
+        (rank, i): (part["loss_masks"][i] != 0) & (not part["is_padding"][i])
+        for rank, part in enumerate(parts)
+        for i in step
+    }
+    values = [v for (rank, i), mask in kept.items() for v in raw[rank][i][mask].tolist()] or [0.0]
+    mean, scale = statistics.fmean(values), math.sqrt(statistics.pvariance(values) + 1e-8)
+    return {
+        (rank, i): [
+            (value - mean) / scale if is_kept else 0.0
+            for value, is_kept in zip(raw[rank][i].tolist(), mask.tolist(), strict=True)
+        ]
+        for (rank, i), mask in kept.items()
+    }
 
 
 def batch_of(uids: Any, **fields: Any) -> dict[str, Any]:

@@ -3,17 +3,13 @@ error on every rank."""
 
 from __future__ import annotations
 
-import math
 import re
-import statistics as plain
 from typing import Any
 
 import pytest
 import torch
-from ranks_worker import SIZE, STEPS, report, turns_of
+from ranks_worker import SIZE, STEPS, plain_zscores, report, turns_of
 from spawned import reports_of_group
-
-from mcore_batching.rl import compute_advantages
 
 
 @pytest.fixture(scope="module")
@@ -75,26 +71,10 @@ def test_statistics_of_a_step_are_those_of_all_ranks(
         turns_of(rank, masked=rank >= {"both": 2, "one rank is masked": 1}.get(masked, 0))
         for rank in (0, 1)
     ]
-    raw = [compute_advantages(part, "dr_grpo", step_wise=True) for part in parts]
     assert reports[2][masked] == []
     for step in STEPS:
-        counted = [
-            (rank, i, place)
-            for rank in (0, 1)
-            for i in step
-            for place, mask in enumerate(parts[rank]["loss_masks"][i].tolist())
-            if mask and not parts[rank]["is_padding"][i]
-        ]
-        values = [float(raw[rank][i][place]) for rank, i, place in counted] or [0.0]
-        mean, scale = plain.fmean(values), math.sqrt(plain.pvariance(values) + 1e-8)
-        expected = {each: (v - mean) / scale for each, v in zip(counted, values, strict=False)}
-        for rank in (0, 1):
-            for i in step:
-                wanted = [
-                    expected.get((rank, i, place), 0.0)
-                    for place in range(len(parts[rank]["loss_masks"][i]))
-                ]
-                assert reports[rank][masked][i].tolist() == pytest.approx(wanted, rel=1e-5)
+        for (rank, i), expected in plain_zscores(parts, step).items():
+            assert reports[rank][masked][i].tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_metrics_are_those_of_the_real_samples_of_all_ranks(reports: list[dict[str, Any]]) -> None:
