@@ -198,7 +198,7 @@ class Agreement:
             return
         reports = self._consensus.gathered(report)
         if isinstance(cause, SystemExit):
-            return  # raised as its exit status asks; the others raise `failure`
+            return  # raised with its exit status; the others raise `failure`
         # Ranks in different stages may mean anything by their values: that comes first.
         stages = {rank: {"stage": repr(each.stage)} for rank, each in reports.items()}
         _require_same(stages, self._mismatch)

@@ -105,7 +105,7 @@ class RankMessages:
         return work
 
     def _receive(self, source: int, length: int) -> bytes:
-        box = bytearray(length)  # lengths are agreed on: nobody asks before what comes
+        box = bytearray(length)  # lengths are agreed on: no header precedes a message
         tensor = torch.frombuffer(box, dtype=torch.uint8)
         dist.recv(tensor, self._ranks[source], group=self._group, tag=_TAG)
         return bytes(box)

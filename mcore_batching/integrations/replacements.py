@@ -100,7 +100,7 @@ class Hook:
         """
         while self._done:
             each = self._done.pop()
-            # References that nobody can reach call the original from now on. A class has no mark.
+            # References that cannot be reached call the original from now on. A class has no mark.
             getattr(each.ours, _MARK, _Mark()).is_ours = False
             for scope in self._scopes_with(each.name, each.ours):
                 scope[each.name] = each.original
@@ -125,7 +125,7 @@ class Hook:
         loaded = [vars(each) for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
         scopes = {id(each): each for each in [*self._scopes, *loaded]}
         if self._copies:
-            # A copy knows the function, so the collector knows the copy, though nobody else does.
+            # A copy refers to the function, so the garbage collector finds the copy.
             # Only globals of functions have __builtins__; other dicts that refer to it do not.
             scopes |= {
                 id(each): each

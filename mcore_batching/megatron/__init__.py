@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`packed_hybrid_stack_spec`, made where it is first asked for: its layers import kernels."""
+    """`packed_hybrid_stack_spec`, made at its first use: its layers import kernels."""
     if name != "packed_hybrid_stack_spec":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = _hybrid_spec()

@@ -11,7 +11,7 @@ Not for training at scale, where Transformer Engine's attention is the one to us
   memory of ring attention.
 - On CUDA in half precision one variable-length kernel runs per row. Where it cannot
   (`why_not_variable_length`, dropout, sinks) one `scaled_dot_product_attention` per run of queries,
-  often with a dense mask, quadratic in a sample's length; a warning says why.
+  often with a dense mask, quadratic in a sample's length; a warning gives the reason.
 
 A `Run` is a contiguous stretch of local queries with the stretch of gathered keys that they may
 see. Attention within a run is causal, the last query aligned to the last key (the convention of
@@ -122,7 +122,7 @@ def causal_attention(
     enable_gqa = query.shape[1] != key.shape[1]
     mask = None
     # `is_causal` aligns the first query to the first key, here the last ones align; where that is
-    # the same it says all: the fastest kernels take no mask.
+    # the same it holds all: the fastest kernels take no mask.
     if is_windowed or sink is not None or num_queries != num_keys:
         # Query i is the token num_keys - num_queries + i of its sequence.
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)

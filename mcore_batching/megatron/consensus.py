@@ -101,7 +101,7 @@ class JobConsensus(Consensus):
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
         self.data_parallel_rank: int = parallel_state.get_data_parallel_rank()
         self._world = world = new_group(backend="gloo", timeout=self._timeout)
-        # One gather tells every rank the place of all: the partitions below need no further one.
+        # One gather brings every rank the places of all: the partitions below need no further one.
         stage = parallel_state.get_pipeline_model_parallel_rank()
         with_rows = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         places: list[Any] = [None] * dist.get_world_size(world)
@@ -228,7 +228,7 @@ class JobConsensus(Consensus):
         def read() -> Any:
             if failed:
                 raise failed[0]
-            # Of nothing, the source says why in the same agreement.
+            # Nothing arrives where the source failed, which raises in the same agreement.
             data = bytearray(box[0] or b"")
             return deserialize(torch.frombuffer(data, dtype=torch.uint8)) if data else None
 

@@ -30,7 +30,7 @@ ENVIRONMENT_VARIABLE = "MCORE_BATCHING_CPU"
 
 
 class DeviceError(MCoreBatchingError, RuntimeError):
-    """The CPU stand-in asked for where there is CUDA, or not asked for where there is none."""
+    """The CPU stand-in is set where there is CUDA, or not set where there is none."""
 
 
 _CPU = torch.device("cpu")
@@ -178,7 +178,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def _is_available() -> bool:
-    # megatron.training refuses to start without CUDA, but PyTorch must not be told that it is
+    # megatron.training refuses to start without CUDA, but for PyTorch it must not be
     # there: it would use it.
     caller = sys._getframe(1).f_globals.get("__name__", "")
     return str(caller).startswith("megatron.training")
@@ -204,7 +204,7 @@ _ANSWERS: dict[str, Any] = {
     "stream": _Stream(),
     "is_current_stream_capturing": False,
 }
-"""Answers of functions of `torch.cuda`, whatever they are asked."""
+"""Results of functions of `torch.cuda`, whatever their arguments."""
 _FUNCTIONS = {
     "is_available": _is_available,
     # A GPU for each process of torchrun, as jobs expect.

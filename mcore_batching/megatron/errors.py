@@ -22,7 +22,7 @@ class DynamicBatchArgumentError(MCoreBatchingError, ValueError):
 
 
 def refuse(what: str, problems: Iterable[str]) -> None:
-    """Raise `DynamicBatchArgumentError` if ``what`` has problems, each said once."""
+    """Raise `DynamicBatchArgumentError` if ``what`` has problems, each named once."""
     listed = "".join(f"\n  - {problem}" for problem in dict.fromkeys(problems))
     if listed:
         raise DynamicBatchArgumentError(f"{what} cannot run with these settings:{listed}")

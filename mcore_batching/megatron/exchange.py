@@ -164,7 +164,7 @@ class SampleMoves:
             bodies.append(torch.cat([empty, *(part.to(device) for part in parts)]))
         arrived = [header.cpu().numpy().tobytes() for header in exchanged(headers, group)]
         data = exchanged(bodies, group)
-        # Which samples came is not sent: every rank knows the plan, and so who sends which.
+        # Which samples came is not sent: every rank has the plan, and so the sender of each.
         found: dict[tuple[int, str], Tensor] = {}
         for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
             keys = [(number, name) for number in self._sent(rank, self.own) for name in names]

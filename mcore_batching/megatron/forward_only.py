@@ -284,7 +284,7 @@ def _run(
                 with logits_of_shape(logits):
                     return function(logits, row)
             except Exception as exception:
-                # The pipeline has to run dry before all ranks can be told.
+                # The pipeline has to run dry before all ranks can raise it.
                 job.defer(failed, exception, row)
                 return {}
 

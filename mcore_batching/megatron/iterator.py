@@ -144,7 +144,7 @@ class DataIterator:
             raise IndexError(
                 f"all {len(micro_batches)} micro-batches have been drawn; call reset() first"
             )
-        # slime asks for all fields that it knows, and takes None for those that a rollout lacks.
+        # slime requests all fields of its own, and takes None for those that a rollout lacks.
         present = [key for key in keys if key in schedule.template]
         values = schedule.samples(micro_batches[self.offset], present)
         self.offset += 1

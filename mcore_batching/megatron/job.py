@@ -46,7 +46,7 @@ class JobMemory:
 
     def __init__(self, data_parallel_group: Any) -> None:
         self.data_parallel_group = data_parallel_group  # Megatron's, with which it ends
-        self.said: set[str] = set()  # what is said once a job and has been
+        self.said: set[str] = set()  # keys of lines that are printed once a job
         # First chunks of models that packed rows were found to run on.
         self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
         # Ranks that share a row with this one, by their number; none before any are made.
@@ -58,7 +58,7 @@ class JobMemory:
 
     def only(self, kind: type[Kept]) -> Kept:
         """The job's only object of a class, made at the first call."""
-        # By class, so that learners and the like live as long as the job, and the job knows none.
+        # By class, so that learners and the like live as long as the job, and the job imports none.
         if kind not in self._only:
             self._only[kind] = kind()
         kept: Kept = self._only[kind]
@@ -85,13 +85,13 @@ class Job:
         # After an abort there is no group, and the next call is to raise the same error.
         if connection is None or (world is not None and connection[0]() is not world):
             self.memory.disconnect()
-            made = self._connected()  # says what is wrong where there is no group
+            made = self._connected()  # raises where there is no group
             connection = self.memory.connection = weakref.ref(world), made
         return connection[1]
 
     def _connected(self) -> JobConsensus:
         options, seconds = self.options, DEFAULT_TIMEOUT_SECONDS
-        # With a wrong one this rank has yet to meet the others, to tell them.
+        # With a wrong one this rank has yet to reach the others, to report it.
         with contextlib.suppress(DynamicBatchArgumentError):
             seconds = options.checked_timeout_seconds()
         watch = NO_WATCH if options.no_failure_watch else watch_of_world()

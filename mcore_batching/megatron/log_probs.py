@@ -3,7 +3,7 @@
 With a vocabulary of 150k the logits of a row are by far its largest tensor, and every float32 copy
 of them is another 10 GB at 16k tokens. So nothing here has the shape of all logits: rows are cast
 to float32 a chunk at a time, and only those that predict a response token; the backward pass
-computes the softmax again, and writes the gradient over the logits, which nobody reads by then.
+computes the softmax again, and writes the gradient over the logits, which nothing reads by then.
 With ``--dynamic-batch-logits-in-model-dtype`` the logits themselves take half as much, with
 ``--dynamic-batch-fuse-output-layer`` (`fused_output`) they are never made.
 
@@ -51,7 +51,7 @@ _NEGLIGIBLE = -1000.0
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Temperature, tokens at a time, and a second column with entropies if asked for."""
+    """Temperature, tokens at a time, and True for a second column, of entropies."""
 
     temperature: float
     chunk_tokens: int
@@ -91,7 +91,7 @@ class StatisticsOfLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient of the logits, in their storage where nobody else reads them."""
+        """Gradient of the logits, in their storage where nothing else reads them."""
         logits, positions = ctx.saved_tensors
         # Logits are the largest tensor of a step: a gradient beside them would double them. One
         # that others read, or a leaf, keeps its values.
@@ -165,7 +165,7 @@ class _Softmax:
         self.parts = [slice(start, start + options.chunk_tokens) for start in starts]
 
     def measure(self, logits_of: Callable[[slice], Tensor]) -> Tensor:
-        """``[positions, 1 or 2]``: log-probability, and entropy if asked for.
+        """``[positions, 1 or 2]``: log-probability, and entropy if wanted.
 
         ``logits_of`` gives ``[part, local vocabulary]``, a copy that is written over.
         """
@@ -240,7 +240,7 @@ _temperatures: contextvars.ContextVar[set[float] | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def chunks_of_tokens(tokens: int) -> Iterator[set[float]]:
-    """Let this be the default for ``chunk_tokens`` in a block; yields temperatures asked for."""
+    """Let this be the default for ``chunk_tokens`` in a block; yields its temperatures."""
     # Tensor-parallel ranks have to agree on them: each divides its own part of the vocabulary.
     temperatures: set[float] = set()
     chunk, asked = _chunk_tokens.set(tokens), _temperatures.set(temperatures)
@@ -349,7 +349,7 @@ _readers: Any = WeakTensorKeyDictionary()  # its methods have no types
 def _gathered(
     logits: Logits, row: PackedMicroBatch, options: Options, overwrite_logits: bool
 ) -> list[Tensor]:
-    """``[response_length, 1 or 2]`` for each sample: log-probability, and entropy if asked for."""
+    """``[response_length, 1 or 2]`` for each sample: log-probability, and entropy if wanted."""
     whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
     expected = row.labels.shape[1]
     shape = shape_of(whole) if isinstance(whole, Tensor) else None

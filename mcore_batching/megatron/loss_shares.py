@@ -123,7 +123,7 @@ class CollectedShares:
 
     shares: Sequence[Mapping[str, Tensor]]  # of each micro-batch by name, ``loss`` among them
     failed: Sequence[Exception]
-    temperatures: Collection[float]  # at which it asked for log-probs
+    temperatures: Collection[float]  # at which it computed log-probs
     read_totals: bool
 
 
@@ -201,7 +201,7 @@ def summed_metrics(
     """
     # Ranks may return them in different orders, and the reduction adds up by place.
     order = sorted(names)
-    # In double precision: the sum should not tell how samples were packed.
+    # In double precision: the sum should not depend on the packing.
     sums = torch.stack(
         [torch.stack([each[name].double() for each in collected]).sum() for name in order]
     )

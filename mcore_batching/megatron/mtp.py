@@ -92,8 +92,8 @@ class LaterLosses:
             logits = scale_logits_fn(logits)
         if self.counts_hits:
             targets = later.labels, later.loss_mask, output_layer
-            told = logits, *targets, runtime_gather_output, tp_group
-            self.hits.append(compat.layers.multi_token_hits(*told))
+            given = logits, *targets, runtime_gather_output, tp_group
+            self.hits.append(compat.layers.multi_token_hits(*given))
         return compute_language_model_loss(later.labels, logits)
 
 
@@ -179,7 +179,7 @@ def _follow_parameters() -> None:
 
 
 def _mask_padding(layer: Any) -> None:
-    """Let a layer's routers leave padding out where Megatron does not tell it what is padding."""
+    """Let a layer's routers leave padding out where Megatron passes it no padding mask."""
     # HybridModel does not and, before 0.18, GPTModel does not.
     if hasattr(layer, "is_told_padding"):
         return

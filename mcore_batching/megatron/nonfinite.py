@@ -45,7 +45,7 @@ def gradients_measured(model: list[Any], largest: list[Tensor]) -> Iterator[None
 
     def finalize_and_measure(*arguments: Any, **options: Any) -> None:
         # Buckets may be in the middle of their reduction: gradients are whole once it has ended.
-        # Elsewhere before it, while they still tell which rank made them.
+        # Elsewhere before it, while the rank that made them is still known.
         if overlaps:
             finalize(*arguments, **options)
         gradients = [gradient for _, gradient in _gradients(model)]

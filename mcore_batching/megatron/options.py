@@ -56,7 +56,7 @@ class Options:
     planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
     cost_model: str | None = None
     exchange: bool | None = None
-    share_prefixes: bool | None = False  # None: cannot be set, so that nobody is told of it
+    share_prefixes: bool | None = False  # None: cannot be set
     forward_only_max_tokens_per_gpu: Any = None
     log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
     logits_in_model_dtype: bool = False

@@ -69,7 +69,7 @@ class PlanInputs:
         return PlanRequest(lengths, self.dims, self.config, self.cost_model, forward_only)
 
     def comparable(self) -> dict[str, Any]:
-        """Each setting by its own name, so that an error says which one differs."""
+        """Each setting by its own name, so that an error names the one that differs."""
         parts: tuple[Any, ...] = self.dims, self.config, self.cost_model
         return {n: value for part in parts for n, value in dataclasses.asdict(part).items()}
 

@@ -164,7 +164,7 @@ def collated(
     agree.same("plan (sha256)", schedule.plan_digest)
     agree.same("step", step)
     agree.same("number of micro-batches", len(prepared))
-    # Ranks that differ in these would wait for messages that nobody sends, or scale their
+    # Ranks that differ in these would wait for messages that no rank sends, or scale their
     # gradients differently. Read from the model, which training uses, not from the argument.
     agree.same("calculate_per_token_loss", bool(config.calculate_per_token_loss))
     for name in _ALIKE:

@@ -2,14 +2,14 @@
 
 An engine whose kernels round otherwise routes some tokens of a rollout to other experts than
 training does. Megatron replays recorded routing in models built with ``moe_enable_routing_replay``:
-each router then takes the experts it is told. Here they are those of a packed row's tokens:
+each router then takes the given experts. Here they are those of a packed row's tokens:
 
     a sample's field    ``[tokens - 1, layers, top_k]``, no experts for the last token
     a row               ``[1, T_local, layers, top_k]``, packed and cut like its tokens
     a router            ``[its tokens, top_k]``: its layer; under sequence parallelism its part
 
 A layer that is recomputed runs its router once more in the backward pass. Backward passes of a
-model chunk take turns as its forward passes did, for which Megatron keeps what was told in a queue.
+model chunk take turns as its forward passes did, for which Megatron keeps the experts in a queue.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 
 def is_replayed(model: Sequence[Any]) -> bool:
-    """True if the model's routers can be told which experts to take."""
+    """True if the model's routers can replay recorded experts."""
     config = get_model_config(model[0])
     return bool(config.num_moe_experts and getattr(config, "moe_enable_routing_replay", False))
 
@@ -58,7 +58,7 @@ def replayable(
             "fused routers do not replay; unset --moe-router-fusion or --moe-enable-routing-replay"
         )
     values = [torch.as_tensor(value) for value in row[name]]
-    # A rank without samples has nothing from which to tell how many layers there are.
+    # A rank without samples has no value with the number of layers.
     if row.is_placeholder:
         values = [value.new_zeros(0, config.num_layers, config.moe_router_topk) for value in values]
     else:
@@ -109,7 +109,7 @@ def _check(name: str, value: Tensor, config: Any, whose: Callable[[], str]) -> N
 
 @contextlib.contextmanager
 def replayed_step(model: Sequence[Any]) -> Iterator[None]:
-    """Leave nothing in the routers that a pipeline's passes told them."""
+    """Clear the routers of a pipeline's recorded experts when it ends."""
     try:
         yield
     finally:
@@ -130,16 +130,16 @@ def replayed(chunk: Any, row: PackedMicroBatch) -> Iterator[None]:
         return
     config = get_model_config(chunk)
     # Engines record in few bytes; Megatron gathers by these numbers, which takes int64.
-    told = row.packed(name)[0].long()
+    recorded = row.packed(name)[0].long()
     if config.sequence_parallel:
         # Each tensor-parallel rank routes its part of the tokens.
         size = parallel_state.get_tensor_model_parallel_world_size()
-        told = told.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+        recorded = recorded.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
     # Engines record all layers, or those with experts alone; `_check` let in nothing else.
-    column = next(each for each in _columns(config) if len(each) == told.shape[1])
+    column = next(each for each in _columns(config) if len(each) == recorded.shape[1])
     routers = _routers(chunk)
     for router in routers:
-        router.router_replay.set_target_indices(told[:, column[router.layer_number]])
+        router.router_replay.set_target_indices(recorded[:, column[router.layer_number]])
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     yield
     # A router that runs from now on recomputes its layer, and takes the oldest row of its queue.

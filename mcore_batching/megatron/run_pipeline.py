@@ -3,7 +3,7 @@ and stock scripts; the forward pass of one row; the shapes of what pipeline stag
 
 With variable lengths Megatron's neighbours exchange the shape of every tensor first, and wait for
 the device each time. All stages of a replica run the same rows in an order that the schedule fixes:
-each knows beforehand what it will receive. Another shape raises before anything is sent.
+each has beforehand the shapes that it will receive. Another shape raises before anything is sent.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def planned_transfers(
 
 
 class PlannedTransfers:
-    """The shapes of one stage's transfers, in the order in which its schedule asks for them.
+    """The shapes of one stage's transfers, in the order in which its schedule reads them.
 
     ``shapes`` are of each micro-batch's hidden states ``[tokens of this rank, 1, hidden size]``.
     """
@@ -90,7 +90,7 @@ class PlannedTransfers:
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape, Shape]:
-        """The shapes that come from the previous and from the next stage, as Megatron asks."""
+        """The shapes that come from the previous and from the next stage, for Megatron."""
         # Compared before anything is sent: a neighbour that receives another shape hangs or
         # reads garbage.
         if tensor_send_next is not None:
@@ -188,15 +188,15 @@ def run_pipeline(
         options: further arguments of the schedule.
 
     Returns:
-        what the last stage's loss function returned by row; temperatures that it asked for.
+        what the last stage's loss function returned by row; temperatures that it used.
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
     around: list[contextlib.AbstractContextManager[Any]] = [
-        # Outermost the watch: whatever raises inside of it, the other ranks are told.
+        # Outermost the watch: it reports to the other ranks whatever raises inside of it.
         job.watch.reporting(operation),
         *([] if forward_only else _timed(job, model, prepared)),
         planned_transfers(job.options, model, prepared, forward_only=forward_only),
-        # Around all passes: the backward ones recompute with what the forward ones told routers.
+        # Around all passes: the backward ones recompute with the experts of the forward ones.
         replayed_step(model),
         *inside,
     ]

@@ -38,7 +38,7 @@ from mcore_batching.planning import CostModel, Problem
 from mcore_batching.planning.worker import PlanRequest
 
 _SAVED = "prefixes are shared"
-"""In `JobMemory.said`, as are reasons why samples are alone."""
+"""A key of `JobMemory.said`, as are reasons why samples are alone."""
 
 
 @dataclasses.dataclass(frozen=True)

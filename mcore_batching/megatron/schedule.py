@@ -138,7 +138,7 @@ class MicroBatchSchedule:
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The shard of every data-parallel rank. A collective over all ranks the first time."""
-        # For statistics and records: in training nobody waits for the others' plans.
+        # For statistics and records: in training no rank waits for the others' plans.
         own = Shard(self.own_lengths, self.steps, self.hosts)
         what = "gathering the plans of all ranks"
         with self.consensus.agreement(what) as agree:

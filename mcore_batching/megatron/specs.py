@@ -55,9 +55,9 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
     stand-in, Megatron's local spec, changed by `use_packed_attention`.
 
     Raises:
-        DynamicBatchArgumentError: the configuration asks for layers of several kinds.
+        DynamicBatchArgumentError: the configuration has layers of several kinds.
     """
-    # The model would be built, of other layers than the configuration says.
+    # The model would be built, of other layers than the configuration's.
     every, variant = config.moe_layer_freq, config.experimental_attention_variant
     if variant is not None:
         raise DynamicBatchArgumentError(
@@ -231,7 +231,7 @@ def hybrid_spec() -> ModuleSpec:
             "DeepSeek sparse attention runs packed rows from Megatron-LM 0.19 on: install a later "
             "one, or set a --hybrid-layer-pattern without D"
         )
-    # The number says only that there are experts: a layer takes its own from the configuration.
+    # The number means only that there are experts: a layer takes its own from the configuration.
     experts = get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False)
     ours.moe_layer.submodules.mlp = experts
     return dataclasses.replace(hybrid_stack_spec, submodules=ours)

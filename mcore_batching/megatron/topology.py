@@ -50,7 +50,7 @@ def first_guess(vocabulary: int | None, config: Any, model: Any = None) -> CostM
     """The cost model of a model's layers and stages, before any pass of it was timed.
 
     Without a vocabulary the output layer is left out; of what is no transformer the costs are the
-    default. ``model`` is any of its chunks, which knows a hybrid model's pattern of layers.
+    default. ``model`` is any of its chunks, which has a hybrid model's pattern of layers.
     """
     if not isinstance(config, TransformerConfig):
         return CostModel()

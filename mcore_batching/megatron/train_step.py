@@ -152,7 +152,7 @@ class WeightUpdate:
 
     optimizer: Any
     scheduler: Any  # None: none
-    increment: int | None  # samples that the step counts as; None: what the schedule says
+    increment: int | None  # samples that the step counts as; None: the schedule's
 
     def check(self, model: list[Any]) -> None:
         """Refuse a model or optimizer over which Megatron would fail in the middle of a step."""
@@ -169,7 +169,7 @@ class WeightUpdate:
             )
 
     def samples_counted(self, schedule: MicroBatchSchedule) -> int | None:
-        """Samples that a step counts as; None where nobody says and no scheduler asks."""
+        """Samples that a step counts as; None without a given number and a scheduler."""
         if self.increment is not None:
             return at_least("increment", self.increment, 1, ConfigError)
         if schedule.samples_per_step is None and self.scheduler is not None:
@@ -183,7 +183,7 @@ class WeightUpdate:
     @contextlib.contextmanager
     def hooks_set(self, model: list[Any]) -> Iterator[None]:
         """Gradients zeroed and, inside the block, the hooks of ``megatron.training`` set where
-        nobody has set them."""
+        they are not set."""
         self._zero_gradients(model)
         config = get_model_config(model[0])
         hooks = {
@@ -208,7 +208,7 @@ class WeightUpdate:
         """Step optimizer and scheduler, or drop the gradients; update successful, and the
         gradients' norm."""
         if skip:
-            # Not left behind: nobody is to step with them by mistake.
+            # Not left behind: a later step must not use them by mistake.
             self._zero_gradients(model)
             return False, None
         update_successful, grad_norm, _ = self.optimizer.step()
@@ -301,14 +301,14 @@ def _forward_backward(
                 reported = {name: value.detach().clone() for name, value in reported.items()}
                 scaled = attached(share, *tensors_of(logits)) * undo
             except Exception as exception:
-                # The pipeline has to run dry before all ranks can be told.
+                # The pipeline has to run dry before all ranks can raise it.
                 job.defer(failed, exception, prepared_row.row)
                 # Attached like any other: the stages before this one wait for its gradient.
                 nothing = output.new_zeros((), dtype=torch.float32)
                 scaled = attached(nothing, *tensors_of(logits))
             if per_token:
-                # Three values tell Megatron's schedule not to divide by the micro-batches. It adds
-                # the counts up over data- and context-parallel ranks, so each gives its own.
+                # Given three values, Megatron's schedule does not divide by the micro-batches. It
+                # adds the counts up over data- and context-parallel ranks, so each gives its own.
                 owned = prepared_row.owned_num_tokens
                 count = torch.full((), owned, dtype=torch.int, device=output.device)
                 return scaled, count, reported

@@ -1,8 +1,8 @@
 """The end of every rank within seconds of an exception that leaves a pipeline on one of them.
 
 An exception in a layer, in Megatron's schedule or in the optimizer leaves the other ranks waiting
-in a collective, by default for 10 minutes and more. Here the rank on which it happened says so in
-the job's key-value store; a thread on each other rank reads that and releases its main thread:
+in a collective, by default for 10 minutes and more. Here the rank on which it happened reports it
+in the job's key-value store; a thread on each other rank reads that and releases its main thread:
 
     rank 2: OutOfMemoryError in a layer -> writes it into the store, raises PipelineFailedError
     rank 0: its thread reads the store  -> aborts the process groups, so that the collective raises
@@ -17,7 +17,7 @@ Without torchrun's agent (srun, mpirun) rank 0 hosts the store. Once it has fail
 failure, it stays for up to `LINGER_SECONDS`, until every rank has read the cause. A rank that
 loses a connection does not report itself: it waits `PEER_SECONDS` for the cause on another rank.
 
-The main thread pays for two events per call; the thread asks the store every
+The main thread pays for two events per call; the thread polls the store every
 `POLL_SECONDS`, and only while the main thread is inside one of the engine's calls.
 """
 
@@ -76,7 +76,7 @@ class FailureWatch:
         store: seen by all ranks, this object by nobody else: a store's client is locked while
             anybody waits on it. None: there is no watch; ranks that wait for a failed one time out.
         rank: this rank.
-        num_ranks: of the job; beyond a thousand, each asks the store less often.
+        num_ranks: of the job; beyond a thousand, each polls the store less often.
         hosted: the store's server, if it ends with this process or when nothing refers to it.
     """
 
@@ -92,8 +92,8 @@ class FailureWatch:
         self._failure: dict[int, str] | None = None
         self._num_pipelines = 0
         self._times: collections.Counter[str] = collections.Counter()
-        # Set while the main thread is inside one of the engine's calls; outside of them nobody
-        # waits for other ranks, and the thread asks nothing.
+        # Set while the main thread is inside one of the engine's calls; outside of them it never
+        # waits for other ranks, and the thread does not poll.
         self._inside = threading.Event()
         self._ending = threading.Event()
         self._aborting = threading.Lock()
@@ -158,7 +158,7 @@ class FailureWatch:
                 if time.monotonic() > given_up:
                     return False
                 time.sleep(0.02)
-        except RuntimeError:  # the store is gone: what failed here says more than that
+        except RuntimeError:  # the store is gone: the failure here is the cause
             return False
         return True
 
@@ -250,7 +250,7 @@ class FailureWatch:
     def _abort(self) -> None:
         """Abort all process groups, once: collectives that wait or are to come raise."""
         if self._aborting.acquire(blocking=False):
-            # Whatever it raises, the error that is raised or printed next says more.
+            # Whatever it raises, the error that is raised or printed next is the cause.
             with contextlib.suppress(Exception):
                 dist.distributed_c10d._abort_process_group()
 

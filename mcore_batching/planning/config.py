@@ -74,7 +74,7 @@ class PlannerConfig:
         set_at_least_one(self, counts, ConfigError)
         for name, choices in CHOICES.items():
             require_choice(name, getattr(self, name), choices, ConfigError)
-        # "auto" gives way to `packing` or `fill`; "pipeline" was asked for, as they were.
+        # "auto" gives way to `packing` or `fill`; "pipeline" is a choice of the user, as they are.
         if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
             raise ConfigError(
                 f"{named('balance', 'pipeline')} packs by itself; set {named('packing', 'auto')} "

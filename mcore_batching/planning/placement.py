@@ -85,7 +85,7 @@ def deal(
 ) -> list[list[int]]:
     """Items of each rank, heaviest first to the lightest rank with a free place; ties by lowest
     index. `loads` is what each rank holds before, `places` the most items it takes."""
-    # A heap: the lightest rank is asked for once per item.
+    # A heap: the lightest rank is taken once per item.
     dealt: list[list[int]] = [[] for _ in loads]
     lightest = [(load, rank) for rank, load in enumerate(loads) if places[rank]]
     heapq.heapify(lightest)

@@ -261,8 +261,8 @@ class Problem:
 
 
 def _cost(fixed: float, costs: Sequence[float], samples: Sequence[int]) -> float:
-    # CostModel.micro_batch with the costs of samples known: the search asks very often. In the same
-    # order of additions, since plans must not depend on which of the two was asked.
+    # CostModel.micro_batch with the costs of samples known: the search calls it very often. In the
+    # same order of additions, since plans must not depend on which of the two was called.
     total = 0.0
     for sample in samples:
         total += costs[sample]

@@ -90,7 +90,7 @@ class PlanRequest:
 
 
 class PlanTicket:
-    """A plan that the worker was asked for."""
+    """A plan that was requested of the worker."""
 
     def __init__(
         self, worker: PlanningWorker, process: _Process | None, request: PlanRequest
@@ -113,7 +113,7 @@ class PlanTicket:
     def result(self, timeout: float = WAIT_SECONDS, *, waited: float = 0.0) -> StepPlan:
         """Return the plan: the worker's within `timeout` seconds, or else one made in line.
 
-        `waited` seconds have passed in `wait`, for what is said of a worker that is late.
+        `waited` seconds have passed in `wait`, for the text about a worker that is late.
 
         Raises:
             PlanningError: as `plan_step` does for this request.

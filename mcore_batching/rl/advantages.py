@@ -166,7 +166,7 @@ def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
     else:
         found = checked_values(DEFAULT_SCHEMA["loss_masks"], given, totals, responses)
         masks = [mask != 0 for mask in found]
-    real = set(real_indices(batch))  # a padding sample trains nothing, whatever its mask says
+    real = set(real_indices(batch))  # a padding sample trains nothing, whatever its mask
     return [mask if i in real else torch.zeros_like(mask) for i, mask in enumerate(masks)]
 
 
@@ -220,10 +220,10 @@ def _outcomes(
     if outcome == "sum":
         return [sum(numbers_of(batch, "rewards", turns)) for turns in trajectories]
     last = [turns[-1] for turns in trajectories]
-    # Batches may be shuffled: the number says which turn came last, not the place.
+    # Batches may be shuffled: the number shows which turn came last, not the place.
     if batch.get("round_number") is not None:
         rounds = [numbers_of(batch, "round_number", turns) for turns in trajectories]
-        # Of equal numbers the last in the batch: where all are 0, nobody counted.
+        # Of equal numbers the last in the batch: where all are 0, none were numbered.
         last = [
             max(zip(numbers, turns, strict=True))[1]
             for numbers, turns in zip(rounds, trajectories, strict=True)

@@ -173,7 +173,7 @@ def _block(field: Field, values: Sequence[Tensor], fill: int) -> Tensor:
         values = [value.movedim(-1, 0) for value in values]
     # A value without rows may have lost its trailing shape, being made of an empty list.
     filled = [value for value in values if len(value)]
-    # The value by which the others are compared, and which says what an empty block is like.
+    # The value by which the others are compared, and which shows the type of an empty block.
     telling = next(iter([*filled, *values]), torch.zeros(0, dtype=field.default_type))
     for index, value in enumerate(values):
         alike = (value.dtype, value.shape[1:]) == (telling.dtype, telling.shape[1:])

@@ -25,7 +25,7 @@ def sample_metrics(
     collective over ``group``, for ranks without samples too.
 
     Args:
-        batch: field name to one value per sample; ``is_padding`` tells which are not real.
+        batch: field name to one value per sample; ``is_padding`` marks those that are not real.
         fields: names of fields of one number per sample, the same on every rank.
         group: the data-parallel ranks; None for this process alone.
 

@@ -134,7 +134,7 @@ def pad_batch(
 
 
 def _undeclared(field: Field) -> SchemaError:
-    # Only a name tells a mask or an identifier from a reward, and a wrong fill trains silently.
+    # Only a name separates a mask or an identifier from a reward, and a wrong fill trains silently.
     fills = [fill for fill in Fill if field.kind in FILLED_KINDS[fill]]
     lines = [declaration_line(field.name, field.kind, field.length_offset, fill) for fill in fills]
     return SchemaError(

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
     """Check; status 1 if an invariant is broken."""
     text = read(options.plan)
     lengths = read_lengths(options.lengths, options.column)
-    # Digests come last: a broken invariant says more than "changed after it was written".
+    # Digests come last: a broken invariant is a better answer than "changed after it was written".
     plan = Plan.from_json(text, verify_digest=False)
     recorded, of_lengths = recorded_digests(text)
     fault, found = None, plan.digest()

@@ -1,6 +1,6 @@
 """Plans in words: where the micro-batch count comes from, what holds the step up, what would help.
 
-Everything said is computed from the plan and its lengths, so a plan read from a file is explained
+Every sentence is computed from the plan and its lengths, so a plan read from a file is explained
 like one made a moment ago.
 """
 

@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Help whose flags end in their defaults, where they have one and do not tell it themselves."""
+    """Help whose flags end in their defaults, where they have one and their text does not."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # argparse's own adds every default, `False` and `None` included.

@@ -44,7 +44,7 @@ PLACEHOLDER: dict[str, Any] = {"facecolor": "#ffffff", "edgecolor": "#888888", "
 
 
 class PlotError(MCoreBatchingError, ValueError):
-    """A picture that cannot be drawn as asked."""
+    """A picture that cannot be drawn."""
 
 
 def check_picture(path: str | Path) -> None:
@@ -207,7 +207,7 @@ def _add_text(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
 def _add_legend(figure: Figure, step: StepPlan) -> None:
     from matplotlib.patches import Patch
 
-    # Chunks alternate between two colours: more could not be told apart.
+    # Chunks alternate between two colours: more could not be distinguished.
     kinds = (", even chunk", ", odd chunk") if step.dims.virtual_pipeline > 1 else ("",)
     handles = [
         Patch(facecolor=colour, label=f"{name}{which}")

@@ -201,7 +201,7 @@ def legal_count(ranks: Sequence[Sequence[object]], dims: ParallelDims) -> int:
 
 
 def refuse_oversize(problem: Problem, how: str) -> None:
-    """Raise if a sample is over the cap; `how` says what the framework does then."""
+    """Raise if a sample is over the cap; `how`: what the framework does then."""
     if problem.oversize:
         raise RuleFailureError(
             f"{max(problem.tokens)} tokens exceed the cap of {problem.capacity}: {how}; set "

@@ -11,7 +11,7 @@ from mcore_batching.batch.errors import SchemaError
 
 
 class Kind(enum.Enum):
-    """Kind of a sample's value: says how it is sliced, padded and packed.
+    """Kind of a sample's value: how it is sliced, padded and packed.
 
     In the shapes below T is the sample's total length and R its response length, in tokens.
     """
@@ -48,7 +48,7 @@ class Fill(enum.Enum):
     TOKEN_IDS = "token ids"
     """The pad token; the last of a padding sample's is the response token."""
     IDENTIFIER = "identifier"
-    """A value that no other sample has, so that the sample is in nobody's group."""
+    """A value that no other sample has, so that the sample is in a group of its own."""
 
 
 INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)

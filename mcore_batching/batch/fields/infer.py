@@ -100,7 +100,7 @@ def _fitting_kinds(
     if all(_is_text(value) for value in values):
         return {Kind.METADATA: 0}
     if all(value is None or isinstance(value, Mapping) for value in values):
-        return {Kind.MULTIMODAL: 0, Kind.METADATA: 0}  # only the model knows which dicts it takes
+        return {Kind.MULTIMODAL: 0, Kind.METADATA: 0}  # both take dicts
     shapes = [shape_of(value) for value in values]
     if all(shape == () for shape in shapes):
         return {Kind.PER_SAMPLE: 0}
@@ -114,7 +114,7 @@ def _fitting_kinds(
         # Rollout engines route no token after the last one, so they give one row less.
         candidates += [Field("", Kind.ROUTED_EXPERTS, length_offset=n) for n in (-1, 0)]
     samples = list(zip(values, total_lengths, response_lengths, strict=True))
-    # All kinds that fit, not the first: which of them it is only a declaration or others can tell.
+    # All kinds that fit, not the first: a declaration decides.
     return {
         field.kind: field.length_offset
         for field in candidates

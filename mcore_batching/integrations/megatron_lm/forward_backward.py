@@ -128,7 +128,7 @@ class PackedForwardBackward:
                 raise_first(failed)
             return losses
         self._log(job, chunks, prepared.schedule, failed, (begun, mark()), ready - started)
-        # Megatron divides by the micro-batches that it was asked for; other rows were run.
+        # Megatron divides by the micro-batches that it was called with; other rows were run.
         compat.layers.scale_moe_metrics(num_microbatches / len(prepared.rows))
         later.log(num_microbatches)
         return losses

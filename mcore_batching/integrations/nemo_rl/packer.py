@@ -64,7 +64,7 @@ def hook(
     """
     experts = at_least("expert_parallel", expert_parallel, 1, ParallelDimsError)
     dims = ParallelDims(
-        data_parallel=experts,  # at least: the packer is told how many
+        data_parallel=experts,  # at least: the packer is given their number
         pipeline_parallel=pipeline_parallel,
         virtual_pipeline=virtual_pipeline,
         expert_parallel=experts,
@@ -123,7 +123,7 @@ def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any
             self._validate_sequence_lengths(sequence_lengths)
             if not sequence_lengths:
                 return []
-            # NeMo-RL asks for a multiple of the data-parallel ranks. With experts they are planned
+            # NeMo-RL requires a multiple of the data-parallel ranks. With experts they are planned
             # as if all waited in each slot for the slowest, as those of an expert group do.
             ranks = self.bin_count_multiple or 1
             experts = ranks if dims.in_lockstep else 1

@@ -72,7 +72,7 @@ def get_data_iterator(
     """`mcore_batching.megatron.get_data_iterator`, with rows padded as slime pads them.
 
     A collective over all ranks. ``args.data_pad_size_multiplier`` must equal the ``pad_multiplier``
-    of `get_batch`. A `DynamicBatchArgumentError` where an argument asks for another layout, or for
+    of `get_batch`. A `DynamicBatchArgumentError` where an argument requires another layout, or for
     the engine's own rows or training step.
     """
     layout = getattr(args, "qkv_format", "thd"), getattr(args, "allgather_cp", False)
@@ -146,7 +146,7 @@ def get_batch(
     refuse("the hooked get_batch", _layout_problems(qkv_format, allgather_cp))
     live = _live(data_iterator)
     schedule, slot = rollout_of([live]).schedule, live.offset
-    # The row needs more than the keys that the framework asks for.
+    # The row needs more than the keys that the framework requests.
     values = data_iterator.get_next(list(dict.fromkeys([*keys, *_ROW_FIELDS])))
     row = _packed_row(schedule, schedule.micro_batches[slot], values, pad_multiplier)
     masks, images = values["loss_masks"], values.get("multimodal_train_inputs")

@@ -71,7 +71,7 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
 
     Args:
         modules: those that have the functions, all three between them.
-        schema: the kind of every field that ``get_batch`` is asked for, your own added by
+        schema: the kind of every field that ``get_batch`` reads, your own added by
             `Schema.declare`; None: `mcore_batching.batch.DEFAULT_SCHEMA`.
 
     Returns:

@@ -100,7 +100,7 @@ class PlaceholderIterator:
                     each.to(device, non_blocking=True) if isinstance(each, Tensor) else each
                     for each in values
                 ]
-        # Two marks: forward_only knows a placeholder by its lengths, a loss's mask counts none.
+        # Two marks: forward_only finds a placeholder by its lengths, a loss's mask counts none.
         if "total_lengths" in made:
             made["total_lengths"] = PlaceholderLengths(made["total_lengths"])
         if "loss_masks" in made:

@@ -116,7 +116,7 @@ def build_dp_schedule(
         [micro-batches of all steps][samples]; micro-batches per rank [steps]; rollouts [steps].
 
     Raises:
-        HookError: the trainer knows no placeholders or no such option, or a rank has no sample.
+        HookError: the trainer has no placeholders or no such option, or a rank has no sample.
         PlanningError: an option or a length is out of range.
     """
     if getattr(args, "custom_megatron_init_path", _INIT) is None:
@@ -254,7 +254,7 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
 
 
 def _in_place_of_own(original: Callable[..., Any], args: Any, *lengths: Any, **step: Any) -> Any:
-    # Of too few rollouts for a step the framework itself says what is wrong.
+    # Too few rollouts for a step are an error of the framework itself.
     has_step = len(set(step["rollout_indices"])) >= step["global_batch_size"]
     plans = args.use_dynamic_batch_size and has_step
     return (build_dp_schedule if plans else original)(args, *lengths, **step)

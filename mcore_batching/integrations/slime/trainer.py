@@ -82,7 +82,7 @@ def forward_only(
         _check_plan(data_iterator[0], num_microbatches)
         agree.same("num_microbatches", list(num_microbatches))
     failed: list[Exception] = []
-    # The pipeline has to run dry before all ranks can be told.
+    # The pipeline has to run dry before all ranks can raise it.
     guarded = _Guarded(f, functools.partial(job.defer, failed))
     with job.watch.reporting(_OPERATION):
         made = run(guarded)

@@ -93,7 +93,7 @@ def restore_dynamic_batch(
         OrderError: on this rank: there is not one row for each index, or a sample has none.
     """
     indices = [sample for samples in batch_idx_list for sample in samples]
-    # The sample of the highest number may be missing unseen: the batch's size is not told here.
+    # The sample of the highest number may be missing unseen: the batch's size is not passed here.
     first: dict[int, int] = {}
     for row, sample in enumerate(indices):
         first.setdefault(sample, row)  # a repeated sample's rows are equal
@@ -134,7 +134,7 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _settings(max_token_len: int, multiple: int, group: Any) -> tuple[ParallelDims, PlannerConfig]:
-    if group is None:  # this rank's own plan: which ranks share its experts is not told
+    if group is None:  # this rank's own plan: the ranks that share its experts are not passed
         dims = job_dims(data_parallel=1, expert_parallel=1)
     else:
         dims = job_dims(data_parallel=dist.get_world_size(group))
@@ -142,7 +142,7 @@ def _settings(max_token_len: int, multiple: int, group: Any) -> tuple[ParallelDi
         dims,
         # verl pads samples to a multiple of the tensor-parallel size, with or without it.
         sequence_parallel=dims.tensor_parallel > 1,
-        # verl asks for a multiple of it, and Megatron's process groups do not tell it.
+        # verl requires a multiple of it, which Megatron's process groups do not have.
         microbatch_group_size=(
             max(multiple, dims.pipeline_parallel) if dims.virtual_pipeline > 1 else None
         ),

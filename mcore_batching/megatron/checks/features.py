@@ -1,6 +1,6 @@
 """Models that dynamic CP, shared prefixes and multi-token prediction cannot run on.
 
-Each refusal says what to set instead.
+Each refusal names what to set instead.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def multi_token_problems(config: Any) -> Iterator[str]:
 
 
 def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
-    """Why a model that is said to predict later tokens does not, or would train wrongly."""
+    """Why a model with depths of prediction lacks their layers, or would train wrongly."""
     config = get_model_config(chunks[0])
     if not prediction_depths(config):
         return
@@ -156,7 +156,7 @@ def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
         return
     model = unwrap_model(chunks[0])
     overlaps = getattr(getattr(chunks[0], "ddp_config", None), "overlap_grad_reduce", False)
-    # With this function later stages reduce when told, whatever gradients they have.
+    # With this function later stages reduce when it is called, whatever gradients they have.
     if overlaps and config.grad_sync_func is None:
         yield from _weights_without_gradient(model, config)
     if getattr(model, "position_embedding_type", None) == "learned_absolute":

@@ -21,7 +21,7 @@ _LATER = "install a later one, or a model without (--experimental-attention-vari
 def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) -> list[str]:
     """Reasons why layers cannot run packed rows, one of each kind, with the setting that mends it.
 
-    ``pads_rows`` says that samples, or rows, are padded.
+    ``pads_rows``: samples, or rows, are padded.
     """
     found = (
         (name, problem)

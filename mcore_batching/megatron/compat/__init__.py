@@ -1,6 +1,6 @@
 """Differences between Megatron-LM versions, and nothing else.
 
-The rest of the package calls `compat.<module>.<function>` and never asks for a version. Run on
+The rest of the package calls `compat.<module>.<function>` and never reads a version. Run on
 megatron-core 0.16.1 and 0.19.2.
 """
 

@@ -36,7 +36,7 @@ def initialize_process_group(timeout_seconds: float = 600.0) -> None:
     """Join torchrun's process group: NCCL on GPUs, gloo on the CPU stand-in.
 
     Raises:
-        DeviceError: there is no CUDA device and the stand-in was not asked for, or the reverse.
+        DeviceError: there is no CUDA device and the stand-in is not set, or the reverse.
     """
     if not cpu_emulation.is_enabled():
         if not torch.cuda.is_available():
@@ -172,7 +172,7 @@ def _bare_chunks(config: TransformerConfig, model: Any, options: dict[str, Any])
         chunks.append(chunk.cuda(torch.cuda.current_device()))
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-    # As megatron.training does: the optimizer tells parameters that all tensor-parallel ranks hold
+    # As megatron.training does: the optimizer marks parameters that all tensor-parallel ranks hold
     # from parts by these attributes.
     for chunk in chunks:
         for parameter in chunk.parameters():

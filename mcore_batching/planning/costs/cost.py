@@ -141,7 +141,7 @@ class CostModel:
 
     def sample(self, length: int) -> float:
         """Forward cost of one sample of `length` tokens."""
-        # Masked ones too; `quadratic` says what a pair costs on average.
+        # Masked ones too; `quadratic` is the cost of a pair on average.
         pairs: float = length * length
         if self.window is not None and length > self.window:
             # Of n(n+1)/2 pairs, those more than a window apart are never computed.

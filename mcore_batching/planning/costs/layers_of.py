@@ -194,7 +194,7 @@ class Layers:
         config = self._config
         if not self.size("experts", 0):
             return ["dense"] * count
-        # DeepSeek's first layers are dense, whatever the pattern says.
+        # DeepSeek's first layers are dense, whatever the pattern.
         dense = int(config.get("first_k_dense_replace") or 0)
         every = config.get("moe_layer_freq", 1)
         # Qwen's: with a step of 2, layers 1, 3, 5, ... have experts.

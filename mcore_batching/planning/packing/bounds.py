@@ -76,7 +76,7 @@ def floor_of_totals(
     """`step_time_floor`, from totals.
 
     Args:
-        problem: gives dims, schedule and fixed costs; its samples are not asked for.
+        problem: gives dims, schedule and fixed costs; its samples are not read.
         work: forward cost of all samples, summed over the ranks that share each.
         fewest_rows: lower bound on the number of micro-batches of all ranks.
         costliest_sample: forward cost of the longest sample alone in a micro-batch.

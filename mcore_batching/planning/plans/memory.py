@@ -1,4 +1,4 @@
-"""Memory that a step's plan asks of a rank beside weights, gradients and the optimizer's state.
+"""Memory that a step's plan takes on a rank beside weights, gradients and the optimizer's state.
 
 Tokens in flight are exact. Bytes are an estimate: the tensors that layers keep for their backward
 pass with fused kernels (after Korthikanti et al., "Reducing Activation Recomputation in Large

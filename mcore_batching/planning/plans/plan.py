@@ -43,7 +43,7 @@ class Row(NamedTuple):
 class StepPlan:
     """The samples of one optimizer step by rank and micro-batch, in the order in which they run.
 
-    A plan that was read from a file may be broken; `validate_plan` tells.
+    A plan that was read from a file may be broken: check it by `validate_plan`.
     """
 
     micro_batches: tuple[MicroBatches, ...]

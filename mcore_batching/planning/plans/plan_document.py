@@ -9,8 +9,8 @@ Optional keys:
 - `sample_indices` of a step: the samples of one step out of a batch;
 - `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
   micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
-- `lengths_digest`: SHA-256 of the lengths, by which `check` tells them from others; not covered by
-  `digest`.
+- `lengths_digest`: SHA-256 of the lengths, by which `check` compares them with others; not covered
+  by `digest`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
     for key in ("digest", "lengths_digest"):
         if not isinstance(raw.get(key), str | None):
             raise PlanFormatError(f'"{key}" must be a string, got {raw[key]!r:.80}')
-    # Values are checked for their kind alone: a broken plan can be read, and `validate_plan` tells
+    # Values are checked for their kind alone: a broken plan can be read, and `validate_plan` names
     # what is wrong with it.
     of_all = {
         "config": _settings(PlannerConfig, _json(raw.get("config"), dict, '"config"'), "config"),

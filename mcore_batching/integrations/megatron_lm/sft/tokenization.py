@@ -88,7 +88,7 @@ class SampleTokenizer:
                 ([*self._ids(sample.completion), self.end], True),
             ]
         messages = list(sample.messages)
-        # It has a chat template as well, but knows itself what is trained.
+        # It has a chat template as well, but marks itself what is trained.
         if _optional(self._tokenizer, "library") == "sft":
             ids, targets = self._tokenizer.tokenize_conversation(
                 messages, return_target=True, add_generation_prompt=False
