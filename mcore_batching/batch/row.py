@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.columns import Columns, map_tensors
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields.field_checks import checked_values
 from mcore_batching.batch.fields.fields import Kind
 from mcore_batching.batch.fields.schema import Schema
 from mcore_batching.batch.fields.values import read_indices, require_token_id
@@ -193,7 +192,7 @@ class PackedMicroBatch:
             row.mapped(lambda tensor: tensor.to(device))
         """
         changed = {
-            field.name: _map_tensors(getattr(self, field.name), change)
+            field.name: _mapped(getattr(self, field.name), change)
             for field in dataclasses.fields(self)
             if field.name != "schema" and (names is None or field.name in names)
         }
@@ -214,20 +213,14 @@ def _spread_experts(values: Tensor, positions: Tensor) -> Tensor:
     return slots.to(values.dtype)[:, None].expand(-1, layers, top_k)
 
 
-def _map_tensors(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return move(value)
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, ResponseTokens | LaterTokens):
-        return type(value)(**_map_tensors(vars(value), move))
+        return type(value)(**map_tensors(vars(value), change))
     if isinstance(value, Columns):
-        return value.mapped(lambda each: _map_tensors(each, move))
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(item, move) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        if value and isinstance(value[0], int | float):  # lengths, offsets: nothing to look for
-            return value
-        return type(value)(_map_tensors(item, move) for item in value)
-    return value
+        return value.mapped(change)
+    if isinstance(value, tuple):  # of later tokens
+        return tuple(_mapped(each, change) for each in value)
+    return map_tensors(value, change)
 
 
 def pack(
@@ -241,7 +234,6 @@ def pack(
     context_parallel_rank: int = 0,
     pad_token_id: int = 0,
     is_placeholder: bool = False,
-    validated: bool = False,
     hosts: Sequence[int] | None = None,
     depths: int = 0,
 ) -> PackedMicroBatch:
@@ -249,7 +241,8 @@ def pack(
 
     Args:
         samples: field name to one value per sample: ``tokens``, ``total_lengths``,
-            ``response_lengths`` and others. ``loss_masks`` are all ones if absent.
+            ``response_lengths`` and others; or `Columns`, which are checked already.
+            ``loss_masks`` are all ones if absent.
         schema: the kind of every field.
         sample_indices: origin index of each sample, empty for a placeholder.
         sample_alignment_tokens: each sample is padded to a multiple of this. Under context
@@ -259,7 +252,6 @@ def pack(
         context_parallel_rank: this rank among them.
         pad_token_id: fills padding, and labels where there is no next token.
         is_placeholder: True if the one sample is fabricated; its loss mask is all zero.
-        validated: True if ``schema.validate`` returned these values: lengths alone are checked.
         hosts: for each sample the place of the one whose tokens begin with its own, and in whose
             segment it lies; its own place if it has a segment; None: all have one.
         depths: of multi-token prediction; 0: none.
@@ -273,10 +265,7 @@ def pack(
             ``pad_token_id`` that is no integer, or hosts that cannot hold their samples.
     """
     require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
-    fields = dict(samples) if validated else schema.validate(samples)
-    if validated:
-        _require_lengths(fields, schema)
-    columns = Columns.of(fields, schema)
+    columns = samples if isinstance(samples, Columns) else Columns.read(samples, schema)
     count = len(columns.total_lengths)
     indices = _read_indices(sample_indices, count, is_placeholder)
     index = RowIndex(
@@ -428,15 +417,6 @@ def _responses(
         owned_positions=owned_positions,
     )
     return responses, masks, tuple(token_weights)
-
-
-def _require_lengths(fields: Mapping[str, Any], schema: Schema) -> None:
-    # Values replaced since they were validated would shift the row, silently, if of another length.
-    for name, values in fields.items():
-        if schema[name].kind in (Kind.TOKENS, Kind.POSITION_IDS):
-            checked_values(
-                schema[name], values, fields["total_lengths"], fields["response_lengths"]
-            )
 
 
 def _checked_hosts(

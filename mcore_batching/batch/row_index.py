@@ -92,6 +92,17 @@ class Span:
         """The sample of each row, int64 ``[rows]``."""
         return torch.repeat_interleave(self.lengths, output_size=self.end)
 
+    def places(self, samples: Tensor) -> Tensor:
+        """Places of the rows of some samples, one behind the other, and that of padding."""
+        lengths = self.lengths.index_select(0, samples)
+        ends = lengths.cumsum(0)
+        count = int(ends[-1]) if len(ends) else 0
+        moved = self.starts.index_select(0, samples) - ends + lengths
+        places = torch.arange(count + 1, device="cpu")
+        places[:count] += moved.repeat_interleave(lengths, output_size=count)
+        places[count] = self.end
+        return places
+
 
 class Slice:
     """Positions of a context-parallel rank's slice of a row, by segment. Tensors are on the host.

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch import Field
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.fields.field_checks import require_one_per_sample
 from mcore_batching.megatron.exchange import exchange_fields
 from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.rollout_batch import checked_fields
+from mcore_batching.megatron.rollout_batch import with_template
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 
 _ADDING = "adding fields"
@@ -51,7 +52,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         new = fields.keys() - schedule.schema.keys()
         own: dict[str, Field] = {}
         if schedule.num_samples:
-            resolved = schedule.schema.resolve(schedule.rollout_data | dict(fields))
+            resolved = schedule.schema.resolve(_with_lengths(schedule, fields))
             own = {name: resolved[name] for name in new if name in resolved}
         # A rank that runs no samples takes the kinds of those that do.
         kinds = agree.every("kinds", own, wanted=bool(new) and not schedule.num_samples)
@@ -69,16 +70,27 @@ def _with_fields(
     schedule: MicroBatchSchedule, fields: Fields, kinds: Mapping[str, Field]
 ) -> MicroBatchSchedule:
     """The schedule with further fields of these kinds, or with other values of those it has."""
-    data = schedule.rollout_data | {name: list(values) for name, values in fields.items()}
     schema = schedule.schema
     for name in fields.keys() - schema.keys():
         if name in kinds:
             schema = schema.with_field(kinds[name])
-    # All fields anew: values that were given again may be of another length or kind.
+    schema = schema.resolve(_with_lengths(schedule, fields))
+    if fields.keys() & {"total_lengths", "response_lengths"}:
+        # All fields anew: they may be of other lengths than these.
+        data = Columns.read({**schedule.rollout_data, **fields}, schema)
+    else:
+        data = schedule.rollout_data.extended(fields, schema)
     vocabulary_size = schedule.vocabulary_size if "tokens" in fields else None
     # On a rank without samples the template is all there is to copy a placeholder from.
-    made = checked_fields(data, schema, vocabulary_size, schedule.template)
+    made = with_template(data, schema, vocabulary_size, schedule.template)
     return dataclasses.replace(schedule, rollout_data=made.pop("data"), **made)
+
+
+def _with_lengths(schedule: MicroBatchSchedule, fields: Fields) -> dict[str, Any]:
+    """The fields beside the lengths of their samples."""
+    data = schedule.rollout_data
+    lengths = {"total_lengths": data.total_lengths, "response_lengths": data.response_lengths}
+    return lengths | {name: list(values) for name, values in fields.items()}
 
 
 def _require_dict(fields: Any) -> None:

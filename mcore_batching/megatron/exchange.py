@@ -35,7 +35,7 @@ from mcore_batching.megatron.serialize import (
     taken_apart,
 )
 
-Columns = dict[str, list[Any]]
+Fields = dict[str, list[Any]]
 """Field name to one value per sample."""
 
 
@@ -97,7 +97,7 @@ class SampleMoves:
         both = zip(self.runs_on, later.runs_on, strict=True)
         return dataclasses.replace(self, runs_on=[[*ours, *theirs] for ours, theirs in both])
 
-    def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Columns]]:
+    def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Fields]]:
         """The samples of this rank to hand to each data-parallel rank: their numbers and values.
 
         Raises:
@@ -120,7 +120,7 @@ class SampleMoves:
             parts.append((numbers, {n: [v[i] for i in places] for n, v in columns.items()}))
         return parts
 
-    def arranged(self, incoming: Sequence[tuple[list[int], Columns]]) -> Columns:
+    def arranged(self, incoming: Sequence[tuple[list[int], Fields]]) -> Fields:
         """Values of the samples that this rank runs, in their order, from what each handed to it.
 
         Raises:
@@ -145,7 +145,7 @@ class SampleMoves:
     def returned(self, columns: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
         """Outputs of the samples that came from this rank, in the order in which they came.
 
-        A collective over the ranks with rows of their own. Columns have the same names on every
+        A collective over the ranks with rows of their own. Fields have the same names on every
         rank, and of each sample that runs here one tensor that passed `check_output`.
         """
         # Ranks may name them in different orders, and bodies carry no names.
@@ -169,7 +169,8 @@ class SampleMoves:
         for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
             keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
             found |= zip(keys, put_together(header, body), strict=True)
-        outputs = {name: [found[number, name] for number in self.brought] for name in names}
+        # Copies: one value must not keep those of all samples in memory.
+        outputs = {name: [found[n, name].clone() for n in self.brought] for name in names}
         return outputs if self.before is None else self.before.returned(outputs)
 
     def _origin(self, number: int) -> int:
@@ -189,7 +190,7 @@ class SampleMoves:
 
 def exchange_fields(
     job: Job, moves: SampleMoves, fields: Mapping[str, Sequence[Any]], stage: str
-) -> Columns:
+) -> Fields:
     """Values of the samples that run here, of fields in the order in which samples were brought. A
     collective."""
     with job.agreement(stage):
@@ -197,14 +198,25 @@ def exchange_fields(
     return receive_fields(job, moves, leaving, stage)
 
 
-def receive_fields(job: Job, moves: SampleMoves, leaving: Sequence[Tensor], stage: str) -> Columns:
+def receive_fields(
+    job: Job,
+    moves: SampleMoves,
+    leaving: Sequence[Tensor],
+    stage: str,
+    staying: Mapping[str, list[Any]] | None = None,
+) -> Fields:
     """Values of the samples that run here, from what each rank gives each other one: `outgoing`,
     serialized. A collective among the ranks at the same place in their replicas, so that all ranks
-    of a replica receive the same."""
+    of a replica receive the same.
+
+    ``staying`` are values that this rank gives itself, beside those in its own part.
+    """
     with job.watch.reporting(stage):
         arrived = exchanged(leaving, job.consensus.counterpart_group)
     with job.agreement(f"{stage}, received"):
-        return moves.arranged([*map(deserialize, arrived)])
+        received = [*map(deserialize, arrived)]
+        received[moves.own // moves.sharing][1].update(staying or {})
+        return moves.arranged(received)
 
 
 def check_output(name: str, value: Any) -> None:

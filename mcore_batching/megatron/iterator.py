@@ -23,7 +23,6 @@ from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.megatron.rollout_batch import RolloutBatch
 from mcore_batching.megatron.samples import Samples, Share, numbered, read_samples
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.serialize import deserialize, serialize
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.integers import as_integer
@@ -110,7 +109,7 @@ class DataIterator:
     @property
     def rollout_data(self) -> dict[str, list[Any]]:
         """Field name to one value per sample of this rank."""
-        return self._rollout.planned().rollout_data
+        return dict(self._rollout.planned().rollout_data)
 
     @property
     def micro_batch_indices(self) -> list[list[int]]:
@@ -263,8 +262,7 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> Rollout:
         return Rollout(first)
     with job.agreement("copying samples of later steps"):
         # The caller may change its values before these are exchanged.
-        data = deserialize(serialize(samples.batch.data))
-        batch = dataclasses.replace(samples.batch, data=data)
+        batch = dataclasses.replace(samples.batch, data=samples.batch.data.with_copies())
         return Rollout(first, dataclasses.replace(samples, batch=batch), tickets)
 
 

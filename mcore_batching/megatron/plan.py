@@ -21,6 +21,7 @@ import time
 
 from megatron.core import parallel_state
 
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.exchange import SampleMoves, receive_fields
 from mcore_batching.megatron.job import Job, say
@@ -116,12 +117,17 @@ def planned_step(
             # A host is always here as well: the samples of a segment move together.
             hosts = [place[samples.hosts[number]] for number in moves.held]
         rows = tuple(tuple(place[n] for n in row) for row in plan.rows_on(moves.own))
-        leaving = [serialize(each) for each in moves.outgoing(batch.data)]
-    arrived = receive_fields(job, moves, leaving, _STAGE)
+        parts = moves.outgoing(batch.data)
+        # What stays here is copied below, into columns of the samples that run here.
+        _, own = parts[moves.own // moves.sharing]
+        staying = {name: own.pop(name) for name in batch.data.flat_names}
+        leaving = [serialize(each) for each in parts]
+    arrived = receive_fields(job, moves, leaving, _STAGE, staying)
     # A rank that runs no samples received none, and still needs the fields for placeholders.
     values = {name: arrived.get(name, []) for name in batch.template}
+    columns = Columns.of(values, batch.schema)
     steps, digest = with_hosted((rows,), hosts), digest_of(plan.plan.digest())
-    return samples.scheduled(values, steps, hosts, digest, moves=moves, plans=(plan,))
+    return samples.scheduled(columns, steps, hosts, digest, moves=moves, plans=(plan,))
 
 
 def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> bytes:
@@ -205,4 +211,4 @@ def plan_locally(samples: Samples) -> MicroBatchSchedule:
         # Stages and tensor-parallel ranks that ran other rows would send tensors of other shapes.
         agree.same("samples and plan (sha256)", digest_of([lengths, all_rows]), within="replica")
     digest = digest_of([*samples.digests.values(), counts.value])
-    return samples.scheduled(samples.batch.data, all_rows, hosts, digest)
+    return samples.scheduled(samples.batch.data.with_copies(), all_rows, hosts, digest)

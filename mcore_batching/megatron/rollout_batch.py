@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mcore_batching.batch import Schema, make_placeholder
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.fields.field_checks import read_lengths
 from mcore_batching.batch.fields.values import require_vocabulary
 from mcore_batching.planning import ConfigError, at_least
@@ -22,7 +23,7 @@ _BATCH_SIZE = "dynamic_global_batch_size"
 class RolloutBatch:
     """The rollout data of one replica, read and checked."""
 
-    data: dict[str, list[Any]]  # field name to one value per sample
+    data: Columns  # without samples perhaps as they were given
     schema: Schema
     template: dict[str, list[Any]]  # a fabricated sample; empty without samples to copy it from
     total_lengths: list[int]  # in tokens
@@ -47,7 +48,7 @@ class RolloutBatch:
             KeyError: a required field is missing.
             ConfigError: the global batch size is none, or ``steps`` are no lists of indices.
             ValueError: ``steps`` do not hold every sample once.
-            SchemaError: as `checked_fields`, where there are samples.
+            SchemaError: as `resolved`, where there are samples.
         """
         if not isinstance(schema, Schema):
             raise TypeError(
@@ -71,15 +72,23 @@ class RolloutBatch:
                 f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
                 "one value per sample (empty lists on a rank without samples)"
             )
-        lengths, _ = read_lengths(data)
+        lengths, responses = read_lengths(data)
         listed = None if steps is None else _read_steps(steps, len(lengths))
-        batch = cls(data, schema, {}, lengths, size, listed, vocabulary_size)
+        given = Columns(schema, lengths, responses, {}, data)
+        batch = cls(given, schema, {}, lengths, size, listed, vocabulary_size)
         # A rank without samples receives the fields of one that has any.
         return batch.resolved() if lengths else batch
 
     def resolved(self) -> RolloutBatch:
-        """The batch with `checked_fields`, among them a template."""
-        made = checked_fields(self.data, self.schema, self.vocabulary_size)
+        """The batch with its fields copied and checked, and with a template.
+
+        Raises:
+            SchemaError: a field's kind is unknown, a value does not fit it, or a token id is beyond
+                the vocabulary.
+        """
+        schema = self.schema.resolve(self.data)
+        data = Columns.read(self.data, schema)
+        made = with_template(data, schema, self.vocabulary_size)
         return dataclasses.replace(self, **made)
 
     def comparable(self) -> dict[str, Any]:
@@ -95,33 +104,40 @@ class RolloutBatch:
         return {
             "schema": self.schema,
             "template": self.template,
-            "data": {key: [] for key in self.template},
+            "data": Columns(self.schema, [], [], {}, {key: [] for key in self.template}),
             "global_batch_size": self.global_batch_size,
         }
 
 
-def checked_fields(
-    data: Mapping[str, list[Any]],
+def with_template(
+    data: Columns,
     schema: Schema,
     vocabulary_size: int | None,
     template: Mapping[str, list[Any]] | None = None,
 ) -> dict[str, Any]:
-    """``data`` as they are kept, ``schema`` of all fields, and ``template``, a fabricated sample.
+    """``data`` as they are kept, on the host, their ``schema``, and ``template``, a fabricated
+    sample.
 
     Where there are no samples, that is made from another template. Without a vocabulary size token
     ids are not checked.
 
     Raises:
-        SchemaError: a field's kind is unknown, or a value does not fit it.
+        SchemaError: a token id is beyond the vocabulary.
     """
-    schema = schema.resolve(data)
-    values = schema.validate(data)
+    data = data.on_host()
     # An id beyond the embedding would show without the sample's name, or not at all.
     if vocabulary_size is not None:
-        require_vocabulary("tokens", values["tokens"], vocabulary_size)
-    examples = {name: each or (template or {}).get(name) for name, each in values.items()}
-    made = make_placeholder(schema, list(values), examples)
-    return {"data": values, "schema": schema, "template": made}
+        _check_ids(data, vocabulary_size)
+    examples = {name: data.first(name) or (template or {}).get(name) for name in data}
+    made = make_placeholder(schema, list(data), examples)
+    return {"data": data, "schema": schema, "template": made}
+
+
+def _check_ids(data: Columns, vocabulary_size: int) -> None:
+    if data.total_lengths:
+        least, most = data.rows("tokens").values.aminmax()
+        if least < 0 or most >= vocabulary_size:  # sample by sample, to name one
+            require_vocabulary("tokens", data["tokens"], vocabulary_size)
 
 
 def _read_batch_size(rollout_data: Mapping[str, Any], job_size: Any) -> int | None:

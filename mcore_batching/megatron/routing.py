@@ -64,7 +64,7 @@ def replayable(
     else:
         for index, value in zip(row.sample_indices, values, strict=True):
             _check(name, value, config, functools.partial(names_of, [index]))
-    return dataclasses.replace(row, fields=row.fields.replaced(name, values))
+    return dataclasses.replace(row, fields=row.fields.extended({name: values}, row.schema))
 
 
 def _columns(config: Any) -> list[dict[int, int]]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from megatron.core import parallel_state
 
 from mcore_batching.batch import Schema
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.consensus import Reduction
 from mcore_batching.batch.rows.prefixes import find_hosts
 from mcore_batching.flags import FLAGS
@@ -126,7 +127,7 @@ class Samples:
 
     def scheduled(
         self,
-        rollout_data: dict[str, list[Any]],
+        rollout_data: Columns,
         steps: tuple[MicroBatches, ...],
         hosts: Sequence[int] | None,
         plan_digest: str,
@@ -403,7 +404,7 @@ def _with_hosts(samples: Samples) -> Samples:
         found = find_hosts(
             batch.data,
             batch.schema,
-            batch.data["response_lengths"],
+            batch.data.response_lengths,
             steps=samples.own_steps,
             is_padding=batch.data.get("is_padding"),
         )

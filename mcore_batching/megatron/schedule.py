@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from mcore_batching.batch import Kind, PackedMicroBatch, Schema, make_placeholder, pack
-from mcore_batching.batch.rows.pinned_buffer import on_host
+from mcore_batching.batch import PackedMicroBatch, Schema, make_placeholder, pack
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.exchange import SampleMoves
@@ -26,9 +26,6 @@ from mcore_batching.planning import (
 from mcore_batching.planning.learn import LearntCosts
 
 MicroBatches = tuple[tuple[int, ...], ...]
-
-_LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
-"""Kinds of fields that rows are laid out of, which the host does."""
 
 
 def computed_alone(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> MicroBatches:
@@ -103,7 +100,7 @@ class MicroBatchSchedule:
     """This rank's rollout data and the micro-batches made of it.
 
     Attributes:
-        rollout_data: field name to one value per sample of this rank.
+        rollout_data: fields of the samples of this rank.
         template: values of one sample, from a rank that has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
@@ -118,7 +115,7 @@ class MicroBatchSchedule:
         plans: of every step, of exchanged samples.
     """
 
-    rollout_data: dict[str, list[Any]]
+    rollout_data: Columns
     schema: Schema
     template: dict[str, list[Any]]
     steps: tuple[MicroBatches, ...]
@@ -145,15 +142,15 @@ class MicroBatchSchedule:
             gathered = agree.gather("plans", own)
         return tuple(gathered.values)
 
-    @functools.cached_property
+    @property
     def own_lengths(self) -> list[int]:
         """Total length of each of this rank's samples, in tokens."""
-        return [int(length) for length in self.rollout_data["total_lengths"]]
+        return self.rollout_data.total_lengths
 
     @property
     def num_samples(self) -> int:
         """Samples on this rank, over all steps."""
-        return len(self.rollout_data["total_lengths"])
+        return len(self.own_lengths)
 
     @property
     def num_microbatches(self) -> list[int]:
@@ -219,7 +216,7 @@ class MicroBatchSchedule:
         """The steps of both, of exchanged samples, of which each holds its own."""
         assert self.moves is not None
         assert later.moves is not None
-        held, theirs = self.num_samples, later.rollout_data
+        held = self.num_samples
         steps = self.steps + tuple(
             tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
         )
@@ -229,7 +226,7 @@ class MicroBatchSchedule:
         plans = self.plans + later.plans
         return dataclasses.replace(
             self,
-            rollout_data={n: [*values, *theirs[n]] for n, values in self.rollout_data.items()},
+            rollout_data=self.rollout_data.followed_by(later.rollout_data),
             steps=steps,
             hosts=hosts,
             plan_digest=digest_of([self.plan_digest, later.plan_digest]),
@@ -240,10 +237,14 @@ class MicroBatchSchedule:
     def samples(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
         """The values of some samples, or of one fabricated sample where ``indices`` is empty."""
         if not indices:
-            return make_placeholder(
-                self.schema, keys, self.template, pad_token_id=self.pad_token_id
-            )
+            return {key: self._placeholder[key] for key in keys}
         return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
+
+    @functools.cached_property
+    def _placeholder(self) -> Columns:
+        names, pad_token_id = list(self.template), self.pad_token_id
+        made = make_placeholder(self.schema, names, self.template, pad_token_id=pad_token_id)
+        return Columns.of(made, self.schema)
 
     def rows(self, step: int, depths: int = 0) -> list[PackedMicroBatch]:
         """This rank's slices of a step's micro-batches, packed, on the host, with as many depths
@@ -280,18 +281,13 @@ class MicroBatchSchedule:
             rank = self.moves.own % size
         # Paddings depend on the context-parallel size, which here is the row's.
         dims = self.dims.for_rows_on(size)
-        values = self.samples(indices, list(self.template))
         hosts = None
         if self.hosts is not None and indices:
             # `pack` counts a row's samples from 0.
             place = {index: at for at, index in enumerate(indices)}
             hosts = [place[self.hosts[i]] for i in indices]
-        # Read by the host while it lays the row out: on the device each read would be a wait.
-        for name in values:
-            if self.schema[name].kind in _LAID_OUT or name in ("loss_masks", "is_padding"):
-                values[name] = on_host(values[name])
         return pack(
-            values,
+            self.rollout_data.taken(indices) if indices else self._placeholder,
             schema=self.schema,
             sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
             row_alignment_tokens=row_multiple_tokens(dims, self.config),
@@ -300,7 +296,6 @@ class MicroBatchSchedule:
             pad_token_id=self.pad_token_id,
             sample_indices=indices,
             is_placeholder=not indices,
-            validated=True,  # as it was read, or as the field was added
             hosts=hosts,
             depths=depths,
         )

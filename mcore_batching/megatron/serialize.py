@@ -113,13 +113,26 @@ class _Pickler(pickle.Pickler):
         self._end = 0
 
     def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or not has_bytes(value):
+        # In place of a tensor, or of a list of tensors of one type: the type, shapes, and where
+        # their bytes begin among all parts.
+        if isinstance(value, Tensor):
+            return self._note(value, tuple(value.shape)) if has_bytes(value) else None
+        if type(value) is not list or not _are_alike(value):
             return None
-        # In place of the tensor: its type, its shape, and where its bytes begin among all parts.
+        shapes = [tuple(each.shape) for each in value]
+        return self._note(torch.cat([each.detach().reshape(-1) for each in value]), shapes)
+
+    def _note(self, value: Tensor, shape: Any) -> tuple[Any, ...]:
         part = _as_bytes(value)
         self.parts.append(part)
         self._end += part.numel()
-        return value.dtype, tuple(value.shape), self._end - part.numel(), value.is_cpu
+        return value.dtype, shape, self._end - part.numel(), value.is_cpu
+
+
+def _are_alike(values: list[Any]) -> bool:
+    return {*map(type, values)} == {Tensor} and (
+        len({(each.dtype, each.device) for each in values}) == 1 and all(map(has_bytes, values))
+    )
 
 
 class _Unpickler(pickle.Unpickler):
@@ -127,9 +140,15 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._data = data
 
-    def persistent_load(self, found: Any) -> Tensor:
+    def persistent_load(self, found: Any) -> Any:
         dtype, shape, start, was_on_host = found
-        size = dtype.itemsize * torch.Size(shape).numel()
+        shapes = shape if isinstance(shape, list) else [shape]
+        sizes = [torch.Size(each).numel() for each in shapes]
         # Cloned, since bytes in the middle of others need not be aligned.
-        tensor = self._data[start : start + size].clone().view(dtype).reshape(shape)
-        return tensor.cpu() if was_on_host else tensor
+        joined = self._data[start : start + dtype.itemsize * sum(sizes)].clone().view(dtype)
+        joined = joined.cpu() if was_on_host else joined
+        if not isinstance(shape, list):
+            return joined.reshape(shape)
+        # unsafe_: views without a shared version counter.
+        parts = torch.unsafe_split_with_sizes(joined, sizes)
+        return [part.view(each) for part, each in zip(parts, shapes, strict=True)]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import pickle
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from batch_cases import boundary_shapes, make_samples, pack_on_all_ranks, sample_shapes
+from batch_cases import boundary_shapes, equal, make_samples, pack_on_all_ranks, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, SchemaError
 from mcore_batching.batch.columns import Columns
 
 SCHEMA = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN).declare(
@@ -101,8 +103,8 @@ def test_boundary_lengths_come_back(size: int) -> None:
 
 
 def test_each_flat_field_is_one_tensor_of_its_own() -> None:
-    samples = SCHEMA.validate(marked([(3, 2), (0, 0), (4, 4)]))
-    columns = Columns.of(samples, SCHEMA)
+    samples = marked([(3, 2), (0, 0), (4, 4)])
+    columns = Columns.read(samples, SCHEMA)
     assert set(columns) == set(samples)
     assert len(columns) == len(samples)
     for name in ("tokens", "advantages", "mark", "position_ids"):
@@ -128,8 +130,7 @@ def test_what_one_tensor_cannot_hold_is_kept() -> None:
     schema = DEFAULT_SCHEMA
     for name in fields:
         schema = schema.declare(name, Kind.PER_TOKEN)
-    samples = schema.validate(make_samples([(2, 1), (1, 0)]) | fields)
-    columns = Columns.of(samples, schema)
+    columns = Columns.read(make_samples([(2, 1), (1, 0)]) | fields, schema)
     for name, values in fields.items():
         assert all(a is b for a, b in zip(columns[name], values, strict=True)), name
     assert columns.rows("types").values.dtype == torch.float32
@@ -137,10 +138,99 @@ def test_what_one_tensor_cannot_hold_is_kept() -> None:
 
 def test_a_change_in_place_is_none_of_the_neighbours() -> None:
     """Autograd would refuse a backward pass through a neighbour of what has been changed."""
-    samples = DEFAULT_SCHEMA.validate(make_samples([(2, 2), (2, 2)]))
-    first, second = Columns.of(samples, DEFAULT_SCHEMA)["advantages"]
+    samples = make_samples([(2, 2), (2, 2)])
+    first, second = Columns.read(samples, DEFAULT_SCHEMA)["advantages"]
     weight = torch.ones(2, requires_grad=True)
     total = (weight * first).sum()
     second.mul_(2)
     total.backward()
     assert torch.equal(second, 2 * samples["advantages"][1])
+
+
+def outcome(call: Callable[[], Mapping[str, Any]]) -> Any:
+    """The fields, or the error that they are refused by."""
+    try:
+        return {name: [*values] for name, values in call().items()}
+    except SchemaError as error:
+        return str(error)
+
+
+SHAPES = st.sampled_from([(4, 2), (0, 0), (1, 1), (3, 0), (2, 2)])
+TRAILING = st.sampled_from([(), (), (2,), (2, 3), (0,)])
+TYPES = st.sampled_from(
+    [torch.int64, torch.float32, torch.int32, torch.bool, torch.uint16, torch.complex64]
+)
+
+
+@st.composite
+def field_values(draw: st.DrawFn, rows: list[int], *, is_positions: bool) -> list[Any]:
+    """Tensors or lists of one type and trailing shape, most often; now and then one is odd."""
+    trailing, dtype, values = draw(TRAILING), draw(TYPES), []
+    for own in rows:
+        is_odd = draw(st.integers(0, 9)) == 0
+        count = own + is_odd * draw(st.integers(0, 1))
+        shape = (count, *(draw(TRAILING) if is_odd else trailing))
+        value = torch.ones(shape[1:] + shape[:1] if is_positions else shape)
+        value = (-value if is_odd else value).to(draw(TYPES) if is_odd else dtype)
+        if is_odd:
+            value = draw(st.sampled_from([value, value.to("meta"), torch.tensor(1.0), None, "a"]))
+        is_list = isinstance(value, Tensor) and not value.is_meta and draw(st.booleans())
+        values.append(value.tolist() if is_list else value)
+    return values
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(SHAPES, min_size=1, max_size=4), st.data())
+def test_fields_are_refused_and_kept_as_validate_does(shapes: Shapes, data: st.DataObject) -> None:
+    names = ["tokens", "loss_masks", "mark", "fewer", "position_ids", "rollout_routed_experts"]
+    samples = make_samples(shapes)
+    name = data.draw(st.sampled_from(names))
+    rows = [SCHEMA[name].num_rows(*shape) for shape in shapes]
+    samples[name] = data.draw(field_values(rows, is_positions=name == "position_ids"))
+    expected = outcome(lambda: SCHEMA.validate(samples))
+    found = outcome(lambda: Columns.read(samples, SCHEMA))
+    if isinstance(expected, str) or isinstance(found, str):
+        assert found == expected
+        return
+    for key, values in expected.items():
+        for one, other in zip(found[key], values, strict=True):
+            # Of an empty value among others the shape and type are theirs.
+            assert equal(one, other) or (one.numel() == other.numel() == 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(SHAPES, min_size=1, max_size=5), st.data())
+def test_samples_are_taken_and_joined_with_all_their_fields(
+    shapes: Shapes, data: st.DataObject
+) -> None:
+    samples = marked(shapes) | {
+        "uids": [*map(str, shapes)],
+        "rewards": [*map(float, map(sum, shapes))],
+    }
+    columns = Columns.read(samples, SCHEMA)
+    chosen = data.draw(st.lists(st.integers(0, len(shapes) - 1), max_size=6))
+    cut = data.draw(st.integers(0, len(chosen)))
+    parts = columns.taken(chosen[:cut]), columns.taken(chosen[cut:])
+    for made in (columns.taken(chosen), parts[0].followed_by(parts[1])):
+        assert made.keys() == columns.keys()
+        assert (made.total_lengths, made.response_lengths) == (
+            [columns.total_lengths[i] for i in chosen],
+            [columns.response_lengths[i] for i in chosen],
+        )
+        for name in columns:
+            assert equal(made[name], [columns[name][i] for i in chosen]), name
+        again = pickle.loads(pickle.dumps(made))
+        assert all(equal(again[name], made[name]) for name in made)
+
+
+def test_fields_added_later_are_columns_as_well() -> None:
+    samples = make_samples([(3, 2), (4, 1)])
+    columns = Columns.read(samples, SCHEMA)
+    more = columns.extended({"values": [[0.5, 1.0], [2.0]], "tokens": samples["tokens"][:]}, SCHEMA)
+    assert more.rows("values").values.tolist() == [0.5, 1.0, 2.0, 0.0]
+    assert "values" not in columns
+    kept = more.extended({"values": [torch.ones(2), torch.ones(1).double()]}, SCHEMA)
+    assert "values" not in kept.flat_names
+    assert [each.dtype for each in kept["values"]] == [torch.float32, torch.float64]
+    with pytest.raises(SchemaError, match="'values', sample 1: expected 1 rows"):
+        more.extended({"values": [[0.5, 1.0], [2.0, 3.0]]}, SCHEMA)

@@ -17,10 +17,10 @@ from mcore_batching.batch import (
     BatchError,
     Kind,
     PackedMicroBatch,
-    Schema,
     SchemaError,
     make_placeholder,
 )
+from mcore_batching.batch.columns import Columns
 
 STREAMS = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
 
@@ -364,13 +364,12 @@ def test_wrong_values_are_refused_before_anything_is_packed() -> None:
         pack_on_all_ranks(make_samples([(4, 2)]) | {"mine": [1]})
 
 
-def test_samples_of_a_validated_batch_are_not_validated_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_columns_are_not_validated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = make_samples([(4, 2), (3, 1)])
     expected = pack_on_all_ranks(samples)[0]
-    monkeypatch.setattr(Schema, "validate", None)
-    (row,) = pack_on_all_ranks(samples, validated=True)
+    columns = Columns.read(samples, DEFAULT_SCHEMA)
+    monkeypatch.setattr(Columns, "read", None)
+    (row,) = pack_on_all_ranks(columns)
     assert torch.equal(row.tokens, expected.tokens)
 
 
@@ -429,14 +428,13 @@ def test_hosts_have_segments_of_their_own(hosts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokens", "mark", "position_ids", "rollout_routed_experts"])
-@pytest.mark.parametrize("validated", [True, False])
-def test_values_that_differ_from_the_hosts_are_named(name: str, validated: bool) -> None:
+def test_values_that_differ_from_the_hosts_are_named(name: str) -> None:
     samples = turns()
     samples["position_ids"] = [torch.arange(total).expand(3, -1) for total, _ in TURNS]
     samples["rollout_routed_experts"] = [torch.zeros(t - 1, 2, 1).long() for t, _ in TURNS]
     samples = MARKED.validate(samples)
-    pack_on_all_ranks(samples, hosts=HOSTS, schema=MARKED, validated=validated)
+    pack_on_all_ranks(samples, hosts=HOSTS, schema=MARKED)
     samples[name][0] = samples[name][0].clone()
     samples[name][0].view(-1)[-1] += 1
     with pytest.raises(SchemaError, match=f"field '{name}', sample 0: expected what its host, "):
-        pack_on_all_ranks(samples, hosts=HOSTS, schema=MARKED, validated=validated)
+        pack_on_all_ranks(samples, hosts=HOSTS, schema=MARKED)

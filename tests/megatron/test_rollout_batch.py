@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, SchemaError
-from mcore_batching.megatron.rollout_batch import RolloutBatch, checked_fields
+from mcore_batching.batch.columns import Columns, map_tensors
+from mcore_batching.megatron.rollout_batch import RolloutBatch, with_template
 from mcore_batching.megatron.samples import steps_by_size
 from mcore_batching.planning import ConfigError
 
@@ -99,10 +100,21 @@ def test_without_a_batch_size_all_samples_are_one_step() -> None:
 def test_samples_are_tensors_in_lists_of_their_own() -> None:
     """What the caller does to its lists afterwards changes no row."""
     given = [np.array([1, 2, 3], "uint16"), [4, 5, 6]]
-    read = batch(2, tokens=given)
+    mine = {
+        "values": [torch.ones(2), torch.ones(2)],
+        "returns": [torch.ones(2), torch.ones(2).double()],
+        "multimodal_train_inputs": [{"pixels": torch.ones(2)}, None],
+    }
+    read = batch(2, tokens=given, **mine)
+    copies = read.data.with_copies()
     given.clear()
+    map_tensors(mine, torch.Tensor.zero_)
     assert [value.tolist() for value in read.data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
     assert all(isinstance(value, torch.Tensor) for value in read.data["tokens"])
+    assert [value.tolist() for name in ("values", "returns") for value in copies[name]] == [
+        [1.0, 1.0]
+    ] * 4
+    assert copies["multimodal_train_inputs"][0]["pixels"].tolist() == [1.0, 1.0]
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
@@ -113,7 +125,7 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
 def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
     values = [torch.zeros(3, 2, dtype=torch.bfloat16)]
     read = batch(1, feature=values)
-    nothing: dict[str, list[Any]] = {name: [] for name in read.data}
-    made = checked_fields(nothing, read.schema, None, read.template)
+    nothing = Columns.read({name: [] for name in read.data}, read.schema)
+    made = with_template(nothing, read.schema, None, read.template)
     assert made["template"]["feature"][0].dtype == torch.bfloat16
     assert made["template"]["feature"][0].shape == (1, 2)

@@ -101,20 +101,29 @@ class Schema(Mapping[str, Field]):
             SchemaError: a required field is absent, a length is no integer of 0 or more, a field is
                 not declared, or a value does not match its kind.
         """
+        # First, since all other fields are checked against them.
+        totals, responses = self.lengths_of(batch)
+        checked = {
+            name: checked_values(self.declared(name), values, totals, responses)
+            for name, values in batch.items()
+            if values is not None  # absent for the whole batch
+        }
+        return checked | {"total_lengths": totals, "response_lengths": responses}
+
+    def lengths_of(self, batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """Total and response length of every sample of a batch with all required fields, in tokens;
+        a `SchemaError` where it lacks one, or a length is none."""
         for field in self.values():
             if field.required and batch.get(field.name) is None:
                 found = "None" if field.name in batch else "no such field"
                 raise SchemaError(field.name, expected="one value per sample", found=found)
-        # First, since all other fields are checked against them.
-        totals, responses = read_lengths(batch)
-        checked: dict[str, list[Any]] = {}
-        for name, values in batch.items():
-            if values is None:  # absent for the whole batch
-                continue
-            if name not in self:
-                raise undeclared(name, "use schema = schema.resolve(batch), or declare")
-            checked[name] = checked_values(self[name], values, totals, responses)
-        return checked | {"total_lengths": totals, "response_lengths": responses}
+        return read_lengths(batch)
+
+    def declared(self, name: str) -> Field:
+        """The declaration of a field; a `SchemaError` if there is none."""
+        if name not in self:
+            raise undeclared(name, "use schema = schema.resolve(batch), or declare")
+        return self[name]
 
 
 _NAMES: dict[tuple[Kind, Fill], tuple[str, ...]] = {

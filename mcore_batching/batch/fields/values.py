@@ -21,7 +21,7 @@ from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
 from mcore_batching.planning.errors import named
 from mcore_batching.planning.integers import as_integer, entries
 
-_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Become int64: torch has few operations for them, and Megatron's indexed datasets hold uint16."""
 
 
@@ -41,7 +41,7 @@ def tensor_of(name: str, index: int, value: Any) -> Any:
             expected="numbers, in lists of one length",
             found=f"{describe(value)} ({error})",
         ) from None
-    return value.long() if isinstance(value, Tensor) and value.dtype in _UNSIGNED else value
+    return value.long() if isinstance(value, Tensor) and value.dtype in UNSIGNED else value
 
 
 def require_loss_masks(masks: Sequence[Tensor]) -> None:

@@ -98,7 +98,7 @@ def get_data_iterator(
     )
     rollout = Rollout(schedule)
     # A rank that was given nothing has what its replica sent it, without later fields.
-    live = schedule.rollout_data if rollout_data is None else rollout_data
+    live = dict(schedule.rollout_data) if rollout_data is None else rollout_data
     return [
         PlaceholderIterator(_LiveDataIterator(rollout, live), schema, schedule.template)
         for _ in range(planned.dims.virtual_pipeline)

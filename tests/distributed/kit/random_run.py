@@ -23,6 +23,7 @@ from kit.objective import MEANS, kl_terms, policy_terms
 from kit.random_reference import WEIGHTS
 from kit.samples import take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, StepTotals
+from mcore_batching.batch.columns import map_tensors
 from mcore_batching.megatron import (
     add_fields,
     check_settings,
@@ -116,13 +117,16 @@ class RandomRun:
         self._args.global_batch_size = rollout.get("global_batch_size")
         check_settings(self._args, self._model)
         data, mine, steps = self._own(samples, rollout)
+        given = map_tensors(data, torch.clone)
         iterators, counts = get_data_iterator(
             self._args,
             self._model,
-            data if self._holds else None,
+            given if self._holds else None,
             schema=SCHEMA,
             steps=steps if self._holds else None,
         )
+        # What the caller does to its own afterwards changes nothing.
+        map_tensors(given, torch.Tensor.zero_)
         self._forward(iterators, counts, mine)
         schedule = schedule_of(iterators)
         held = schedule.rollout_data
@@ -163,6 +167,8 @@ class RandomRun:
                     "weights": self._weights(),
                 }
             )
+        # What the caller does to its own afterwards changes nothing.
+        map_tensors(given, torch.Tensor.zero_)
         self._forward(iterators, counts, mine)
 
     @property
