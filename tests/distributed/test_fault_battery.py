@@ -12,11 +12,12 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kit.battery import ALONE, ENDINGS, LAYOUTS, PLANNER, SURVIVED
+from kit.battery import FAULTS, LAYOUTS, STOPPED_SECONDS, always_on, layouts_of
 from kit.forked import End, run_forked
-from kit.harness import Job, JobFailedError, results, run_jobs
+from kit.harness import Job, JobFailedError, reference_files, results, run_jobs
 from kit.stock_jobs import FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
 from mcore_batching.megatron.watch import EXIT_CODE
@@ -31,7 +32,6 @@ def name_of(fault: str, layout: str) -> str:
 @pytest.fixture(scope="module")
 def ends(
     request: pytest.FixtureRequest,
-    references: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[str, list[End]]]:
     """How each rank of each selected job ended; in the end the table."""
@@ -40,16 +40,15 @@ def ends(
         for item in request.session.items
         if "ends" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
     }
-    chosen |= {("none", layout): None for fault, layout in chosen if fault in SURVIVED}
+    chosen |= {("none", layout): None for fault, layout in chosen if FAULTS[fault].where == "0"}
+    weights = reference_files(tmp_path_factory.mktemp("reference"), ["dense"])["dense"]
     jobs = []
     for fault, layout in chosen:
-        dims, agent = LAYOUTS[layout], layout not in ALONE
+        dims = LAYOUTS[layout]
         nproc = math.prod(size for name, size in dims.items() if name != "virtual_pipeline")
-        parameters = {"dims": dims, "reference": references["dense"], "fault": fault}
-        parameters["planner"] = PLANNER.get(layout, {}) | PLANNER.get(fault, {})
-        parameters["faulty"] = nproc - 1 if agent and fault != "disk full" else 0
-        name, limit = name_of(fault, layout), SECONDS + 60
-        jobs.append(Job(name, "kit.battery:train", nproc, dims, parameters, limit, agent))
+        given = {"dims": dims, "reference": weights, "fault": fault, "layout": layout}
+        name, agent = name_of(fault, layout), "no agent" not in layout
+        jobs.append(Job(name, "kit.battery:train", nproc, dims, given, SECONDS + 60, agent))
     found = run_forked(jobs, tmp_path_factory.mktemp("battery"))
     yield found
     lines = [f"{'fault':26s} {'layout':13s} {'seconds':>7s}  ends"]
@@ -63,43 +62,45 @@ def ends(
         print("\n" + "\n".join(lines))
 
 
-@pytest.mark.parametrize(
-    ("fault", "layout"),
-    [
-        pytest.param(fault, layout, marks=() if layout == row.always else pytest.mark.long)
-        for fault, row in ENDINGS.items()
-        for layout in row.layouts
-    ],
-)
+def rows(is_survived: bool) -> list[Any]:
+    """Faults and layouts."""
+    return [
+        pytest.param(fault, layout, marks=() if layout == always_on(fault) else pytest.mark.long)
+        for fault, row in FAULTS.items()
+        for layout in layouts_of(fault)
+        if (row.where == "0") == is_survived
+    ]
+
+
+@pytest.mark.parametrize(("fault", "layout"), rows(is_survived=False))
 def test_every_rank_ends_with_the_named_error(
     fault: str, layout: str, ends: dict[str, list[End]]
 ) -> None:
-    row, ranks = ENDINGS[fault], ends[name_of(fault, layout)]
-    faulty = ranks[0 if layout in ALONE else -1]
-    assert faulty.exit_code == row.exit_code, faulty
+    row, ranks = FAULTS[fault], ends[name_of(fault, layout)]
+    faulty = ranks[0 if "no agent" in layout else -1]
+    assert faulty.exit_code == int(row.where), faulty
     for rank in ranks:
-        if rank is faulty and row.exit_code < 0:
+        if rank is faulty and int(row.where) < 0:
             continue
         # Raised, or printed by a process that could not be released.
         assert rank.exit_code == (1 if rank.error else EXIT_CODE), rank
         assert row.error in (rank.error or rank.message), rank
         assert row.text in rank.message, rank
         assert rank.seconds < SECONDS
-        if layout in ALONE:
+        if "no agent" in layout:
             # The store ends with rank 0: it used to go before the others had read the cause.
             assert "rank 0: " in rank.message, rank
             assert "rank 1: " not in rank.message, rank
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ALONE])
-@pytest.mark.parametrize("fault", SURVIVED)
+@pytest.mark.parametrize(("fault", "layout"), rows(is_survived=True))
 def test_every_rank_goes_on(fault: str, layout: str, ends: dict[str, list[End]]) -> None:
     expected, found = ends[name_of("none", layout)], ends[name_of(fault, layout)]
     assert [rank.exit_code for rank in found] == [0] * len(found), found
     assert [rank.value for rank in found] == [rank.value for rank in expected]
-    assert min(rank.seconds for rank in found) > SURVIVED[fault].seconds
-    assert SURVIVED[fault].text in found[0].message
+    if not FAULTS[fault].text:
+        assert min(rank.seconds for rank in found) > STOPPED_SECONDS - 1
+    assert FAULTS[fault].text in found[0].message
 
 
 RESUMED = {"DP2 PP2": PP2, "DP2 PP2 VPP2": VPP2, "DP2 TP2": TP2, "TP2 CP2": TP2_CP2}

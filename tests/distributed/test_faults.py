@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit import output_faults
-from kit.faults import LAYOUTS
+from kit.faults import LAYOUTS, table_of
 from kit.harness import Job
 
 SECONDS = 45.0  # an error that came by a collective's timeout would take 60
@@ -35,24 +35,23 @@ STAY = {"dynamic_batch_exchange": False}
 @pytest.mark.parametrize(
     "job",
     [
-        job(layout, "faults:faults", dims, layout=layout, long=layout == "shared-rows-cp2")
-        for layout, (dims, *_) in LAYOUTS.items()
+        job(layout, "faults:faults", dims, layout=layout, long=layout == "cp2")
+        for layout, (dims, _) in LAYOUTS.items()
     ],
 )
 def test_what_is_wrong_on_one_rank_is_a_named_error_on_all(
     job: Job, ranks: list[dict[str, Any]]
 ) -> None:
-    *_, table = LAYOUTS[job.name]
     unlike = {}
-    for name, fault in table.items():
-        reports = [rank["cases"][name] for rank in ranks]
-        [found, *others] = {(report["type"], report["message"]) for report in reports}
-        if others or found[0] != fault.error or fault.text not in found[1]:
-            unlike[name] = [found, *others]
+    table = table_of(job.name)
+    for fault, *reports in zip(table, *(rank["faults"] for rank in ranks), strict=True):
+        [(error, message), *others] = {(report["type"], report["message"]) for report in reports}
         # The rank on which it happened chains its own exception, as the message names it.
-        causes = dict(re.findall(r"rank (\d): (\w+Error|\w+Exception): ", found[1]))
-        assert {str(r): each["cause"] for r, each in enumerate(reports) if each["cause"]} == causes
-        assert max(report["seconds"] for report in reports) < SECONDS, name
+        causes = dict(re.findall(r"rank (\d): (\w+Error|\w+Exception): ", message))
+        chained = {str(r): each["cause"] for r, each in enumerate(reports) if each["cause"]}
+        if others or error != fault.error or fault.text not in message or chained != causes:
+            unlike[fault.name] = [(error, message), *others, chained]
+        assert max(report["seconds"] for report in reports) < SECONDS, fault.name
     assert unlike == {}
     for rank in ranks:
         assert rank["unchanged"]

@@ -13,9 +13,9 @@ from kit.harness import Job, JobFailedError, results, run_jobs
 from kit.patience import patience
 
 JOBS = [
-    Job("hangs", "kit.guarantees:hangs", 2, seconds=3.0),
-    Job("after", "kit.guarantees:returns_rank", 2),
-    Job("dies", "kit.guarantees:dies", 2),
+    Job("hangs", "kit.harness_jobs:hangs", 2, seconds=3.0),
+    Job("after", "kit.harness_jobs:returns_rank", 2),
+    Job("dies", "kit.harness_jobs:dies", 2),
 ]
 
 
@@ -47,7 +47,7 @@ def test_crash_on_one_rank_fails_with_its_traceback(found: dict[str, Any]) -> No
 @pytest.mark.long
 def test_no_worker_outlives_its_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "START_SECONDS", 20.0)
-    job = Job("lingers", "kit.guarantees:lingers", 2, seconds=1.0)
+    job = Job("lingers", "kit.harness_jobs:lingers", 2, seconds=1.0)
     workers = results(run_jobs([job], tmp_path)["lingers"])
     given_up = time.monotonic() + patience(10.0)
     for worker in workers:

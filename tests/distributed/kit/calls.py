@@ -1,17 +1,17 @@
-"""What a job calls, on a small model: planning, forward passes, training, each with changes.
+"""What the rows of `FAULTS.md` call, on a small model: planning, forward passes, training.
 
-`Fault` is a row of the tables of faults: a call that is wrong on one rank, what the other ranks
-call meanwhile, and what every rank raises.
+Each with its arguments, and without any as it is right.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -21,11 +21,20 @@ from megatron.core.utils import get_model_config, unwrap_model
 from kit.exactness import arguments, log_probs_of
 from kit.model import adam, named_parameters, sharded_model
 from kit.objective import packed_objective
-from kit.samples import make_samples, share, take
-from mcore_batching.megatron import add_fields, forward_only, get_data_iterator, train_step
+from kit.samples import VOCABULARY, make_samples, share, take
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+from mcore_batching.megatron import (
+    add_fields,
+    forward_only,
+    get_data_iterator,
+    response_log_probs,
+    schedule_of,
+    train_step,
+)
 from mcore_batching.planning import ParallelDims
 
 Function = Callable[..., Any]
+TABLES = Path(__file__).resolve().parents[1] / "FAULTS.md"
 
 
 def small_model(dims: dict[str, Any], reference: str, **settings: Any) -> list[Any]:
@@ -46,7 +55,7 @@ def my_samples(dims: dict[str, Any], spread: str = "uneven") -> dict[str, list[A
 
 
 class Calls:
-    """A model, a plan of its samples, and calls with something of them changed."""
+    """A model, a plan of its samples, and calls."""
 
     def __init__(
         self,
@@ -60,23 +69,126 @@ class Calls:
         self.model = small_model(dims, reference, **(model or {}))
         self.args = arguments(self.dims, **planner)
         self.data: Any = my_samples(dims, spread)
-        self.iterators, self.counts = get_data_iterator(self.args, self.model, self.data)
+        self.iterators, self.counts = self.plan()
         self.optimizer = adam(self.model, distributed=False)
         self.scheduler: Any = None
-        self.folder = ""  # for results
+
+    def plan(self, **fields: Any) -> Any:
+        """With other fields."""
+        return self.plan_of(self.data | fields if fields else self.data)
+
+    def plan_of(self, data: Any) -> Any:
+        return get_data_iterator(self.args, self.model, data)
+
+    def plan_with(self, owner: Any, name: str, value: Any) -> Any:
+        """With something in another's place."""
+        with mock.patch.object(owner, name, value):
+            return self.plan()
+
+    def planned(self, **flags: Any) -> Any:
+        """With other flags."""
+        args = arguments(self.dims, **self.planner | flags)
+        return get_data_iterator(args, self.model, self.data)
+
+    def planned_with(self, **options: Any) -> Any:
+        return get_data_iterator(self.args, self.model, self.data, **options)
+
+    def planned_in(self, *empty: list[int]) -> Any:
+        """In one step, and empty ones."""
+        return self.planned_with(steps=[range(len(self.data["tokens"])), *empty])
+
+    def plan_sharing_prefixes(self, turned: bool = False) -> Any:
+        """The tokens of a sample that others begin are turned round."""
+        args = arguments(self.dims, **self.planner, dynamic_batch_share_prefixes=True)
+        tokens = [*self.data["tokens"]]
+        if turned:
+            tokens[9] = tokens[9].flip(0)
+        return get_data_iterator(args, self.model, self.data | {"tokens": tokens})
+
+    def plan_with_images(self, made: Callable[[], Any] = lambda: None) -> Any:
+        data = self.data | {"image": [made() for _ in self.data["tokens"]]}
+        schema = DEFAULT_SCHEMA.declare("image", Kind.METADATA)
+        return get_data_iterator(self.args, self.model, data, schema=schema)
+
+    def add(self, **fields: Any) -> None:
+        add_fields(self.iterators, fields)
 
     def forward(self, f: Any = log_probs_of, **changes: Any) -> Any:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
         return forward_only(f, self.args, self.model, **given)
+
+    def forward_with(self, owner: Any, name: str, value: Any) -> Any:
+        """With something in another's place."""
+        with mock.patch.object(owner, name, value):
+            return self.forward()
+
+    def forward_changed(self, tokens: slice = slice(None)) -> Any:
+        """The first sample's tokens are cut once they are planned."""
+        iterators, counts = self.plan(tokens=[*self.data["tokens"]])
+        held = schedule_of(iterators).rollout_data["tokens"]
+        held[0] = held[0][tokens]
+        return self.forward(data_iterator=iterators, num_microbatches=counts)
 
     def train(self, loss: Any = packed_objective, step: int = 0, **changes: Any) -> Any:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
         given = {"args": self.args, "model": self.model, "optimizer": self.optimizer, **given}
         return train_step(loss, **given, step=step)
 
+    def train_as(self, **flags: Any) -> Any:
+        """With other flags in this step."""
+        return self.train(args=arguments(self.dims, **self.planner | flags))
+
+    def train_planned(self, planned: Any, loss: Any = packed_objective, step: int = 0) -> Any:
+        iterators, counts = planned
+        return self.train(loss, step, data_iterator=iterators, num_microbatches=counts)
+
+    def train_of_two(self, step: int = 0) -> Any:
+        places = np.arange(len(self.data["tokens"]))
+        planned = self.planned_with(steps=[places[::2], places[1::2]])
+        return self.train_planned(planned, step=step)
+
+    def train_masked(self, first: float = 1.0) -> Any:
+        """With this weight of every sample's first response token."""
+        masks = [torch.ones(n) for n in self.data["response_lengths"]]
+        for mask in masks:
+            mask[:1] = first
+        return self.train_planned(self.plan(loss_masks=masks))
+
+    def train_at(self, temperature: float = 1.0) -> Any:
+        def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+            log_probs = response_log_probs(logits, row, temperature=temperature)
+            return -torch.cat(log_probs).sum() / totals.num_tokens, {}
+
+        return self.train(loss)
+
+    def train_with_mean(self) -> Any:
+        config = get_model_config(self.model[0])
+        with mock.patch.object(config, "calculate_per_token_loss", False):
+            return self.train()
+
+    def train_failing_in_shared_rows(self) -> Any:
+        """Of data that one stage of one replica alone has to be sent."""
+
+        def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+            if row.context_parallel_size > 1:
+                raise ZeroDivisionError("in the loss")
+            return packed_objective(logits, row, totals)
+
+        return self.train_planned(self.plan_of(self.data if dist.get_rank() != 2 else None), loss)
+
+    def stock_step(self, longer: bool = False) -> Any:
+        """Of a stock script, whose first sample may have a token more."""
+        from kit.collectives import stock_step
+
+        tokens = [*self.data["tokens"]]
+        if longer:
+            tokens[0] = torch.nn.functional.pad(tokens[0], (0, 1))
+        args = arguments(self.dims, padded_vocab_size=VOCABULARY)
+        return stock_step(args, self.model, {"tokens": tokens})
+
     def step(self, loss: Any = packed_objective) -> dict[str, Any]:
         """Metrics of a step that is planned, too."""
-        self.iterators, self.counts = get_data_iterator(self.args, self.model, self.data)
+        self.iterators, self.counts = self.plan()
         done = train_step(
             loss,
             self.args,
@@ -90,25 +202,17 @@ class Calls:
         )
         return {**done.metrics, "grad_norm": done.grad_norm}
 
-    def plan(self, **fields: Any) -> Any:
-        return get_data_iterator(self.args, self.model, self.data | fields)
+    def step_with(self, owner: Any, name: str, value: Any) -> Any:
+        """With something in another's place."""
+        with mock.patch.object(owner, name, value):
+            return self.step()
 
-    def planned_with(self, **options: Any) -> Any:
-        return get_data_iterator(self.args, self.model, self.data, **options)
+    def step_in_layer(self, happens: Callable[[], Any]) -> Any:
+        """In which something happens in a layer."""
+        self.in_layer(happens)
+        return self.step()
 
-    def planned(self, **flags: Any) -> Any:
-        args = arguments(self.dims, **self.planner | flags)
-        return get_data_iterator(args, self.model, self.data)
-
-    def add(self, **fields: Any) -> None:
-        add_fields(self.iterators, fields)
-
-    @property
-    def layer(self) -> torch.nn.Module:
-        layer: torch.nn.Module = unwrap_model(self.model[-1]).decoder.layers[-1]
-        return layer
-
-    def before_layer(self, happens: Callable[[], Any]) -> None:
+    def in_layer(self, happens: Callable[[], Any]) -> None:
         """In the second micro-batch from now on, if there is one, this happens in a layer."""
         calls = iter(range(1000))
 
@@ -117,6 +221,11 @@ class Calls:
                 happens()
 
         self.layer.register_forward_pre_hook(hook)
+
+    @property
+    def layer(self) -> torch.nn.Module:
+        layer: torch.nn.Module = unwrap_model(self.model[-1]).decoder.layers[-1]
+        return layer
 
     @contextlib.contextmanager
     def kept_weights(self) -> Iterator[None]:
@@ -127,41 +236,65 @@ class Calls:
             for name, parameter in named_parameters(self.model):
                 parameter.copy_(before[name])
 
-    @contextlib.contextmanager
-    def mean_over_micro_batches(self) -> Iterator[None]:
-        config = get_model_config(self.model[0])
-        with mock.patch.object(config, "calculate_per_token_loss", False):
-            yield
+    def longer(self) -> dict[str, Any]:
+        """Every sample has a token more."""
+        return {
+            "tokens": [torch.cat((each, each[-1:])) for each in self.data["tokens"]],
+            "total_lengths": [length + 1 for length in self.data["total_lengths"]],
+        }
+
+    def with_token(self, token: int) -> dict[str, Any]:
+        """A token of the second sample is this one."""
+        tokens = [each.clone() for each in self.data["tokens"]]
+        tokens[1][2] = token
+        return {"tokens": tokens}
+
+    def shortened(self, length: int) -> dict[str, Any]:
+        """The first sample has so many tokens, none of them a response."""
+        data = {name: [*values] for name, values in self.data.items()}
+        data["tokens"][0] = data["tokens"][0][:length]
+        data["total_lengths"][0], data["response_lengths"][0] = length, 0
+        return data
 
 
 class Fault(NamedTuple):
-    """A call that is wrong on one rank, what others call meanwhile, and what every rank raises."""
+    """A row of `FAULTS.md`."""
 
-    call: Callable[[Calls], Any]
+    layouts: list[str]
+    name: str
+    call: Callable[[Calls], Any]  # on the rank at fault
     others: Callable[[Calls], Any]
     error: str
-    text: str
-    rank: int | None = None  # None: that of the layout
+    text: str  # in the error's message
+    where: str  # the rank at fault, or the exit code of its process
 
 
-def run(table: dict[str, Fault], at_fault: int, calls: Calls) -> dict[str, dict[str, Any]]:
-    """What this rank raises for each fault of a table, one after the other."""
-    report: dict[str, dict[str, Any]] = {}
-    for name, fault in table.items():
-        rank = at_fault if fault.rank is None else fault.rank
-        begun, raised = time.monotonic(), None
-        try:
-            (fault.call if dist.get_rank() == rank else fault.others)(calls)
-        except Exception as error:
-            raised = error
-        cause = getattr(raised, "__cause__", None)
-        report[name] = {
-            "type": "" if raised is None else type(raised).__name__,
-            "message": str(raised),
-            "cause": "" if cause is None else type(cause).__name__,
-            "seconds": time.monotonic() - begun,
-        }
-    return report
+def read_faults(header: str, names: dict[str, Any], others: str = "") -> list[Fault]:
+    """The rows of the table with this header; cells of code see these names.
+
+    ``others`` is what other ranks call; "": the row's call without arguments.
+    """
+    columns = [each.strip() for each in header.split("|")[1:-1]]
+    _, _, table = TABLES.read_text().partition(f"{header}\n")
+    found = []
+    for line in table.splitlines()[1:]:
+        if not line.startswith("|"):
+            break
+        cells = [each.strip() for each in line.split("|")[1:-1]]
+        row = dict(zip(columns, cells, strict=True))
+        texts = {name: row[name].strip("`") for name in ("call", "others", "text")}
+        usual = others or f"{texts['call'].partition('(')[0]}()"
+        texts["others"] = texts["others"] or usual
+        call, right = (
+            eval(f"lambda calls: {code}", names) for code in (texts["call"], texts["others"])
+        )
+        where = row.get("rank") or row["ends"]
+        layouts = row.get("layout") or row["layouts"]
+        text = texts["text"].replace("\\n", "\n")
+        found.append(
+            Fault(layouts.split(", "), row["fault"], call, right, row["error"], text, where)
+        )
+    return found
 
 
 def f_with(change: Function) -> Function:

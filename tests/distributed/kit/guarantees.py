@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import io
-import os
 import threading
 import time
 import warnings
@@ -478,28 +477,3 @@ def averaged_loss_is_told(dims: dict[str, Any], reference: str) -> None:
         assert all(name.endswith("calls.py") for name in told)  # which calls `train_step`
         assert len(told) <= at_most
         assert dist.get_rank() or len(told) == at_most
-
-
-def lingers() -> int:
-    """Returns at once, in a process that does not end by itself; its number."""
-    threading.Thread(target=time.sleep, args=(3600,)).start()
-    return os.getpid()
-
-
-def hangs() -> None:
-    """The last rank never comes to the barrier that the others wait in."""
-    if is_last_rank():
-        time.sleep(3600)
-    dist.barrier()
-
-
-def dies() -> None:
-    """The last rank raises while the others wait for it."""
-    if is_last_rank():
-        raise ValueError("on purpose")
-    dist.barrier()
-
-
-def returns_rank() -> int:
-    """This rank."""
-    return dist.get_rank()
