@@ -251,8 +251,12 @@ def test_ranks_that_share_a_micro_batch_join_or_do_not(monkeypatch: pytest.Monke
     with ours.reporting("step"), theirs.reporting("step"):
         assert not ours.is_joined("first", 2)
         assert theirs.is_joined("first", 2)
-    with ours.reporting("step"):
+    with ours.reporting("step"), theirs.reporting("step"):
         assert not ours.is_joined("first", 2)  # another pipeline
+    # Ranks that came to it unequally often before.
+    with ours.reporting("step"), theirs.reporting("step"):
+        ours.is_joined("first", 2)
+        assert theirs.is_joined("first", 2)
 
 
 def test_the_store_is_left_alone_outside_the_engines_calls() -> None:
