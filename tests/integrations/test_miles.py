@@ -21,7 +21,7 @@ import pytest
 import torch
 from kit.stand_ins import StandIns
 from slime_package import forget, miles, own_tests_of, slime
-from test_slime_schedule import arguments, check, lengths_of, parallel
+from test_slime_schedule import arguments, check, lengths_of, parallel, plan
 from test_slime_scheduled import KEYS, rollout_data
 
 import mcore_batching
@@ -40,6 +40,12 @@ WRAPPER = "mcore_batching.integrations.slime.rollout"
 def unpartitioned(ranks: int) -> dict[str, Any]:
     """What miles' trainer says of itself without virtual pipeline stages."""
     return parallel(ranks) | {"vpp_size": None, "microbatch_group_size_per_vp_stage": None}
+
+
+def test_sizes_without_virtual_pipeline_stages_may_be_none() -> None:
+    lengths, rollouts = [5] * 4, [0, 1, 2, 3]
+    args = arguments(10, pipeline_model_parallel_size=2)
+    check(plan(args, unpartitioned(2), lengths, rollouts, 4), parallel(2), lengths, rollouts, 4, 10)
 
 
 def modules() -> SimpleNamespace:
@@ -122,6 +128,17 @@ def test_what_the_trainer_plans_itself_stays_its_own(miles: Path) -> None:
         assert iterator.get_next(["adapter_slots"]) == {"adapter_slots": [0]}
         made = found.model.forward_only(sums, None, None, [iterator], counts, rollout_id=0)
     assert made["sums"] == [3, 10, 1]
+
+
+def test_miles_calls_init(miles: Path, slime: Path, capfd: Any) -> None:
+    """slime is installed, too, but it is miles that is loaded."""
+    found = modules()
+    own = found.data.get_data_iterator
+    init(SimpleNamespace())
+    hooked = "hooked miles.backends.training_utils.data.get_data_iterator"
+    assert hooked in capfd.readouterr().out
+    assert found.data.get_data_iterator is not own
+    assert not [name for name in sys.modules if name.startswith("slime.backends")]
 
 
 def test_unknown_versions_are_refused_by_name(miles: Path, monkeypatch: Any) -> None:

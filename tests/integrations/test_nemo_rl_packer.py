@@ -85,6 +85,11 @@ def test_ranks_get_the_plans_micro_batches_in_order() -> None:
     assert [tuple(map(tuple, bins[rank::2])) for rank in range(2)] == list(step.micro_batches)
 
 
+def test_too_few_samples_are_refused_by_name() -> None:
+    with pytest.raises(LengthError, match=r"17 samples are fewer .*train_global_batch_size higher"):
+        planned_bins([12000] * 17, 16384, ParallelDims(data_parallel=8))
+
+
 @pytest.fixture
 def algorithms(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A small ``nemo_rl.data.packing.algorithms``; NeMo-RL's own if the parameter says so."""

@@ -18,7 +18,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planning_cases import examples
 from slime_package import forget, own_tests_of, slime
@@ -125,6 +125,7 @@ def problems(draw: Any) -> tuple[dict[str, int], list[int], list[int], int]:
 
 @examples(250)
 @given(problems(), st.booleans())
+@example((parallel(2), [5] * 6, [*range(6)], 4), True)  # as many samples left as ranks
 def test_the_contract_holds(
     problem: tuple[dict[str, int], list[int], list[int], int], allow_partial: bool
 ) -> None:

@@ -113,6 +113,18 @@ def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> Non
     assert plan.steps[0].num_microbatches == 5
 
 
+def test_several_steps_are_summarised(
+    lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["plan", lengths_file, "--max-tokens-per-gpu", "14", "--samples-per-step", "2"]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert (
+        "plan one step's samples alone to see what holds it back and what would help\n" in printed
+    )
+
+
 def broken(*ranks: list[list[int]]) -> dict[str, Any]:
     """Changes that give a plan these micro-batches [ranks][slots]."""
     return {"steps": [{"num_microbatches": len(ranks[1]), "ranks": ranks}]}
