@@ -5,24 +5,31 @@
     count = all_reduce_max(least_count(problem, packed))
     micro_batches = fill_local(problem, packed, count)         # `count` of them, in slot order
 
-Over 54 draws of 8 to 64 log-normal or mixed lengths on pipelines of 2 to 8 stages a step ends 5 %
-later than the plan that `plan_step` searches for the same samples; with the fewest micro-batches it
-ends 21 % later.
+On draws of 8 to 256 samples of a rank (real and log-normal lengths, pipelines of 2 to 8 stages) a
+step ends 4 % later than by the plan that `plan_step` searches for the same samples, 14 % at worst.
+Packed under the cap and split, three micro-batches a stage end 8 % later, 30 % at worst.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
+from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 
-MICRO_BATCHES_PER_STAGE = 3
-"""A pipeline has at least this times its stages, where samples allow. Twice or four times as many
-end within 1 % of it."""
+LEAST_PER_STAGE = 3
+"""A pipeline has at least this times its stages in micro-batches, where samples allow."""
+PAIRS_PER_STAGE = 4
+"""It has this times its stages, as far as each can hold two samples: three or five times as many
+end 1 % later."""
+_RAMP_PER_STAGE = 1.5
+"""Smaller micro-batches at a pipeline's start and at its end, per stage; with one of them steps end
+1 % later, with half of one 3 %."""
 
 PACKING_RULES = {"first-fit-decreasing": first_fit_decreasing, "first-fit": first_fit}
 
@@ -54,8 +61,9 @@ def least_count(problem: Problem, packed: Sequence[Sequence[int]]) -> int:
     """
     count = len(packed)
     if problem.config.searches and problem.dims.pipeline_parallel > 1:
-        wanted = MICRO_BATCHES_PER_STAGE * problem.dims.pipeline_parallel
-        count = max(count, min(wanted, problem.num_samples))
+        stages, samples = problem.dims.pipeline_parallel, problem.num_samples
+        least = min(LEAST_PER_STAGE * stages, samples)
+        count = max(count, least, min(PAIRS_PER_STAGE * stages, samples // 2))
     return problem.dims.round_up_num_microbatches(count)
 
 
@@ -63,7 +71,7 @@ def fill_local(
     problem: Problem, packed: Sequence[Sequence[int]], num_microbatches: int
 ) -> MicroBatches:
     """This rank's `num_microbatches` in slot order: `packed`, its heaviest split, then placeholders
-    `()`, of which none is last if there is a sample.
+    `()`, of which none is last if there is a sample. On a pipeline samples are assigned anew.
 
     Raises:
         LengthError: there are more `packed` than `num_microbatches`.
@@ -74,6 +82,9 @@ def fill_local(
             "set the maximum over all ranks"
         )
     dims, config = problem.dims, problem.config
+    order_matters = problem.schedule.order_matters and not dims.in_lockstep
+    if config.searches and order_matters and dims.virtual_pipeline == 1:
+        packed = _assigned(problem, packed, num_microbatches) or packed
     if config.fill == "split":
         packed = split_until(packed, num_microbatches, problem.weight)
     if config.balance == "none":
@@ -89,3 +100,37 @@ def fill_local(
         return (*placeholders, *ascending)
     # Folded: while the pipeline fills and drains, its stages wait for the smallest.
     return (*placeholders, *ascending[1::2], *reversed(ascending[::2]))
+
+
+def _assigned(
+    problem: Problem, packed: Sequence[Sequence[int]], count: int
+) -> list[list[int]] | None:
+    """Samples in at most `count` micro-batches, costliest first to the one that lacks most of its
+    size; None if the cap leaves a sample no place. Sizes rise over the first micro-batches and fall
+    over the last, since stages wait for these while the pipeline fills and drains."""
+    ramp = int(_RAMP_PER_STAGE * problem.dims.pipeline_parallel) + 1
+    shares = [min(1.0, (slot + 1) / ramp, (count - slot) / ramp) for slot in range(count)]
+    empty = problem.weight(())
+    costs = {each: problem.weight((each,)) - empty for row in packed for each in row}
+    unit = ordered_sum(costs.values()) / ordered_sum(shares)
+    # A heap of what each lacks, negative, and its number.
+    lacking = [(-unit * share, slot) for slot, share in enumerate(shares)]
+    heapq.heapify(lacking)
+    rows: list[list[int]] = [[] for _ in shares]
+    tokens = [0] * count
+    most = problem.config.max_samples_per_row or problem.num_samples
+    for sample in sorted(costs, key=lambda i: (-costs[i], i)):
+        full = []
+        while lacking:
+            lack, slot = heapq.heappop(lacking)
+            fits = tokens[slot] + problem.tokens[sample] <= problem.capacity
+            if not rows[slot] or (fits and len(rows[slot]) < most):
+                break
+            full.append((lack, slot))
+        else:
+            return None
+        rows[slot].append(sample)
+        tokens[slot] += problem.tokens[sample]
+        for each in (*full, (lack + costs[sample], slot)):
+            heapq.heappush(lacking, each)
+    return [sorted(samples) for samples in rows if samples]
