@@ -34,6 +34,8 @@ it."""
 FADED, SMALLER = 0.02, 0.4
 """Last slot over the plateau of a fall that fades, and what the first slots before it are times the
 usual: a stage slower than the others idles for as long as both pass these."""
+SHARED_OVER = 1.12
+"""A long sample shares a rank with a longer one in a slot whose target is up to 12 % smaller."""
 FIT_STEPS, FIRST_STEP = 40, 0.15
 """Steps of fitting, the first by 0.15 of a mean slot, the tenth by half as much."""
 ROUNDED, TINY = 1.0 + 1e-7, 1e-9
@@ -232,7 +234,7 @@ def all_targets(
         usual = targets.plateau(work)
         for size in sorted(sizes, reverse=True):
             # A slot holds what is a thousandth over its target, too: that delays nothing.
-            place = bisect_right(left, size * 1.001) - 1
+            place = bisect_right(left, size * SHARED_OVER) - 1
             if size < usual or place < 0 or left[place] <= usual:
                 break
             del left[place]
