@@ -26,6 +26,7 @@ import copy
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import itemgetter, mul
 
 from mcore_batching.planning.errors import ParallelDimsError
@@ -84,6 +85,10 @@ class PassGraph:
         self._add(None, set(range(len(self.places))).difference(*self.waits))
         self.of_each = itemgetter(*self.places)
         """What each number has, from a list of what places have, and last joints."""
+        self.first: dict[int, int] = {}
+        """The first number of each place."""
+        for number, place in enumerate(self.places):
+            self.first.setdefault(place, number)
 
     def _number_passes(self, schedule: Schedule, count: int) -> None:
         stages = range(schedule.dims.pipeline_parallel)
@@ -161,6 +166,7 @@ class Clock:
     Attributes:
         ends: end of the step on each rank.
         end: end of the step.
+        num_passes: passes that were simulated, joints among them.
 
     Raises:
         ParallelDimsError: the schedule cannot run this many micro-batches.
@@ -177,30 +183,31 @@ class Clock:
         # Joints have the place after the last.
         self._blocks = [*(each for each in blocks for _ in range(schedule.num_costs)), ()]
         self._ranks, self._is_coupled = ranks, bool(blocks)
-        self._simulate(costs)
+        self._times: list[list[float]] = [[0.0] * ranks]
+        self._line = [0.0]
+        self._simulate(costs, 1)
 
-    def with_costs(self, costs: Sequence[float]) -> Clock:
-        """The same step with other costs."""
+    def with_costs(self, costs: Sequence[float], first_place: int = -1) -> Clock:
+        """The same step with other costs, the same as before until `first_place` of them."""
         other = copy.copy(self)
-        other._simulate(costs)
+        first = self._graph.first[first_place // self._ranks] if first_place >= 0 else 1
+        other._simulate(costs, first)
         return other
 
-    def _simulate(self, costs: Sequence[float]) -> None:
+    def _simulate(self, costs: Sequence[float], first: int) -> None:
+        """Simulate from a number on; passes before it end as they did."""
         graph = self._graph
+        self.num_passes = (len(self._shares) - first) * self._ranks
         if self._is_coupled:
             tables = (*graph.waits, graph.places, self._shares)
-            self._times = _run_coupled(*tables, costs, self._blocks, self._ranks)
+            times = self._times[:first]
+            self._times = _run_coupled(*tables, costs, self._blocks, self._ranks, times)
             self.ends = self._times[-1]
         else:
             took = map(mul, graph.of_each([*costs, 0.0]), self._shares)
-            self._line = _run(*graph.waits, took)
+            self._line = _run(*graph.waits, took, self._line[:first])
             self.ends = self._line[-1:]
         self.end = max(self.ends)
-
-    @property
-    def num_passes(self) -> int:
-        """Passes simulated, joints among them: the work of a simulation."""
-        return len(self._shares) * self._ranks
 
     def weights(self) -> list[float]:
         """Weight of each cost on the critical path of the rank that ends last [slots * kinds *
@@ -230,12 +237,12 @@ class Clock:
         return sorted(made, key=lambda each: each.stage)
 
 
-def _run(waits: list[int], waits_too: list[int], took: Iterable[float]) -> list[float]:
-    """Ends of all passes of one rank [numbers], from what each takes."""
-    ends = [0.0]
+def _run(
+    waits: list[int], waits_too: list[int], took: Iterable[float], ends: list[float]
+) -> list[float]:
+    """Ends of all passes of one rank [numbers], from what each takes and the ends of the first."""
     add = ends.append
-    passes = zip(waits, waits_too, took, strict=True)
-    next(passes)  # number 0 is the start
+    passes = islice(zip(waits, waits_too, took, strict=True), len(ends), None)
     # A comparison: faster than `max`.
     for before, other, time in passes:
         start, ready = ends[before], ends[other]
@@ -251,12 +258,12 @@ def _run_coupled(
     costs: Sequence[float],
     blocks: Sequence[Blocks],
     ranks: int,
+    times: list[list[float]],
 ) -> list[list[float]]:
-    """Ends of all passes of all ranks [numbers][ranks]."""
+    """Ends of all passes of all ranks [numbers][ranks], from those of the first."""
     of_places = [list(costs[at : at + ranks]) for at in range(0, len(costs), ranks)]
     of_places.append([0.0] * ranks)
-    times = [[0.0] * ranks]
-    for number in range(1, len(places)):
+    for number in range(len(times), len(places)):
         before, other = times[waits[number]], times[waits_too[number]]
         place, share = places[number], shares[number]
         starts = [a if a > b else b for a, b in zip(before, other, strict=True)]

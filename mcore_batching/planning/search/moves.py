@@ -117,7 +117,8 @@ class Pipeline:
         costs = self._clock_costs[:]
         for place in places:
             self._set_costs(costs, place)
-        clock = self._clock.with_costs(costs)
+        first = min([self._clock_places(place)[0] for place in places])
+        clock = self._clock.with_costs(costs, first)
         self._objective.budget -= clock.num_passes
         if clock.end > self.end:
             self._remember(clock)

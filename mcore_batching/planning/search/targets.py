@@ -36,6 +36,8 @@ FADED, SMALLER = 0.02, 0.4
 usual: a stage slower than the others idles for as long as both pass these."""
 SHARED_OVER = 1.12
 """A long sample shares a rank with a longer one in a slot whose target is up to 12 % smaller."""
+HALVINGS = 14
+"""Steps of a bisection."""
 FIT_STEPS, FIRST_STEP = 40, 0.15
 """Steps of fitting, the first by 0.15 of a mean slot, the tenth by half as much."""
 ROUNDED, TINY = 1.0 + 1e-7, 1e-9
@@ -183,8 +185,9 @@ class Targets:
 
         def reaching(rise: Sequence[float], last: int, lacking: float) -> list[float]:
             sizes = self._rise_and_fall(rise, last, lacking)
-            scale = longest / max(*sizes, TINY)
-            return [max(self._least, size * scale) for size in sizes]
+            scale, least = longest / max(*sizes, TINY), self._least
+            # A comparison: faster than `max`.
+            return [scaled if (scaled := size * scale) > least else least for size in sizes]
 
         def is_short(rise: Sequence[float], last: int, lacking: float) -> bool:
             sizes = reaching(rise, last, lacking)
@@ -346,7 +349,7 @@ def _within(size: float, bounds: tuple[float, float]) -> float:
 
 def _bisected(is_short: Callable[[float], bool], low: float, high: float) -> float:
     """About the least number that is not short."""
-    for _ in range(20):
+    for _ in range(HALVINGS):
         middle = (low + high) / 2.0
         low, high = (middle, high) if is_short(middle) else (low, middle)
     return high
