@@ -40,7 +40,8 @@ def assign(
     Returns:
         samples of each slot [ranks][slots]; None if they do not fit.
     """
-    sizes = list(chain.from_iterable(targets))
+    # Slot by slot over all ranks: of equal targets no rank's come before the others'.
+    sizes = list(chain.from_iterable(zip(*targets, strict=True)))
     costs, tokens, most = problem.costs, problem.tokens, problem.max_samples
     fixed, capacity = problem.cost_model.per_micro_batch, problem.capacity
     # Of each slot the cost beyond its target, below 0 while it lacks some, and its number.
@@ -69,8 +70,7 @@ def assign(
         # Less than nothing in a slot that may take no further sample.
         room[slot] = -1 if len(own) >= most else room[slot] - size
         heapq.heapreplace(heap, (beyond + costs[sample], slot))
-    per_rank = len(targets[0])
-    return [slots[first : first + per_rank] for first in range(0, len(slots), per_rank)]
+    return [slots[rank :: len(targets)] for rank in range(len(targets))]
 
 
 def fill_empty_slots(slots: Slots, costs: Sequence[float]) -> Slots:
