@@ -27,7 +27,8 @@ from mcore_batching.planning.search.objective import Objective, Step
 COST_OF_A_TRY = 40
 """A move that is refused without a simulation counts as 40 simulated passes, about its CPU time."""
 MOST_PATHS = 24
-"""Critical paths remembered per pipeline."""
+"""Critical paths remembered per pipeline, twice as many of ranks that share rows; with the last one
+alone steps end 0.12 % later."""
 ROUNDED = 1.0 + 1e-12
 """Ends closer than this are equal: they add up the same costs in another order."""
 

@@ -15,13 +15,20 @@ from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longe
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.assign import Slots
 
+# Costs of leaving something out, here and in the other files, are means over 106 problems of eleven
+# kinds unless they name a kind.
 BUDGET, MOST_BUDGET = 100, 3000
-"""A step's search budget is `plan_effort` · √(70 · (samples + stages of all ranks) · (4 + stages))
-simulated passes, 3,000 for each unit of `plan_effort` at most."""
+"""A step's search budget is `plan_effort` · √(100 · (samples + stages of all ranks) · (4 + stages))
+simulated passes, 3,000 for each unit of `plan_effort` at most. With twice the budget steps end
+0.04 % sooner for a quarter more CPU time; without the bound, 65,536 samples on DP512×PP16 take
+several times as long."""
 BUDGET_ON_UNEVEN_STAGES = 4
-"""The budget is four times as much where stages differ: more moves help there."""
+"""The budget is four times as much where stages differ: with the same budget these end 0.3 %
+later."""
 GOOD_ENOUGH = 1.0001
-"""The search stops at a step within 0.01 % of a bound that no plan beats."""
+"""The search stops at a step within 0.01 % of a bound that no plan beats; it would go on for
+nothing."""
+
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][slots]."""
 

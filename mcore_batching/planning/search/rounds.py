@@ -19,7 +19,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from mcore_batching.planning.clock import clocks_of
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import by_folds
@@ -34,28 +33,31 @@ from mcore_batching.planning.search.targets import (
 )
 
 BUDGET_OF_ROUNDS = 0.5
-"""Share of the budget after which no further shape is tried."""
+"""Share of the budget after which no further shape is tried, so that little effort leaves some for
+moves; 512 samples at the default effort take less."""
 COST_OF_ASSIGNING = 6
 """Assigning one sample counts as 6 simulated passes, about its CPU time."""
-USUAL, FIRST_SIZES, EVEN = 0.25, (0.1, 0.45), 1.0
-"""Size of the first slot over the plateau by which numbers of slots are compared, those that are
-tried of the best numbers, and that of slots that are all equally large."""
+USUAL, FIRST_SIZES = 0.25, (0.1, 0.45)
+"""Size of the first slot over the plateau by which numbers of slots are compared, and those that
+are tried of the best numbers: with the first alone steps end 0.1 % later."""
 DAMPING = 0.7
-"""Share of a rank's lateness that its work is cut by in the next round."""
+"""Share of a rank's lateness that its work is cut by in the next round; with 1, 0.05 % later."""
 CLEARLY_SOONER = 0.995
-"""Rounds go on while each gains 0.5 %."""
+"""Rounds go on while each gains 0.5 %; with 2 %, steps end 0.07 % later."""
 SMALL = 8
-"""The cheapest eighth of the samples are small; each slot is to hold at least their mean."""
+"""The cheapest eighth of the samples are small; each slot is to hold at least their mean. With the
+cheapest sample instead steps end 0.15 % later, single ones 3 %."""
 MOST_SLOTS_PER_STAGE = 16
-"""Most micro-batches tried per stage: beyond them the bubble is under a sixteenth."""
+"""Most micro-batches tried per stage; with 8, steps under tight caps end 0.7 % later."""
 STEPS_OF_COUNTS = 7
-"""Numbers of slots tried grow by a seventh each."""
+"""Numbers of slots tried grow by a seventh each; by a fourth, steps end 0.07 % later."""
 MOST_MOVED, SHARE_OF_EACH = 3, 1 / 12
 """Steps, of different numbers of slots, in which samples are moved before the best goes on, and the
-share of the budget for each."""
+share of the budget for each; with the best alone 0.05 % later, with experts 0.2 %."""
 FEW_RANKS, FEW_SAMPLES = 8, 512
 """Shapes are compared on 8 of the ranks, or as many as hold 512 samples, with that share of the
-samples, unless that is more than half of the ranks."""
+samples, unless that is more than half of the ranks. Without, steps on DP32×PP8 end 0.7 % later,
+as the budget buys fewer rounds."""
 
 
 class Rounds:
@@ -149,26 +151,14 @@ class Rounds:
         for each in self._problem.dims.lockstep_groups:
             ranks = filled[each.start : each.stop]
             if not all(map(all, ranks)):
-                orders = [ranks, *(self._placeholders_first(ranks, times) for times in (0, 1, -1))]
-                ranks = min(orders, key=self._end_alone)
+                # Placeholders delay others least while the pipeline fills.
+                ranks = [sorted(rank, key=bool) for rank in ranks]
             elif group > 1:
                 costs = [max(map(self._problem.cost, slot)) for slot in zip(*ranks, strict=True)]
                 order = sorted(range(len(costs)), key=lambda at: (at // group, costs[at], at))
                 ranks = [[rank[at] for at in order] for rank in ranks]
             arranged += ranks
         return arranged
-
-    def _placeholders_first(self, ranks: list[Slots], times: int) -> list[Slots]:
-        """Each rank's placeholders first, then by `times` the cost."""
-        cost = self._problem.cost
-        return [sorted(rank, key=lambda own: (bool(own), times * cost(own))) for rank in ranks]
-
-    def _end_alone(self, ranks: list[Slots]) -> float:
-        """End of a rank, or of ranks in lockstep."""
-        costs = list(map(self._problem.slot_costs, ranks))
-        clock = clocks_of(costs, self._problem.schedule)[0]
-        self.objective.budget -= clock.num_passes
-        return clock.end
 
     def folded(self, num_slots: int) -> Step | None:
         """The step with as many samples on each rank, as even as that goes; None if they do not fit
@@ -304,7 +294,7 @@ def _compare_shapes(rounds: Rounds, keep: float) -> None:
         if rounds.best:
             break
         # Where samples fit into no others: even micro-batches, whatever budget is left.
-        rounds.make(StepShape(count, EVEN))
+        rounds.make(StepShape(count, first_size=1.0))
     if schedule.which_cost:
         make(shape._replace(fades=True) for shape in rounds.soonest[:2])
     # Where ranks run together sizes are fitted, whatever the shape was.
