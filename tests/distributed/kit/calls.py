@@ -28,7 +28,6 @@ from mcore_batching.megatron import (
     forward_only,
     get_data_iterator,
     response_log_probs,
-    schedule_of,
     train_step,
 )
 from mcore_batching.planning import ParallelDims
@@ -121,13 +120,6 @@ class Calls:
         """With something in another's place."""
         with mock.patch.object(owner, name, value):
             return self.forward()
-
-    def forward_changed(self, tokens: slice = slice(None)) -> Any:
-        """The first sample's tokens are cut once they are planned."""
-        iterators, counts = self.plan(tokens=[*self.data["tokens"]])
-        held = schedule_of(iterators).rollout_data["tokens"]
-        held[0] = held[0][tokens]
-        return self.forward(data_iterator=iterators, num_microbatches=counts)
 
     def train(self, loss: Any = packed_objective, step: int = 0, **changes: Any) -> Any:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes

@@ -19,6 +19,7 @@ from kit.model import named_parameters
 from kit.objective import packed_objective
 from mcore_batching.megatron import add_fields, plan, response_log_probs
 from mcore_batching.megatron.plan import Planner
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import plan_step
 
 SHARED = {"dynamic_batch_context_parallel": 2}
@@ -88,6 +89,7 @@ def framework_pass(calls: Calls, iterators: Any, counts: Any, **flags: Any) -> A
 FAULTS = read_faults(
     "| layout | fault | rank | call | others | error | text |",
     {
+        "MicroBatchSchedule": MicroBatchSchedule,
         "SimpleNamespace": SimpleNamespace,
         "add_fields": add_fields,
         "dp_rank": parallel_state.get_data_parallel_rank,
