@@ -102,7 +102,8 @@ def _is_refused(
 def _is_half(draw: Draw, model: dict[str, Any], rollouts: list[dict[str, Any]]) -> bool:
     """True for bfloat16: a dense model, and one step, after which rounding is all there is."""
     one = len(rollouts) == 1 and not {"steps", "global_batch_size"} & {*rollouts[0]}
-    return one and model["kind"] == "dense" and draw.chance("bfloat16", 0.15)
+    dense = model["kind"] == "dense" and model["trained"] != "lora"
+    return one and dense and draw.chance("bfloat16", 0.15)
 
 
 def _ddp(draw: Draw, model: dict[str, Any]) -> dict[str, Any]:
