@@ -11,7 +11,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2": {"data_parallel": 2},
     "dp2-pp2": {"data_parallel": 2, "pipeline_parallel": 2},
 }
-PREFIXES = {"dynamic_batch_context_parallel": 2, "dynamic_batch_share_prefixes": True}
 
 
 def job(layout: str, name: str, function: str, **parameters: Any) -> Job:
@@ -19,31 +18,6 @@ def job(layout: str, name: str, function: str, **parameters: Any) -> Job:
     ranks = dims["data_parallel"] * dims.get("pipeline_parallel", 1)
     given = {"dims": dims, "reference": "dense", **parameters}
     return Job(f"later-{name}", f"kit.later_steps:{function}", ranks, dims, given)
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        job("dp2-pp2", "dp2-pp2", "compare", planner={}),
-        job("dp2", "dp2-shared-prefixes", "compare", planner=PREFIXES),
-    ],
-    ids=str,
-)
-def test_whoever_plans_later_steps_all_is_the_same(job: Job, ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        expected = rank["found"].pop("in line")
-        for way, found in rank["found"].items():
-            assert found == expected, way
-    for way, made in ranks[0]["made"].items():
-        # Each rollout's first step, and by the worker its others but where it is lost.
-        is_lost = way not in ("None", "in line")
-        assert made["in_line"] > 2 if is_lost or way == "in line" else made["in_line"] == 2, way
-        assert bool(made["said"]) == is_lost, way
-        for line in made["said"]:
-            assert line.startswith("the planning worker "), line
-    for rank in ranks[1:]:
-        for way, made in rank["made"].items():
-            assert made == {"in_line": 0, "said": [], "pids": []}, way
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from kit.random_draw import drawn_job
+from kit.random_draw import WORKERS, drawn_job
 
 NUM_SEEDS = 4000
 """Of which the draw shows what goes together."""
@@ -30,6 +30,7 @@ ALONE = {
     *("dynamic_batch_logits_in_model_dtype", "dynamic_batch_max_samples_per_row"),
     *("kl term", "entropy term", "micro_batch_size", "log-probs replaced", "costs learnt"),
     *("dynamic_batch_no_planned_shapes", "holders first of replica", "global_batch_size"),
+    *(f"worker {fault}" for fault in WORKERS),
 }
 """What need not meet everything else."""
 
@@ -59,6 +60,7 @@ def features_of(job: dict[str, Any]) -> set[str]:
     """Settings of a job, its loss, its samples and their steps."""
     planner, objective, rollouts = job["planner"], job["objective"], job["rollouts"]
     found = {name for name in ("mixed_sizes", "turns") if job[name]}
+    found |= {f"worker {job['worker']}"} if job["worker"] else set()
     found |= {name for name, value in job["ddp"].items() if value}
     found |= {f"masks {job['loss_masks']}", f"mean of each {objective['policy']}"}
     found |= {f"{name} term" for name in ("kl", "entropy") if objective[name]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,13 +11,11 @@ import torch
 
 from kit.calls import my_samples, small_model
 from kit.exactness import arguments, log_probs_of
-from kit.groups import forget_job
 from kit.model import adam
 from kit.objective import packed_objective
-from kit.workers import FAULTS, is_planning_rank, worker_with
+from kit.workers import is_planning_rank
 from mcore_batching.batch.errors import described
 from mcore_batching.megatron import (
-    add_fields,
     forward_only,
     get_data_iterator,
     schedule_of,
@@ -39,47 +36,6 @@ def _plan(args: Any, model: list[Any]) -> tuple[Any, Any]:
                 value.zero_()
         values.clear()
     return iterators, counts
-
-
-def _train(args: Any, model: list[Any]) -> list[Any]:
-    """Two rollouts, the second with forward passes first; all that comes of them."""
-    found: list[Any] = []
-    optimizer = adam(model, distributed=False)
-    for with_fields in (False, True):
-        iterators, counts = _plan(args, model)
-        found.append(counts[0])
-        if with_fields:
-            outputs = forward_only(log_probs_of, args, model, iterators, counts)
-            add_fields(iterators, outputs)
-            found.append([value.tolist() for value in outputs.get("log_probs", [])])
-        for step in range(len(counts)):
-            done = train_step(
-                packed_objective, args, model, iterators, counts, optimizer, step=step
-            )
-            found.append([done.metrics, done.grad_norm, done.totals.num_samples])
-        schedule = schedule_of(iterators)
-        plans = [schedule.step_plan(step)[0].digest() for step in range(len(counts))]
-        found += [list(counts), plans, schedule.steps, schedule.plan_digest]
-    parameters = b"".join(p.detach().numpy().tobytes() for m in model for p in m.parameters())
-    return [*found, hashlib.sha256(parameters).hexdigest()]
-
-
-def compare(dims: dict[str, Any], reference: str, planner: dict[str, Any]) -> dict[str, Any]:
-    """Training whose later steps are planned in line, by a worker, and by one that meets with
-    something.
-
-    Returns:
-        ``found``: by way what came of it; ``made``: what the worker came to.
-    """
-    args = arguments(ParallelDims(**dims), global_batch_size=5, **planner)
-    args.data_parallel = dims.get("data_parallel", 1)
-    found, made = {}, {}
-    for way in ("in line", None, *FAULTS):
-        forget_job()
-        model = small_model(dims, reference)
-        with worker_with(way) as made[str(way)]:
-            found[str(way)] = _train(args, model)
-    return {"found": found, "made": made}
 
 
 def _errors(*calls: Callable[[], Any]) -> list[str]:

@@ -16,6 +16,7 @@ from kit.random_model import drawn_balancing, drawn_model, is_known_on_shared_ro
 from kit.random_rollouts import Draw, drawn_rollouts
 
 _NPROC = [1, 2, 2, 2, 3, 4, 4, 4]
+WORKERS = ("in line", "killed", "stopped", "late", "absent", "out of memory")
 _OUTSIDE = 0.04
 """How often something is drawn that does not go with the rest, and must be refused."""
 
@@ -54,6 +55,7 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
         "clock": _clock(draw, planner),
         "rollouts": rollouts,
         "balancing": balancing,
+        "worker": _worker(draw, planner, rollouts),
         "holders": draw.one("holders", ["all", "all", "first of replica"]),
         "blocking": dims["pipeline_parallel"] > 1 and draw.chance("blocking", 0.15),
         "turns": draw.chance("turns", 0.5),
@@ -203,6 +205,14 @@ def _objective(draw: Draw) -> dict[str, Any]:
         "forward_only": old,
         "forward_entropy": draw.chance("entropies of the forward pass", 0.5),
     }
+
+
+def _worker(draw: Draw, planner: dict[str, Any], rollouts: list[dict[str, Any]]) -> str | None:
+    """What happens to the process that plans later steps, if it is asked for any."""
+    asked = any({"steps", "global_batch_size"} & {*rollout} for rollout in rollouts)
+    asked = asked and planner["dynamic_batch_exchange"] and "micro_batch_size" not in planner
+    fault = asked and draw.chance("fault of the worker", 0.25)
+    return draw.one("worker", WORKERS) if fault else None
 
 
 def _clock(draw: Draw, planner: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import math
@@ -30,6 +31,7 @@ from kit.random_run import RandomRun, Samples
 from kit.samples import VOCABULARY, multimodal_positions
 from kit.shared_rows import mixed_sizes
 from kit.transfers import counted_transfers
+from kit.workers import FAULTS, is_planning_rank, worker_with
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, timing
 from mcore_batching.megatron.compat import packed_rows
 from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
@@ -70,6 +72,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
                 if job["blocking"]:
                     conditions.enter_context(blocking_p2p())
                 messages = conditions.enter_context(counted_transfers())
+                planned = conditions.enter_context(worker_with(job["worker"]))
                 if job["mixed_sizes"]:
                     conditions.enter_context(mixed_sizes())
                 if job["framework_rows"]:
@@ -93,6 +96,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     exchanged = job["planner"]["dynamic_batch_no_planned_shapes"] and shape.pipeline_parallel > 1
     if bool(messages["shapes"]) != exchanged:
         report["wrong"].append(f"stages exchange {messages['shapes']} shapes")
+    report["wrong"] += _wrong_with_worker(job["worker"], planned, run.seen)
     return report | {"gap": made["gap"], "counts": [event.get("slots") for event in run.seen]}
 
 
@@ -106,6 +110,21 @@ def _layout(dims: ParallelDims) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         _forget_losses_of_experts()
         release_groups()
+
+
+def _wrong_with_worker(
+    fault: str | None, planned: Mapping[str, Any], seen: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """What is said where later steps' plans come late or not at all, by the rank that plans."""
+    if not is_planning_rank():
+        return [f"planned here: {planned}"] if planned["in_line"] or planned["said"] else []
+    steps = collections.Counter(event["rollout"] for event in seen if event["kind"] == "step")
+    is_lost = fault in FAULTS and max(steps.values(), default=0) > 1
+    if is_lost == bool(planned["said"]) and all(
+        "the planning worker" in s for s in planned["said"]
+    ):
+        return []
+    return [f"the worker {fault}, and it says {planned['said']}"]
 
 
 def _from_first(make: Callable[[], Any]) -> Any:
