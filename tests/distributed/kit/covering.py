@@ -26,7 +26,9 @@ ALONE = {
     *("mtp_use_repeated_layer", "mtp_detach_heads", "pipeline_model_parallel_layout"),
     *("none", "qk_layernorm", "num_layers_in_last_pipeline_stage", "softmax_type"),
     "framework_rows",
-    *("masks all 0", "masks none", "masks some", "masks weights", "blocking", "bfloat16"),
+    *("masks all 0", "masks none", "masks some", "masks weights", "bfloat16", "mtp_deep"),
+    *("overlap_p2p_comm_warmup_flush", "messages one by one", "dsa_indexer_topk"),
+    *(f"{name}_parallel of 4" for name in ("data", "pipeline", "context", "tensor")),
     *("dynamic_batch_logits_in_model_dtype", "dynamic_batch_max_samples_per_row"),
     *("kl term", "entropy term", "micro_batch_size", "log-probs replaced", "costs learnt"),
     *("dynamic_batch_no_planned_shapes", "holders first of replica", "global_batch_size"),
@@ -42,6 +44,7 @@ def layout_of(job: dict[str, Any]) -> set[str]:
     found = {name for name in (*sizes, "expert_parallel") if dims.get(name, 1) > 1}
     if dims["tensor_parallel"] > 1:
         found.add("sequence_parallel" if dims["sequence_parallel"] else "tensor_parallel")
+    found |= {f"{name} of 4" for name in found if dims.get(name) == 4}
     return found or {"one process"}
 
 
@@ -51,6 +54,8 @@ def model_of(job: dict[str, Any]) -> set[str]:
     found = {job["model"]["kind"], options["position_embedding_type"], job["model"]["trained"]}
     found |= {name for name in ALONE if settings.get(name) or name in options or job.get(name)}
     found |= {name for name in ("mtp_num_layers", "window_size") if name in settings}
+    found |= {"mtp_deep"} if settings.get("mtp_num_layers", 0) > 2 else set()
+    found |= {"messages one by one"} if "batch_p2p_comm" in settings else set()
     found |= {"tied embeddings"} if options["share_embeddings_and_output_weights"] else set()
     found |= {"HybridModel"} if "hybrid_layer_pattern" in options else set()
     return (found | {*(job["balancing"] or ())}) - {"dense", "rope", "all"}
@@ -59,7 +64,7 @@ def model_of(job: dict[str, Any]) -> set[str]:
 def features_of(job: dict[str, Any]) -> set[str]:
     """Settings of a job, its loss, its samples and their steps."""
     planner, objective, rollouts = job["planner"], job["objective"], job["rollouts"]
-    found = {name for name in ("mixed_sizes", "turns") if job[name]}
+    found = {name for name in ("mixed_sizes", "turns", "blocking", "bfloat16") if job[name]}
     found |= {f"worker {job['worker']}"} if job["worker"] else set()
     found |= {name for name, value in job["ddp"].items() if value}
     found |= {f"masks {job['loss_masks']}", f"mean of each {objective['policy']}"}
@@ -89,14 +94,11 @@ def covered_by(job: dict[str, Any]) -> set[tuple[str, ...]]:
     """Pairs that a job has, and what it has of `ALONE`; nothing of a job that is refused."""
     if job["refused"]:
         return set()
-    layout, model, features = layout_of(job), model_of(job), features_of(job)
-    both = (
-        itertools.product(layout, model - ALONE),
-        itertools.product(layout, features - ALONE),
-        itertools.product(model - ALONE, features - ALONE),
-    )
-    found: set[tuple[str, ...]] = set(itertools.chain(*both))
-    return found | {(each,) for each in (model | features) & ALONE}
+    traits = layout_of(job), model_of(job), features_of(job)
+    layout, model, features = (each - ALONE for each in traits)
+    products = map(itertools.product, (layout, layout, model), (model, features, features))
+    found: set[tuple[str, ...]] = set(itertools.chain(*products))
+    return found | {(each,) for each in set().union(*traits) & ALONE}
 
 
 def is_late(job: dict[str, Any]) -> bool:
@@ -107,12 +109,14 @@ def is_late(job: dict[str, Any]) -> bool:
 
 
 @functools.cache
+def _drawn() -> tuple[tuple[bool, frozenset[tuple[str, ...]]], ...]:
+    jobs = map(drawn_job, range(NUM_SEEDS))
+    return tuple((is_late(job), frozenset(covered_by(job))) for job in jobs)
+
+
 def to_be_covered(*, late: bool = True) -> frozenset[tuple[str, ...]]:
     """What the draw makes, without ``late`` that for every version of Megatron."""
-    jobs = (drawn_job(seed) for seed in range(NUM_SEEDS))
-    counts = Counter(
-        itertools.chain(*(covered_by(job) for job in jobs if late or not is_late(job)))
-    )
+    counts = Counter(itertools.chain(*(found for own, found in _drawn() if late or not own)))
     return frozenset(each for each, count in counts.items() if count >= LEAST_DRAWS)
 
 

@@ -46,6 +46,7 @@ def drawn_model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
         settings["recompute_granularity"] = recompute
     if recompute == "full":
         settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    settings |= _messages(draw, dims)
     if kind in ("moe", "replay"):
         settings |= _experts(draw, dims)
     if kind == "hybrid-dsa" and draw.chance("sparse", 0.4):  # else attention is to all keys
@@ -121,6 +122,15 @@ def _kind(draw: Draw, dims: dict[str, Any]) -> str:
     if kind == "hybrid-gdn":  # wrong gradients otherwise, and refused
         dims["sequence_parallel"] = tensor > 1
     return kind
+
+
+def _messages(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
+    """Ways of Megatron's in which stages send each other what they made."""
+    if dims.get("virtual_pipeline", 1) > 1:
+        overlaps = draw.chance("overlapped warm-up", 0.3)
+        return {"overlap_p2p_comm_warmup_flush": True} if overlaps else {}
+    one_by_one = dims["pipeline_parallel"] > 1 and draw.chance("messages one by one", 0.3)
+    return {"batch_p2p_comm": False} if one_by_one else {}
 
 
 def _experts(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:

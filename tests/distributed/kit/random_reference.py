@@ -37,7 +37,7 @@ class RandomReference:
         self._objective = job["objective"]
         drawn = job["model"]
         settings = pipeline_config(ParallelDims()) | drawn["settings"]
-        left_out = ("recompute", "pipeline_model", "num_layers_in")
+        left_out = ("recompute", "pipeline_model", "num_layers_in", "batch_p2p", "overlap_p2p")
         left_out += ("moe_aux", "moe_z", "moe_router_load")  # by definition below
         for name in [name for name in settings if name.startswith(left_out)]:
             if name != "pipeline_model_parallel_size":
