@@ -47,7 +47,6 @@ class Rows:
 _LAID_OUT = (Kind.TOKENS, Kind.POSITION_IDS)
 """Kinds of fields that rows are laid out of, which the host does."""
 _DIMENSIONS = {Kind.TOKENS: {1}, Kind.ROUTED_EXPERTS: {3}, Kind.POSITION_IDS: {1, 2}}
-_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
 
 
 class Columns(Mapping[str, list[Any]]):
@@ -146,19 +145,21 @@ class Columns(Mapping[str, list[Any]]):
         return field.name != "loss_masks" and dims <= _DIMENSIONS.get(field.kind, dims)
 
     def __getitem__(self, name: str) -> list[Any]:
-        """One value per sample: views, tensors that are kept as they were given, or numbers."""
+        """One value per sample: views, tensors that are kept as they were given, or numbers. A list
+        of the caller's own: what is put into it changes no column."""
         if name in self._kept:
-            return self._kept[name]
+            values = self._kept[name]
+            return values[:] if isinstance(values, list) else values
         if name not in self._views:
-            values, field = self._flat[name], self._schema[name]
+            flat, field = self._flat[name], self._schema[name]
             counts = self._span(field).counts
             # unsafe_: views without a shared version counter. Otherwise autograd would take a
             # change in place of one sample's values for a change of all.
-            *views, _ = torch.unsafe_split_with_sizes(values, [*counts, 1])
-            if field.kind is Kind.POSITION_IDS and values.dim() > 1:
+            *views, _ = torch.unsafe_split_with_sizes(flat, [*counts, 1])
+            if field.kind is Kind.POSITION_IDS and flat.dim() > 1:
                 views = [view.movedim(0, -1) for view in views]
             self._views[name] = views
-        return self._views[name]
+        return self._views[name][:]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._flat
@@ -283,6 +284,12 @@ class Columns(Mapping[str, list[Any]]):
         return self._of(self._flat, map_tensors(self._kept, torch.clone))
 
     @property
+    def always_fits(self) -> bool:
+        """True if `pack` refuses no row of any of these samples, unless it refuses all."""
+        kinds = {self._schema[name].kind for name in self._kept}
+        return "loss_masks" not in self._kept and not kinds & {*_LAID_OUT}
+
+    @property
     def flat_names(self) -> list[str]:
         """The fields that are one flat tensor each."""
         return list(self._flat)
@@ -296,17 +303,20 @@ def _joined(field: Field, values: Sequence[Any]) -> Tensor | None:
     """The field as one flat tensor; None if that would not hold all that the values are."""
     if field.kind in WITHOUT_ROWS or {*map(type, values)} != {Tensor}:
         return None
-    if any(value.is_nested or not value.dim() for value in values):
+    try:
+        shapes = [value.shape for value in values]
+    except RuntimeError:  # nested tensors have none
+        return None
+    if not all(shapes):  # numbers
         return None
     rows = [_rows_first(field, value) for value in values]
     # What was an empty list shows neither type nor trailing shape.
     filled = [each for each in rows if each.shape[0]] or rows[:1]
-    kinds = {_kind_of(each) for each in filled}
-    dtype, layout, *_ = _kind_of(filled[0])
-    if len(kinds) > 1 or layout is not torch.strided or dtype in _QUANTIZED:
-        return None
     # A graph would be lost where gradients are off.
-    return None if any(each.requires_grad for each in filled) else _with_padding(filled)
+    if len({_kind_of(each) for each in filled}) > 1 or any(each.requires_grad for each in filled):
+        return None
+    is_held = filled[0].layout is torch.strided and not filled[0].is_quantized
+    return _with_padding(filled) if is_held else None
 
 
 def _kind_of(value: Tensor) -> tuple[torch.dtype, torch.layout, torch.device, torch.Size]:

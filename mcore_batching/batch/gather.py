@@ -4,10 +4,12 @@ row of one sample, prompt p, response a b c; cp 2     p a b c
 rank 0 has positions 0 and 3                          log p(a), .
 rank 1 has positions 1 and 2                          log p(b), log p(c)
 gather_response, on both ranks                        [log p(a), log p(b), log p(c)]
-owned_response_mask                                   [1 0 0] on rank 0, [0 1 1] on rank 1
+row.responses.owned                                   1 0 0 on rank 0, 0 1 1 on rank 1
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,13 +54,38 @@ def gather_response(
             f"got {list(local_stream.shape)}"
         )
     positions = micro_batch.responses.owned_positions.to(local_stream.device)
-    return gather_own_values(local_stream.index_select(0, positions), micro_batch, group=group)
+    own = local_stream.index_select(0, positions)
+    return per_sample(gather_own_values(own, micro_batch, group=group), micro_batch)
+
+
+class _PerSample(list[Tensor]):
+    """Values of each sample's response tokens: views of one flat tensor."""
+
+    def __init__(self, flat: Tensor, lengths: list[int]) -> None:
+        super().__init__(torch.split(flat, lengths))
+        self.flat, self.lengths, self.views = flat, lengths, [*self]
+
+
+def per_sample(flat: Tensor, micro_batch: PackedMicroBatch) -> list[Tensor]:
+    """``[R, ...]`` values of a row's response tokens as one view for each sample."""
+    return _PerSample(flat, micro_batch.response_lengths)
+
+
+def flat_values(values: Sequence[Tensor], lengths: list[int]) -> Tensor | None:
+    """The ``[R]`` values that `per_sample` made these views of, for samples of these response
+    lengths; None if they are others."""
+    if type(values) is not _PerSample or values.flat.dim() != 1 or values.lengths != lengths:
+        return None
+    # A list may have been changed since.
+    is_as_made = [*map(id, values)] == [*map(id, values.views)]
+    return values.flat if is_as_made else None
 
 
 def gather_own_values(
     own_values: Tensor, micro_batch: PackedMicroBatch, *, group: dist.ProcessGroup | None
-) -> list[Tensor]:
-    """`gather_response` of ``[owned, ...]`` values at ``micro_batch.responses.owned_positions``."""
+) -> Tensor:
+    """Whole responses ``[R, ...]``, sample after sample, from this rank's ``[owned, ...]`` values
+    at ``micro_batch.responses.owned_positions``. Collective and errors as of `gather_response`."""
     size = 1 if group is None else group.size()
     if size != micro_batch.context_parallel_size:
         raise BatchError(
@@ -72,11 +99,4 @@ def gather_own_values(
     # Without response tokens no rank of the row calls: all have the same lengths.
     if group is not None and size > 1 and flat.numel():
         flat = all_reduce(flat, group=group)  # type: ignore[no-untyped-call]
-    return list(torch.split(flat, micro_batch.response_lengths))
-
-
-def owned_response_mask(micro_batch: PackedMicroBatch) -> list[Tensor]:
-    """Mask of the response tokens that this context-parallel rank predicts: bool
-    ``[response_length]`` for each sample. A token is True on one rank, on none if it has no
-    predecessor."""
-    return list(torch.split(micro_batch.responses.owned, micro_batch.response_lengths))
+    return flat

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.row import PackedMicroBatch
+from mcore_batching.batch.gather import flat_values
+from mcore_batching.batch.row import PackedMicroBatch, loss_weights
+from mcore_batching.batch.row_index import Span, predicted_within
 from mcore_batching.batch.rows.pinned_buffer import sent
 
 
@@ -45,29 +48,53 @@ class StepTotals:
     token_weight: float = 0.0
 
 
-def response_loss_masks(row: PackedMicroBatch) -> list[Tensor]:
-    """Loss weight of every response token, float32 ``[response_length]`` for each sample: 0 where
-    nothing predicts it. Views: do not change them in place."""
-    return list(torch.split(row.responses.loss_masks, row.response_lengths))
+class SampleWeights:
+    """Loss weights of samples, each one's summed, on the host: what a step's totals are sums of.
 
+    Attributes:
+        is_real: bool ``[samples]``, False for padding samples.
+        num_tokens: int64 ``[samples]``, predicted response tokens whose loss weight is not zero.
+        weights: float64 ``[depths + 1, samples]``, sums of loss weights, and of those of tokens
+            that are predicted at each depth of multi-token prediction.
+    """
 
-def step_totals(rows: Iterable[PackedMicroBatch]) -> StepTotals:
-    """Totals of this data-parallel rank's micro-batches; the same on its context-parallel ranks."""
-    real = [row for row in rows if not row.is_placeholder]
-    masks = [row.responses.loss_masks for row in real]
-    # The sample of each trained token.
-    trained = [
-        row.index.responses.samples[mask.nonzero().squeeze(1).cpu()].tolist()
-        for row, mask in zip(real, masks, strict=True)
-    ]
-    padding = [tag for row in real for tag in row.fields.get("is_padding", ())]
-    return StepTotals(
-        num_samples=sum(row.num_samples for row in real) - padding.count(True),
-        num_trained_samples=sum(len({*samples}) for samples in trained),
-        num_tokens=sum(map(len, trained)),
+    def __init__(self, columns: Columns, depths: int = 0) -> None:
+        span = columns.response_span
         # In double precision: micro-batches, and so packing, should not show in the sum.
-        token_weight=math.fsum(float(mask.double().sum()) for mask in masks),
-    )
+        weights = loss_weights(columns, torch.device("cpu")).double()
+        padding = columns.get("is_padding") or [False] * len(span.counts)
+        self.is_real = ~torch.tensor(padding, dtype=torch.bool, device="cpu")
+        self.num_tokens = sums_of_samples((weights != 0).double(), span).long()
+        sums = [sums_of_samples(weights, span)]
+        if depths:
+            within = predicted_within(columns.token_span, span)
+        for depth in range(1, depths + 1):
+            sums.append(sums_of_samples(weights.masked_fill(within < depth, 0.0), span))
+        self.weights = torch.stack(sums)
+
+    def totals(self, samples: Sequence[int]) -> StepTotals:
+        """The totals of some of the samples, of the data-parallel rank that holds them."""
+        chosen = torch.tensor(samples, dtype=torch.int64, device="cpu")
+        num_tokens = self.num_tokens[chosen]
+        return StepTotals(
+            num_samples=int(self.is_real[chosen].sum()),
+            num_trained_samples=int((num_tokens > 0).sum()),
+            num_tokens=int(num_tokens.sum()),
+            token_weight=self.token_weights(samples)[0],
+        )
+
+    def token_weights(self, samples: Sequence[int]) -> list[float]:
+        """Sums of some of the samples' weights, by depth."""
+        chosen = torch.tensor(samples, dtype=torch.int64, device="cpu")
+        return [math.fsum(each) for each in self.weights[:, chosen].tolist()]
+
+
+def sums_of_samples(values: Tensor, span: Span) -> Tensor:
+    """Sum of the ``[R]`` values of each sample's response tokens, ``[samples]``."""
+    if not span.counts:
+        return values.new_zeros(0)
+    lengths = sent(span.lengths, values.device)
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
 
 
 def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals) -> Tensor:
@@ -107,9 +134,9 @@ def sample_mean(
     """
     count = totals.num_trained_samples if over_trained_samples else totals.num_samples
     weights, span = row.responses.loss_masks, row.index.responses
-    lengths = sent(span.lengths, weights.device)
-    sums = torch.segment_reduce(weights.double(), "sum", lengths=lengths, unsafe=True).float()
+    sums = sums_of_samples(weights.double(), span).float()
     # Where the mask is all zero: 0 / 1, not 0 / 0.
+    lengths = sent(span.lengths, weights.device)
     sums = torch.repeat_interleave(sums + (sums == 0), lengths, output_size=span.end)
     return _weighted_sum(per_token, row, weights / sums) / (count or 1)
 
@@ -126,6 +153,18 @@ def _weighted_sum(per_token: Sequence[Tensor], row: PackedMicroBatch, weights: T
             f"expected values of {len(lengths)} samples, got {len(per_token)}; give one tensor "
             "per sample, for a placeholder too"
         )
+    values = flat_values(per_token, lengths)
+    if values is None:
+        _require_lengths(per_token, lengths)
+        values = torch.cat([*per_token])
+    # torch.where, since 0 · inf is NaN; not an index, since the host would wait for its size.
+    keep = row.responses.owned & (weights != 0)
+    weighted = torch.where(keep, values.float(), 0.0) * weights
+    # In double precision: packing, and so padding samples, should not show in the sum.
+    return weighted.sum(dtype=torch.float64).float()
+
+
+def _require_lengths(per_token: Sequence[Tensor], lengths: Sequence[int]) -> None:
     for i, (value, length) in enumerate(zip(per_token, lengths, strict=True)):
         # Broadcasting would multiply a mean, or a value short by one token, without a word.
         if value.shape != (length,):
@@ -133,9 +172,3 @@ def _weighted_sum(per_token: Sequence[Tensor], row: PackedMicroBatch, weights: T
                 f"sample {i} of the row: expected values of shape {[length]}, its response length, "
                 f"got {list(value.shape)}"
             )
-    values = torch.cat([*per_token]).float()
-    # torch.where, since 0 · inf is NaN; not an index, since the host would wait for its size.
-    keep = row.responses.owned & (weights != 0)
-    weighted = torch.where(keep, values, 0.0) * weights
-    # In double precision: packing, and so padding samples, should not show in the sum.
-    return weighted.sum(dtype=torch.float64).float()

@@ -14,6 +14,7 @@ samples that begin others (`batch.rows.prefixes`) the row holds the others' toke
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -191,12 +192,18 @@ class PackedMicroBatch:
 
             row.mapped(lambda tensor: tensor.to(device))
         """
-        changed = {
-            field.name: _mapped(getattr(self, field.name), change)
-            for field in dataclasses.fields(self)
-            if field.name != "schema" and (names is None or field.name in names)
-        }
-        return dataclasses.replace(self, **changed)
+        made = copy.copy(self)
+        # Not by `dataclasses.replace`, which sets each of the attributes anew.
+        for name in _TENSORS if names is None else names:
+            vars(made)[name] = _mapped(getattr(self, name), change)
+        return made
+
+
+_TENSORS = (
+    *("tokens", "labels", "position_ids", "loss_mask", "padding_mask"),
+    *("cu_seqlens_padded", "cu_seqlens", "responses", "fields", "later"),
+)
+"""Attributes of a row that are tensors, or hold some."""
 
 
 def _spread_experts(values: Tensor, positions: Tensor) -> Tensor:
@@ -291,7 +298,9 @@ def _packed(
     is_placeholder: bool,
 ) -> PackedMicroBatch:
     device, offsets = columns["tokens"][0].device, index.offsets
-    weights = _loss_masks(columns, is_placeholder, device)
+    weights = loss_weights(columns, device)
+    if is_placeholder:
+        weights.zero_()
     responses, masks, token_weights = _responses(index, weights, depths)
     own, *later = (
         {"loss_mask": mask[None], **stream}
@@ -374,21 +383,23 @@ def _padding_mask(index: RowIndex, columns: Columns) -> Tensor:
     return ~index.is_real(None if tags is None else ~torch.tensor(tags, device="cpu"))
 
 
-def _loss_masks(columns: Columns, is_placeholder: bool, device: torch.device) -> Tensor:
-    """float32 ``[R]``: all ones if ``loss_masks`` is absent, 0 in placeholders and padding
-    samples."""
-    span, tags = columns.response_span, columns.get("is_padding")
-    if is_placeholder:
-        return torch.zeros(span.end, device=device)
-    if "loss_masks" in columns:
-        # A copy, since tokens that nothing predicts are masked in place.
+def loss_weights(columns: Columns, device: torch.device) -> Tensor:
+    """Loss weights of the response tokens, float32 ``[R]``: all ones if ``loss_masks`` is absent, 0
+    in padding samples, and in the first token of a sample without a prompt, which nothing
+    predicts."""
+    span, tags = columns.response_span, columns.get("is_padding") or ()
+    if "loss_masks" in columns and span.counts:
+        # A copy, since some are masked in place.
         weights = columns.rows("loss_masks").values[:-1].to(device, torch.float32, copy=True)
     else:
         weights = torch.ones(span.end, device=device)
-    if tags is None:
-        return weights
-    is_padding = torch.tensor(tags, device="cpu")[span.samples]
-    return weights.masked_fill_(sent(is_padding, device), 0.0)
+    has_no_prompt = (span.lengths == columns.token_span.lengths) & (span.lengths > 0)
+    weights.index_fill_(0, sent(span.starts[has_no_prompt], device), 0.0)
+    if any(tags):
+        is_padding = torch.tensor(tags, dtype=torch.bool, device="cpu")
+        is_masked = is_padding.index_select(0, span.samples)
+        weights.masked_fill_(sent(is_masked, device), 0.0)
+    return weights
 
 
 def _responses(
@@ -397,7 +408,6 @@ def _responses(
     """The response tokens, of loss weights ``[R]``; of the row and at each depth the loss mask
     ``[T_local]`` and its sum over the full row."""
     put = functools.partial(sent, device=weights.device)
-    weights = weights.masked_fill_(put(index.predicted_within < 0), 0.0)
     masks, token_weights = [], []
     for depth in range(depths + 1):
         held, positions = map(put, index.predicting(depth))

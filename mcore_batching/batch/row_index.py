@@ -104,6 +104,14 @@ class Span:
         return places
 
 
+def predicted_within(totals: Span, responses: Span) -> Tensor:
+    """Place in its sample at which each response token is predicted, int64 ``[R]``; -1 for the
+    first of a sample without a prompt, which nothing predicts."""
+    # Response token j of a sample with p prompt tokens is predicted at place p − 1 + j.
+    first = totals.lengths - responses.lengths - 1 - responses.starts
+    return torch.arange(responses.end, device="cpu") + first.index_select(0, responses.samples)
+
+
 class Slice:
     """Positions of a context-parallel rank's slice of a row, by segment. Tensors are on the host.
 
@@ -195,10 +203,7 @@ class RowIndex(Slice):
         self._totals, self.responses = totals, responses
         self._spans: dict[Span, tuple[Tensor, Tensor]] = {}
         samples = responses.samples
-        # Response token j of a sample with p prompt tokens is predicted at its position p − 1 + j.
-        first = totals.lengths - responses.lengths - 1 - responses.starts
-        self.predicted_within = torch.arange(responses.end, device="cpu")
-        self.predicted_within += first.index_select(0, samples)
+        self.predicted_within = predicted_within(totals, responses)
         self.predicted_segment = samples
         if self._own is not None:
             number = {host: place for place, host in enumerate(own)}

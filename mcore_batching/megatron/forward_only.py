@@ -238,11 +238,12 @@ def _outputs_of_steps(
                 planned.check_step(step, counts)
             prepared = collated(agree, job, chunks, planned.schedule, step, forward_only=True)
         made, failed, temperatures = _run(function, job, chunks, prepared)
-        for outputs, each in zip(made, prepared.rows, strict=False):  # none on other stages
-            if each.row.is_placeholder:
-                fabricated |= dict.fromkeys(outputs)
-            else:
+        rows = prepared.schedule.steps[step]
+        for outputs, indices in zip(made, rows, strict=False):  # none on other stages
+            if indices:
                 real.append(outputs)
+            else:
+                fabricated |= dict.fromkeys(outputs)
         travel = prepared.schedule.moves is not None
         # After each step, of all outputs so far: a name that comes late is an error, too.
         names = _agreed_names(job, real, fabricated, failed, temperatures, travel=travel)

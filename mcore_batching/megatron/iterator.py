@@ -108,7 +108,8 @@ class DataIterator:
 
     @property
     def rollout_data(self) -> dict[str, list[Any]]:
-        """Field name to one value per sample of this rank."""
+        """Field name to one value per sample of this rank, to be read: `add_fields` replaces
+        values."""
         return dict(self._rollout.planned().rollout_data)
 
     @property

@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.fields.values import as_number, describe, shape_of
-from mcore_batching.batch.gather import gather_own_values
+from mcore_batching.batch.gather import gather_own_values, per_sample
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import context_parallel_group
@@ -298,7 +298,7 @@ def response_log_probs(
     """
     options = _options(temperature, chunk_tokens, with_entropy=False)
     found = _gathered(logits, row, options, overwrite_logits)
-    return [values[:, 0] for values in found]
+    return per_sample(found[:, 0], row)
 
 
 def response_log_probs_and_entropy(
@@ -321,7 +321,7 @@ def response_log_probs_and_entropy(
     """
     options = _options(temperature, chunk_tokens, with_entropy=True)
     found = _gathered(logits, row, options, overwrite_logits)
-    return [values[:, 0] for values in found], [values[:, 1] for values in found]
+    return per_sample(found[:, 0], row), per_sample(found[:, 1], row)
 
 
 def log_probs_of_all(logits: FusedLogits, labels: Tensor) -> Tensor:
@@ -348,8 +348,8 @@ _readers: Any = WeakTensorKeyDictionary()  # its methods have no types
 
 def _gathered(
     logits: Logits, row: PackedMicroBatch, options: Options, overwrite_logits: bool
-) -> list[Tensor]:
-    """``[response_length, 1 or 2]`` for each sample: log-probability, and entropy if wanted."""
+) -> Tensor:
+    """``[R, 1 or 2]`` of the row's response tokens: log-probability, and entropy if wanted."""
     whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
     expected = row.labels.shape[1]
     shape = shape_of(whole) if isinstance(whole, Tensor) else None

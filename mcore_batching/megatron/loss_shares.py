@@ -145,8 +145,10 @@ def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) ->
     # No error: it may be a sum over a constant of the whole step.
     step = prepared.totals.num_tokens
     # A micro-batch that holds the whole step has the step's own mean.
-    is_part = any(0 < row.owned_num_tokens < step for row in prepared.rows)
-    if collected.shares and is_part and not (collected.read_totals or collected.failed):
+    if not collected.shares or collected.read_totals or collected.failed:
+        return
+    owned = [prepared.portable(slot).owned_num_tokens for slot in range(prepared.num_rows)]
+    if any(0 < tokens < step for tokens in owned):
         warnings.warn(
             "the loss function never reads the step's totals: a mean over its own micro-batch is "
             "too large by their number; return token_mean(values, micro_batch, totals), "

@@ -1,7 +1,8 @@
 """A step made ready before its pipeline starts: on every rank, or on none.
 
-All rows are packed at once. Inside the pipeline an error on one rank would leave the others waiting
-for its tensors.
+Inside the pipeline an error on one rank would leave the others waiting for its tensors. Samples
+were checked as they became columns, so most rows cannot fail: these are packed while the device
+works on the ones before them, once for all epochs over the same samples. Others are packed here.
 
     with collating(job, "train_step") as agree:
         prepared = collated(agree, job, model, schedule, step)
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from mcore_batching.batch import Kind, PackedMicroBatch, StepTotals
 from mcore_batching.batch.consensus import Reduction
-from mcore_batching.batch.loss import owned_num_tokens, step_totals
+from mcore_batching.batch.loss import owned_num_tokens
 from mcore_batching.batch.rows.pinned_buffer import PinnedBuffer
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.features import check_shared_prefixes, let_rows_have_groups
@@ -29,7 +30,7 @@ from mcore_batching.megatron.checks.settings import check_logits
 from mcore_batching.megatron.consensus import JobAgreement
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.routing import replayable
+from mcore_batching.megatron.routing import is_replayed, replayable
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks, prediction_depths
 
@@ -42,7 +43,7 @@ _ALIKE = ("no_planned_shapes", "fuse_output_layer")
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRow:
-    """A packed micro-batch and what is known of it before it is on the device."""
+    """A packed micro-batch on the device, and what is known of it from the host."""
 
     row: PackedMicroBatch
     owned_num_tokens: int  # trainable ones, that this context-parallel rank predicts
@@ -53,17 +54,20 @@ class PortableRow:
     in attributes by these names. The others stay on the host."""
 
     def __init__(self, row: PackedMicroBatch, names: Collection[str], device: torch.device) -> None:
-        self._row, self._names, self._device = row, names, device
+        self._names, self._device = names, device
+        # Counted here: on the device each count would be a wait for it.
+        self.owned_num_tokens = owned_num_tokens(row)
         tensors: list[Tensor] = []
 
         def collect(tensor: Tensor) -> Tensor:
             tensors.append(tensor)
             return tensor
 
-        # `on_device` goes through the same tensors once more, and so in the same order.
+        # Whoever goes through them once more does so in the same order.
         row.mapped(collect, names)
         # From pageable memory the host would wait for the copy.
         self._tensors = PinnedBuffer(tensors, pin_memory=device.type == "cuda")
+        self.row = self._with(row, self._tensors.tensors)
 
     @classmethod
     def of_stage(cls, row: PackedMicroBatch) -> PortableRow:
@@ -81,18 +85,20 @@ class PortableRow:
 
     def on_device(self) -> PackedMicroBatch:
         """The row on the device. The host does not wait for the copy."""
-        moved = iter(self._tensors.on(self._device))
-        return self._row.mapped(lambda tensor: next(moved), self._names)
+        return self._with(self.row, self._tensors.on(self._device))
+
+    def _with(self, row: PackedMicroBatch, tensors: Sequence[Tensor]) -> PackedMicroBatch:
+        replacing = iter(tensors)
+        return row.mapped(lambda tensor: next(replacing), self._names)
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedStep:
-    """The collated micro-batches of a step, and what the step's denominators add up to."""
+    """The micro-batches of a step, and what the step's denominators add up to."""
 
     schedule: MicroBatchSchedule
     step: int
-    rows: list[PreparedRow]  # of this rank, in slot order, on the host
-    portable_rows: list[PortableRow]  # the same, ready for the device
+    portable: Callable[[int], PortableRow]  # this rank's rows by slot, made when first asked for
     sums: Mapping[str, Reduction[Any]]  # fields of `StepTotals`; there after the agreement
     weights: Reduction[list[float]]
 
@@ -106,18 +112,23 @@ class PreparedStep:
         """Sums of the rows' own weights, over all ranks, by depth."""
         return self.weights.value
 
+    @property
+    def num_rows(self) -> int:
+        """Forward passes of this rank, placeholders included."""
+        return len(self.schedule.steps[self.step])
+
     def iterators(self, count: int) -> list[Iterator[PreparedRow]]:
         """One iterator per virtual pipeline stage over the rows, moved to the device as drawn."""
         # Stages draw the same row at different times: kept from the first of them to the last.
         on_device: dict[int, tuple[PreparedRow, int]] = {}
 
         def draw() -> Iterator[PreparedRow]:
-            both = zip(self.rows, self.portable_rows, strict=True)
-            for slot, (prepared, portable) in enumerate(both):
+            for slot in range(self.num_rows):
                 moved, drawn = on_device.pop(slot, (None, 0))
                 # One row at a time, when it is needed: the whole step may not fit on the device.
                 if moved is None:
-                    moved = dataclasses.replace(prepared, row=portable.on_device())
+                    row = self.portable(slot)
+                    moved = PreparedRow(row.on_device(), row.owned_num_tokens)
                 if drawn + 1 < count:
                     on_device[slot] = (moved, drawn + 1)
                 yield moved
@@ -140,13 +151,13 @@ def collated(
     step: int,
     *,
     forward_only: bool = False,
-    change: Callable[[PackedMicroBatch], PackedMicroBatch] = lambda row: row,
+    change: Callable[[PackedMicroBatch], PackedMicroBatch] | None = None,
 ) -> PreparedStep:
-    """All micro-batches of a step, packed, inside an agreement of `collating`.
+    """All micro-batches of a step, inside an agreement of `collating`: after it none can fail.
 
     Args:
         forward_only: leave out the losses of multi-token prediction.
-        change: gives the row that the model and the loss get.
+        change: gives the row that the model and the loss get, and its loss weights.
     """
     chunks = model_chunks(model)
     config = get_model_config(chunks[0])  # raises for what is no model of Megatron's
@@ -156,14 +167,14 @@ def collated(
         check_shared_prefixes(chunks)
     if schedule.has_sizes_of_rows:
         let_rows_have_groups(chunks)
-    rows = schedule.rows(step, 0 if forward_only else prediction_depths(config))
-    replayed = [replayable(chunks, row, schedule.names_of) for row in rows]
-    # Counted of the row on the host: on the device each count would be a wait for it.
-    prepared = [PreparedRow(change(row), owned_num_tokens(row)) for row in replayed]
-    portable = [PortableRow.of_stage(each.row) for each in prepared]
+    depths = 0 if forward_only else prediction_depths(config)
+    totals, weights = schedule.totals(step, depths)
+    rows = _Rows(schedule, step, depths, chunks, change)
+    if change is not None:
+        weights = rows.token_weights()
     agree.same("plan (sha256)", schedule.plan_digest)
     agree.same("step", step)
-    agree.same("number of micro-batches", len(prepared))
+    agree.same("number of micro-batches", len(schedule.steps[step]))
     # Ranks that differ in these would wait for messages that no rank sends, or scale their
     # gradients differently. Read from the model, which training uses, not from the argument.
     agree.same("calculate_per_token_loss", bool(config.calculate_per_token_loss))
@@ -171,13 +182,51 @@ def collated(
         agree.same(FLAGS[name], getattr(job.options, name))
     # What losses divide by, over all ranks, without a collective of its own.
     sums: dict[str, Reduction[Any]] = {}
-    for name, value in dataclasses.asdict(step_totals(schedule.counts_once(rows))).items():
+    for name, value in dataclasses.asdict(totals).items():
         sums[name] = agree.sum(name, value)
         # The weight is a sum of floats, which another device adds up in another order.
         if name != "token_weight":
             agree.same(name, value, within="replica")
-    counted = schedule.counts_once([each.row for each in prepared])
-    depths = range(len(rows[0].token_weights))  # a rank may count none of its rows
-    weights = [sum(row.token_weights[depth] for row in counted) for depth in depths]
     of_all = agree.sum("token weights by depth", weights)
-    return PreparedStep(schedule, step, prepared, portable, sums, of_all)
+    return PreparedStep(schedule, step, rows, sums, of_all)
+
+
+class _Rows:
+    """A step's rows on this rank, by slot. Those that may be refused are packed at once, and so is
+    the first, which the pipeline begins with."""
+
+    def __init__(
+        self,
+        schedule: MicroBatchSchedule,
+        step: int,
+        depths: int,
+        chunks: list[Any],
+        change: Callable[[PackedMicroBatch], PackedMicroBatch] | None,
+    ) -> None:
+        self._schedule, self._step, self._depths = schedule, step, depths
+        self._chunks, self._change = chunks, change
+        self._made: dict[int, PortableRow] = {}
+        at_once = len(schedule.steps[step])
+        # Routed experts are checked against this model, from which another one may differ.
+        if change is None and not is_replayed(chunks):
+            key = step, depths, is_last_stage()
+            self._made = schedule.made_rows.setdefault(key, self._made)
+            at_once = 1 if schedule.rows_always_fit else at_once
+        for slot in range(at_once):
+            self(slot)
+
+    def __call__(self, slot: int) -> PortableRow:
+        """The row of a slot."""
+        if slot not in self._made:
+            row = self._schedule.row(self._step, slot, self._depths)
+            row = replayable(self._chunks, row, self._schedule.names_of)
+            row = row if self._change is None else self._change(row)
+            self._made[slot] = PortableRow.of_stage(row)
+        return self._made[slot]
+
+    def token_weights(self) -> list[float]:
+        """Sums of the rows' own loss weights by depth, of rows that all are made."""
+        rows = [each.row for each in self._made.values()]
+        counted = [row for row in rows if self._schedule.counts(row.context_parallel_rank)]
+        depths = range(len(rows[0].token_weights))  # a rank may count none of its rows
+        return [sum(row.token_weights[depth] for row in counted) for depth in depths]

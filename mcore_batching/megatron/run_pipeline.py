@@ -52,10 +52,8 @@ def planned_transfers(
     config = get_model_config(model[0])
     # Under sequence parallelism a tensor-parallel rank holds, and sends, its part of the tokens.
     shards = dims.tensor_parallel if config.sequence_parallel else 1
-    shapes = [
-        [prepared_row.row.tokens.shape[1] // shards, 1, config.hidden_size]
-        for prepared_row in prepared.rows
-    ]
+    tokens = prepared.schedule.row_tokens(prepared.step)
+    shapes = [[of_row // shards, 1, config.hidden_size] for of_row in tokens]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     transfers = PlannedTransfers(shapes, dims, stage, forward_only=forward_only)
     with compat.schedules.shapes_of_transfers(transfers):
@@ -209,7 +207,7 @@ def run_pipeline(
             # The interleaved schedule takes lists, the others a model and an iterator.
             data_iterator=rows if len(rows) > 1 else rows[0],
             model=model if len(model) > 1 else model[0],
-            num_microbatches=len(prepared.rows),
+            num_microbatches=prepared.num_rows,
             # Not read, since lengths vary.
             **{"seq_length": job.options.seq_length, "micro_batch_size": 1, **options},
             forward_only=forward_only,

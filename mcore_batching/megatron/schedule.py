@@ -9,8 +9,10 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from mcore_batching.batch import PackedMicroBatch, Schema, make_placeholder, pack
+from mcore_batching.batch import PackedMicroBatch, Schema, StepTotals, make_placeholder, pack
 from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.row_index import padded_offsets
 from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.exchange import SampleMoves
@@ -238,7 +240,8 @@ class MicroBatchSchedule:
         """The values of some samples, or of one fabricated sample where ``indices`` is empty."""
         if not indices:
             return {key: self._placeholder[key] for key in keys}
-        return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
+        columns = {key: self.rollout_data[key] for key in keys}
+        return {key: [values[i] for i in indices] for key, values in columns.items()}
 
     @functools.cached_property
     def _placeholder(self) -> Columns:
@@ -246,19 +249,50 @@ class MicroBatchSchedule:
         made = make_placeholder(self.schema, names, self.template, pad_token_id=pad_token_id)
         return Columns.of(made, self.schema)
 
-    def rows(self, step: int, depths: int = 0) -> list[PackedMicroBatch]:
-        """This rank's slices of a step's micro-batches, packed, on the host, with as many depths
-        of multi-token prediction."""
-        # Under dynamic CP a rank's rows are of different sizes, each cut in its own way.
-        sizes = self.row_sizes(step)
-        return [self._row(*each, depths) for each in zip(self.steps[step], sizes, strict=True)]
+    def totals(self, step: int, depths: int) -> tuple[StepTotals, list[float]]:
+        """Totals of this rank's rows of a step, of those that no other data-parallel rank counts;
+        their loss weights at each depth of multi-token prediction."""
+        if depths not in self._sample_weights:
+            self._sample_weights[depths] = SampleWeights(self.rollout_data, depths)
+        weights, sizes = self._sample_weights[depths], self.row_sizes(step)
+        counted = [
+            sample
+            for indices, size in zip(self.steps[step], sizes, strict=True)
+            if self.counts(self._rank_in_row(size))
+            for sample in indices
+        ]
+        return weights.totals(counted), weights.token_weights(counted)
 
-    def counts_once(self, rows: Sequence[PackedMicroBatch]) -> list[PackedMicroBatch]:
-        """Those of this rank's rows that no other data-parallel rank counts."""
-        if not self.has_sizes_of_rows:
-            return list(rows)
+    def counts(self, rank_in_row: int) -> bool:
+        """True if no other data-parallel rank counts the samples of a row."""
         # All ranks of a shared row hold its samples; the first of them counts.
-        return [row for row in rows if row.context_parallel_rank == 0]
+        return rank_in_row == 0 or not self.has_sizes_of_rows
+
+    @functools.cached_property
+    def _sample_weights(self) -> dict[int, SampleWeights]:
+        return {}
+
+    @functools.cached_property
+    def made_rows(self) -> dict[Any, Any]:
+        """Rows that are ready for the device, for another epoch over the same samples."""
+        return {}
+
+    @property
+    def rows_always_fit(self) -> bool:
+        """True if no row of these fields can be refused, whichever samples it holds."""
+        return self.hosts is None and self.rollout_data.always_fits
+
+    def row_tokens(self, step: int) -> list[int]:
+        """Tokens of this rank's slice of each row of a step, padding included."""
+        sizes, alone = self.row_sizes(step), computed_alone(self.steps[step], self.hosts)
+        tokens = []
+        for indices, size in zip(alone, sizes, strict=True):
+            lengths = [self.own_lengths[i] for i in indices] or [1]
+            dims = self.dims.for_rows_on(size)
+            of_sample = sample_multiple_tokens(dims, self.config)
+            offsets = padded_offsets(lengths, of_sample, row_multiple_tokens(dims, self.config))
+            tokens.append(offsets[-1] // size)
+        return tokens
 
     @property
     def has_sizes_of_rows(self) -> bool:
@@ -274,11 +308,18 @@ class MicroBatchSchedule:
         assert self.moves is not None
         return planned[self.moves.own]
 
-    def _row(self, indices: tuple[int, ...], size: int, depths: int) -> PackedMicroBatch:
-        rank = parallel_state.get_context_parallel_rank()
+    def _rank_in_row(self, size: int) -> int:
         if self.has_sizes_of_rows and self.moves is not None:
             # Ranks that share a row are a block of consecutive ones: the place in it is the slice.
-            rank = self.moves.own % size
+            return self.moves.own % size
+        rank: int = parallel_state.get_context_parallel_rank()
+        return rank
+
+    def row(self, step: int, slot: int, depths: int = 0) -> PackedMicroBatch:
+        """This rank's slice of a micro-batch, packed, on the host, with as many depths of
+        multi-token prediction."""
+        # Under dynamic CP a rank's rows are of different sizes, each cut in its own way.
+        indices, size = self.steps[step][slot], self.row_sizes(step)[slot]
         # Paddings depend on the context-parallel size, which here is the row's.
         dims = self.dims.for_rows_on(size)
         hosts = None
@@ -292,7 +333,7 @@ class MicroBatchSchedule:
             sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
             row_alignment_tokens=row_multiple_tokens(dims, self.config),
             context_parallel_size=size,
-            context_parallel_rank=rank,
+            context_parallel_rank=self._rank_in_row(size),
             pad_token_id=self.pad_token_id,
             sample_indices=indices,
             is_placeholder=not indices,

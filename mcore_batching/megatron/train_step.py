@@ -260,7 +260,7 @@ def _trained(
         grad_norm=grad_norm,
         update_successful=update_successful,
         totals=prepared.totals,
-        num_microbatches=len(prepared.rows),
+        num_microbatches=prepared.num_rows,
         consumed_samples=counted,
     )
 
@@ -330,5 +330,5 @@ def _divisors(prepared: PreparedStep, *, per_token: bool) -> tuple[int, int]:
         return tokens, tokens
     # The wrapper averages over context-parallel ranks, too, but the schedule has already multiplied
     # losses, and losses alone, by their number.
-    undo = len(prepared.rows) * parallel_state.get_data_parallel_world_size()
+    undo = prepared.num_rows * parallel_state.get_data_parallel_world_size()
     return undo, undo * parallel_state.get_context_parallel_world_size()

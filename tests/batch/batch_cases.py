@@ -90,6 +90,12 @@ def pack_on_all_ranks(
     return [pack(samples, context_parallel_rank=rank, **given) for rank in range(size)]
 
 
+def owned_responses(row: PackedMicroBatch) -> list[Tensor]:
+    """For each sample bool ``[response_length]``: the tokens that this context-parallel rank
+    predicts."""
+    return list(row.responses.owned.split(row.response_lengths))
+
+
 def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
     """The packed row, from the slices of all context-parallel ranks: of each segment these hold a
     chunk from its beginning, then one from its end."""

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from batch_cases import boundary_shapes, make_samples
+from batch_cases import boundary_shapes, make_samples, owned_responses
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, make_placeholder, pack
-from mcore_batching.batch.gather import owned_response_mask
 from mcore_batching.batch.row_index import Slice
 
 
@@ -104,7 +103,7 @@ def gather_all(rank: int, size: int) -> dict[Any, Any]:
                 del calls[:]
                 values = gather_response(local, row, group=dist.group.WORLD)
                 forward_calls = len(calls)
-                loss(values, owned_response_mask(row), rank).backward()
+                loss(values, owned_responses(row), rank).backward()
                 report[case, trailing, name] = {
                     "values": [value.detach() for value in values],
                     "gradient": local.grad,

@@ -111,7 +111,8 @@ def test_each_flat_field_is_one_tensor_of_its_own() -> None:
         views = columns[name]
         assert len({each.untyped_storage().data_ptr() for each in views}) == 1
         assert views[0].untyped_storage().data_ptr() == columns.rows(name).values.data_ptr()
-        assert columns[name] is views
+        views[0] = torch.ones(9)  # the caller's own list
+        assert columns[name][0].shape != (9,)
     assert columns["position_ids"][1].shape == (2, 0)
     assert not columns.rows("mark").values[-1].any()
     with pytest.raises(KeyError):
@@ -134,6 +135,19 @@ def test_what_one_tensor_cannot_hold_is_kept() -> None:
     for name, values in fields.items():
         assert all(a is b for a, b in zip(columns[name], values, strict=True)), name
     assert columns.rows("types").values.dtype == torch.float32
+    assert columns.always_fits
+
+
+def test_rows_may_be_refused_that_are_laid_out_of_what_is_kept() -> None:
+    axes = [torch.ones(3, 2).long(), torch.ones(1).long()]
+    masks = [torch.ones(1), torch.ones(1).double()]
+    for shapes, field in (
+        ([(2, 1), (1, 0)], {"position_ids": axes}),
+        ([(2, 1), (2, 1)], {"loss_masks": masks}),
+    ):
+        samples = make_samples(shapes) | field
+        assert not Columns.read(samples, DEFAULT_SCHEMA).always_fits
+    assert Columns.read(make_samples([(2, 1)]), DEFAULT_SCHEMA).always_fits
 
 
 def test_a_change_in_place_is_none_of_the_neighbours() -> None:
@@ -219,6 +233,8 @@ def test_samples_are_taken_and_joined_with_all_their_fields(
         )
         for name in columns:
             assert equal(made[name], [columns[name][i] for i in chosen]), name
+        if made.total_lengths:  # behind the last value stands padding
+            assert not made.rows("mark").values[-1].any()
         again = pickle.loads(pickle.dumps(made))
         assert all(equal(again[name], made[name]) for name in made)
 

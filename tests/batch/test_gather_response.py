@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batch_cases import make_samples, merge_packed, sample_shapes
+from batch_cases import make_samples, merge_packed, owned_responses, sample_shapes
 from gather_worker import (
     CASES,
     LOSSES,
@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from spawned import reports_of_group
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, pack
-from mcore_batching.batch.gather import owned_response_mask
 
 SECONDS = 180  # a rank that waits for another gives up after 120
 
@@ -64,9 +63,7 @@ def test_the_gradient_is_that_of_the_unsliced_row(
     offsets = rows[0].host_cu_seqlens_padded
     stream = full_stream(offsets[-1], trailing).requires_grad_()
     values = plain_responses(stream, rows[0])
-    total = sum(
-        LOSSES[loss](values, owned_response_mask(row), rank) for rank, row in enumerate(rows)
-    )
+    total = sum(LOSSES[loss](values, owned_responses(row), rank) for rank, row in enumerate(rows))
     total.backward()
     assert stream.grad is not None
     assert bool(stream.grad.any()) == (case in ("mixed", "boundaries"))
@@ -90,7 +87,7 @@ def test_without_context_parallelism(shapes: list[tuple[int, int]]) -> None:
     values = gather_response(stream, row)
     expected = plain_responses(stream, row)
     assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
-    owned = owned_response_mask(row)
+    owned = owned_responses(row)
     for loss in LOSSES.values():
         ours, plain = (
             torch.autograd.grad(loss(each, owned, 0), stream, retain_graph=True)[0]

@@ -15,12 +15,14 @@ from mcore_batching.batch import (
     DEFAULT_SCHEMA,
     PackedMicroBatch,
     StepTotals,
+    gather_response,
     make_placeholder,
     pack,
     sample_mean,
     token_mean,
 )
-from mcore_batching.batch.loss import owned_num_tokens, step_totals
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.loss import SampleWeights, owned_num_tokens
 
 
 def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:
@@ -86,7 +88,7 @@ def test_shares_add_up_to_the_mean_whatever_the_packing(
     generator.shuffle(order)
     cut = generator.randint(0, len(order))
     packing = [tuple(part) for part in (order[:cut], order[cut:]) if part] + [()] * placeholders
-    totals = step_totals(make_row(samples, indices) for indices in packing)
+    totals = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals(order)
     sums = {"token": 0.0, "sample": 0.0, "trained": 0.0}
     tokens = 0
     for rank in range(size):
@@ -99,13 +101,13 @@ def test_shares_add_up_to_the_mean_whatever_the_packing(
             tokens += owned_num_tokens(row)
     assert sums == pytest.approx(plain_means(samples, values), abs=1e-5)
     assert tokens == totals.num_tokens
+    assert SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals([]) == StepTotals()
     assert totals.num_samples == samples["is_padding"].count(False)
 
 
 def test_placeholder_counts_nothing_and_stays_on_the_graph() -> None:
     samples = make_samples([(4, 2)], seed=1)
     placeholder = make_row(samples, ())
-    assert step_totals([placeholder]) == StepTotals()
     assert owned_num_tokens(placeholder) == 0
     logits = torch.ones(3, requires_grad=True)
     totals = StepTotals(num_samples=3, num_trained_samples=2, num_tokens=5, token_weight=5.0)
@@ -121,7 +123,7 @@ def test_masked_token_that_is_not_finite_does_no_harm() -> None:
     samples["loss_masks"] = [torch.tensor([1.0, 0.0, 1.0])]
     row = make_row(samples, (0,))
     value = torch.tensor([1.0, float("inf"), 3.0], requires_grad=True)
-    share = token_mean([value], row, step_totals([row]))
+    share = token_mean([value], row, SampleWeights(row.fields).totals([0]))
     assert share.item() == 2.0
     (gradient,) = torch.autograd.grad(share, value)
     assert gradient.tolist() == [0.5, 0.0, 0.5]
@@ -134,3 +136,34 @@ def test_value_of_the_wrong_length_is_named() -> None:
         token_mean([torch.zeros(2), torch.zeros(5)], row, StepTotals())
     with pytest.raises(ValueError, match="expected values of 2 samples, got 1"):
         token_mean([torch.zeros(2)], row, StepTotals())
+
+
+def test_values_that_were_gathered_are_read_as_the_list_that_holds_them_now() -> None:
+    samples = make_samples([(4, 2), (5, 3)], seed=1) | {"is_padding": [False, False]}
+    samples["loss_masks"] = [torch.ones(2), torch.ones(3)]
+    row, turned = make_row(samples, (0, 1)), make_row(samples, (1, 0))
+    totals = StepTotals(token_weight=1.0)
+    values = gather_response(torch.arange(9.0), row)
+    assert token_mean(values, row, totals).item() == 1 + 2 + 5 + 6 + 7
+    with pytest.raises(ValueError, match=r"sample 0 .*expected values of shape \[3\].*got \[2\]"):
+        token_mean(values, turned, totals)
+    values[1] = torch.ones(3)
+    assert token_mean(values, row, totals).item() == 1 + 2 + 3
+    values[1] = torch.ones(4)
+    with pytest.raises(ValueError, match=r"sample 1 .*got \[4\]"):
+        token_mean(values, row, totals)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 999), st.integers(1, 20))
+def test_padding_samples_do_not_show_in_the_last_bit(seed: int, more: int) -> None:
+    shapes = [(random.Random(seed).randint(50, 90), 50) for _ in range(3)] + [(9, 7)] * more
+    samples = make_samples(shapes, seed) | {"is_padding": [False] * 3 + [True] * more}
+    values = [torch.randn(n, generator=torch.Generator().manual_seed(seed)) for _, n in shapes]
+    shares = []
+    for indices in ((0, 1, 2), range(3 + more)):
+        row = make_row(samples, tuple(indices))
+        totals = SampleWeights(row.fields).totals(range(row.num_samples))
+        mine = [values[i] for i in indices]
+        shares.append([mean(mine, row, totals).item() for mean in (token_mean, sample_mean)])
+    assert shares[0] == shares[1]

@@ -21,6 +21,7 @@ from mcore_batching.batch import (
     make_placeholder,
 )
 from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.loss import SampleWeights
 
 STREAMS = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
 
@@ -59,6 +60,8 @@ def require_equals_plain_row(samples: dict, size: int, align: int, row_align: in
         assert row.num_samples == len(samples["tokens"])
         masks = [later(plain.loss_mask, plain.offsets, depth) for depth in range(3)]
         assert row.token_weights == tuple(map(sum, masks))
+        weights = SampleWeights(row.fields, depths=2).token_weights(range(row.num_samples))
+        assert tuple(weights) == row.token_weights
         if size > 1:
             assert all(offset % (2 * size) == 0 for offset in plain.offsets)
 
@@ -390,7 +393,9 @@ def turns(shapes: list[tuple[int, int]] = TURNS) -> dict:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_samples_that_begin_another_lie_in_its_segment(size: int) -> None:
     samples = turns()
-    rows = pack_on_all_ranks(samples, size, hosts=HOSTS, schema=MARKED)
+    rows = pack_on_all_ranks(samples, size, hosts=HOSTS, schema=MARKED, depths=2)
+    weights = SampleWeights(rows[0].fields, depths=2).token_weights(range(len(HOSTS)))
+    assert tuple(weights) == rows[0].token_weights
     hosts = {name: [values[i] for i in (1, 2)] for name, values in samples.items()}
     alone = pack_on_all_ranks(hosts, size, schema=MARKED)
     for name in ("tokens", "labels", "position_ids", "padding_mask"):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from batch_cases import make_samples, merge_packed, pack_on_all_ranks, sample_shapes
+from batch_cases import (
+    make_samples,
+    merge_packed,
+    owned_responses,
+    pack_on_all_ranks,
+    sample_shapes,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from mcore_batching.batch.gather import owned_response_mask
-from mcore_batching.batch.loss import response_loss_masks
 
 
 @settings(max_examples=150, deadline=None)
@@ -26,28 +28,20 @@ def test_the_row_and_the_loss_weigh_every_token_alike(
     full = merge_packed([row.loss_mask for row in rows], offsets, -1)[0].tolist()
     streams = [torch.zeros(len(full)) for _ in rows]
     for i, (total, response) in enumerate(shapes):
-        owners = sum(owned_response_mask(row)[i].int() for row in rows)
+        owners = sum(owned_responses(row)[i].int() for row in rows)
         assert owners.tolist() == [int(total - response + j > 0) for j in range(response)]
     for row, stream in zip(rows, streams, strict=True):
-        masks = response_loss_masks(row)
+        masks = row.responses.loss_masks.split(row.response_lengths)
         for i, (total, response) in enumerate(shapes):
             expected = [
                 0.0 if tags[i] or total - response + j == 0 else float(samples["loss_masks"][i][j])
                 for j in range(response)
             ]
             assert masks[i].tolist() == expected
-            for j, owned in enumerate(owned_response_mask(row)[i].tolist()):
+            for j, owned in enumerate(owned_responses(row)[i].tolist()):
                 if owned:
                     stream[offsets[i] + total - response + j - 1] = expected[j]
     assert torch.stack(streams).sum(0).tolist() == full
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_weights_are_made_once_a_row(size: int) -> None:
-    (row, *_) = pack_on_all_ranks(make_samples([(5, 3), (4, 4)]), size)
-    for function in (response_loss_masks, owned_response_mask):
-        first, again = function(row), function(row)
-        assert [a.data_ptr() for a in first] == [b.data_ptr() for b in again]
 
 
 def test_the_given_masks_are_neither_changed_nor_shared() -> None:
@@ -56,7 +50,7 @@ def test_the_given_masks_are_neither_changed_nor_shared() -> None:
     (row,) = pack_on_all_ranks(samples | {"is_padding": [False, True]}, 1)
     assert [mask.tolist() for mask in samples["loss_masks"]] == [[1.0] * 3, [1.0] * 2]
     samples["loss_masks"][0].fill_(7.0)
-    assert response_loss_masks(row)[0].tolist() == [0.0, 1.0, 1.0]
+    assert row.responses.loss_masks[:3].tolist() == [0.0, 1.0, 1.0]
 
 
 def test_the_weights_travel_with_the_row() -> None:

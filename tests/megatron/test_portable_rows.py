@@ -1,7 +1,8 @@
-"""Rows that go to the device in one copy."""
+"""Rows that go to the device in one copy, and when they are made."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
 from mcore_batching.megatron import prepare
-from mcore_batching.megatron.prepare import PortableRow
+from mcore_batching.megatron.prepare import PortableRow, PreparedStep
 
 
 @pytest.fixture
@@ -56,3 +57,36 @@ def test_each_stage_gets_what_it_reads_in_one_copy(
     assert torch.equal(moved["multimodal_train_inputs"][0]["pixels"], torch.ones(2, 3))
     for name in ("tokens", "labels", "position_ids", "loss_mask", "padding_mask"):
         assert torch.equal(getattr(moved, name), getattr(row, name))
+
+
+@pytest.mark.parametrize(("always_fit", "at_once"), [(True, 1), (False, 3)])
+def test_rows_that_cannot_fail_are_packed_when_they_are_drawn_and_all_once(
+    row: PackedMicroBatch, always_fit: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "is_last_stage", lambda: True)
+    monkeypatch.setattr(prepare, "is_replayed", lambda chunks: False)
+    monkeypatch.setattr(prepare, "replayable", lambda chunks, row, names_of: row)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    made: list[int] = []
+
+    def packed(step: int, slot: int, depths: int) -> PackedMicroBatch:
+        made.append(slot)
+        return row
+
+    schedule: Any = SimpleNamespace(
+        steps=[((0, 1), (2,), ())],
+        row=packed,
+        rows_always_fit=always_fit,
+        made_rows={},
+        names_of=None,
+    )
+    for epoch in range(2):
+        portable = prepare._Rows(schedule, 0, 0, [], None)
+        assert len(made) == (3 if epoch else at_once)
+        step = PreparedStep(schedule, 0, portable, {}, None)  # type: ignore[arg-type]
+        first, second = (list(each) for each in step.iterators(2))
+        assert made == [0, 1, 2]
+        assert all(one.row is other.row for one, other in zip(first, second, strict=True))
+        for each in first:
+            assert torch.equal(each.row["advantages"][0], torch.tensor([0.5, 0.25]))
+            each.row["advantages"][0].zero_()  # a loss function's own, until the next epoch

@@ -20,6 +20,8 @@ VALUES: dict[str, Any] = {
     "alike": [torch.arange(3.0), torch.tensor(2.5), torch.zeros(0, 4), torch.ones(2, 3).t()],
     "alike for a time": [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j, 3 - 4j])],
     "alike, some negative": [torch.tensor([1 + 2j]).conj().imag, torch.ones(1)],
+    "nested, alike": [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])] * 2,
+    "quantised, alike": [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)] * 2,
     "kinds": [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64)],
     "transposed": torch.arange(6.0).view(2, 3).t(),
     "inside": ([1, 2], {"tokens": [torch.arange(5)], "images": [{"pixels": torch.rand(2, 2)}]}),

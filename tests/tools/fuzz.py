@@ -33,7 +33,7 @@ import torch
 
 from mcore_batching import batch as batching
 from mcore_batching import planning
-from mcore_batching.batch.loss import step_totals
+from mcore_batching.batch.loss import SampleWeights
 from mcore_batching.planning import (
     CostModel,
     MCoreBatchingError,
@@ -195,7 +195,7 @@ def packs(rng: random.Random) -> None:
     if row.context_parallel_size == 1:
         for start, each in zip(row.host_cu_seqlens_padded, tokens, strict=False):
             assert torch.equal(row.tokens[0, start : start + len(each)], each)
-    weights = step_totals([row]).token_weight
+    weights = SampleWeights(row.fields).token_weights(range(row.num_samples))[0]
     assert math.isfinite(weights)
     assert weights >= 0
     order = list(row.sample_indices)

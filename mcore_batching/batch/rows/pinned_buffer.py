@@ -21,29 +21,35 @@ _ALIGNMENT_BYTES = 128
 
 class PinnedBuffer:
     """Copies of host tensors in one buffer, pinned for copies to a CUDA device. Tensors on a
-    device, with a gradient, or of a subclass stay outside the buffer."""
+    device, with a gradient, or of a subclass stay outside the buffer.
+
+    Attributes:
+        tensors: views of the buffer, in the order of what was given, and those outside.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], *, pin_memory: bool) -> None:
-        self._tensors = list(tensors)
-        self._is_copied = [_is_copied(tensor) for tensor in self._tensors]
+        self.tensors = given = list(tensors)
+        self._is_copied = [_is_copied(tensor) for tensor in given]
         # Bytes of the first tensor, of the padding behind it, of the second tensor, ...
         self._sizes: list[int] = []
-        for tensor, is_copied in zip(self._tensors, self._is_copied, strict=True):
+        for tensor, is_copied in zip(given, self._is_copied, strict=True):
             size = tensor.nbytes if is_copied else 0
             self._sizes += [size, round_up(size, _ALIGNMENT_BYTES) - size]
         self._buffer = torch.empty(
             sum(self._sizes), dtype=torch.uint8, device="cpu", pin_memory=pin_memory
         )
-        for view, tensor in zip(self._in(self._buffer), self._tensors, strict=True):
+        self.tensors = self._in(self._buffer)
+        for view, tensor in zip(self.tensors, given, strict=True):
             if view is not tensor:
                 view.copy_(tensor)
 
     def on(self, device: torch.device) -> list[Tensor]:
-        """The tensors on a device, in their order. The host does not wait for pinned memory."""
-        moved = self._in(self._buffer.to(device, non_blocking=True))
+        """Copies of the tensors on a device, in their order. The host does not wait for pinned
+        memory."""
+        moved = self._in(self._buffer.to(device, non_blocking=True, copy=True))
         return [
             view if view is not tensor else tensor.to(device, non_blocking=True)
-            for view, tensor in zip(moved, self._tensors, strict=True)
+            for view, tensor in zip(moved, self.tensors, strict=True)
         ]
 
     def _in(self, buffer: Tensor) -> list[Tensor]:
@@ -53,7 +59,7 @@ class PinnedBuffer:
         parts = torch.unsafe_split_with_sizes(buffer, self._sizes)[::2]
         return [
             part.view(tensor.dtype).view(tensor.shape) if is_copied else tensor
-            for part, tensor, is_copied in zip(parts, self._tensors, self._is_copied, strict=True)
+            for part, tensor, is_copied in zip(parts, self.tensors, self._is_copied, strict=True)
         ]
 
 

@@ -129,7 +129,7 @@ class PackedForwardBackward:
             return losses
         self._log(job, chunks, prepared.schedule, failed, (begun, mark()), ready - started)
         # Megatron divides by the micro-batches that it was called with; other rows were run.
-        compat.layers.scale_moe_metrics(num_microbatches / len(prepared.rows))
+        compat.layers.scale_moe_metrics(num_microbatches / prepared.num_rows)
         later.log(num_microbatches)
         return losses
 

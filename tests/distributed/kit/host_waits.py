@@ -249,8 +249,10 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         if any(on_device):
             self._count(func.overloadpacket, args, kwargs)
-            # A number of the host's is handed to a kernel by value.
-            if any(each.dim() and not there for each, there in zip(given, on_device, strict=True)):
+            # A number of the host's is handed to a kernel by value. Where there is nothing, as in
+            # the zeros that autograd makes for an empty part of a concatenation, nothing is copied.
+            both = zip(given, on_device, strict=True)
+            if any(each.dim() and each.numel() and not there for each, there in both):
                 waits.count(f"tensor of the host's in {func.overloadpacket}")
         made = func(*args, **kwargs)
         if any(on_device):

@@ -17,7 +17,6 @@ from kit.model import MAX_SEQUENCE_LENGTH, model_options, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY, make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals
-from mcore_batching.batch.gather import owned_response_mask
 from mcore_batching.batch.row import pack
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import (
@@ -280,7 +279,7 @@ def _weights(row: PackedMicroBatch) -> Tensor:
 
 def _loss(row: PackedMicroBatch, log_probs: list[Tensor], entropy: list[Tensor] | None) -> Tensor:
     """This rank's share: gathered values count on the rank that predicts them."""
-    owned = torch.cat(owned_response_mask(row))
+    owned = row.responses.owned
     weights = _weights(row).to(owned.device)
     total = (torch.cat(log_probs).double() * weights[0] * owned).sum()
     if entropy is not None:

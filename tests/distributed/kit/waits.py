@@ -47,7 +47,7 @@ def waits_of_a_step(
         iterators, counts = get_data_iterator(args, model, data)
         schedule = schedule_of(iterators)
         # Also of samples on the device: laying them out there would ask it for every length.
-        assert schedule.rows(0)[0].tokens.device.type == "cpu"
+        assert schedule.row(0, 0).tokens.device.type == "cpu"
         for name in ("forward_only", "train_step"):
             waits.counts.clear()
             if name == "forward_only":
