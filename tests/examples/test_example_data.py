@@ -34,7 +34,7 @@ def test_the_first_picture_shows_what_the_readme_says(tmp_path, monkeypatch):
     made = runpy.run_path(script, run_name="__main__")
     assert picture.stat().st_size > 10_000
     theirs, ours = made["planned"]("tokens"), made["planned"]("auto")
-    saving = f"ends at 100, by this package's plan at {100 * ours.end / theirs.end:.0f}]"
+    saving = f"ends at 100, planned at {100 * ours.end / theirs.end:.0f}]"
     assert saving in (examples.parent / "README.md").read_text()
 
 

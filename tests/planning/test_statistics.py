@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given
@@ -132,9 +132,11 @@ def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPa
     """They are simulated once together, not each by itself, several times over."""
     simulated = []
 
-    def counting(clock: Clock, costs: Any, simulate: Any = Clock._simulate) -> None:
+    simulate = Clock._simulate
+
+    def counting(clock: Clock, costs: Sequence[float], first: int) -> None:
         simulated.append(clock)
-        simulate(clock, costs)
+        simulate(clock, costs, first)
 
     monkeypatch.setattr(Clock, "_simulate", counting)
     few, many = (ParallelDims(data_parallel=ranks, pipeline_parallel=2) for ranks in (3, 4096))
