@@ -25,7 +25,7 @@ LOSS = 3e-6
 GRAD_NORM = 2e-5
 ERROR_SECONDS = 45.0  # an error that came by a collective's timeout would take 60
 
-PAUSE_SECONDS = 0.01
+PAUSE_SECONDS = 0.02
 
 Ranks = list[Any]
 
