@@ -43,7 +43,9 @@ OPTIONS = [
     *((ParallelDims, each) for each in dataclasses.fields(ParallelDims)),
     *((PlannerConfig, each) for each in dataclasses.fields(PlannerConfig)),
 ]
-VALUES = st.none() | st.booleans() | st.integers(-99, 0) | st.floats() | st.text(max_size=9)
+# Errors cut texts that are long once escaped, as of many rare characters.
+TEXTS = st.text("auto 15é", max_size=9)
+VALUES = st.none() | st.booleans() | st.integers(-99, 0) | st.floats() | TEXTS
 
 
 @given(st.sampled_from(OPTIONS), VALUES)
