@@ -12,7 +12,6 @@ Packed under the cap and split, three micro-batches a stage end 8 % later, 30 % 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -21,6 +20,7 @@ from mcore_batching.planning.packing.packing import first_fit, first_fit_decreas
 from mcore_batching.planning.placement import largest_first, order_slots, split_until
 from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
+from mcore_batching.planning.search.assign import assign, by_cost
 
 LEAST_PER_STAGE = 3
 """A pipeline has at least this times its stages in micro-batches, where samples allow."""
@@ -110,27 +110,8 @@ def _assigned(
     over the last, since stages wait for these while the pipeline fills and drains."""
     ramp = int(_RAMP_PER_STAGE * problem.dims.pipeline_parallel) + 1
     shares = [min(1.0, (slot + 1) / ramp, (count - slot) / ramp) for slot in range(count)]
-    empty = problem.weight(())
-    costs = {each: problem.weight((each,)) - empty for row in packed for each in row}
-    unit = ordered_sum(costs.values()) / ordered_sum(shares)
-    # A heap of what each lacks, negative, and its number.
-    lacking = [(-unit * share, slot) for slot, share in enumerate(shares)]
-    heapq.heapify(lacking)
-    rows: list[list[int]] = [[] for _ in shares]
-    tokens = [0] * count
-    most = problem.config.max_samples_per_row or problem.num_samples
-    for sample in sorted(costs, key=lambda i: (-costs[i], i)):
-        full = []
-        while lacking:
-            lack, slot = heapq.heappop(lacking)
-            fits = tokens[slot] + problem.tokens[sample] <= problem.capacity
-            if not rows[slot] or (fits and len(rows[slot]) < most):
-                break
-            full.append((lack, slot))
-        else:
-            return None
-        rows[slot].append(sample)
-        tokens[slot] += problem.tokens[sample]
-        for each in (*full, (lack + costs[sample], slot)):
-            heapq.heappush(lacking, each)
-    return [sorted(samples) for samples in rows if samples]
+    fixed = problem.cost_model.per_micro_batch
+    order = by_cost([sample for samples in packed for sample in samples], problem.costs)
+    unit = ordered_sum(problem.costs[sample] for sample in order) / ordered_sum(shares)
+    assigned = assign(order, [[fixed + unit * share for share in shares]], problem)
+    return None if assigned is None else [sorted(samples) for samples in assigned[0] if samples]

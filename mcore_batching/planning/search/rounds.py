@@ -123,13 +123,11 @@ class Rounds:
         if ranks is None:
             return None
         step = self.objective.step(self._arranged(ranks))
-        groups = problem.dims.lockstep_groups
-        ends = step.ends if len(step.ends) == len(groups) else step.ends[: len(groups)]
-        mean = ordered_sum(ends) / len(ends)
+        mean = ordered_sum(step.ends) / len(step.ends)
         passes = problem.schedule.cost_of_passes
         self.offsets[shape] = [
             more - DAMPING * (end - mean) / passes
-            for more, end in zip(self.offsets[shape], ends, strict=True)
+            for more, end in zip(self.offsets[shape], step.ends, strict=True)
         ]
         if shape not in self.best or step.end < self.best[shape].end:
             self.best[shape] = step

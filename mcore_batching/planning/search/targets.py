@@ -89,10 +89,8 @@ class Targets:
         span = (4 if shape.gentle else 2) * stages
         self._decay = (span - 1.4) / (span + 1.4)
         powers = accumulate(repeat(self._decay, self._units), mul, initial=1.0)
-        self._first, self._lowest = (
-            shape.first_size,
-            min(LOWEST[0], LOWEST[1] * stages / self._units),
-        )
+        self._first = shape.first_size
+        self._lowest = min(LOWEST[0], LOWEST[1] * stages / self._units)
         self._falls = list(powers)
         """What units before the last lack of the plateau, over what the last lacks."""
         if shape.fades:
