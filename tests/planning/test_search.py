@@ -109,10 +109,19 @@ TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER = Step(
     False,
 )
 
+FILLS_A_RANK_OF_PLACEHOLDERS = Step(
+    [0, 0, 0, 2, 3],
+    ParallelDims(data_parallel=3, pipeline_parallel=2, virtual_pipeline=2),
+    PlannerConfig(max_tokens_per_gpu=24, plan_effort=20),
+    CostModel(quadratic=0.0, per_micro_batch=1.0),
+    False,
+)
+
 
 @examples(400)
 @given(problems())
 @example(TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER)
+@example(FILLS_A_RANK_OF_PLACEHOLDERS)
 def test_every_plan_is_legal_and_within_its_bounds_and_repeats_itself(problem: Step) -> None:
     """Exact cover, the cap, equal counts, no needless placeholder and none in the last slot; no
     fewer micro-batches and no earlier end than the lower bounds."""

@@ -288,11 +288,8 @@ class Moves:
         if mine.ranks == theirs.ranks and self._draw() >= 0.25:
             self._exchange_slots(mine, theirs)
             return
-        # The last sample stays: an empty micro-batch would be a placeholder. It may be swapped. A
-        # rank with a placeholder takes a further sample nowhere else.
-        may_move = len(mine.samples) > 1 and not (
-            theirs.samples and theirs.ranks.start in self._with_placeholders
-        )
+        # The last sample stays: an empty micro-batch would be a placeholder. It may be swapped.
+        may_move = len(mine.samples) > 1 and self._may_grow(theirs)
         given, taken = self._choose(mine, theirs, may_move)
         # Nor may a sample go where it is over the cap of the other size.
         if given < 0 or (
@@ -307,6 +304,15 @@ class Moves:
         if not (mine.is_legal and theirs.is_legal and self._is_kept(theirs, mine)):
             mine.set_samples(before[0])
             theirs.set_samples(before[1])
+
+    def _may_grow(self, micro_batch: MicroBatch) -> bool:
+        """True if it may take a further sample. A rank with a placeholder takes one nowhere else,
+        in its last slot before any other (`placement`)."""
+        rank = micro_batch.ranks.start
+        if micro_batch.samples:
+            return rank not in self._with_placeholders
+        last = self._ranks[rank][-1]
+        return last is micro_batch or bool(last.samples)
 
     def _two_micro_batches(self) -> tuple[MicroBatch, MicroBatch]:
         """A micro-batch on which the end of a late pipeline depends, and one on which less does,
