@@ -37,7 +37,6 @@ from mcore_batching.megatron.topology import make_row_groups
 from mcore_batching.megatron.watch import POLL_SECONDS
 from mcore_batching.planning import Problem, StepPlan, validate_plan
 from mcore_batching.planning.local import fill_local, least_count, pack_local
-from mcore_batching.planning.plans.compact import plan_from_bytes, plan_to_bytes
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 
 _STAGE = "exchanging samples"
@@ -131,7 +130,7 @@ def planned_step(
 
 
 def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> bytes:
-    """The plan of a step of all ranks' samples, in its compact form. A collective."""
+    """The plan of a step of all ranks' samples, as JSON. A collective."""
     job = samples.job
     with job.agreement("planning") as agree:
         agree.same("step to plan", step)
@@ -140,22 +139,15 @@ def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> by
         if is_planning_rank(job):
             with samples.naming(samples.computed(step)):
                 plan = job.memory.only(Planner).plan(job, samples.request(step), ticket)
-            data = plan_to_bytes(plan)
+            data = plan.to_json().encode()
         size = agree.max("bytes of the plan", len(data))
     return job.consensus.broadcast_bytes("broadcasting the plan", data, size.value)
 
 
 def _checked_plan(samples: Samples, step: int, data: bytes) -> GlobalPlan:
-    settings, computed = samples.settings, samples.computed(step)
+    computed = samples.computed(step)
     lengths = [samples.lengths[number] for number in computed]
-    plan = plan_from_bytes(
-        data,
-        len(lengths),
-        settings.dims,
-        settings.config,
-        settings.cost_model,
-        forward_only=samples.forward_only,
-    )
+    plan = samples.request(step).read(data)
     validate_plan(plan, lengths)
     hosted = tuple(samples.lengths[number] for number in samples.hosted(step))
     plan = dataclasses.replace(plan, hosted_lengths=hosted)

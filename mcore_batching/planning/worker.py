@@ -14,6 +14,7 @@ ask for the signal, stays stopped if its parent ends before the stop takes effec
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import struct
@@ -21,7 +22,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
@@ -31,7 +31,6 @@ from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import PlanFormatError, PlanningError
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import plan_step
-from mcore_batching.planning.plans.compact import plan_from_bytes, plan_to_bytes
 from mcore_batching.planning.plans.plan import StepPlan
 
 WAIT_SECONDS = 30.0
@@ -73,7 +72,7 @@ serve()
 """
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class PlanRequest:
     """Arguments of `plan_step`; equal requests have equal plans."""
 
@@ -87,6 +86,26 @@ class PlanRequest:
         """Plan in this process; raises what `plan_step` does."""
         settings = self.dims, self.config, self.cost_model
         return plan_step(self.lengths, *settings, forward_only=self.forward_only)
+
+    def read(self, document: bytes) -> StepPlan:
+        """Return the plan of this request that another process made and wrote as JSON. What the
+        plan contains is for `validate_plan` to check.
+
+        Raises:
+            PlanFormatError: no plan, a damaged one, or one of another request.
+        """
+        try:
+            plan = StepPlan.from_json(document.decode())
+        except UnicodeDecodeError:
+            raise PlanFormatError(f"{len(document)} bytes that are no plan; plan again") from None
+        due = self.dims, self.config, tuple(range(len(self.lengths)))
+        if (plan.dims, plan.config, plan.sample_indices) != due:
+            raise PlanFormatError(
+                f"a plan of {plan.num_samples} samples for {len(plan.micro_batches)} ranks, "
+                "expected one by this job's settings; plan again"
+            )
+        # The document has neither, as a plan is the same whatever it was made by.
+        return dataclasses.replace(plan, cost_model=self.cost_model, forward_only=self.forward_only)
 
 
 class PlanTicket:
@@ -139,14 +158,10 @@ class PlanTicket:
         if kind == _FAILED:
             self._worker.give_up(self._process, content.decode(errors="replace"))
             return None
-        request = self.request
-        settings = request.dims, request.config, request.cost_model
         try:
             if kind != _PLAN:
                 raise PlanFormatError("no answer to a request")
-            plan = plan_from_bytes(
-                content, len(request.lengths), *settings, forward_only=request.forward_only
-            )
+            plan = self.request.read(content)
         except PlanFormatError as exception:
             self._worker.give_up(self._process, f"sent {exception}")
             return None
@@ -311,9 +326,7 @@ def serve() -> None:
             number, packet = _read(requests)
             try:
                 request: PlanRequest = pickle.loads(packet)
-                answer = _PLAN + plan_to_bytes(request.plan())
-            except PlanFormatError as exception:
-                answer = _FAILED + f"cannot send a plan: {exception}".encode()
+                answer = _PLAN + request.plan().to_json().encode()
             except PlanningError:
                 answer = _IN_LINE
             except Exception as exception:

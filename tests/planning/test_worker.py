@@ -11,11 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mcore_batching import CostModel, ParallelDims, PlannerConfig, PlanningError
-from mcore_batching.planning import OversizeSampleError, worker
+from mcore_batching.planning import OversizeSampleError, PlanFormatError, worker
 from mcore_batching.planning.worker import MOST_FAILURES, PlanningWorker, PlanRequest
 
 DIMS = ParallelDims(data_parallel=4, pipeline_parallel=2)
@@ -85,6 +88,35 @@ def test_its_plans_are_those_made_in_line(planner: PlanningWorker) -> None:
     assert planner.complaint() is None
 
 
+PLAN = REQUEST.plan()
+DOCUMENT = PLAN.to_json().encode()
+
+
+@given(st.integers(0, 8 * len(DOCUMENT) - 1))
+def test_one_wrong_bit_changes_no_plan_that_is_read(bit: int) -> None:
+    damaged = bytearray(DOCUMENT)
+    damaged[bit // 8] ^= 1 << bit % 8
+    try:
+        plan = REQUEST.read(bytes(damaged))
+    except PlanFormatError:
+        return
+    assert plan == PLAN  # a key that the document may lack was damaged
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": REQUEST.lengths[:-1]},
+        {"lengths": (*REQUEST.lengths, 1)},
+        {"dims": dataclasses.replace(DIMS, tensor_parallel=2)},
+        {"config": PlannerConfig(max_tokens_per_gpu=1024, plan_effort=11)},
+    ],
+)
+def test_a_plan_of_another_request_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(PlanFormatError, match="48 samples for 4 ranks"):
+        dataclasses.replace(REQUEST, **changes).read(DOCUMENT)
+
+
 def test_what_the_planner_refuses_is_raised_as_itself(planner: PlanningWorker) -> None:
     config = PlannerConfig(max_tokens_per_gpu=16, on_oversize="error")
     request = dataclasses.replace(REQUEST, config=config)
@@ -107,7 +139,7 @@ def nothing(pid: int) -> None:
 
 
 SLEEPS = "it.plan_step = lambda *given, **named: time.sleep(1000)"
-DAMAGES = "to_bytes = it.plan_to_bytes\nit.plan_to_bytes = lambda plan: to_bytes(plan)[:-1] + b'!'"
+DAMAGES = "it.StepPlan.to_json = lambda plan: 'no plan'"
 OTHER_RANKS = """
 import dataclasses
 from mcore_batching.planning.planner import plan_step
@@ -137,8 +169,8 @@ resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
         ("os.close(1); time.sleep(1000)", nothing, "closed its pipes"),
         ("it._write(sys.stdout.buffer, 0, b'')", nothing, "sent no answer"),
         ("it._write(sys.stdout.buffer, 1, b'I')", nothing, "sent an answer to another request"),
-        (DAMAGES, nothing, "sent .* bytes that are no plan"),
-        (OTHER_RANKS, nothing, "sent a plan for 2 ranks"),
+        (DAMAGES, nothing, "sent expected a plan in JSON"),
+        (OTHER_RANKS, nothing, "sent a plan of 48 samples for 2 ranks"),
     ],
 )
 def test_after_a_fault_the_plan_is_made_in_line_and_the_reason_is_given_once(

@@ -17,10 +17,11 @@ from kit.calls import Calls, Function, f_with, loss_with, read_faults
 from kit.exactness import arguments, log_probs_of
 from kit.model import named_parameters
 from kit.objective import packed_objective
-from mcore_batching.megatron import add_fields, plan, response_log_probs
+from mcore_batching.megatron import add_fields, response_log_probs
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import plan_step
+from mcore_batching.planning.worker import PlanRequest
 
 SHARED = {"dynamic_batch_context_parallel": 2}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -58,12 +59,12 @@ def fails(*unused: Any) -> Any:
     raise MemoryError("on purpose")
 
 
-def damaged(data: bytes, *rest: Any, **options: Any) -> Any:
-    """The plan of bytes of which the last is lost."""
-    return _plan_from_bytes(data[:-1], *rest, **options)
+def damaged(request: PlanRequest, document: bytes) -> Any:
+    """The plan of a document of which the last byte is lost."""
+    return _read(request, document[:-1])
 
 
-_plan_from_bytes = plan.plan_from_bytes
+_read = PlanRequest.read
 
 
 def plan_beyond_cap(planner: Planner, job: Any, request: Any, ticket: Any) -> Any:

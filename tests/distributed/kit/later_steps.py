@@ -21,9 +21,9 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron import plan as plan_module
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.planning import ParallelDims, PlanningError
+from mcore_batching.planning.worker import PlanRequest
 
 
 def _plan(args: Any, model: list[Any]) -> tuple[Any, Any]:
@@ -93,13 +93,13 @@ def mishaps(dims: dict[str, Any], reference: str, planner: dict[str, Any]) -> di
             lambda: forward_only(log_probs_of, args, model, *rollout),
         )
     rollout = _plan(args, model)
-    read = plan_module.plan_from_bytes
+    read = PlanRequest.read
 
-    def damaged(data: bytes, *rest: Any, **options: Any) -> Any:
-        return read(data[:-1], *rest, **options)
+    def damaged(request: PlanRequest, document: bytes) -> Any:
+        return read(request, document[:-1])
 
     if not is_planning_rank():
-        with mock.patch.object(plan_module, "plan_from_bytes", damaged):
+        with mock.patch.object(PlanRequest, "read", damaged):
             told["damaged"] = _errors(step(rollout, 1))
     else:
         told["damaged"] = _errors(step(rollout, 1))
