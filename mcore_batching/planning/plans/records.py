@@ -1,16 +1,13 @@
 """A training job's record, step by step: lengths, plan and measured time.
 
-A job writes one file of JSON lines into a folder:
+A job writes one file of JSON lines into a folder, a step each:
 
-    {"format": "mcore-batching/record", "version": 1, "layout": {...}, "config": {...},
-     "cost_model": {...}}
-    {"step": 0, "lengths": [...], "scope": "global", "ranks": [[[3, 17], [5]], ...],
-     "measured_seconds": 1.25}
+    {"format": "mcore-batching/record", "version": 2, "step": 0, "measured_seconds": 1.25,
+     "lengths": [...], "plan": {a plan of one step}, "cost_model": {...}}
 
-The first line holds for the steps after it, and is repeated when a part of it changes. Samples are
-numbered from 0 in each step; under learnt costs `seconds_per_unit` is the time of one token's work
-on a mean stage; `hosted_lengths` are those of further samples, computed in the segments of these.
-Beside it lies `cost_model.json`, the last step's cost model.
+Samples are numbered from 0 in each step; under learnt costs `seconds_per_unit` is the time of one
+token's work on a mean stage; `hosted_lengths` are those of further samples, computed in the
+segments of these. Beside the file lies `cost_model.json`, the last step's cost model.
 
 A step is flushed before `append` returns, so a killed job loses no earlier one; a last line that
 was cut short is left out on reading. A record that cannot be written is a warning, and the job goes
@@ -39,13 +36,12 @@ from mcore_batching.planning.files import (
     write_whole,
 )
 from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
-from mcore_batching.planning.plans import plan_document
-from mcore_batching.planning.plans.plan import StepPlan, step_document
+from mcore_batching.planning.plans.plan import Plan, StepPlan
 from mcore_batching.planning.plans.validation import validate_plan
 
 COST_MODEL_FILE = "cost_model.json"
 FORMAT = "mcore-batching/record"
-VERSION = 1
+VERSION = 2
 
 
 class RecordError(PlanningError):
@@ -78,7 +74,7 @@ class StepRecorder:
 
     def __init__(self, directory: str | Path, *, writes: bool = True) -> None:
         self._file: TextIO | None = None
-        self._header: dict[str, Any] | None = None
+        self._cost_model: CostModel | None = None
         self._steps = 0
         self._folder = folder = Path(directory)
         if not writes:
@@ -103,8 +99,8 @@ class StepRecorder:
         *,
         seconds_per_unit: float | None = None,
     ) -> None:
-        """Write one step: its plan over all data-parallel ranks, the lengths of the batch that it
-        refers to, the seconds of all its passes and of a unit of cost (None: not measured, not
+        """Write one step: its plan over all data-parallel ranks, of samples numbered from 0, and
+        their lengths; the seconds of all its passes and of a unit of cost (None: not measured, not
         learnt)."""
         if self._file is None:
             return
@@ -113,24 +109,23 @@ class StepRecorder:
         if seconds_per_unit is not None and model.linear > 0:
             seconds_per_unit *= model.linear
             model = in_units_of(model, model.linear)
-        header = {
+        step = {
             "format": FORMAT,
             "version": VERSION,
-            "layout": plan_document.options_of(plan.dims),
-            "config": asdict(plan.config),
+            "step": self._steps,
+            "measured_seconds": measured_seconds,
+            "lengths": list(map(int, lengths)),
+            "plan": json.loads(plan.to_json()),
             "cost_model": asdict(model),
         }
-        step = {"step": self._steps, **_content(plan, lengths)}
-        step["measured_seconds"] = measured_seconds
+        if plan.hosted_lengths:
+            step["hosted_lengths"] = plan.hosted_lengths
         if seconds_per_unit is not None:
             step["seconds_per_unit"] = seconds_per_unit
-        # The header again only where it changed: it would be most of a short step's line.
-        lines = [step] if header == self._header else [header, step]
         try:
-            for line in lines:
-                self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._file.write(json.dumps(step, separators=(",", ":")) + "\n")
             self._file.flush()
-            if self._header is None or self._header["cost_model"] != header["cost_model"]:
+            if self._cost_model != model:
                 _write_cost_model(self._folder, model, seconds_per_unit)
         except OSError as error:
             # Raising here would leave the other ranks waiting inside their step.
@@ -139,7 +134,7 @@ class StepRecorder:
             )
             self._file = None
             return
-        self._header = header
+        self._cost_model = model
         self._steps += 1
 
     def close(self) -> None:
@@ -147,24 +142,6 @@ class StepRecorder:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _content(plan: StepPlan, lengths: Sequence[int]) -> dict[str, Any]:
-    """Samples and micro-batches of a step as its line has them, samples numbered from 0."""
-    number = {sample: position for position, sample in enumerate(plan.sample_indices)}
-    numbered = tuple(
-        tuple(tuple(number[sample] for sample in samples) for samples in rank)
-        for rank in plan.micro_batches
-    )
-    content: dict[str, Any] = {
-        "lengths": [int(lengths[sample]) for sample in plan.sample_indices],
-        "scope": plan.scope,
-        **step_document(replace(plan, micro_batches=numbered)),
-    }
-    del content["num_microbatches"]  # which the ranks' lists show
-    if plan.hosted_lengths:
-        content["hosted_lengths"] = plan.hosted_lengths
-    return content
 
 
 def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | None) -> None:
@@ -188,7 +165,6 @@ def read_records(directory: str | Path) -> list[StepRecord]:
 
 
 def _read_file(file: Path) -> Iterator[StepRecord]:
-    header: dict[str, Any] | None = None
     for number, line in enumerate(_lines(file), 1):
         if not line.endswith("\n") and len(line) <= MAX_JSON_CHARACTERS:
             return  # cut short when the job was killed
@@ -196,13 +172,7 @@ def _read_file(file: Path) -> Iterator[StepRecord]:
             raw = parse_json(line)
             if not isinstance(raw, dict):
                 raise ValueError(f"expected a JSON object, got {raw!r:.60}")
-            # A part of the header that changed is repeated, so any line may be one.
-            if "format" in raw:
-                header = _checked_header(raw)
-                continue
-            if header is None:
-                raise ValueError(f'no line with "format": "{FORMAT}" comes before it')
-            yield _record(raw, header)
+            yield _record(raw)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
             raise RecordError(f"{file}:{number}: not a record of a step: {reason}") from None
@@ -216,28 +186,20 @@ def _lines(file: Path) -> Iterator[str]:
         raise RecordError(f"cannot read {file}: {error}") from error
 
 
-def _checked_header(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _record(raw: Mapping[str, Any]) -> StepRecord:
     if (raw["format"], raw["version"]) != (FORMAT, VERSION):
         raise ValueError(
             f"expected {FORMAT} version {VERSION}, got {raw['format']!r:.80} "
             f"{raw['version']!r:.80}; read it with the release that wrote it"
         )
-    return {key: raw[key] for key in ("layout", "config", "cost_model")}
-
-
-def _record(raw: Mapping[str, Any], header: Mapping[str, Any]) -> StepRecord:
     lengths = tuple(check_lengths(raw["lengths"]))
-    # As a document of one step, so that its parts are checked in one place.
-    step = dict(raw) | {"num_microbatches": len(raw["ranks"][0])}
-    whole = {**header, "scope": raw["scope"], "num_samples": len(lengths), "steps": [step]}
-    (fields,) = plan_document.read(whole)["steps"]
-    fields |= {
-        "sample_indices": tuple(range(len(lengths))),
-        "cost_model": CostModel(**header["cost_model"]),
-        "hosted_lengths": tuple(check_lengths(raw.get("hosted_lengths", ()))),
-    }
-    plan = StepPlan(**fields)
-    validate_plan(plan, lengths)  # a broken plan would break a reader much later
+    plan = replace(
+        StepPlan.from_json(json.dumps(raw["plan"])),
+        cost_model=CostModel(**raw["cost_model"]),
+        hosted_lengths=tuple(check_lengths(raw.get("hosted_lengths", ()))),
+    )
+    # A broken plan, or one of some of the samples, would break a reader much later.
+    validate_plan(Plan(steps=(plan,), num_samples=plan.num_samples), lengths)
     measured, unit = raw["measured_seconds"], raw.get("seconds_per_unit")
     return StepRecord(
         step=at_least("step", raw["step"], 0, RecordError),
