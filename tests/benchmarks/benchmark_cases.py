@@ -36,11 +36,11 @@ class Lengths:
     pool: list[int]
     cap: int | None
 
-    def draw(self, count: int, seed: int) -> tuple[list[int], int]:
-        """`count` lengths, cut at the cap, and the cap."""
+    def draw(self, count: int, seed: int, *, cut: bool = True) -> tuple[list[int], int]:
+        """`count` lengths, cut at the cap or not, and the cap."""
         lengths = random.Random(seed).sample(self.pool, count)
         cap = self.cap or max(lengths) + 64
-        return [min(length, cap) for length in lengths], cap
+        return [min(length, cap) if cut else length for length in lengths], cap
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:

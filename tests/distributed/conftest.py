@@ -48,9 +48,10 @@ def ranks(
 
 
 def _selected(request: pytest.FixtureRequest) -> list[Job]:
-    """The jobs of all selected tests."""
+    """The jobs of all selected tests, but for those that are skipped."""
     return [
         item.callspec.params["job"]
         for item in request.session.items
         if "job" in getattr(getattr(item, "callspec", None), "params", {})
+        and item.get_closest_marker("skip") is None
     ]

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import mcore_batching
-from kit import framework, miles, planned_framework, slime, slime_scheduled
+from kit import framework, planned_framework
 from kit.exactness import arguments as engine_arguments
 from kit.exactness import difference, log_probs_of
 from kit.harness import Job
 from kit.samples import make_samples, take
 from kit.shared_rows import mixed_sizes
-from kit.slime import SAMPLES, arguments, model_of
+from kit.slime import SAMPLES, arguments, model_of, modules_of
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.megatron import forward_only, get_data_iterator
 from mcore_batching.megatron.topology import is_last_stage
@@ -234,10 +234,7 @@ def _modules(of: str, source: str, shape: ParallelDims, args: Any) -> SimpleName
         args.collects_outputs = of == "planned miles"
         own = planned_framework
         return SimpleNamespace(data=own, model=own, f=_collected_log_probs)
-    if of == "slime unplanned":
-        modules = slime.modules_of(source)
-    else:
-        modules = {"slime": slime_scheduled, "miles": miles}[of].modules_of(source, shape, args)
+    modules = modules_of(of, source, shape, args)
     modules.f = modules.loss.get_log_probs_and_entropy
     return modules
 

@@ -1,17 +1,20 @@
-"""Jobs that run slime's own modules, read from a checkout, with its batching hooked.
+"""Jobs that run slime's or miles' own modules, read from a checkout, with their batching hooked.
 
-slime's forward step, log-prob and loss functions, advantages and training step run as they are.
-What they import for other purposes (`STAND_INS`) is replaced by empty modules, and so is
-``megatron.training`` where the wheel has none: of that only ``get_args`` is called.
+Their forward step, log-prob and loss functions, advantages and training step run as they are.
+slime before its pull request 1860 plans where it trains ("slime unplanned"). Since 1926 it plans
+with `build_dp_schedule`, deals the rollout data out to the ranks by it, and trains with its own
+iterator ("slime"); miles has the same functions with other parameters, and keeps its parallel
+groups in a state of its own ("miles"). What they import for other purposes (`STAND_INS`) is
+replaced by empty modules, and so is ``megatron.training`` where the wheel has none: of that only
+``get_args`` is called.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -29,6 +32,7 @@ from kit.harness import Job
 from kit.model import named_parameters, sharded_model
 from kit.samples import make_samples, take
 from kit.stand_ins import StandIns
+from mcore_batching.integrations.slime import hook_schedule
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -44,6 +48,14 @@ CAP_TOKENS = 48
 SAMPLES = [0, 1, 5, 7, 8, 9, 10, 11]
 
 
+ROLLOUTS = [0, 0, 1, 2, 3, 3, 4, 5]
+"""Of each of the samples; two rollouts have two."""
+
+LOG_PROBS = 2e-6
+GRADIENTS = 2e-5
+REPORTED = 2e-6
+"""Tolerances, as in `test_exactness`: both sides compute in float32 over rows of other contents."""
+
 COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2-tokens": ({"data_parallel": 2}, {"per_token_loss": True}),
     "dp2-samples": ({"data_parallel": 2}, {"per_token_loss": False}),
@@ -55,21 +67,44 @@ COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"per_token_loss": True},
     ),
 }
-"""Parallel dims and settings of `compare`, of both modules that have one."""
+"""Parallel dims and settings of `compare`."""
 
 
-def compared_jobs(prefix: str, function: str, source: str) -> list[Job]:
-    """A job of two ranks for each of `COMPARED`, with slime's checkout."""
+def compared_jobs(of: str, source: str) -> list[Job]:
+    """A job of two ranks for each of `COMPARED`, with this framework's checkout."""
     return [
         Job(
-            f"{prefix}-{name}",
-            function,
+            f"{of.replace(' ', '-')}-{name}",
+            "kit.slime:compare",
             2,
             dims,
-            {"dims": dims, "reference": "dense", "source": source, **settings},
+            {"dims": dims, "reference": "dense", "of": of, "source": source, **settings},
         )
         for name, (dims, settings) in COMPARED.items()
     ]
+
+
+def check_equal(job: Job, ranks: list[dict[str, Any]]) -> None:
+    """Both steps of `compare` gave the same, and the hooked one had placeholders."""
+    is_planned = job.parameters["of"] != "slime unplanned"
+    replicas = job.dims.get("data_parallel", 1)
+    assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
+    assert max(rank["gradients"] for rank in ranks) < GRADIENTS
+    for rank in ranks:
+        assert rank["counts"][0] < len(SAMPLES)
+        assert rank["placeholders"] >= (replicas if is_planned else replicas > 1)
+        own, hooked = rank["reported"]
+        assert own.keys() == hooked.keys()
+        assert bool(own) == rank["last_stage"]
+        # By samples, slime counts a placeholder as one in the denominator of what it *reports*,
+        # where it plans as it trains. Nothing that get_batch returns reaches that count. Gradients
+        # do not depend on it.
+        counted = 1.0
+        if not is_planned and not job.parameters["per_token_loss"]:
+            counted = 1 + rank["placeholders"] / len(SAMPLES)
+        for name, value in own.items():
+            same = math.isclose(hooked[name] * counted, value, rel_tol=REPORTED, abs_tol=1e-7)
+            assert same, (name, hooked[name], value)
 
 
 def use_checkout(source: str) -> None:
@@ -86,87 +121,178 @@ def use_checkout(source: str) -> None:
 def compare(
     dims: dict[str, Any],
     reference: str,
+    of: str,
     source: str,
     per_token_loss: bool,
     advantage_estimator: str = "grpo",
 ) -> dict[str, Any]:
-    """One training step of slime with its own batching, and one with the hooked.
+    """One training step of a framework with its own plan and batching, and one with the hooked.
 
-    Its own: equal shares, one sample a micro-batch. Hooked: all but one sample on the first
-    data-parallel rank, packed.
+    Its own: equal shares, one sample a micro-batch. Hooked: packed; unplanned slime has all but one
+    sample on the first data-parallel rank, the others an additional placeholder in every rank.
 
     Returns:
-        largest relative differences of ``log_probs`` and ``gradients``, both reported losses,
-        and the hooked ``counts``, ``samples`` and ``placeholders``, the last two over all ranks.
+        largest relative differences of ``log_probs`` and ``gradients``, both reported losses, and
+        the hooked ``counts`` and ``placeholders`` over all ranks.
     """
     shape = ParallelDims(**dims)
-    slime = modules_of(source)
-    samples = take(make_samples(), SAMPLES)
-    replica, replicas = parallel_state.get_data_parallel_rank(), shape.data_parallel
-    count = len(SAMPLES)
-    equal = list(range(count))[replica::replicas]
-    uneven = [count - 1] if replica else list(range(count - (replicas > 1)))
     args = arguments(shape, per_token_loss, advantage_estimator)
-
-    own = _step(slime, args, shape, reference, take(samples, equal))
+    modules = modules_of(of, source, shape, args)
+    own_part, own = _step(modules, args, shape, reference)
+    args = copy.copy(args)
     args.use_dynamic_batch_size = True
-    with mcore_batching.hook(slime.data, slime.model) as hooked:
-        assert len(hooked.hooked) == 4, hooked
-        ours = _step(slime, args, shape, reference, take(samples, uneven))
-    assert not hasattr(slime.model.get_batch, "_mcore_batching_original")
+    planned: Any = contextlib.nullcontext()
+    if modules.plan is not None:
+        args.dynamic_batch_fill, planned = "placeholder", hook_schedule()
+    assert planned is not None
+    with planned, mcore_batching.hook(modules.data, modules.model) as hooked:
+        assert len(hooked.hooked) == (2 if modules.plan else 4), hooked
+        part, ours = _step(modules, args, shape, reference)
+    replaced = [modules.model.forward_only, modules.model.get_batch]
+    replaced += [modules.plan.build_dp_schedule] if modules.plan else []
+    assert not any(hasattr(each, "_mcore_batching_original") for each in replaced)
 
-    found: dict[int, torch.Tensor] = dict(zip(uneven, ours["log_probs"], strict=is_last_stage()))
-    differences = [0.0]
     parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, dict(zip(equal, own["log_probs"], strict=False)))
-    for part in parts:  # a sample may have been on the other rank
-        for i, values in part.items():
-            if i in found and replicas > 1:
-                differences.append(difference(found[i], values))
-    if replicas == 1:
-        differences += map(difference, ours["log_probs"], own["log_probs"])
+    by_sample = dict(zip(own_part, own["log_probs"], strict=is_last_stage()))
+    torch.distributed.all_gather_object(parts, by_sample, group=None)
+    differences = [0.0]
+    # Context-parallel ranks hold other parts of a sample: those of this rank's peers alone count.
+    peers = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    for sample, values in zip(part, ours["log_probs"], strict=is_last_stage()):
+        (same,) = [parts[rank][sample] for rank in peers if sample in parts[rank]]
+        differences.append(difference(values, same))
     return {
         "log_probs": max(differences),
-        "num_log_probs": len(ours["log_probs"]),
         "gradients": max(map(difference, ours["gradients"], own["gradients"])),
         "reported": [own["reported"], ours["reported"]],
         "counts": ours["counts"],
-        "samples": count,
         "placeholders": ours["placeholders"],
         "last_stage": is_last_stage(),
     }
 
 
-def modules_of(source: str) -> SimpleNamespace:
-    """slime's modules from this checkout."""
+def modules_of(of: str, source: str, shape: ParallelDims, args: Any) -> SimpleNamespace:
+    """A framework's modules from this checkout; slime's arguments are completed for them."""
     use_checkout(source)
+    if of == "miles":
+        return _modules_of_miles(shape, args)
     names = ("data", "model", "loss")
-    return SimpleNamespace(
+    slime = SimpleNamespace(
         **{each: importlib.import_module(f"slime.backends.megatron_utils.{each}") for each in names}
     )
+    slime.cut, slime.plan = slime.loss, None
+    slime.iterators = lambda *given: slime.data.get_data_iterator(*given)  # hooked or not
+    slime.step_options, slime.forward_options = (), {}
+    if of == "slime":
+        vars(args).update(_arguments_since_1926(shape))
+        slime.plan = importlib.import_module("slime.utils.dp_schedule")
+        slime.iterators = lambda args, chunks, rollout: (
+            slime.data.get_data_iterator(rollout),
+            rollout["num_microbatches"],
+        )
+        slime.forward_options = {"use_rollout_top_p_replay": True}
+        accelerator = importlib.import_module("slime.utils.accelerator")
+        # It knows CUDA and MUSA alone, and no stand-in for either on the CPU.
+        accelerator.device = accelerator.current_device = lambda *_: torch.device(
+            torch.cuda.current_device()
+        )
+    return slime
+
+
+def _modules_of_miles(shape: ParallelDims, args: Any) -> SimpleNamespace:
+    vars(args).update(_arguments_since_1926(shape) | _arguments_of_miles())
+    backends = "miles.backends"
+    miles = SimpleNamespace(
+        data=importlib.import_module(f"{backends}.training_utils.data"),
+        loss=importlib.import_module(f"{backends}.training_utils.loss"),
+        cut=importlib.import_module(f"{backends}.training_utils.cp_utils"),
+        model=importlib.import_module(f"{backends}.megatron_utils.model"),
+        plan=importlib.import_module("miles.utils.dp_schedule"),
+        step_options=(None, 0),  # no witness, first attempt
+        forward_options={"rollout_id": 0},
+    )
+    miles.iterators = lambda *given: miles.data.get_data_iterator(*given)
+    groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
+    parallel = importlib.import_module(f"{backends}.megatron_utils.parallel")
+    parallel.get_args = MagicMock()
+    importlib.import_module(f"{backends}.training_utils.parallel").set_parallel_state(
+        parallel.create_megatron_parallel_state(groups.GroupInfo(rank=0, size=1, group=None))
+    )
+    return miles
 
 
 def _step(
-    slime: SimpleNamespace, args: Any, shape: ParallelDims, reference: str, rollout: dict[str, Any]
-) -> dict[str, Any]:
-    chunks = model_of(shape, reference, args)
-    rollout = {k: v for k, v in rollout.items() if k != "advantages"}
-    cut_to_rank(slime.loss, rollout)
+    modules: SimpleNamespace, args: Any, shape: ParallelDims, reference: str
+) -> tuple[list[int], dict[str, Any]]:
+    """This rank's samples, and what a step over them gave."""
+    samples = take(make_samples(), SAMPLES)
+    deal = _planned if modules.plan else _dealt
+    part, plan, sizes = deal(modules, args, shape, samples)
+    rollout = take({k: v for k, v in samples.items() if k != "advantages"}, part)
+    _cut_to_rank(modules.cut, rollout)
     # slime has values of the whole batch among those of this rank's samples.
-    rollout["raw_reward"] = [0.0] * (len(rollout["tokens"]) + 3)
-
-    iterators, counts = slime.data.get_data_iterator(args, chunks, rollout)
-    made, gradients, reported = trained(slime, args, chunks, iterators, rollout, counts)
-    indices = iterators[0].micro_batch_indices
-    placeholders = torch.tensor(sum(not each for each in indices or []))
+    rollout |= plan | {"raw_reward": [0.0] * (len(SAMPLES) + 3)}
+    chunks = model_of(shape, reference, args)
+    iterators, counts = modules.iterators(args, chunks, rollout)
+    assert counts == plan.get("num_microbatches", counts)
+    made, gradients, reported = _trained(
+        *(modules, args, chunks, iterators, rollout, counts, *sizes, *modules.step_options),
+        **modules.forward_options,
+    )
+    placeholders = torch.tensor(sum(not each for each in iterators[0].micro_batch_indices or []))
     torch.distributed.all_reduce(placeholders, group=parallel_state.get_data_parallel_group())
-    return {
+    return part, {
         "log_probs": made.get("log_probs", []),
         "gradients": gradients,
-        "reported": reported,
+        "reported": {name: float(value) for name, value in reported.items()},
         "counts": counts,
         "placeholders": int(placeholders),
     }
+
+
+def _dealt(
+    slime: SimpleNamespace, args: Any, shape: ParallelDims, samples: dict[str, Any]
+) -> tuple[list[int], dict[str, Any], tuple[Any, ...]]:
+    """This rank's samples where slime plans as it trains: a share, or all but one on one rank."""
+    del slime, samples
+    replica, replicas = parallel_state.get_data_parallel_rank(), shape.data_parallel
+    everything = list(range(len(SAMPLES)))
+    if not args.use_dynamic_batch_size:
+        return everything[replica::replicas], {}, ()
+    rest = len(everything) - (replicas > 1)
+    return everything[rest:] if replica else everything[:rest], {}, ()
+
+
+def _planned(
+    modules: SimpleNamespace, args: Any, shape: ParallelDims, samples: dict[str, Any]
+) -> tuple[list[int], dict[str, Any], tuple[Any, ...]]:
+    """This rank's samples, what the rollout manager and the trainer add to them, and the sizes of
+    steps, by the framework's plan."""
+    config = {"dp_size": shape.data_parallel, "cp_size": shape.context_parallel}
+    config |= {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+    partitions, micro_batches, counts, sizes = modules.plan.build_dp_schedule(
+        args,
+        config,
+        samples["total_lengths"],
+        global_batch_size=len(set(ROLLOUTS)),
+        rollout_indices=ROLLOUTS,
+    )
+    if args.use_dynamic_batch_size:
+        for rank in micro_batches:
+            rank.insert(1, [])
+        counts = [count + 1 for count in counts]
+    replica = parallel_state.get_data_parallel_rank()
+    sums = [0.0] * len(set(ROLLOUTS))
+    for rollout, mask in zip(ROLLOUTS, samples["loss_masks"], strict=True):
+        sums[rollout] += float(mask.sum())
+    part = partitions[replica]
+    added = {
+        "rollout_mask_sums": torch.tensor([sums[ROLLOUTS[i]] for i in part]),
+        "partition": part,
+        "micro_batch_indices": micro_batches[replica],
+        "num_microbatches": counts,
+    }
+    return part, added, tuple(sizes)
 
 
 def model_of(shape: ParallelDims, reference: str, args: Any) -> list[Any]:
@@ -182,7 +308,7 @@ def model_of(shape: ParallelDims, reference: str, args: Any) -> list[Any]:
     return chunks
 
 
-def cut_to_rank(module: Any, data: dict[str, Any]) -> None:
+def _cut_to_rank(module: Any, data: dict[str, Any]) -> None:
     """Leave this context-parallel rank's part of what slime keeps by tokens of the rank.
 
     Args:
@@ -195,7 +321,7 @@ def cut_to_rank(module: Any, data: dict[str, Any]) -> None:
         data[name] = [cut(each, *own) for each, own in zip(data[name], lengths, strict=True)]
 
 
-def trained(
+def _trained(
     slime: SimpleNamespace,
     args: Any,
     chunks: list[Any],
@@ -225,7 +351,7 @@ def trained(
         return True, 0.0, 0
 
     (count,) = counts
-    with arguments_of(slime.model, args):
+    with _arguments_of(slime.model, args):
         optimizer, scheduler = MagicMock(step=update), MagicMock()
         reported, *_ = slime.model.train_one_step(
             args, 0, 0, iterators, chunks, optimizer, scheduler, count, *step_options
@@ -234,7 +360,7 @@ def trained(
 
 
 @contextlib.contextmanager
-def arguments_of(module: Any, args: Any) -> Iterator[None]:
+def _arguments_of(module: Any, args: Any) -> Iterator[None]:
     original = module.get_args
     module.get_args = lambda: args
     try:
@@ -285,3 +411,36 @@ def arguments(
         use_tis=False,
         use_unbiased_kl=False,
     )
+
+
+def _arguments_since_1926(shape: ParallelDims) -> dict[str, Any]:
+    """Arguments that its step has come to read; the defaults of its command line."""
+    return {
+        "balance_by_flops": False,
+        "balance_data": False,
+        "context_parallel_size": shape.context_parallel,
+        "custom_advantage_function_path": None,
+        "custom_megatron_init_path": "mcore_batching.integrations.slime.init",
+        "eps_clip_c": None,
+        "pipeline_model_parallel_size": shape.pipeline_parallel,
+        "rollout_top_p": 1.0,
+        "save_debug_train_data": None,
+        "tensor_model_parallel_size": shape.tensor_parallel,
+    }
+
+
+def _arguments_of_miles() -> dict[str, Any]:
+    """Arguments that its step reads beside slime's; the defaults of its command line."""
+    return {
+        "custom_tis_function_path": None,
+        "debug_disable_optimizer": False,
+        "dumper_enable": False,
+        "dumper_fwd_bwd": None,
+        "dumper_fwd_only": None,
+        "enable_witness": False,
+        "observe_training_entropy": False,
+        "save_local_weight_checksum": False,
+        "skip_actor_forward_only": False,
+        "true_on_policy_mode": False,
+        "use_dynamic_global_batch_size": False,
+    }
