@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -130,33 +131,70 @@ def plan_locally(
 
 
 def broken_invariants(step: StepPlan, lengths: Sequence[int]) -> set[str]:
-    """Names of the invariants that a step over all of `lengths` breaks."""
+    """Names of the invariants that a step over all of `lengths` breaks.
+
+    Under dynamic CP a step of another shape or of blocks that do not agree breaks nothing else.
+    """
+    dims, config, most = step.dims, step.config, step.config.max_context_parallel
+    ranks, sizes = dims.data_parallel, [[1] * len(rank) for rank in step.micro_batches]
+    if most is not None:
+        ranks *= dims.context_parallel
     broken = set()
-    placed = sorted(s for rank in step.micro_batches for samples in rank for s in samples)
-    if placed != list(range(len(lengths))):
-        broken.add("exact cover")
-    cap = step.config.max_tokens_per_gpu * step.dims.context_parallel
-    for rank in step.micro_batches:
-        for samples in rank:
-            allowed = step.config.on_oversize == "own-bin" and len(samples) == 1
-            if row_tokens(samples, lengths, step) > cap and not allowed:
-                broken.add("cap")
-            if step.config.max_samples_per_row and len(samples) > step.config.max_samples_per_row:
-                broken.add("cap")
-        if (
-            step.config.fill == "split"
-            and any(len(samples) == 0 for samples in rank)
-            and any(len(samples) > 1 for samples in rank)
-        ):
-            broken.add("split before placeholder")
     counts = {len(rank) for rank in step.micro_batches}
-    if (
-        len(step.micro_batches) != step.dims.data_parallel
-        or counts != {step.num_microbatches}
-        or not megatron_runs(step.num_microbatches, step.dims)
-    ):
+    has_shape = len(step.micro_batches) == ranks and counts == {step.num_microbatches}
+    if not has_shape or not megatron_runs(step.num_microbatches, dims):
         broken.add("equal count")
+    if most is not None:
+        assert step.context_parallel is not None
+        if not has_shape:
+            return broken
+        sizes = [list(of_rank) for of_rank in step.context_parallel]
+        if not blocks_agree(step, sizes):
+            return {"blocks"}
+    shares: dict[int, float] = defaultdict(float)
+    for rank, rows in enumerate(step.micro_batches):
+        for samples, size in zip(rows, sizes[rank], strict=True):
+            is_legal = size == ranks or math.log2(size).is_integer()
+            if not is_legal or size > (most or 1) or (size > 1 and not samples):
+                broken.add("blocks")
+            for sample in samples:
+                shares[sample] += 1 / size
+            fits = [
+                row_tokens(samples, lengths, replace(step, dims=on_size))
+                <= config.max_tokens_per_gpu * on_size.context_parallel
+                for on_size in ([dims] if most is None else dims_of_sizes(step, size, most))
+            ]
+            may_be_over = config.on_oversize == "own-bin" and len(samples) == 1 and not any(fits)
+            if not fits[0] and not may_be_over:
+                broken.add("cap")
+            if len(samples) > (config.max_samples_per_row or len(lengths)):
+                broken.add("cap")
+        own = [samples for samples, size in zip(rows, sizes[rank], strict=True) if size == 1]
+        if config.fill == "split" and () in own and max(map(len, own)) > 1:
+            broken.add("split before placeholder")
+    if shares.keys() != set(range(len(lengths))) or any(
+        abs(share - 1) > 1e-9 for share in shares.values()
+    ):
+        broken.add("exact cover")
     return broken
+
+
+def blocks_agree(step: StepPlan, sizes: Sequence[Sequence[int]]) -> bool:
+    """True if all ranks of each block have its size and its samples."""
+    ranks = range(len(sizes))
+    return all(
+        other in ranks
+        and sizes[other][slot] == size
+        and step.micro_batches[other][slot] == step.micro_batches[rank][slot]
+        for rank in ranks
+        for slot, size in enumerate(sizes[rank])
+        for other in range(rank - rank % size, rank - rank % size + size)
+    )
+
+
+def dims_of_sizes(step: StepPlan, size: int, most: int) -> list[ParallelDims]:
+    """The dims of a row of a size, then of all sizes that it may have."""
+    return [step.dims.for_rows_on(each) for each in (size, *step.dims.row_sizes(most))]
 
 
 @st.composite
@@ -179,8 +217,20 @@ def dims_list(draw: st.DrawFn) -> ParallelDims:
 
 
 @st.composite
-def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placeholder")) -> Case:
+def cases(
+    draw: st.DrawFn,
+    fill: tuple[str, ...] = ("split", "split", "placeholder"),
+    *,
+    dynamic: bool = False,
+) -> Case:
+    """Of samples that may move, or that stay on their ranks; some under dynamic CP if `dynamic`."""
     dims = draw(dims_list())
+    # Where a placeholder goes, a token has room on one rank.
+    of_placeholders, most = dims, None
+    if dynamic and draw(st.sampled_from([False, False, True])):
+        of_placeholders = dims.for_rows_on(1)
+        most = draw(st.sampled_from(dims.row_sizes(dims.data_context_parallel)))
+        fill = ("split",)
     options = {
         "packing": draw(st.sampled_from(["auto", "first-fit", "first-fit-decreasing"])),
         "balance": draw(st.sampled_from(["auto", "cost", "tokens", "none"])),
@@ -189,16 +239,16 @@ def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placehold
         "pad_total_to": draw(st.sampled_from([None, None, 5, 16])),
         "max_samples_per_row": draw(st.sampled_from([None, None, 1, 2, 5])),
         # The default takes a tenth of a second a plan, and finds the same kinds of plans.
-        "plan_effort": draw(st.sampled_from([1, 20, 100])),
+        "plan_effort": draw(st.sampled_from([1, 20, 100] if most is None else [1, 3, 10])),
+        "max_context_parallel": most,
     }
     probe = PlannerConfig(max_tokens_per_gpu=1, **options)
-    unit = sample_multiple(dims, probe)
-    smallest_row = math.ceil(unit / row_multiple(dims, probe)) * row_multiple(dims, probe)
-    least = math.ceil(smallest_row / dims.context_parallel)
+    unit, row = (each(of_placeholders, probe) for each in (sample_multiple, row_multiple))
+    least = math.ceil(math.ceil(unit / row) * row / of_placeholders.context_parallel)
     config = PlannerConfig(
         max_tokens_per_gpu=least + draw(st.sampled_from([0, 1, 7, 20, 64, 200])), **options
     )
-    cap = config.max_tokens_per_gpu * dims.context_parallel
+    cap = config.max_tokens_per_gpu * (most or dims.context_parallel)
     lengths = draw(
         st.lists(
             st.integers(0, cap)
@@ -208,7 +258,7 @@ def cases(draw: st.DrawFn, fill: tuple[str, ...] = ("split", "split", "placehold
         )
     )
     owners = None
-    if draw(st.booleans()):
+    if most is None and draw(st.booleans()):
         owners = draw(
             st.lists(
                 st.integers(0, dims.data_parallel - 1),

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, example, given, reject
-from hypothesis import strategies as st
-from planning_cases import dims_list, examples, megatron_runs, row_tokens
 
 from mcore_batching.planning import (
     ConfigError,
@@ -24,17 +20,14 @@ from mcore_batching.planning import (
     PlannerConfig,
     Problem,
     StepPlan,
-    plan_batch,
     plan_step,
     predicted_step_time,
     validate_plan,
 )
-from mcore_batching.planning.packing.bounds import step_time_floor
 
 LENGTHS = [100, 60, 7, 3]
 DIMS = ParallelDims(data_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=32, max_context_parallel=4)
-BY_TWO = PlannerConfig(max_tokens_per_gpu=10001, max_context_parallel=2)
 STEP = StepPlan(
     micro_batches=(((2,), (1,), (0,)), ((3,), (1,), (0,)), ((), (), (0,)), ((), (), (0,))),
     num_microbatches=3,
@@ -43,139 +36,6 @@ STEP = StepPlan(
     config=CONFIG,
     context_parallel=((1, 2, 4), (1, 2, 4), (1, 1, 4), (1, 1, 4)),
 )
-
-
-@st.composite
-def dynamic_cases(draw: st.DrawFn) -> tuple[list[int], ParallelDims, PlannerConfig]:
-    """Lengths up to beyond what all ranks hold together."""
-    dims = draw(dims_list())
-    ranks = dims.data_context_parallel
-    config = PlannerConfig(
-        max_tokens_per_gpu=draw(st.integers(1, 60)),
-        max_context_parallel=draw(st.sampled_from(dims.row_sizes(ranks))),
-        balance=draw(st.sampled_from(["auto", "cost", "tokens", "none"])),
-        pad_each_to=draw(st.sampled_from([None, None, 3, 8])),
-        pad_total_to=draw(st.sampled_from([None, None, 5, 16])),
-        max_samples_per_row=draw(st.sampled_from([None, None, 1, 3])),
-        plan_effort=draw(st.sampled_from([1, 3, 10])),
-    )
-    longest = 3 * ranks * config.max_tokens_per_gpu
-    lengths = draw(
-        st.lists(st.integers(0, config.max_tokens_per_gpu) | st.integers(0, longest), max_size=20)
-    )
-    return lengths, dims, config
-
-
-def broken(step: StepPlan, lengths: list[int]) -> set[str]:
-    """Names of the invariants that a step breaks, found without the package's own check."""
-    sizes, faults = step.context_parallel, set()
-    assert sizes is not None
-    assert step.config.max_context_parallel is not None
-    ranks = step.dims.data_parallel * step.dims.context_parallel
-    counts = {len(rank) for rank in step.micro_batches}
-    if len(step.micro_batches) != ranks or counts != {step.num_microbatches}:
-        return {"equal count"}
-    if not megatron_runs(step.num_microbatches, step.dims):
-        faults.add("equal count")
-    shares: dict[int, float] = dict.fromkeys(range(len(lengths)), 0.0)
-    for rank, slots in enumerate(step.micro_batches):
-        for slot, samples in enumerate(slots):
-            size = sizes[rank][slot]
-            first = rank - rank % size
-            block = range(first, first + size)
-            if not all(r < ranks and sizes[r][slot] == size for r in block):
-                return {"blocks"}
-            if any(step.micro_batches[r][slot] != samples for r in block):
-                return {"blocks"}
-            legal = size == ranks or math.log2(size).is_integer()
-            if not legal or size > step.config.max_context_parallel or (size > 1 and not samples):
-                faults.add("blocks")
-            for sample in samples:
-                shares[sample] += 1 / size
-            fits = [
-                row_tokens(samples, lengths, replace(step, dims=step.dims.for_rows_on(each)))
-                <= each * step.config.max_tokens_per_gpu
-                for each in (size, *step.dims.row_sizes(step.config.max_context_parallel))
-            ]
-            if not fits[0] and any(fits):
-                faults.add("cap")
-            if not fits[0]:
-                faults |= (
-                    {"cap"} if len(samples) > 1 or step.config.on_oversize == "error" else set()
-                )
-            if len(samples) > (step.config.max_samples_per_row or len(lengths)):
-                faults.add("cap")
-        own = [samples for samples, size in zip(slots, sizes[rank], strict=True) if size == 1]
-        if () in own and max(map(len, own)) > 1:
-            faults.add("split before placeholder")
-    if any(abs(share - 1) > 1e-9 for share in shares.values()):
-        faults.add("exact cover")
-    return faults
-
-
-def planned_or_discarded(lengths: list[int], dims: ParallelDims, config: PlannerConfig) -> StepPlan:
-    """The plan; a case in which no token has room is not counted."""
-    try:
-        return plan_step(lengths, dims, config)
-    except ConfigError:
-        reject()
-
-
-SPREAD = ParallelDims(data_parallel=8, pipeline_parallel=2, virtual_pipeline=4)
-ENDS_WITH_A_ROW = [
-    ([0, 9000], replace(SPREAD, data_parallel=4), BY_TWO),
-    ([0, 2000, 300], SPREAD, BY_TWO),
-    ([300], SPREAD, PlannerConfig(max_tokens_per_gpu=5001, max_context_parallel=8, plan_effort=10)),
-]
-"""Ranks beside shared rows end with a row of their own."""
-
-
-@examples(100)
-@given(dynamic_cases())
-@example(ENDS_WITH_A_ROW[0])
-@example(ENDS_WITH_A_ROW[1])
-@example(ENDS_WITH_A_ROW[2])
-def test_plans_keep_every_invariant(
-    case: tuple[list[int], ParallelDims, PlannerConfig],
-) -> None:
-    lengths, dims, config = case
-    step = planned_or_discarded(lengths, dims, config)
-    validate_plan(step, lengths)
-    assert broken(step, lengths) == set()
-    assert plan_step(lengths, dims, config) == step
-    assert StepPlan.from_json(step.to_json()) == step
-    for slots in step.micro_batches:
-        assert slots[-1] or not any(slots), "a rank's last micro-batch is real if any is"
-
-
-@examples(100)
-@given(dynamic_cases(), st.data())
-def test_validation_names_what_a_change_breaks(
-    case: tuple[list[int], ParallelDims, PlannerConfig], data: st.DataObject
-) -> None:
-    """Any one entry changed, of the sizes or of the samples."""
-    lengths, dims, config = case
-    step = planned_or_discarded(lengths, dims, config)
-    assert step.context_parallel is not None
-    rank = data.draw(st.integers(0, dims.data_context_parallel - 1))
-    slot = data.draw(st.integers(0, step.num_microbatches - 1))
-    if data.draw(st.booleans()):
-        sizes = [list(of_rank) for of_rank in step.context_parallel]
-        sizes[rank][slot] = data.draw(st.integers(1, dims.data_context_parallel + 1))
-        changed = replace(step, context_parallel=tuple(map(tuple, sizes)))
-    else:
-        samples = data.draw(st.lists(st.integers(0, max(0, len(lengths) - 1)), max_size=2))
-        assume(lengths or not samples)
-        rows = [list(slots) for slots in step.micro_batches]
-        rows[rank][slot] = tuple(samples)
-        changed = replace(step, micro_batches=tuple(map(tuple, rows)))
-    faults = broken(changed, lengths)
-    if not faults:
-        validate_plan(changed, lengths)
-        return
-    with pytest.raises(InvariantError) as caught:
-        validate_plan(changed, lengths)
-    assert caught.value.invariant in faults
 
 
 def test_a_row_is_counted_once_and_has_a_size() -> None:
@@ -294,13 +154,6 @@ def test_a_sample_gets_no_less_than_its_length_needs() -> None:
     assert (caught.value.index, caught.value.cap) == (4, 128)
 
 
-def test_steps_of_a_batch_have_sizes_of_their_own() -> None:
-    plan = plan_batch([100, 3, 3, 3], DIMS, CONFIG, samples_per_step=2)
-    validate_plan(plan, [100, 3, 3, 3])
-    assert Plan.from_json(plan.to_json()) == plan
-    assert [max(row.size for row in step.rows()) for step in plan.steps] == [4, 1]
-
-
 def long_tailed(count: int, seed: int = 3) -> list[int]:
     generator = random.Random(seed)
     return [int(500 * generator.lognormvariate(0, 1.4)) + 1 for _ in range(count)]
@@ -313,24 +166,6 @@ LAYOUTS = [
     ParallelDims(data_parallel=4, pipeline_parallel=2, expert_parallel=2),
     ParallelDims(data_parallel=8),
 ]
-
-
-@pytest.mark.parametrize("dims", LAYOUTS)
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_no_step_of_one_size_ends_sooner(dims: ParallelDims, forward_only: bool) -> None:
-    """Among them the plan without dynamic CP, whose size is 1 where the dims have no CP."""
-    lengths = long_tailed(40)
-    config = PlannerConfig(max_tokens_per_gpu=max(lengths), max_context_parallel=4, plan_effort=30)
-    step = plan_step(lengths, dims, config, forward_only=forward_only)
-    validate_plan(step, lengths)
-    end = predicted_step_time(step, lengths)
-    problem = Problem.of(lengths, dims, config, forward_only=forward_only)
-    for rows in problem.on_ranks.values():
-        fixed = plan_step(
-            lengths, rows.dims, rows.config, rows.cost_model, forward_only=forward_only
-        )
-        assert end <= predicted_step_time(fixed, lengths) * (1 + 1e-9)
-    assert end >= step_time_floor(problem) * (1 - 1e-9)
 
 
 def test_a_long_sample_gets_more_ranks_than_it_needs() -> None:

@@ -1,5 +1,7 @@
 """Each invariant of a plan over random lengths, layouts, policies.
 
+Also of samples that stay on their rank, and under dynamic CP.
+
 The seventh invariant, order, concerns outputs and is tested with `restore_order`.
 """
 
@@ -10,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from planning_cases import (
     cases,
     examples,
     least_count,
+    planned,
     row_tokens,
 )
 
@@ -49,8 +53,19 @@ FEWER_THAN_RANKS_TIMES_GROUP = Case(
 )
 
 
-def planned(case: Case) -> StepPlan:
-    return plan_step(case.lengths, case.dims, case.config)
+ONE_RANK_HAS_NONE = Case(
+    [5, 1, 8, 30],
+    ParallelDims(data_parallel=3, pipeline_parallel=2, virtual_pipeline=2),
+    PlannerConfig(max_tokens_per_gpu=8),
+    [0, 0, 0, 2],
+)
+SPREAD = ParallelDims(data_parallel=8, pipeline_parallel=2, virtual_pipeline=4)
+BY_TWO = PlannerConfig(max_tokens_per_gpu=10001, max_context_parallel=2)
+BY_EIGHT = PlannerConfig(max_tokens_per_gpu=5001, max_context_parallel=8, plan_effort=10)
+# Ranks beside shared rows end with a row of their own.
+ENDS_WITH_A_ROW = Case([0, 9000], replace(SPREAD, data_parallel=4), BY_TWO, None)
+SO_DOES_THIS = Case([0, 2000, 300], SPREAD, BY_TWO, None)
+AND_THIS = Case([300], SPREAD, BY_EIGHT, None)
 
 
 class Integer:
@@ -63,10 +78,15 @@ class Integer:
         return self.value
 
 
-@examples(700)
-@given(cases())
+@examples(1000)
+@given(cases(dynamic=True))
 @example(EMPTY)
+@example(replace(EMPTY, owners=[]))
 @example(FEWER_THAN_RANKS_TIMES_GROUP)
+@example(ONE_RANK_HAS_NONE)
+@example(ENDS_WITH_A_ROW)
+@example(SO_DOES_THIS)
+@example(AND_THIS)
 def test_plans_keep_every_invariant_and_repeat_themselves(case: Case) -> None:
     step = planned(case)
     assert broken_invariants(step, case.lengths) == set()
@@ -75,10 +95,14 @@ def test_plans_keep_every_invariant_and_repeat_themselves(case: Case) -> None:
         assert all(list(samples) == sorted(samples) for samples in rank)
         assert rank[-1] or not any(rank)  # a placeholder is last only where there is no sample
     assert step.num_microbatches >= least_count(fewest(case), case.dims)
-    if not case.config.searches:
+    if case.owners is not None:  # none moves
+        ranks = [sorted(i for row in rank for i in row) for rank in step.micro_batches]
+        assert [rank for rank, own in enumerate(ranks) for _ in own] == sorted(case.owners)
+        assert all(case.owners[i] == rank for rank, own in enumerate(ranks) for i in own)
+    elif not case.config.searches and case.config.max_context_parallel is None:
         assert step.num_microbatches == least_count(packed_count(case), case.dims)
     lengths: Any = tuple(map(Integer, case.lengths))
-    again = plan_step(lengths, case.dims, case.config)
+    again = planned(replace(case, lengths=lengths))
     assert again == step
     assert again.digest() == step.digest()
     assert step.digest()[:12] in str(step)
@@ -88,8 +112,10 @@ def test_plans_keep_every_invariant_and_repeat_themselves(case: Case) -> None:
 
 def fewest(case: Case) -> int:
     """Micro-batches of a rank that can hold all tokens, were they to fit without gaps."""
-    cap = case.config.max_tokens_per_gpu * case.dims.context_parallel
-    return -(-sum(min(length, cap) for length in case.lengths) // (cap * case.dims.data_parallel))
+    of_rank = case.config.max_tokens_per_gpu
+    most = of_rank * (case.config.max_context_parallel or case.dims.context_parallel)
+    whole = of_rank * case.dims.data_context_parallel
+    return -(-sum(min(length, most) for length in case.lengths) // whole)
 
 
 def packed_count(case: Case) -> int:
@@ -101,7 +127,7 @@ def packed_count(case: Case) -> int:
 @examples(300)
 @given(cases(fill=("placeholder",)))
 def test_placeholder_fill_never_splits(case: Case) -> None:
-    step = planned(case)
+    step = plan_step(case.lengths, case.dims, case.config)
     packed = pack_local(Problem.of(case.lengths, case.dims, case.config))
     real = [s for rank in step.micro_batches for s in rank if s]
     assert sorted(real) == sorted(map(tuple, packed))
@@ -110,7 +136,7 @@ def test_placeholder_fill_never_splits(case: Case) -> None:
 
 
 @examples(300)
-@given(cases())
+@given(cases(dynamic=True))
 def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
     plan = plan_batch(case.lengths, case.dims, case.config, samples_per_step=4)
     validate_plan(plan, case.lengths)
@@ -125,6 +151,7 @@ def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
             for rank in alone.micro_batches
         )
         assert step.micro_batches == shifted
+        assert step.context_parallel == alone.context_parallel
         assert step.sample_indices == tuple(range(first, first + len(lengths)))
         validate_plan(step, case.lengths)
         assert StepPlan.from_json(step.to_json()) == step
@@ -140,7 +167,7 @@ def test_oversize_is_refused_or_alone(case: Case) -> None:
         pad_total_to=case.config.pad_total_to,
         plan_effort=case.config.plan_effort,
     )
-    step = planned(case)
+    step = plan_step(case.lengths, case.dims, case.config)
     cap = case.config.max_tokens_per_gpu * case.dims.context_parallel
     oversize = [
         sample
