@@ -11,11 +11,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from kit.stand_ins import bare_packages, forget, write_package
 
 SOURCE = os.environ.get("MCORE_BATCHING_SKYRL_SOURCE", "")
 WORKERS = "skyrl.backends.skyrl_train.workers"
@@ -68,9 +68,8 @@ def get_microbatch_iterator(data, micro_batch_size, max_tokens_per_microbatch):
 def small_skyrl(folder: Path) -> Iterator[None]:
     """The small package, importable meanwhile."""
     path = folder.joinpath(*WORKERS.split("."))
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "worker_utils.py").write_text(WORKER_UTILS)
-    (path / "megatron_worker.py").write_text(f"from {WORKERS}.worker_utils import *\n")
+    workers = f"from {WORKERS}.worker_utils import *\n"
+    write_package(path, {"worker_utils": WORKER_UTILS, "megatron_worker": workers})
     with importable(folder):
         yield
 
@@ -79,15 +78,11 @@ def small_skyrl(folder: Path) -> Iterator[None]:
 def importable(folder: Path) -> Iterator[None]:
     """The skyrl in a folder, importable meanwhile."""
     before = dict(sys.modules)
-    for name in PACKAGES:
-        package = ModuleType(name)
-        package.__path__ = [str(folder.joinpath(*name.split(".")))]
-        sys.modules[name] = package
+    sys.modules |= bare_packages(folder, PACKAGES)
     try:
         yield
     finally:
-        for name in [each for each in sys.modules if each.partition(".")[0] == "skyrl"]:
-            del sys.modules[name]
+        forget("skyrl")
         for name in STAND_INS:
             if name in sys.modules and name not in before:
                 del sys.modules[name]

@@ -3,12 +3,11 @@ pull requests 1926 and 1927."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kit.stand_ins import forget, write_package
 
 PLAN = """
 def build_dp_schedule(args, train_parallel_config, total_lengths, *, global_batch_size,
@@ -116,29 +115,8 @@ def miles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _importable(
     folder: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Path]:
-    for name, text in files.items():
-        path = folder / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        for parent in path.relative_to(folder).parents:
-            (folder / parent / "__init__.py").touch()
+    write_package(folder, files)
     monkeypatch.syspath_prepend(folder.parent)
-    forget()
+    forget("slime", "miles")
     yield folder
-    forget()
-
-
-def forget() -> None:
-    """Let the packages be imported anew."""
-    for name in [each for each in sys.modules if each.partition(".")[0] in ("slime", "miles")]:
-        del sys.modules[name]
-
-
-def own_tests_of(path: Path) -> list[Callable[[], None]]:
-    """The tests of a file, which is run under a name of its own."""
-    spec = importlib.util.spec_from_file_location("framework_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return [test for name, test in vars(module).items() if name.startswith("test_")]
+    forget("slime", "miles")

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from kit.stand_ins import StandIns
-from slime_package import forget, miles, own_tests_of, slime
-from test_slime_schedule import arguments, check, lengths_of, parallel, plan
+from kit.stand_ins import StandIns, forget
+from slime_package import miles, slime
+from test_slime_schedule import arguments, check, lengths_of, own_tests_of, parallel, plan
 from test_slime_scheduled import KEYS, rollout_data
 
 import mcore_batching
@@ -64,7 +64,7 @@ def test_where_both_are_installed_all_plans_there_are_are_replaced(
     with hooked:
         assert sorted(hooked.hooked) == names
     (miles / "utils" / "dp_schedule.py").unlink()
-    forget()
+    forget("slime", "miles")
     hooked = hook_schedule()
     assert hooked is not None
     with hooked:
@@ -153,11 +153,11 @@ def test_unknown_versions_are_refused_by_name(miles: Path, monkeypatch: Any) -> 
     ):
         init(SimpleNamespace())
     (miles / "utils" / "dp_schedule.py").unlink()
-    forget()
+    forget("slime", "miles")
     for call in (hook_schedule, lambda: init(SimpleNamespace())):
         with pytest.raises(HookError, match=r"this miles has no miles\.utils\.dp_schedule .*1927"):
             call()
-    forget()
+    forget("slime", "miles")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(HookError, match=r"neither slime nor miles is installed: for another"):
         init(SimpleNamespace())
@@ -167,7 +167,7 @@ def test_unknown_versions_are_refused_by_name(miles: Path, monkeypatch: Any) -> 
 @pytest.fixture
 def checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """miles' own modules, read from the checkout; empty ones for what they import besides."""
-    forget()
+    forget("slime", "miles")
     monkeypatch.syspath_prepend(CHECKOUT)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, StandIns(STAND_INS)])
     before = set(sys.modules)
@@ -175,7 +175,7 @@ def checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in STAND_INS:
             del sys.modules[name]
-    forget()
+    forget("slime", "miles")
 
 
 @needs_checkout

@@ -7,19 +7,19 @@ NeMo-RL's own module takes part where ``MCORE_BATCHING_NEMO_RL_SOURCE`` names a 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.stand_ins import bare_packages, module_of, write_package
 from planning_cases import examples
 
 from mcore_batching.integrations.nemo_rl import ALGORITHM, hook
@@ -99,12 +99,10 @@ def algorithms(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             pytest.skip("MCORE_BATCHING_NEMO_RL_SOURCE does not name a checkout of NeMo-RL")
         folder = Path(SOURCE, "nemo_rl")
     else:
-        (folder / "data" / "packing").mkdir(parents=True)
-        (folder / "data" / "packing" / "algorithms.py").write_text(ALGORITHMS)
+        write_package(folder, {"data/packing/algorithms": ALGORITHMS})
     # Empty packages: the start-up of NeMo-RL's own imports engines.
-    for name in ("nemo_rl", "nemo_rl.data", "nemo_rl.data.packing"):
-        package = ModuleType(name)
-        package.__path__ = [str(folder.parent.joinpath(*name.split(".")))]
+    packages = bare_packages(folder.parent, ("nemo_rl", "nemo_rl.data", "nemo_rl.data.packing"))
+    for name, package in packages.items():
         monkeypatch.setitem(sys.modules, name, package)
     module = importlib.import_module("nemo_rl.data.packing.algorithms")
     vars(sys.modules["nemo_rl.data.packing"])["get_packer"] = module.get_packer
@@ -188,11 +186,7 @@ def test_nemo_rls_own_tests_pass_with_ours_in_place(algorithms: Any) -> None:
     path = Path(SOURCE, "tests", "unit", "data", "packing", "test_algorithms.py")
     if not path.exists():
         pytest.skip(f"{path} is not in the checkout")
-    spec = importlib.util.spec_from_file_location("nemo_rls_own_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
     with hook():
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = module_of(path)
         every = list(algorithms.PackingAlgorithm)
         module.TestSequencePacker().test_get_packer(100, every)

@@ -6,7 +6,6 @@ SkyRL's own modules take part where ``MCORE_BATCHING_SKYRL_SOURCE`` names a chec
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.stand_ins import module_of
 from planning_cases import plan_locally, real_lengths
 from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
 from skyrl_worker import batch_of, iterate_all
@@ -197,12 +197,8 @@ def test_skyrls_own_tests_pass_with_ours_in_place(own_workers: Any) -> None:
     path = Path(SOURCE, "tests/backends/skyrl_train/test_token_based_batching_utils.py")
     if not path.exists():
         pytest.skip(f"{path} is not in the checkout")
-    spec = importlib.util.spec_from_file_location("skyrls_own_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
     with hook():
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = module_of(path)
         for each in (module.TestTokenBasedBatchIterator(), module.TestBalancedBinpacking()):
             names = [name for name in dir(each) if name.startswith("test_")]
             assert len(names) >= 8

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kit.stand_ins import forget, module_of
 from planning_cases import examples
-from slime_package import forget, own_tests_of, slime
+from slime_package import slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
 from mcore_batching.integrations.slime.rollout_manager import _cost_model, build_dp_schedule
@@ -274,7 +275,7 @@ def test_unknown_versions_are_refused_by_name(slime: Path) -> None:
         HookError, match=r"dp_schedule cannot be replaced: .* found build_dp_schedule\(args, config"
     ):
         hook_schedule()
-    forget()
+    forget("slime", "miles")
     path.unlink()
     with pytest.raises(
         HookError, match=r"has no slime\.utils\.dp_schedule .*leave hook_schedule out"
@@ -285,10 +286,14 @@ def test_unknown_versions_are_refused_by_name(slime: Path) -> None:
 @pytest.fixture
 def checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """slime's own module, read from the checkout."""
-    forget()
+    forget("slime", "miles")
     monkeypatch.syspath_prepend(CHECKOUT)
     yield importlib.import_module("slime.utils.dp_schedule")
-    forget()
+    forget("slime", "miles")
+
+
+def own_tests_of(path: Path) -> list[Callable[[], None]]:
+    return [test for name, test in vars(module_of(path)).items() if name.startswith("test_")]
 
 
 @needs_checkout

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from slime_package import forget, slime
+from kit.stand_ins import forget
+from slime_package import slime
 
 import mcore_batching
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
@@ -182,7 +183,7 @@ def test_unknown_versions_are_refused_by_name(
 ) -> None:
     path = slime / "backends" / "megatron_utils" / f"{file}.py"
     path.write_text(path.read_text().replace(old, new))
-    forget()
+    forget("slime", "miles")
     found = modules()
     before = dict(vars(found.data)) | dict(vars(found.model))
     with pytest.raises(HookError, match=message):
@@ -193,7 +194,7 @@ def test_unknown_versions_are_refused_by_name(
 def test_a_function_called_in_another_way_is_refused(slime: Path) -> None:
     path = slime / "backends" / "megatron_utils" / "model.py"
     path.write_text(path.read_text().replace("total_lengths=batch", "lengths=batch"))
-    forget()
+    forget("slime", "miles")
     found = modules()
     with mcore_batching.hook(found.data, found.model):
         iterators = found.data.get_data_iterator(rollout_data([0, 1, 2]))

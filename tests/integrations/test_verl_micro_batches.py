@@ -15,9 +15,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.stand_ins import forget
 from planning_cases import examples, plan_locally
 from spawned import reports_of_group
-from verl_package import forget, small_verl
+from verl_package import small_verl
 from verl_worker import CAP, CASES, batch_of, rearrange_all
 
 from mcore_batching.batch import OrderError
@@ -193,6 +194,6 @@ def test_both_functions_are_replaced_everywhere_and_put_back(small_verl: Path) -
 def test_another_signature_is_refused_by_name(small_verl: Path) -> None:
     path = small_verl / "utils" / "seqlen_balancing.py"
     path.write_text(path.read_text().replace("min_num_micro_batch=None", "least=None"))
-    forget()
+    forget("verl")
     with pytest.raises(HookError, match=r"found rearrange_micro_batches.*, least=None"):
         hook()

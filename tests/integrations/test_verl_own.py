@@ -7,7 +7,6 @@ unpacked wheel of 0.9.1 or a checkout, and tensordict is installed.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from kit.patience import patience
+from kit.stand_ins import module_of
 from verl_package import SOURCE, own_verl, small_verl
 
 from mcore_batching.integrations.replacements import HookError
@@ -204,12 +204,8 @@ def test_verls_own_tests_pass_with_ours(own_verl: Any, monkeypatch: pytest.Monke
     if not path.exists():
         pytest.skip(f"{path} is not there: a wheel has no tests")
     monkeypatch.setitem(sys.modules, "verl.utils.model", SimpleNamespace(create_random_mask=mask))
-    spec = importlib.util.spec_from_file_location("verls_own_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
     with hook():
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = module_of(path)
         module.test_seqlen_balancing()
         module.test_dynamic_batch()
 

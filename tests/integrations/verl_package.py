@@ -12,12 +12,11 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from kit.stand_ins import StandIns
+from kit.stand_ins import StandIns, bare_packages, forget, write_package
 
 SOURCE = os.environ.get("MCORE_BATCHING_VERL_SOURCE", "")
 STAND_INS = ("datasets", "omegaconf", "pandas", "ray", "transformers")
@@ -64,16 +63,11 @@ FILES = {
 @pytest.fixture
 def small_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The small package's folder, importable until the end of the test."""
-    for name, text in FILES.items():
-        path = tmp_path / "verl" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        for parent in list(path.relative_to(tmp_path).parents)[:-1]:
-            (tmp_path / parent / "__init__.py").touch()
+    write_package(tmp_path / "verl", FILES)
     monkeypatch.syspath_prepend(tmp_path)
-    forget()
+    forget("verl")
     yield tmp_path / "verl"
-    forget()
+    forget("verl")
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +76,11 @@ def own_verl() -> Iterator[Any]:
     if not SOURCE:
         pytest.skip("MCORE_BATCHING_VERL_SOURCE does not name a folder with verl (0.9.1)")
     pytest.importorskip("tensordict", reason="verl needs tensordict, which is not installed")
-    forget()
+    forget("verl")
     finder = StandIns(STAND_INS)
     sys.meta_path.append(finder)
     sys.path.insert(0, SOURCE)
-    for name in ("verl.workers", "verl.workers.engine"):
-        package = ModuleType(name)
-        package.__path__ = [str(Path(SOURCE, *name.split(".")))]
-        sys.modules[name] = package
+    sys.modules |= bare_packages(SOURCE, ("verl.workers", "verl.workers.engine"))
     sys.modules["verl.workers.config"] = MagicMock(name="verl.workers.config")
     names = {
         "balancing": "verl.utils.seqlen_balancing",
@@ -101,11 +92,4 @@ def own_verl() -> Iterator[Any]:
     yield MagicMock(**{short: importlib.import_module(name) for short, name in names.items()})
     sys.path.remove(SOURCE)
     sys.meta_path.remove(finder)
-    forget(*STAND_INS)
-
-
-def forget(*others: str) -> None:
-    """Let verl, and others, be imported anew."""
-    roots = ("verl", *others)
-    for name in [each for each in sys.modules if each.partition(".")[0] in roots]:
-        del sys.modules[name]
+    forget("verl", *STAND_INS)

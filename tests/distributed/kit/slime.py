@@ -31,7 +31,7 @@ from kit.exactness import difference
 from kit.harness import Job
 from kit.model import named_parameters, sharded_model
 from kit.samples import make_samples, take
-from kit.stand_ins import StandIns
+from kit.stand_ins import StandIns, forget
 from mcore_batching.integrations.slime import hook_schedule
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -110,8 +110,7 @@ def check_equal(job: Job, ranks: list[dict[str, Any]]) -> None:
 def use_checkout(source: str) -> None:
     """Import slime or miles from here from now on, even if another job has imported another."""
     torch.compiler.set_stance("force_eager")
-    for name in [each for each in sys.modules if each.partition(".")[0] in ("slime", "miles")]:
-        del sys.modules[name]
+    forget("slime", "miles")
     if STAND_INS not in sys.meta_path:
         sys.meta_path.append(STAND_INS)
     sys.path.insert(0, source)

@@ -1,4 +1,5 @@
-"""Empty modules for what frameworks and Megatron import and the tests do not need."""
+"""Frameworks' modules, their own or small ones in their names, and empty ones for what they and
+Megatron import and the tests do not need."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
@@ -45,6 +47,38 @@ def stood_in(*names: str) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(missing)
-        for name in list(sys.modules):
-            if name.partition(".")[0] in missing.names:
-                del sys.modules[name]
+        forget(*missing.names)
+
+
+def forget(*roots: str) -> None:
+    """Let these packages be imported anew."""
+    for name in [each for each in sys.modules if each.partition(".")[0] in roots]:
+        del sys.modules[name]
+
+
+def write_package(folder: Path, files: dict[str, str]) -> None:
+    """Write the modules of a package: their paths in it, without the suffix, and their text."""
+    for name, text in files.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for parent in path.relative_to(folder).parents:
+            (folder / parent / "__init__.py").touch()
+
+
+def bare_packages(source: str | Path, names: Sequence[str]) -> dict[str, ModuleType]:
+    """Packages of this folder with their modules, but not their start-up, which imports engines."""
+    made = {name: ModuleType(name) for name in names}
+    for name, package in made.items():
+        package.__path__ = [str(Path(source, *name.split(".")))]
+    return made
+
+
+def module_of(path: Path) -> Any:
+    """What a file makes, run as a module that cannot be imported by its name."""
+    spec = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

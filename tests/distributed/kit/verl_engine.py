@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.abc
-import importlib.machinery
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +26,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from kit.exactness import difference
 from kit.model import named_parameters, sharded_model
 from kit.samples import make_samples
-from kit.stand_ins import StandIns
+from kit.stand_ins import StandIns, bare_packages
 from mcore_batching.integrations.verl import hook
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -109,10 +106,7 @@ def _import_verl(source: str) -> tuple[Any, Any, Any]:
     if STAND_INS not in sys.meta_path:
         sys.meta_path.insert(0, STAND_INS)  # before the modules that verl has
         sys.path.insert(0, source)
-        for name in BARE:
-            package = ModuleType(name)
-            package.__path__ = [str(Path(source, *name.split(".")))]
-            sys.modules[name] = package
+        sys.modules |= bare_packages(source, BARE)
         vars(sys.modules["verl.models.mcore"])["get_mcore_weight_converter"] = None
         vars(importlib.import_module("verl.utils.megatron_utils"))["unwrap_model"] = unwrap_model
     engine = importlib.import_module("verl.workers.engine.megatron.transformer_impl")
