@@ -54,7 +54,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 MAX_HEAD_DIM = 256
-"""Of FlashAttention 2, which PyTorch's variable-length attention calls."""
+"""Limit of FlashAttention 2, which PyTorch's variable-length attention calls."""
 HEAD_DIM_MULTIPLE = 8
 EVERYTHING = -1
 """A window without an end, as Megatron and PyTorch write it."""
@@ -111,7 +111,7 @@ def causal_attention(
 ) -> Tensor:
     """``[batch, heads, queries, dim]`` attention, the last query aligned to the last key.
 
-    Keys and values, whose dims may differ, are ``[batch, key-value heads, keys, dim]``.
+    Keys and values are ``[batch, key-value heads, keys, dim]``; their dims may differ.
 
     Args:
         window: keys that a query sees before its own; or `EVERYTHING`.
@@ -177,7 +177,7 @@ def variable_length_kernel() -> Any:
 def why_not_variable_length(query: Tensor, value: Tensor) -> str:
     """Why the variable-length kernel cannot take ``[tokens, heads, dim]``; empty if it can."""
     dim, value_dim = query.shape[-1], value.shape[-1]
-    # What PyTorch would refuse with an error in the middle of a step.
+    # PyTorch would refuse these with an error in the middle of a step.
     if not query.is_cuda:
         return "it runs on CUDA alone"
     if query.dtype not in (torch.float16, torch.bfloat16):
@@ -287,7 +287,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
     Takes the constructor arguments that Megatron's attention layers give to a core attention.
     """
 
-    # Of the sinks, which tensor-parallel ranks share as heads.
+    # The sinks are cut over tensor-parallel ranks as the heads are.
     sharded_state_dict = DotProductAttention.sharded_state_dict
 
     def __init__(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-# Not by `dist.new_group`: slime puts another in its place, whose groups gloo's queries do not know.
+# Not by `dist.new_group`: slime puts another in its place, and gloo's queries fail on its groups.
 from torch.distributed.distributed_c10d import new_group, new_subgroups_by_enumeration
 
 from mcore_batching.batch.consensus import Agreement, Consensus, Reduction

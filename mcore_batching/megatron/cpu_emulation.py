@@ -187,7 +187,7 @@ def _is_available() -> bool:
 _ANSWERS: dict[str, Any] = {
     "current_device": _CPU,
     "set_device": None,
-    # Of an older GPU: newer ones turn on kernels of their own.
+    # An older GPU: newer ones turn on kernels of their own.
     "get_device_properties": types.SimpleNamespace(major=8, minor=0, name="CPU"),
     "get_device_capability": (8, 0),
     "get_device_name": "CPU",
@@ -237,14 +237,14 @@ def _patch_megatron() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     send_and_receive = p2p_communication._p2p_ops
-    # Of more messages than a pipeline has under way; those before have arrived.
+    # More messages than a pipeline has under way; earlier ones have arrived.
     in_flight: collections.deque[Any] = collections.deque(maxlen=256)
 
     @functools.wraps(send_and_receive)
     def send_copies(**tensors: Any) -> Any:
         # The interleaved schedule frees an output while it is being sent, and drops the handle of
         # its last one. CUDA streams allow both. gloo reads the memory only when the receiver is
-        # ready, and loses a message whose handle is dropped.
+        # ready, and loses a message once its handle is dropped.
         for name in ("tensor_send_next", "tensor_send_prev"):
             if tensors.get(name) is not None:
                 tensors[name] = tensors[name].detach().clone()

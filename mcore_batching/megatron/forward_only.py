@@ -74,7 +74,7 @@ def logits_function(
             )
 
     def outputs_of(logits: Logits, row: PackedMicroBatch) -> Outputs:
-        # By slime's names, whose functions run here unchanged.
+        # By slime's names: its functions run here unchanged.
         offered = {
             "args": args,
             "unconcat_tokens": row.fields["tokens"],
@@ -86,7 +86,7 @@ def logits_function(
         given = {name: value for name, value in offered.items() if takes_all or name in takes}
         outputs = f(_without_padding(logits, row) if drops_padding else logits, **given)
         return {
-            # None of a placeholder's, whose one sample is fabricated.
+            # None of a placeholder's: its one sample is fabricated.
             key: [_copied(key, value) for value in values[: row.num_samples]]
             for key, values in checked_outputs(outputs, len(row.total_lengths)).items()
         }
@@ -169,8 +169,8 @@ def forward_only(
             response_lengths=, with_entropy=, micro_batch=)``, with logits as in `train_step` and a
             `PackedMicroBatch`; keywords that it does not take are left out. Returns a dict of lists
             with one tensor per sample of the micro-batch (one for a placeholder), or a pair that
-            ends in one; the same names for every micro-batch on every rank but for placeholders,
-            whose values are dropped.
+            ends in one; the same names for every micro-batch on every rank. Those of placeholders
+            may differ: their values are dropped.
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.

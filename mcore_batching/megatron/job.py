@@ -106,7 +106,7 @@ class Job:
 
     @property
     def consensus_of_rows(self) -> JobConsensus:
-        """The same, whose replicas run the same rows."""
+        """The same; each of its replicas consists of ranks that run the same rows."""
         has_sizes = self.options.max_context_parallel is not None
         return self.consensus.of_rows if has_sizes else self.consensus
 

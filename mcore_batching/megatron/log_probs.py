@@ -222,12 +222,12 @@ class _Softmax:
             del p, log_p
         else:
             made = x.exp_().div_(totals).mul_(-own)
-        # [i = target] of the first column's gradient, on the rank whose part has the target.
+        # [i = target] of the first column's gradient, on the rank that has the target.
         at_target = own[:, :1].masked_fill(self.elsewhere[part, None], 0.0)
         return made.scatter_add_(1, self.targets[part, None], at_target).to(dtype)
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        x = logits.float()  # a copy, but of float32 logits, whose chunk is a copy already
+        x = logits.float()  # a copy, except of float32 logits: their chunk is one already
         return x.div_(self.options.temperature) if self.options.temperature != 1.0 else x
 
 
@@ -412,7 +412,7 @@ Logits = Tensor | FusedLogits
 
 
 def check_can_be_fused(chunks: list[Any]) -> None:
-    """Refuse models whose last layer is more than a product."""
+    """Refuse models with a last layer that is more than a product."""
     for chunk in chunks:
         layer = getattr(unwrap_model(chunk), "output_layer", None)
         # Only the last stage's last chunk has the layer.
@@ -449,5 +449,5 @@ def output_layer(chunk: Any, fused: bool) -> Iterator[Callable[[Tensor], Logits]
 
 
 def tensors_of(logits: Logits) -> tuple[Tensor, ...]:
-    """The tensors whose gradients a loss makes."""
+    """The tensors that get a gradient from a loss."""
     return (logits,) if isinstance(logits, torch.Tensor) else (logits.hidden, logits.weight)

@@ -41,7 +41,7 @@ class LaterLosses:
     undo: float  # the number that Megatron will divide these losses by
     is_fused: bool = False  # the output layer hands its input on, as in `fused_output`
     counts_hits: bool = False  # of tokens that were guessed, for Megatron's log from 0.19 on
-    # Of the step's mean at each depth, without a gradient; none on chunks without these layers.
+    # Shares of the step's mean at each depth, without a gradient; none on other chunks.
     shares: list[Tensor] = dataclasses.field(default_factory=list)
     # At each depth how many trained tokens were guessed, and how many there are.
     hits: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)

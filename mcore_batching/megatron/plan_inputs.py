@@ -75,7 +75,7 @@ class PlanInputs:
 
 
 def check_forward_cap(options: Options, config: PlannerConfig) -> None:
-    """Refuse a cap of forward passes beside a rollout whose rows are shared by ranks."""
+    """Refuse a cap of forward passes beside a rollout in which ranks share rows."""
     if config.max_context_parallel is not None and options.has_own_forward_cap:
         raise DynamicBatchArgumentError(
             "forward_only has no plan of its own where ranks share rows; unset "

@@ -226,7 +226,7 @@ def _timed(
 
 @contextlib.contextmanager
 def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
-    """Write down a step whose passes run inside; a collective over all ranks if steps are."""
+    """Record the step that runs inside; a collective over all ranks if steps are recorded."""
     recorder = job.recorder
     if recorder is None:
         yield

@@ -1,7 +1,7 @@
 """Layer specs, of GPT and of hybrid models, that keep the sequences of a packed row apart.
 
 Transformer Engine's own do. Without it they are of Megatron's local layers with `PackedAttention`
-and, under sequence parallelism, norms whose gradients Megatron sums over tensor-parallel ranks.
+and, under sequence parallelism, norms with gradients that Megatron sums over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def packed_mtp_block_spec(
 
     Args:
         config: the model's.
-        spec: of the layer that it repeats, or of the block whose last one it does; None:
+        spec: of the layer that it repeats, or of a block: then it repeats the last layer; None:
             `packed_layer_spec`.
         vp_stage: number of the model chunk, where there are several.
 

@@ -33,7 +33,7 @@ from mcore_batching.planning.learn import LearntCosts, TimedRow
 from mcore_batching.planning.schedule import Pass, Schedule
 
 _MOST_UNREAD_STEPS = 8
-"""Steps whose passes may be under way on the device before the oldest one's times are dropped."""
+"""Steps that may be under way on the device before the oldest one's times are dropped."""
 
 
 def mark() -> Any:
@@ -162,8 +162,8 @@ class CostLearners:
     """The learners of a job's models, each with costs of its own, as an actor and a critic."""
 
     def __init__(self) -> None:
-        # Weak keys: ranks collect garbage at different times, so what a dead model has learnt goes
-        # to nobody.
+        # Weak keys: ranks collect garbage at different times, so no other model takes over what a
+        # dead one has learnt.
         self._of_models: weakref.WeakKeyDictionary[Any, CostLearner] = weakref.WeakKeyDictionary()
 
     def of(self, model: Any) -> CostLearner:

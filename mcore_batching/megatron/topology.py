@@ -80,7 +80,7 @@ def vocabulary_size(chunks: list[Any]) -> int | None:
 
 
 def is_last_stage() -> bool:
-    """True on ranks of the last pipeline stage, whose last chunk makes the logits."""
+    """True on ranks of the last pipeline stage: its last chunk makes the logits."""
     return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
 
@@ -105,8 +105,8 @@ def make_row_groups(job: Job, sizes: Sequence[int]) -> None:
             for size in missing:
                 for first in range(0, len(ranks), size):
                     block = list(ranks[first : first + size])
-                    # By all ranks of the job, each block: PyTorch tells groups that only their
-                    # ranks make by the number of others that these ranks are in, which may differ.
+                    # All ranks of the job make each group: PyTorch names one that only its own
+                    # ranks make by the number of groups that they are in, which may differ.
                     group = dist.new_group(block, timeout=datetime.timedelta(minutes=minutes))
                     if dist.get_rank() in block:
                         groups[size] = group

@@ -197,7 +197,7 @@ class WeightUpdate:
             hooks["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
         with contextlib.ExitStack() as stack:
             for name, hook in hooks.items():
-                # For the step alone: the next may be another optimizer's, whose scale is its own.
+                # For the step alone: the next may be another optimizer's, with another scale.
                 if getattr(config, name) is None:
                     stack.enter_context(compat.schedules.replaced(config, name, hook))
             yield
@@ -230,7 +230,7 @@ def _trained(
     prepared: PreparedStep,
     update: WeightUpdate,
 ) -> TrainStepResult:
-    """Run a step whose rows are ready on every rank, and update or leave alone the weights."""
+    """Run a step after every rank has its rows, and update or leave alone the weights."""
     checked = is_checked(job.options, update.optimizer)
     largest: list[Tensor] = []
     # Hooks first: measuring wraps the one that adds up gradients over ranks.

@@ -43,7 +43,7 @@ from mcore_batching.batch.errors import CollectiveError, described, readable
 from mcore_batching.megatron.errors import PipelineFailedError
 
 POLL_SECONDS = 0.5
-"""Between two looks into the job's store: halved, it has twice the load; doubled, ranks hear of a
+"""Between two looks into the job's store: halved, it has twice the load; doubled, ranks find a
 failure half a second later."""
 GRACE_SECONDS = 4.0
 """Time that a released main thread has to raise before its process is ended. A rank under load may
@@ -70,11 +70,11 @@ _LOST_CONNECTION = re.compile(
 
 
 class FailureWatch:
-    """A rank's eye on the failures of all others.
+    """Polls the job's store for failures of other ranks, and frees the main thread from waiting.
 
     Args:
-        store: seen by all ranks, this object by nobody else: a store's client is locked while
-            anybody waits on it. None: there is no watch; ranks that wait for a failed one time out.
+        store: the job's, through a client that nothing else uses: a client is locked while it
+            waits. None: there is no watch; ranks that wait for a failed one time out.
         rank: this rank.
         num_ranks: of the job; beyond a thousand, each polls the store less often.
         hosted: the store's server, if it ends with this process or when nothing refers to it.
@@ -128,7 +128,7 @@ class FailureWatch:
 
     @contextlib.contextmanager
     def reporting(self, operation: str) -> Iterator[None]:
-        """A part of the program whose exceptions the other ranks are to know; raises
+        """Report exceptions of this part of the program to the other ranks; raises
         `PipelineFailedError` in place of any `Exception`, or for one on another rank. Ranks that
         share rows enter as many of them (`is_joined`)."""
         # Names of points (`is_joined`) must not meet those of the pipeline before.
@@ -138,7 +138,7 @@ class FailureWatch:
             try:
                 yield
             except BaseException as exception:
-                # Of SystemExit and KeyboardInterrupt, too: the others may wait for this rank.
+                # SystemExit and KeyboardInterrupt as well: the others may wait for this rank.
                 self.report(operation, exception)
                 if not isinstance(exception, Exception):  # else `waiting` lingers
                     self._linger()
@@ -222,7 +222,7 @@ class FailureWatch:
         if self._failure is not None:
             self._abort()
             self._linger()
-            # Of an error that a StopIteration causes, contextlib raises the StopIteration.
+            # contextlib would raise the StopIteration that caused an error, not the error.
             hidden = isinstance(cause, StopIteration)
             raise PipelineFailedError(self._failure) from (None if hidden else cause)
 

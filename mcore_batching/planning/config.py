@@ -84,7 +84,7 @@ class PlannerConfig:
     @property
     def searches(self) -> bool:
         """True if micro-batches are made for the pipeline by a search."""
-        # Whoever sets how samples are packed or filled has left nothing to search for.
+        # Where the way to pack or to fill is set, nothing is left to search for.
         return (
             self.balance in ("auto", "pipeline") and self.packing == "auto" and self.fill == "split"
         )
@@ -133,7 +133,7 @@ def padded_sample_tokens(length: int, dims: ParallelDims, config: PlannerConfig)
 
 
 def padded_row_tokens(sum_of_padded_tokens: int, dims: ParallelDims, config: PlannerConfig) -> int:
-    """Tokens of a micro-batch whose padded samples sum to `sum_of_padded_tokens`."""
+    """Tokens of a micro-batch, given the sum of its padded samples' tokens."""
     return round_up(sum_of_padded_tokens, row_multiple_tokens(dims, config))
 
 

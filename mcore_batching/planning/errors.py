@@ -57,7 +57,7 @@ def named(name: str, value: object = None) -> str:
 
 
 def printable(text: str) -> str:
-    """A text whose characters are seen, not acted on: others but line ends are escaped."""
+    """The text with every character escaped that a terminal acts on, except line ends."""
     return "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text

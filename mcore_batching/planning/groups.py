@@ -119,7 +119,7 @@ def _padding_tags(is_padding: Sequence[Any] | None, num_samples: int) -> list[bo
 
 def group_key(group: Hashable, index: int) -> Hashable:
     """A key that equal groups share: numbers by value, since a tensor hashes by its identity. A
-    `LengthError` names the sample whose group is None or not hashable."""
+    `LengthError` names a sample with a group that is None or not hashable."""
     if type(group) in (int, str):  # nearly all: without the calls below
         return group
     number = as_integer(group)

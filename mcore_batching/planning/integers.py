@@ -46,7 +46,7 @@ def set_at_least_one(settings: Any, names: Iterable[str], error: type[MCoreBatch
     for name in names:
         value = getattr(settings, name)
         if value is not None or type(settings).__dataclass_fields__[name].default is not None:
-            # As Python ints: NumPy's would not print as JSON.
+            # Made Python ints: NumPy's would not print as JSON.
             object.__setattr__(settings, name, at_least(name, value, 1, error))
 
 

@@ -4,8 +4,8 @@
     rank 1: rows timed -> evidence ┴ added up -> after(), on both: the costs of the next plan
 
 One ridge regression without negative costs, of a mean pipeline stage's forward and backward pass
-together. It is held to the costs before, at first those of the model's shape: what the rows cannot
-tell apart keeps their proportion. Errors are relative, so a row that stalls for k times as long
+together. It is held to the costs before, at first those of the model's shape: costs that the rows
+do not separate keep their proportion. Errors are relative, so a row that stalls for k times as long
 pulls 1 / k as hard. All else of the cost model stays as it is. Only rows in which no rank waited
 for another one may be given.
 
@@ -66,7 +66,7 @@ class LearntCosts:
             stage: the costs of this rank's pipeline stage by the model's shape.
         """
         sums = [0.0] * len(self.sums)
-        # Of the stage's cost what a unit of the mean stage's makes.
+        # Cost on this stage for a unit of cost on the mean stage.
         ratios = [
             own / mean if mean else 1.0
             for own, mean in (

@@ -159,7 +159,7 @@ class Problem:
 
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
-        """Context-parallel sizes whose micro-batches have room for a placeholder, ascending."""
+        """Context-parallel sizes under which a placeholder fits into a micro-batch, ascending."""
         # A larger size pads to a larger multiple, which a small cap may not hold.
         return tuple(
             size

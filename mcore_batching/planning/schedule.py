@@ -125,7 +125,7 @@ class Schedule:
         return most if self.forward_only else min(passes, most)
 
     def needs(self, stage: int, what: Pass) -> StagePass | None:
-        """Stage and pass whose result a pass takes; None for the first pass of the model."""
+        """Stage and pass that makes a pass's input; None for the first pass of the model."""
         kind, chunk, slot = what
         last_stage, last_chunk = self.dims.pipeline_parallel - 1, self.dims.virtual_pipeline - 1
         if kind == "F":
@@ -208,8 +208,8 @@ class _SendsOfInterleaved:
         return []
 
     def _received(self, stage: int, kind: str, number: int) -> list[StagePass]:
-        """The pass whose output the stage at which a chunk begins receives after one of its own; it
-        is needed in a later pass."""
+        """The pass that makes what the first stage of a chunk receives after a pass of its own, for
+        use in a later pass."""
         sender, final = (self._last_stage, self._last_chunk) if kind == "F" else (0, 0)
         of_sender = number - self._last_stage
         if stage != self._last_stage - sender or of_sender < 0:

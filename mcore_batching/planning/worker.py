@@ -238,7 +238,7 @@ class _Process:
             [sys.executable, "-I", "-S", "-c", _START, package, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Whoever launched the job may wait for the end of all that can write there.
+            # The job's launcher may wait until all processes that can write there have ended.
             stderr=subprocess.DEVNULL,
             cwd="/",
             # No signal to the job's processes reaches it, Ctrl-C included. In a session of its own

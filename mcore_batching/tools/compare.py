@@ -220,7 +220,7 @@ def _planned(
         return _Step(error)
     except ConfigError as error:
         if cap == given:
-            raise  # it holds no token, for nobody
+            raise  # the given cap holds no token, for any planner
         return _Step(error)
     seconds = time.process_time() - started
     # Fill and floor are those of the given cap, whatever the plan was made under.

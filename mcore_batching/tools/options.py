@@ -39,7 +39,7 @@ class UsageError(MCoreBatchingError, ValueError):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose flags have as `dest` the argument of the library that they set."""
+    """A parser of flags; each one's `dest` is the argument of the library that it sets."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if message and file is sys.stdout:
@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
-    """Help whose flags end in their defaults, where they have one and their text does not."""
+    """Help that adds a flag's default to its text, where it has one and the text does not."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         # argparse's own adds every default, `False` and `None` included.

@@ -58,7 +58,7 @@ def check_picture(path: str | Path) -> None:
 
 
 def draw_step(step: StepPlan, lengths: Sequence[int], path: str | Path) -> None:
-    """Draw one step, of whose plan the cap may be broken, into a .png or .svg file."""
+    """Draw one step into a .png or .svg file; its plan may be over the cap."""
     check_picture(path)
     _save(step_figure(step, lengths), path)
 
@@ -133,7 +133,7 @@ def _draw_passes(
 
 
 def _draw_rank_passes(axes: Axes, timeline: StepTimeline, rank: RankTimeline, top: float) -> None:
-    """The boxes of one rank, whose first stage is the row at `top`."""
+    """The boxes of one rank; its first stage is the row at `top`."""
     # About as wide as two digits, at this width of the figure.
     widest_digits = timeline.end / 150
     for timed in rank.passes:
@@ -200,7 +200,7 @@ def _add_box(
 
 
 def _add_text(axes: Axes, x: float, y: float, text: str, **style: Any) -> None:
-    """A text whose middle is at a place; what lies beyond the axes is cut off."""
+    """A text with its middle at a place; what lies beyond the axes is cut off."""
     axes.text(x, y, text, ha="center", va="center", clip_on=True, **{"color": "white"} | style)
 
 
@@ -274,7 +274,7 @@ class StepTimeline:
 
 
 def step_timeline(step: StepPlan, lengths: Sequence[int]) -> StepTimeline:
-    """Simulate a step, whose plan covers its samples; it may be over the cap."""
+    """Simulate a step; its plan covers its samples, and may be over the cap."""
     problem, ranks = step_problem(step, lengths)
     passes = _passes(step, problem, ranks)
     end = max(timed.end for of_rank in passes for timed in of_rank)

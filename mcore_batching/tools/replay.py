@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> int:
     """Read, predict, plan again, print."""
     most = at_least("--steps", options.steps, 1, ConfigError)
     steps = replay(read_records(options.records))
-    # A job whose options changed half-way has no one factor: each setting gets a table of its own.
+    # Where options changed half-way there is no one factor: each setting gets a table of its own.
     before, has_others = None, False
     for alike in by_setting(steps):
         if before is not None:

@@ -41,7 +41,7 @@ time/floor    predicted end of the step / the floor, before which no plan ends:
 STEP_LEGEND = f"""\
 token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
 padding       share of padding in the tokens of micro-batches that hold samples
-in flight     most tokens whose activations a first pipeline stage holds at a time
+in flight     most tokens that a first pipeline stage holds activations of at a time
 rank balance  cost of the heaviest rank / mean over ranks; 1 is even
 slot balance  costliest micro-batch of each slot, added up / mean over ranks; 1 is even
 {FLOOR_LEGEND}"""

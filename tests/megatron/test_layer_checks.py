@@ -54,7 +54,7 @@ def test_gated_delta_nets_that_take_no_packed_rows() -> None:
         assert problems(made) == ""
         assert "unset --deterministic-mode" in problems(made, deterministic_mode=True)
         made.activation = "gelu"
-        assert "with gelu, whose kernel has silu alone: set --swiglu" in problems(made)
+        assert "with gelu; its kernel has silu alone: set --swiglu" in problems(made)
 
 
 def test_sparse_attention_that_takes_no_packed_rows() -> None:

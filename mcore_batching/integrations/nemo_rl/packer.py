@@ -50,9 +50,9 @@ def hook(
     Sizes are the policy's, as in `ParallelDims`.
 
     Args:
-        model: its config, whose layers are what samples cost: names and values, as in Hugging
-            Face's ``config.json`` or Megatron's config; an object with ``to_dict``; or the path of
-            a ``config.json`` or of its folder. None: the default costs.
+        model: its config; the costs of samples follow from its layers. Names and values, as in
+            Hugging Face's ``config.json`` or Megatron's config; an object with ``to_dict``; or the
+            path of a ``config.json`` or of its folder. None: the default costs.
 
     Returns:
         the replaced names; its ``undo`` puts NeMo-RL's own back.

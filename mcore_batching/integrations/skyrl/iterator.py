@@ -2,8 +2,8 @@
 
 Guarantees
 - Every sample of the rank is in one micro-batch, and SkyRL's ``reorder_and_combine_batches`` puts
-  outputs back into their order; an output whose rows are not its micro-batch's samples is an error
-  on that rank.
+  outputs back into their order; an output with other rows than its micro-batch has samples is an
+  error on that rank.
 - A micro-batch holds at most ``max_tokens_per_microbatch`` tokens; a longer sample is alone, as in
   SkyRL.
 - All ranks have the same number: micro-batches are split first, then SkyRL's padding ones are

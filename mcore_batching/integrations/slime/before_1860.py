@@ -44,7 +44,7 @@ _PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_gl
 
 
 class _LiveDataIterator(DataIterator):
-    """A `DataIterator` whose values are those that the framework's dict has when they are drawn."""
+    """A `DataIterator` that draws values from the framework's dict as it is at that time."""
 
     def __init__(self, rollout: Rollout, rollout_data: dict[str, Any]) -> None:
         super().__init__(rollout)

@@ -178,7 +178,7 @@ def _parallel_dims(args: Any, sent: dict[str, Any]) -> ParallelDims:
 def option_problems(args: Any) -> Iterator[str]:
     """Options of the engine's own rows and training step, of which the framework has its own.
 
-    They are spelt as ``--custom-config-path`` has them, whose YAML reads `off` as False.
+    They are spelt as in the YAML of ``--custom-config-path``, which reads `off` as False.
     """
     if getattr(args, "dynamic_batch_share_prefixes", False):
         yield (

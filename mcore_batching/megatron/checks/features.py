@@ -160,7 +160,7 @@ def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
     if overlaps and config.grad_sync_func is None:
         yield from _weights_without_gradient(model, config)
     if getattr(model, "position_embedding_type", None) == "learned_absolute":
-        # Of the first stage, and of the last one for later tokens.
+        # The first stage has one, and the last stage one for later tokens.
         yield (
             "Megatron-LM leaves gradients of two stages' position embeddings apart: set "
             "--position-embedding-type rope"
@@ -168,7 +168,7 @@ def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
 
 
 def _weights_without_gradient(model: Any, config: Any) -> Iterator[str]:
-    """Weights whose gradients overlapped reduction would wait for: Megatron asserts in step 2."""
+    """Weights without a gradient that overlapped reduction waits for (Megatron asserts, step 2)."""
     mend = "set --align-grad-reduce (config.grad_sync_func), unset --overlap-grad-reduce or"
     lacks = "without the gradient that overlapped reduction waits for"
     if getattr(model, "share_embeddings_and_output_weights", False):

@@ -1,5 +1,5 @@
-"""Layers that would mix the samples of packed rows, raise in mid-forward, or whose gradients stock
-Megatron computes wrongly, packed or not."""
+"""Layers that would mix the samples of packed rows or raise in mid-forward, and layers for which
+stock Megatron computes wrong gradients, packed or not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) ->
 
 
 def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) -> str:
-    # Of the class that runs: a subclass with a forward pass of its own may well know packed rows.
+    # The class that runs counts: a subclass with a forward pass of its own may handle packed rows.
     runs = compat.layers.class_of_forward(layer)
     # Not isinstance, likewise.
     if type(layer) is DotProductAttention:
@@ -54,7 +54,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             )
         if layer.activation not in ("silu", "swish"):
             return (
-                f"is a GatedDeltaNet with {layer.activation}, whose kernel has silu alone: set "
+                f"is a GatedDeltaNet with {layer.activation}; its kernel has silu alone: set "
                 "--swiglu (activation_func=torch.nn.functional.silu)"
             )
     if runs == "DSAttention":
@@ -76,7 +76,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
 
 
 def _wrong_gradient(layer: Any, dims: ParallelDims) -> str:
-    """Weights that all heads share, and whose gradients tensor-parallel ranks do not add up."""
+    """Weights that all heads share, if tensor-parallel ranks do not add up their gradients."""
     if dims.tensor_parallel == 1:
         return ""
     if isinstance(layer, MultiLatentAttention):
@@ -104,7 +104,7 @@ def _wrong_gradient(layer: Any, dims: ParallelDims) -> str:
 
 
 def _recomputed_adapters(chunks: list[Any]) -> Iterator[str]:
-    """Layers that are fully recomputed, whose input needs no gradient, and so have none."""
+    """Fully recomputed layers that get no gradient, as their input needs none."""
     for chunk in chunks:
         model = unwrap_model(chunk)
         embedding = getattr(model, "embedding", None)
@@ -125,7 +125,7 @@ def _recomputed_adapters(chunks: list[Any]) -> Iterator[str]:
 
 
 def _gradients_of_experts(chunks: list[Any]) -> Iterator[str]:
-    """Experts that tensor-parallel ranks all hold, and whose gradients they do not add up."""
+    """Experts that all tensor-parallel ranks hold, without adding up their gradients."""
     # With as many expert- as tensor-parallel ranks each holds a part, and adds up nothing.
     config = get_model_config(chunks[0])
     size = config.tensor_model_parallel_size

@@ -222,7 +222,7 @@ def _load_balancing_types(config: Any) -> list[str]:
 def _low_precision_problems(
     config: Any, dims: ParallelDims, planner: PlannerConfig
 ) -> Iterator[str]:
-    """Rows whose padding FP8 or FP4 kernels cannot take: their scales are of blocks of tokens."""
+    """Padding that FP8 or FP4 kernels cannot take: their scales are of blocks of tokens."""
     if config.fp4:
         name, tokens = "FP4", 32
     elif not config.fp8:

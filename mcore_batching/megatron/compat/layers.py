@@ -33,7 +33,7 @@ def is_engines_attention(module: Any) -> bool:
 
 
 def class_of_forward(layer: Any) -> str:
-    """Name of the Megatron class whose forward pass a layer runs; empty where it is another's."""
+    """Name of the Megatron class that has the layer's forward pass; empty if none has it."""
     forward = type(layer).forward
     if not str(getattr(forward, "__module__", "")).startswith("megatron.core."):
         return ""

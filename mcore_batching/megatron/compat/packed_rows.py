@@ -58,8 +58,8 @@ def packed_seq_params(
 def give_offsets(
     params: Any, host_cu_seqlens: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Tell a row's parameters its offsets on the host, whose each token is, and the row's own
-    context-parallel group, if it has one."""
+    """Set the offsets on the host, the sequence of each token and, under dynamic CP, the row's own
+    context-parallel group on a row's parameters."""
     params.host_cu_seqlens = tuple(host_cu_seqlens)
     # From 0.17 on Mamba layers begin anew with every sample by `seq_idx` alone. Megatron makes it
     # where `total_tokens` is given from the start, but then the host waits for the device.

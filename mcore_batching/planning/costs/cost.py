@@ -144,7 +144,7 @@ class CostModel:
         # Masked ones too; `quadratic` is the cost of a pair on average.
         pairs: float = length * length
         if self.window is not None and length > self.window:
-            # Of n(n+1)/2 pairs, those more than a window apart are never computed.
+            # Pairs more than a window apart, of n(n+1)/2 in all, are never computed.
             far = (length - self.window) * (length - self.window)
             pairs -= (1.0 - self.beyond_window) * far
         return self.linear * length + self.quadratic * pairs

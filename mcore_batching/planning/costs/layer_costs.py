@@ -72,7 +72,7 @@ def attention(
 def latent_attention(
     hidden: int, heads: int, key_dim: int, rope_dim: int, value_dim: int, rank: int, query_rank: int
 ) -> LayerCost:
-    """MLA, whose queries and keys have size `key_dim` + `rope_dim`; `query_rank` 0: queries are not
+    """MLA with queries and keys of size `key_dim` + `rope_dim`; `query_rank` 0: queries are not
     compressed."""
     # Down to the rank and up to the heads; the rotary part of keys is one for all heads.
     queries = heads * (key_dim + rope_dim)

@@ -137,7 +137,7 @@ def predicted_memory(
         logits = row * vocab * (shape.bytes_per_logit + depths * _BYTES_PER_DEPTH)
     # Up to three float32 copies of a chunk's logits.
     log_probs = 3 * 4 * min(row, LOG_PROB_CHUNK_TOKENS) * vocab
-    # Of the last chunk, whose backward pass follows at once.
+    # The last chunk's alone, as its backward pass follows at once.
     further = row * shape.activation_bytes_per_token(dims, layers=depths)
     held = statistics.last_stage_inflight_tokens * per_token + further
     return PredictedMemory(

@@ -20,7 +20,7 @@ Scope = Literal["global", "local"]
 MicroBatches = tuple[tuple[int, ...], ...]
 """One rank's micro-batches in slot order: sample indices each, `()` for a placeholder."""
 Sizes = tuple[tuple[int, ...], ...]
-"""As `StepPlan.context_parallel`."""
+"""Context-parallel size of each micro-batch [ranks][num_microbatches]."""
 
 MOST_SHOWN = 16
 """Entries of a list that `str(plan)` prints: a plan of 1024 ranks would fill the screen."""

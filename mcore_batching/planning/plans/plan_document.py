@@ -107,8 +107,8 @@ def recorded_digests(text: str) -> tuple[str | None, str | None]:
 
 
 def read(raw: dict[str, Any]) -> dict[str, Any]:
-    """The document's parts, checked: "num_samples", the digests, and of each of its "steps" the
-    fields of a `StepPlan`, whose `sample_indices` are None where they are left out."""
+    """The document's parts, checked: "num_samples", the digests, and for each of its "steps" the
+    fields of a `StepPlan`; `sample_indices` is None where it is left out."""
     scope = raw.get("scope", "global")
     if scope not in ("global", "local"):
         raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r:.80}')
@@ -171,7 +171,7 @@ def _read_sizes(
         )
     if raw is None:
         return None
-    # As many as micro-batches, and none of 0: readers divide by them before a plan is validated.
+    # One for each micro-batch, and none of 0: readers divide by them before a plan is validated.
     sizes = tuple(
         tuple(_count(size, f"a size of {what}, rank {rank}") for size in _json(of_rank, list, what))
         for rank, of_rank in enumerate(_json(raw, list, what))

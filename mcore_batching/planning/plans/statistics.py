@@ -231,7 +231,7 @@ def _most_held(problem: Problem, held: Sequence[Sequence[int]], stage: int) -> f
 
 
 def tokens_in_flight(slot_tokens: Sequence[int], schedule: Schedule, stage: int = 0) -> float:
-    """Peak of the tokens whose activations a stage holds.
+    """Largest number of tokens that a stage holds activations of at a time.
 
     A micro-batch is in flight from its forward to its backward pass; each model chunk holds its
     share of the stage's layers. Under 1F1B stage s of P has P - s micro-batches in flight. Of
