@@ -82,9 +82,9 @@ export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}"
 
 job=(
-    --dynamic-batch-data "$data" --dynamic-batch-on-too-long drop --split 90,10,0
+    --data-path "$data" --split 90,10,0
     # Text as bytes: 256 of them, an end mark and a padding mark.
-    --dynamic-batch-tokenizer bytes --tokenizer-type NullTokenizer --vocab-size 258
+    --tokenizer-type NullTokenizer --vocab-size 258
     --seq-length 1024 --max-position-embeddings 1024
     --num-layers 4 --hidden-size 64 --num-attention-heads 4
     --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear

@@ -163,32 +163,11 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
             "costs and predicted seconds, beside the five of every job"
         ),
     },
-    "stock scripts: fine-tuning data": {
-        "data": _flag(
-            "JSON-lines files to train on, instead of the script's own data: each line "
-            '{"messages": [...]}, {"prompt": ..., "completion": ...} or {"question": ..., '
-            '"answer": ...}; --split holds out a part of every file',
-            nargs="+",
-            metavar="FILE",
-        ),
-        "on_too_long": _flag(
-            "a sample longer than --seq-length ends the job, or is left out and counted",
-            choices=["error", "drop"],
-            default="error",
-        ),
-        "tokenizer": _flag(
-            "tokenizer of --dynamic-batch-data: the job's, or megatron-core's byte-level one, for "
-            "which --tokenizer-type has no name (set --tokenizer-type NullTokenizer --vocab-size "
-            "258 with it)",
-            choices=["megatron", "bytes"],
-            default="megatron",
-        ),
-    },
 }
 """By theme, of each argument of the library its flag's settings in argparse."""
 
-*ENGINE, LOG, FINE_TUNING = THEMES
-"""`THEMES` of every job; the last two are of stock scripts alone."""
+*ENGINE, LOG = THEMES
+"""`THEMES` of every job; the last one is of stock scripts alone."""
 
 OPTIONS = {name: each for options in THEMES.values() for name, each in options.items()}
 
@@ -197,6 +176,10 @@ FLAGS["use_dynamic_batch_size"] = "--use-dynamic-batch-size"
 """Argument of the library to the flag that sets it."""
 
 REMOVED_FLAGS = {
+    f"{PREFIX}data": (
+        "Megatron's own fine-tuning data is packed: set --sft, --data-path and "
+        "--tokenizer-type SFTTokenizer instead"
+    ),
     f"{PREFIX}no-plan-ahead": "plans are made ahead by one worker process: leave it out",
     f"{PREFIX}forward-only-plan": (
         "forward passes run training's plan, or one of their own under "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
 import sys
@@ -76,20 +75,6 @@ def test_the_readmes_own_loop_runs_as_it_stands(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "rank0").read_text() == "{} []"
     assert (tmp_path / "rank1").read_text() == "{'log_probs': [20, 5, 11, 16]} ['loss', 'policy']"
-
-
-def test_the_readmes_lines_of_fine_tuning_data_are_read() -> None:
-    pytest.importorskip("megatron.core")
-    from mcore_batching.integrations.megatron_lm.sft.records import (
-        Completion,
-        Conversation,
-        parse_record,
-    )
-
-    (lines,) = blocks_of_readme("json")
-    read = [parse_record(json.loads(line)) for line in lines.splitlines()]
-    assert [type(each) for each in read] == [Conversation, Completion, Completion]
-    assert read[1:] == [Completion("2 + 2 =", " 4"), Completion("2 + 2?\n", "4")]
 
 
 def test_the_readme_is_for_five_minutes() -> None:

@@ -1,12 +1,12 @@
 """Supervised fine-tuning: a script of one's own around ``megatron.training``.
 
-    torchrun --nproc-per-node 4 examples/sft/sft.py --dynamic-batch-data FILE [Megatron's arguments]
+    torchrun --nproc-per-node 4 examples/sft/sft.py --data-path FILE [Megatron's arguments]
     torchrun --nproc-per-node 4 -m mcore_batching.run examples/sft/sft.py \\
-        --dynamic-batch-data FILE --use-dynamic-batch-size --max-tokens-per-gpu 4096 [the same]
+        --data-path FILE --use-dynamic-batch-size --max-tokens-per-gpu 4096 [the same]
 
-Written for megatron-core 0.19. Only the datasets come from ``mcore_batching``: padded to
-``--seq-length`` in the first command, as they are in the second. The model is a `GPTModel`, with
-``--hybrid-layer-pattern`` a `HybridModel`.
+Written for megatron-core 0.19, and without a line about ``mcore_batching``. Files are JSON lines,
+see `json_lines`; ``--tokenizer-type NullTokenizer --vocab-size 258`` reads them as bytes. The model
+is a `GPTModel`, with ``--hybrid-layer-pattern`` a `HybridModel`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training import get_args, pretrain
+from megatron.training import get_args, get_tokenizer, pretrain
 from megatron.training.argument_utils import (
     gpt_config_from_args,
     hybrid_config_from_args,
@@ -30,9 +30,8 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
+from sft_datasets import build_datasets, byte_level_tokenizer
 from torch import Tensor
-
-from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments, build_sft_datasets
 
 BATCH_KEYS = (
     "attention_mask",
@@ -108,13 +107,17 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., 
 
 
 def datasets_provider(num_samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
-    """Training, validation and test data."""
-    return build_sft_datasets(get_args(), num_samples, vp_stage=vp_stage)
+    """Training, validation and test data, where stages read it."""
+    args = get_args()
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return None, None, None
+    reads_bytes = args.tokenizer_type == "NullTokenizer"
+    tokenizer = byte_level_tokenizer() if reads_bytes else get_tokenizer()
+    return build_datasets(args, tokenizer, num_samples)
 
 
 if __name__ == "__main__":
-    datasets_provider.is_distributed = True  # type: ignore[attr-defined]
-    args = parse_and_validate_args(extra_args_provider=add_sft_arguments)
+    args = parse_and_validate_args()
     if args.hybrid_layer_pattern:
         args.spec = args.spec or ["mcore_batching.megatron", "packed_hybrid_stack_spec"]
         config = hybrid_config_from_args(args)

@@ -148,7 +148,6 @@ JOBS = [
     ),
     job("mrope-cp2", "guarantees:model_is_refused", CP2, text=MROPE_CUT, **MROPE),
     job("mrope-dp2", "guarantees:model_is_refused", DP2, text="", **MROPE),
-    job("data-of-few", "guarantees:data_that_few_read", TP2),
     job("averaged-loss", "guarantees:averaged_loss_is_told", DP2),
     *(
         job(name, NONFINITE, DP2 | PP2, fault=name.partition("-")[0], overlap="-" in name)

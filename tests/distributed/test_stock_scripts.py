@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.conversations import BY_HAND, PACKAGES, words_for, write_lines
 from kit.harness import REPOSITORY, environment
 from kit.patience import patience
 from kit.stock_jobs import (
@@ -19,11 +20,10 @@ from kit.stock_jobs import (
     EXPERTS,
     FLAG,
     NO_AUXILIARY_LOSS,
-    OWN_DATA,
+    ON,
     PP2,
     RAMP_UP,
     SFT,
-    SFT_DATA,
     VARIANTS,
     steps,
 )
@@ -36,12 +36,13 @@ RAMP_UP_UNTIL_017 = [
     *("--lr-decay-samples", "160", "--lr-warmup-samples", "16"),
     *("--micro-batch-size", "1", "--eval-iters", "0"),
 ]
+TRAINING_ALONE = ["--split", "1,0,0"]
 USUAL = steps(3), [8, 16, 24]
 WITH_EXPERTS = [*PP2, *EXPERTS, *NO_AUXILIARY_LOSS]
 GPT: dict[str, tuple[tuple[list[str], list[int]], list[str]]] = {
     "core_v0.16.1": (USUAL, PP2),
-    "core_v0.17.1": ((RAMP_UP_UNTIL_017, [2, 4, 8, 14, 22, 30]), PP2),
-    "core_v0.18.2": ((RAMP_UP, [2, 4, 8, 12, 20, 28, 36]), PP2),
+    "core_v0.17.1": (([*RAMP_UP_UNTIL_017, *TRAINING_ALONE], [2, 4, 8, 14, 22, 30]), PP2),
+    "core_v0.18.2": (([*RAMP_UP, *TRAINING_ALONE], [2, 4, 8, 12, 20, 28, 36]), PP2),
     "core_v0.19.0": (USUAL, WITH_EXPERTS),
     "main": (USUAL, WITH_EXPERTS),
     "dev": (USUAL, WITH_EXPERTS),
@@ -63,14 +64,6 @@ sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 LAUNCHER = ["-m", "mcore_batching.run"]
-SAME_WEIGHTS = """
-import runpy
-import mcore_batching.megatron  # the CPU stand-in is on before anything is imported
-from megatron.training import initialize
-# On the CPU it draws from the weights' generator, as often as a micro-batch is large.
-initialize._warmup_jit_function = lambda **unused: None
-runpy.run_module("mcore_batching.run", run_name="__main__", alter_sys=True)
-"""
 
 
 def trained(command: list[str], script: str, words: list[str], folder: Path) -> dict[str, Any]:
@@ -109,11 +102,11 @@ def tensors(state: Any, name: str = "") -> dict[str, torch.Tensor]:
 def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    own = [*OWN_DATA, "--variant", "none"]
+    own = ["--variant", "none"]
     by_itself = trained(["-c", WITHOUT_LAUNCHER], VARIANTS, own, tmp_path / "by itself")
     states = [trained(LAUNCHER, VARIANTS, own, tmp_path / "launched")]
     if pytestconfig.getoption("--long"):
-        states.append(trained(LAUNCHER, SFT, SFT_DATA, tmp_path / "data"))
+        states.append(trained(LAUNCHER, SFT, [], tmp_path / "example"))
     expected = tensors({key: by_itself[key] for key in ("model", "optimizer")})
     assert any(name.endswith("linear_fc1.weight") for name in expected)
     assert any("exp_avg" in name for name in expected)
@@ -129,21 +122,23 @@ def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(
 def printed(
     checkout: Path,
     words: list[str],
-    launch: list[str] = LAUNCHER,
+    folder: Path,
     script: str = "pretrain_gpt.py",
     nproc: int = 4,
+    conversations_a_line: int = 1,
 ) -> list[str]:
-    """A line for each step of one of Megatron's scripts."""
+    """A line for each step of one of Megatron's scripts, and for each evaluation."""
     variables = environment(nproc)
-    paths = [str(REPOSITORY), str(checkout), variables["PYTHONPATH"]]
-    # The attention mask is made in the data loader by default, for which not all releases have a
-    # flag of this name.
-    common = [word for word in COMMON if word != "--no-create-attention-mask-in-dataloader"]
+    paths = [str(REPOSITORY), str(checkout), str(PACKAGES), variables["PYTHONPATH"]]
+    launcher = folder / "launch.py"
+    launcher.write_text(BY_HAND)
+    data = write_lines(folder / "data.jsonl", conversations_a_line)
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             f"--nproc-per-node={nproc}",
-            *(*launch, str(checkout / script), *common, *SFT_DATA, *words),
+            *(str(launcher), str(checkout / script), *COMMON),
+            *(*words_for(checkout.name, data), *words),
         ],
         env=variables | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
@@ -152,7 +147,7 @@ def printed(
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
-    return [line for line in output.splitlines() if re.search(r" iteration +\d+/", line)]
+    return re.findall(r" iteration +\d+/.*|validation loss at iteration.*", output)
 
 
 def log_lines(
@@ -164,6 +159,7 @@ def log_lines(
         {name: float(re.findall(rf"{name}: +(\S+)", line)[0]) for name in wanted}
         | {"packed": float("batching/fill" in line)}
         for line in printed(checkout, words, **launch)
+        if "consumed samples" in line
     ]
 
 
@@ -183,13 +179,13 @@ def checkout_of(release: str) -> Path:
 
 
 def logs_are_equal(
-    release: str, schedule: tuple[list[str], list[int]], words: list[str], **script: str
+    release: str, schedule: tuple[list[str], list[int]], words: list[str], **script: Any
 ) -> None:
     """The same steps padded and packed, in four processes."""
     checkout, (steps, consumed) = checkout_of(release), schedule
     words = [*steps, *words]
     padded = log_lines(checkout, words, **script)
-    flagged = log_lines(checkout, [*words, *FLAG], **script)
+    flagged = log_lines(checkout, [*words, "--sft", *FLAG], **script)
     assert [line["consumed samples"] for line in padded] == consumed
     assert [line.pop("packed") for line in padded] == [0.0] * len(consumed)
     assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)
@@ -199,8 +195,32 @@ def logs_are_equal(
 
 @pytest.mark.parametrize("release", GPT)
 @needs_checkouts
-def test_megatrons_own_script_unmodified(release: str) -> None:
-    logs_are_equal(release, *GPT[release])
+def test_megatrons_own_script_unmodified(release: str, tmp_path: Path) -> None:
+    logs_are_equal(release, *GPT[release], folder=tmp_path)
+
+
+ONE_A_ROW = [*ON, "192", "--dynamic-batch-max-samples-per-row", "1"]
+
+
+@pytest.mark.parametrize("layout", [[], PP2], ids=["dp2", "pp2"])
+@pytest.mark.parametrize("release", [name for name in GPT if name != "main-6742"])
+@needs_checkouts
+def test_lines_of_two_conversations(release: str, layout: list[str], tmp_path: Path) -> None:
+    """Under two caps as by hand, over single conversations, in one process without pipeline stages.
+
+    Stages draw other weights than a whole model.
+    """
+    checkout, usual = checkout_of(release), [*steps(3), "--eval-interval", "2"]
+
+    def losses(words: list[str], **launch: Any) -> list[float]:
+        lines = printed(checkout, [*usual, *layout, *words], tmp_path, **launch)
+        return [float(re.findall(r"lm loss(?: value)?: +(\S+)", line)[0]) for line in lines]
+
+    single = losses(["--global-batch-size", "16"], nproc=2 if layout else 1)
+    assert len(single) == 6  # with evaluations after two steps, and of both sets in the end
+    for flags in (ONE_A_ROW, [*ON, "1024"]):
+        found = losses(["--sft", *flags], nproc=2, conversations_a_line=2)
+        assert found == pytest.approx(single, rel=2e-6)
 
 
 HYBRID = ["--spec", "kit.hybrid_spec", "packed_hybrid_stack_spec", "--hybrid-layer-pattern"]
@@ -225,8 +245,8 @@ HAVE_HYBRIDS = ("core_v0.18.2", "core_v0.19.0", "main")
 )
 @pytest.mark.parametrize("release", HAVE_HYBRIDS)
 @needs_checkouts
-def test_megatrons_script_of_hybrid_models(release: str, model: list[str]) -> None:
-    logs_are_equal(release, USUAL, model, script="pretrain_hybrid.py")
+def test_megatrons_script_of_hybrid_models(release: str, model: list[str], tmp_path: Path) -> None:
+    logs_are_equal(release, USUAL, model, script="pretrain_hybrid.py", folder=tmp_path)
 
 
 MULTI_TOKEN: dict[str, tuple[str, list[str]]] = {
@@ -248,11 +268,9 @@ def test_scripts_that_predict_further_tokens(release: str, name: str, tmp_path: 
     Of more it logs the mean of their means.
     """
     checkout, (script, model) = checkout_of(release), MULTI_TOKEN[name]
-    (tmp_path / "launch.py").write_text(SAME_WEIGHTS)
-    logged: dict[str, Any] = {"also": ("mtp_1 loss",), "script": script}
-    logged["launch"] = [str(tmp_path / "launch.py")]
+    logged: dict[str, Any] = {"also": ("mtp_1 loss",), "script": script, "folder": tmp_path}
     model = [*PP2, *model]
     padded = log_lines(checkout, [*steps(3, micro_batch_size=8), *model], nproc=2, **logged)
-    flagged = log_lines(checkout, [*steps(3), *model, *FLAG], nproc=4, **logged)
+    flagged = log_lines(checkout, [*steps(3), *model, "--sft", *FLAG], nproc=4, **logged)
     for line, expected in zip(flagged, padded, strict=True):
         assert line == pytest.approx(expected | {"packed": 1.0}, rel=2e-6)

@@ -149,8 +149,9 @@ def test_a_run_evaluates_and_learns(records: list[Ranks]) -> None:
     _, flagged = records
     # After step 10, and of validation and test data in the end.
     assert {len(record["evaluations"]) for record in flagged} == {3}
-    evaluations = [each["lm loss"] for each in flagged[-1]["evaluations"]]
-    assert len(set(evaluations)) == 3
+    after_training, again, of_tests = (each["lm loss"] for each in flagged[-1]["evaluations"])
+    # The same samples each time.
+    assert after_training == again != of_tests
     losses = [loss["lm loss"] for loss in values(flagged, "loss")]
     assert losses[-1] < 0.9 * losses[0]
     assert len(set(values(flagged, "learning_rate"))) == 10
@@ -177,6 +178,22 @@ def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     # Of the slowest rank over the mean, in excess of 1: samples are few and cannot be divided.
     before, after = (sum(batching(r, "rank balance")[:10]) - 10 for r in (kept, exchanged))
     assert after < before / 3
+
+
+@runs("pp2-evaluated", "pp2-conversations")
+def test_conversations_of_a_row_are_samples_of_their_own(records: list[Ranks]) -> None:
+    """And the loss of an evaluation, which stock code takes of rows under ``--sft``, of tokens."""
+    padded, flagged = map(last_stage, records)
+    for record in flagged:
+        for step, expected in zip(record["steps"], padded[0]["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=LOSS)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRAD_NORM)
+            assert step["learning_rate"] == expected["learning_rate"]
+            assert step["consumed_samples"] == expected["consumed_samples"] / 2
+            assert step["batching"]["truncated"] == 0
+        assert len(record["evaluations"]) == 4
+        for losses, expected in zip(record["evaluations"], padded[0]["evaluations"], strict=True):
+            assert losses == pytest.approx(expected, rel=LOSS)
 
 
 @pytest.mark.long

@@ -149,12 +149,11 @@ assert training.get_forward_backward_func.__module__.startswith("megatron.")
 def test_with_the_flag_it_says_what_it_hooked_and_undo_puts_it_back(run: Runs) -> None:
     run("""
 before = names()
-installation = install(["--use-dynamic-batch-size", "--dynamic-batch-data", "x"])
+installation = install(["--use-dynamic-batch-size"])
 assert changed(before, names()) == sorted(installation.hooked) == [
     "megatron.core.models.backends.DotProductAttention",
     "megatron.training.arguments.add_megatron_arguments",
     "megatron.training.arguments.validate_args",
-    "megatron.training.training.build_train_valid_test_data_iterators",
     "megatron.training.training.evaluate",
     "megatron.training.training.get_forward_backward_func",
     "megatron.training.training.train",
@@ -241,7 +240,12 @@ def no_get_batch(data_iterator, model):
 
 lines = json.loads(sys.argv[1])
 found = {name: outcome(words) for name, words in lines.items()}
-found["ModelOpt"] = outcome(lines["dense"], modelopt_enabled=True)  # no flag of Megatron's parser
+# No flags of this Megatron's parser.
+found["ModelOpt"] = outcome(lines["dense"], modelopt_enabled=True)
+found["scheduler"] = outcome(lines["dense"], sequence_packing_scheduler="dp_balanced")
+found["lengths"] = outcome(
+    lines["dense"], use_varlen_dataset=True, sequence_packing_scheduler="dp_balanced"
+)
 compat.schedules.counts_operations_of_samples = lambda: False  # until 0.17
 found["no throughput"], found["padding"] = map(outcome, (lines["dense"], lines["throughput"]))
 os.environ["RANK"] = "1"
@@ -274,7 +278,7 @@ COMMAND_LINES: dict[str, tuple[str, str, str]] = {
     "dense": (ON, ACCEPTED, ""),
     "interleaved": (ON + VPP2, ACCEPTED, ""),
     "experts": (ON + EXPERTS, ACCEPTED, ""),
-    "exchange": (ON + "--dynamic-batch-exchange --dynamic-batch-data a b", ACCEPTED, ""),
+    "exchange": (ON + "--dynamic-batch-exchange", ACCEPTED, ""),
     "hybrid": (ON + PP2 + "--hybrid-layer-pattern M*-|G*-|M*-|G*-", ACCEPTED, ""),
     "documents": (ON + "--reset-attention-mask --reset-position-ids", ACCEPTED, ""),
     "multi-token": (ON + "--mtp-num-layers 1", ACCEPTED, ""),
@@ -287,13 +291,14 @@ COMMAND_LINES: dict[str, tuple[str, str, str]] = {
         MESSAGE,
         "load-balancing and z-losses are weighted by real tokens",
     ),
+    "fine-tuning": (ON + "--sft", MESSAGE, "losses are means over the trained tokens of all"),
     "documents in Transformer Engine": (
         ON + "--reset-attention-mask --reset-position-ids --transformer-impl transformer_engine",
         MESSAGE,
         "Transformer Engine ignores that mask",
     ),
     "several": (
-        "--use-dynamic-batch-size --sft --logits-load-dir x",
+        "--use-dynamic-batch-size --iterations-to-skip 3 --logits-load-dir x",
         REFUSED + "--use-dynamic-batch-size cannot run with these settings:",
         "set --calculate-per-token-loss\n  - --use-dynamic-batch-size needs a cap: set --max",
     ),
@@ -310,7 +315,21 @@ COMMAND_LINES: dict[str, tuple[str, str, str]] = {
         REFUSED,
         "unset --dynamic-batch-share-prefixes",
     ),
-    "sft": (ON + "--sft", REFUSED, "unset --sft and give the file with --dynamic-batch-data"),
+    "full validation": (
+        ON + "--full-validation",
+        REFUSED,
+        "without --multiple-validation-sets: unset it and set --eval-iters",
+    ),
+    "full validation of fine-tuning": (
+        ON + "--sft --full-validation --multiple-validation-sets",
+        REFUSED,
+        "TypeError in Megatron-LM itself beside --sft",
+    ),
+    "full validation of several sets": (
+        ON + "--full-validation --multiple-validation-sets",
+        ACCEPTED,
+        "",
+    ),
     "masking": (
         ON + "--dataloader-inter-document-masking",
         REFUSED,
@@ -369,6 +388,9 @@ def test_messages_and_refusals_beyond_the_command_line(outcomes: dict[str, str])
     assert outcomes["on rank 1"] == outcomes["no throughput"] == ACCEPTED
     assert "TFLOP/s (--log-throughput) as if samples were padded" in outcomes["padding"]
     assert "ModelOpt expects rows of seq_length" in outcomes["ModelOpt"]
+    said = "--use-dynamic-batch-size replaces it: unset --sequence-packing-scheduler"
+    assert said in outcomes["scheduler"]
+    assert outcomes["lengths"] == ACCEPTED
 
 
 @needs_training

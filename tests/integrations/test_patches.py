@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.patience import patience
-from kit.stock_jobs import COMMON, FLAG, OWN_DATA, PP2, VARIANTS, steps
+from kit.stock_jobs import COMMON, FLAG, PP2, VARIANTS, steps
 
 from mcore_batching.integrations import megatron_lm
 
@@ -51,7 +51,7 @@ dist.destroy_process_group()  # as mcore_batching.run does: gloo may abort at ex
 ARGUMENTS = [*COMMON, *steps(4), *PP2]
 SCRIPT = REPOSITORY / VARIANTS
 PP1 = ["--pipeline-model-parallel-size", "1"]
-SCRIPT_DATA = [*OWN_DATA, "--variant", "none"]
+SCRIPT_DATA = ["--variant", "none"]
 
 
 def lines_of(release: str) -> list[str]:
@@ -109,7 +109,7 @@ def test_insertions_only_with_one_line_of_context(release: str) -> None:
     lines = [line for line in lines_of(release) if not line.startswith(("--- ", "+++ "))]
     assert not [line for line in lines if line.startswith("-")]
     files = [file.split("\n@@ ")[1:] for file in "\n".join(lines).split("diff --git ")[1:]]
-    assert [len(hunks) for hunks in files] == [2, 4, 1]
+    assert [len(hunks) for hunks in files] == [2, 3, 1]
     for hunks in files:
         inserted = 0
         for hunk in hunks:
@@ -126,7 +126,7 @@ def test_calls_only_what_the_plugin_has(release: str) -> None:
     """And ``get_batch`` returns as many values as the release unpacks."""
     added = [line[1:].strip() for line in lines_of(release) if line[:1] == "+"]
     imports = [line.split() for line in added if line.startswith("from ")]
-    assert len(imports) == 7
+    assert len(imports) == 6
     for _, module, _, *names in imports:
         assert module == megatron_lm.__name__
         assert {name.rstrip(",") for name in names} <= set(megatron_lm.__all__)
@@ -155,7 +155,6 @@ def test_applies_to_main_where_it_belongs(tmp_path: Path) -> None:
         "add_arguments": "add_megatron_arguments",
         "check_arguments": "validate_args",
         "with_batching_statistics": "training_log",
-        "datasets_provider_for": "build_train_valid_test_data_iterators",
         "wrap_forward_backward train": "train",
         "wrap_forward_backward evaluate": "evaluate",
     }
@@ -259,5 +258,5 @@ def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
 def test_a_refused_combination_ends_at_the_start(tmp_path: Path) -> None:
     """The patched ``validate_args`` asks the plugin."""
     patched_training(tmp_path)
-    with pytest.raises(AssertionError, match="--sft packs in the dataset"):
-        train(tmp_path, SCRIPT, *SCRIPT_DATA, *FLAG, "--sft", *PP1, nproc=1)
+    with pytest.raises(AssertionError, match="--full-validation raises TypeError"):
+        train(tmp_path, SCRIPT, *SCRIPT_DATA, *FLAG, "--full-validation", *PP1, nproc=1)

@@ -65,6 +65,11 @@ def test_five_values_are_logged_unless_all_are_asked_for() -> None:
     }
 
 
+def test_truncated_rows_are_logged_of_fine_tuning_alone() -> None:
+    step_log.record_step(STATISTICS, plan_seconds=0.5, run=(1.0, 4.0), truncated=0)
+    assert with_batching_statistics(LOSSES)["batching/truncated"].tolist() == [0.0]
+
+
 def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
     shape = ModelShape(layers=2, hidden=8, ffn=32, heads=2, vocab=2**20)
     memory = predicted_memory(STATISTICS, PLAN, shape)

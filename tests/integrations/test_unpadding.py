@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,7 @@ from mcore_batching.integrations.megatron_lm.unpadding import (
     STOCK_SCHEMA,
     StockDataError,
     draw_batches,
+    num_truncated,
     unpadded_samples,
 )
 
@@ -100,6 +102,61 @@ def test_samples_of_any_length_come_as_lists() -> None:
     data = unpadded_samples([listed], split_documents=False)
     assert data["total_lengths"] == [3, 5]
     assert lists(data) == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+PAD = -1
+
+
+def packed(length: int, *conversations: int, fills: bool = False) -> dict[str, Any]:
+    """A row of ``--sft``: conversations of these lengths, of which the first token is not trained.
+
+    Its last label is padding, as `SFTDataset` makes it. ``fills``: offsets as from 0.19 on.
+    """
+    tokens = [100 * n + at for n, count in enumerate(conversations, 1) for at in range(count)]
+    del tokens[length:]
+    tokens += [PAD] * (length - len(tokens))
+    labels = torch.tensor([*tokens[1:], PAD])
+    offsets = [0, *np.cumsum(conversations[:-1]).tolist(), length]
+    return {
+        "tokens": torch.tensor([tokens]),
+        "labels": labels[None],
+        "loss_mask": ((labels != PAD) & (labels % 100 != 0)).float()[None],
+        "position_ids": torch.arange(length)[None],
+        "cu_seqlens": torch.tensor([offsets + [length] * (length if fills else 0)]),
+    }
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_conversations_of_a_row_are_samples(fills: bool) -> None:
+    """Without padding; labels and masks are those of the row."""
+    row = packed(9, 3, 2, 3, fills=fills)
+    data = unpadded_samples([row], split_documents=False)
+    assert lists(data) == [[100, 101], [200], [300, 301]]
+    assert lists(data, "labels") == [[101, 102], [201], [301, 302]]
+    row["loss_mask"][0, 2] = 1.0  # the label is the next conversation's first token
+    data = unpadded_samples([row, packed(9, 9)], split_documents=False)
+    assert lists(data)[0] == [100, 101, 102]
+    assert lists(data, "labels")[0] == [101, 102, 200]
+    assert lists(data)[3] == [100, 101, 102, 103, 104, 105, 106, 107]
+    untrained = packed(9, 1, 3)
+    assert lists(unpadded_samples([untrained], split_documents=False)) == [[100], [200, 201]]
+
+
+def test_rows_that_end_inside_a_conversation_are_counted() -> None:
+    rows = [packed(6, 3, 2), packed(6, 3, 5), packed(6, 9), packed(6, 5)]
+    assert num_truncated(rows) == 2
+    both = {name: torch.cat([row[name] for row in rows[1:3]]) for name in FIELDS}
+    offsets = torch.tensor([[0, 3, 6, 6], [0, 6, 6, 6]])
+    assert num_truncated([both | {"cu_seqlens": offsets}]) == 2
+    assert num_truncated([masked([1, 1, 1])]) == 0
+
+
+def test_samples_may_come_one_by_one() -> None:
+    """As ``--use-varlen-dataset`` gives them, where a micro-batch is a list."""
+    samples = [masked([1, 1, 1, 0]), masked([0, 1])]
+    listed: Any = [{name: row[name][0] for name in FIELDS} for row in samples]
+    data = unpadded_samples([listed, listed[:1]], split_documents=False)
+    assert lists(data) == [[0, 1, 2], [0, 1], [0, 1, 2]]
 
 
 def test_lacking_fields_and_unequal_numbers_of_rows_are_errors() -> None:

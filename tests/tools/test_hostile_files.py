@@ -6,7 +6,6 @@ Python objects are made of bytes in the agreement between ranks alone, which are
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import os
 import pickle
@@ -15,11 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching.integrations.megatron_lm.sft.records import (
-    SftDataError,
-    parse_record,
-    records_of,
-)
 from mcore_batching.planning import CostModel, MCoreBatchingError, Plan, files
 from mcore_batching.tools.cli import main
 
@@ -122,8 +116,6 @@ def test_what_is_no_json_or_text_is_refused_and_nothing_is_run(
         assert output.out == ""
         assert output.err.startswith("mcore-batching: ")
         assert output.err.count("\n") == 1
-    with contextlib.nullcontext() if what == "empty" else pytest.raises(SftDataError):
-        assert [parse_record(record) for _, record in records_of(f"{bad}.pt")] == []
     assert not ran.exists()
 
 

@@ -12,7 +12,6 @@ from mcore_batching.integrations.megatron_lm.arguments import (
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
 from mcore_batching.integrations.megatron_lm.install import Installation, install
 from mcore_batching.integrations.megatron_lm.packed_batches import next_batch
-from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.integrations.megatron_lm.unpadding import StockDataError
 
@@ -22,7 +21,6 @@ __all__ = [
     "add_arguments",
     "check_arguments",
     "check_training",
-    "datasets_provider_for",
     "install",
     "next_batch",
     "with_batching_statistics",

@@ -32,11 +32,11 @@ _REFUSED = {
     "dynamic_batch_share_prefixes": (
         f"stock scripts train every token, so samples share none: unset {PREFIX}share-prefixes"
     ),
-    "sft": f"--sft packs in the dataset: unset --sft and give the file with {PREFIX}data",
     "dataloader_inter_document_masking": (
         "--dataloader-inter-document-masking packs rows itself: set --reset-attention-mask and "
         "--reset-position-ids instead"
     ),
+    "sequence_packing_scheduler": f"{FLAG} replaces it: unset --sequence-packing-scheduler",
     "hybrid_context_parallel": "it makes schedules of its own: unset --hybrid-context-parallel",
     "iterations_to_skip": "--iterations-to-skip draws batches of a fixed size: unset it",
     "logits_load_dir": "cached teacher logits are of other rows: unset --logits-load-dir",
@@ -68,6 +68,9 @@ def check_arguments(args: Any) -> None:
         DynamicBatchArgumentError: listing every problem with what to set instead.
     """
     options = Options.of(args)
+    if is_on(args) and getattr(args, "use_varlen_dataset", False):
+        # Megatron sets one for this data where none is given.
+        args.sequence_packing_scheduler = None
     # Alone these two change nothing, which a user would take for a gain that does not come.
     if not is_on(args):
         if options.exchange or options.max_context_parallel is not None:
@@ -127,6 +130,11 @@ def _problems(args: Any) -> list[str]:
         problems.append(
             "packing would change a mean over micro-batches: set --calculate-per-token-loss"
         )
+    if given("full_validation") and (given("sft") or not given("multiple_validation_sets")):
+        problems.append(
+            "--full-validation raises TypeError in Megatron-LM itself beside --sft, and without "
+            "--multiple-validation-sets: unset it and set --eval-iters"
+        )
     # Not given(): a factor of 0 is a capacity too.
     if getattr(args, "moe_expert_rank_capacity_factor", None) is not None:
         problems.append(
@@ -144,6 +152,11 @@ def start_messages(args: Any, config: Any) -> list[str]:
             "the routers' load-balancing and z-losses are weighted by real tokens; without "
             "--use-dynamic-batch-size by padded ones, so there they weigh more against the "
             "language-model loss at the same --moe-aux-loss-coeff and --moe-z-loss-coeff"
+        )
+    if getattr(args, "sft", False):
+        messages.append(
+            "validation and test losses are means over the trained tokens of all ranks; without "
+            "--use-dynamic-batch-size --sft logs means of micro-batches' means"
         )
     if (
         getattr(args, "log_throughput", False)

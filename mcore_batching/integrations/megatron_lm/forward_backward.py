@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
@@ -26,11 +28,11 @@ from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.fields.values import describe
 from mcore_batching.integrations.megatron_lm.arguments import FLAG, NO_NON_LOSS_DATA, is_on
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
-from mcore_batching.integrations.megatron_lm.reading_ahead import outcome_of
+from mcore_batching.integrations.megatron_lm.reading_ahead import Batches, outcome_of
 from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
 from mcore_batching.integrations.megatron_lm.step_log import learnt_entries, record_step
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
-from mcore_batching.integrations.megatron_lm.unpadding import draw_batches
+from mcore_batching.integrations.megatron_lm.unpadding import draw_batches, num_truncated
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import Job, job_of, raise_first
@@ -71,6 +73,7 @@ class PackedForwardBackward:
     def __init__(self, forward_backward_func: ForwardBackward, args: Any) -> None:
         self._run = forward_backward_func
         self._args = args
+        self._is_sft = bool(getattr(args, "sft", False))
         self._steps = StockSteps(args)
 
     def __call__(
@@ -126,8 +129,9 @@ class PackedForwardBackward:
         if forward_only:
             with job.agreement_after_pipeline(operation):
                 raise_first(failed)
-            return losses
-        self._log(job, chunks, prepared.schedule, failed, (begun, mark()), ready - started)
+            return summed_over_ranks(losses) if self._is_sft else losses
+        run = begun, mark()
+        self._log(job, chunks, prepared.schedule, failed, run, ready - started, drawn() or ())
         # Megatron divides by the micro-batches that it was called with; other rows were run.
         compat.layers.scale_moe_metrics(num_microbatches / prepared.num_rows)
         later.log(num_microbatches)
@@ -141,10 +145,14 @@ class PackedForwardBackward:
         failed: list[Exception],
         run: tuple[Any, Any],
         plan_seconds: float,
+        batches: Batches,
     ) -> None:
         """End a training step on all ranks, or raise on all what failed on any, and log it."""
-        with job.agreement_after_pipeline("training"):
+        with job.agreement_after_pipeline("training") as agree:
             raise_first(failed)
+            # Context-parallel ranks read the same rows, and may each be a replica here.
+            counts = self._is_sft and parallel_state.get_context_parallel_rank() == 0
+            truncated = agree.sum("truncated rows", num_truncated(batches) if counts else 0)
         plan, lengths = schedule.step_plan(0)  # where samples stay, a collective
         made, (problem, _) = step_statistics(plan, lengths), step_problem(plan, lengths)
         shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
@@ -154,6 +162,7 @@ class PackedForwardBackward:
             run=run,
             memory=predicted_memory(made, problem, shape),
             learnt=learnt_entries(schedule.learnt, made.step_time),
+            truncated=truncated.value if self._is_sft else None,
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )
 
@@ -194,6 +203,22 @@ def with_deferred_errors(
         return output, loss
 
     return forward_step
+
+
+def summed_over_ranks(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """One report in place of all ranks' and rows', for evaluation under ``--sft``.
+
+    Stock code takes a mean over reports there, in which a placeholder would count, and each token
+    by what shares its row. A collective over the last stage's data- and context-parallel ranks.
+    """
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    sums = {
+        key: torch.stack([report[key].float() for report in reports]).sum(0)
+        for key in (reports[0] if reports else {})
+    }
+    for each in sums.values():
+        dist.all_reduce(each, group=group)
+    return [sums] if sums else []
 
 
 def check_loss(result: Any) -> None:

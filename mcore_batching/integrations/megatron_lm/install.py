@@ -1,8 +1,8 @@
 """`install`: the plugin in a stock training script, without a patch.
 
 Without the plugin's flags on the command line nothing is replaced. With others than
-``--use-dynamic-batch-size`` only the parser learns them, and ``--dynamic-batch-data`` brings its
-datasets, padded as stock code needs them. `Installation` lists what was replaced and undoes it.
+``--use-dynamic-batch-size`` only the parser learns them. `Installation` lists what was replaced
+and undoes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from mcore_batching.integrations.megatron_lm.script_batches import (
     declare_batch_fields,
     restore_batches,
 )
-from mcore_batching.integrations.megatron_lm.sft.provider import datasets_provider_for
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.integrations.replacements import Function, Hook
 from mcore_batching.megatron import compat
@@ -105,8 +104,6 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
         yield arguments, "add_megatron_arguments", _then(add_arguments)
         for module in compat.schedules.modules_with_validate_args(arguments, _module("initialize")):
             yield module, "validate_args", _validate_args
-    if f"{PREFIX}data" in given:
-        yield _module("training"), "build_train_valid_test_data_iterators", _build_data_iterators
     if FLAG in given:
         training = _module("training")
         yield training, "get_forward_backward_func", _then(wrap_forward_backward)
@@ -126,12 +123,6 @@ def _validate_args(original: Function, args: Any, *rest: Any, **options: Any) ->
     validated = original(args, *rest, **options)
     check_arguments(args)
     return validated
-
-
-def _build_data_iterators(original: Function, provider: Any) -> Any:
-    from megatron.training import get_args
-
-    return original(datasets_provider_for(get_args(), provider))
 
 
 def _training_log(original: Function, loss_dict: Any, *rest: Any, **options: Any) -> Any:

@@ -40,12 +40,14 @@ def record_step(
     run: tuple[Any, Any],
     memory: PredictedMemory | None = None,
     learnt: Mapping[str, float] | None = None,
+    truncated: int | None = None,
     log_all: bool = False,
 ) -> None:
     """Remember the training step that has just run, of whose plan ``made`` are statistics.
 
     ``run`` are marks before and after all its passes, on this rank. Predicted seconds that were
-    ``learnt`` replace the median's.
+    ``learnt`` replace the median's. ``truncated`` counts rows of ``--sft`` that were; None: other
+    data.
     """
     # First, as the last step's time is among the values logged with this one.
     _read_times()
@@ -73,6 +75,8 @@ def record_step(
     values |= dict(learnt or {})
     _last_step.clear()
     _last_step.update(values if log_all else {name: values[name] for name in LOGGED})
+    if truncated is not None:
+        _last_step["truncated"] = truncated
     _unread.append((*run, made.step_time))
 
 

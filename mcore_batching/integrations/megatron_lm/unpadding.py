@@ -2,13 +2,16 @@
 
 A stock batch is a dict of tensors ``[micro_batch_size, seq_length]`` (or of lists of tensors of
 any length): ``tokens``, ``labels`` (already shifted by one), ``loss_mask`` and ``position_ids``.
-A row is cut after its last trained position: attention is causal, so nothing after it can reach the
-loss:
+``--sft`` adds ``cu_seqlens``, where a row's conversations begin and the last one ends, at which the
+row is cut first. A sample is cut after its last trained position: attention is causal, so nothing
+after it can reach the loss:
 
     tokens     [[5, 6, 7, 8, 0, 0],      samples  [5, 6, 7]   # 8 is not trained
                 [9, 4, 0, 0, 0, 0]]               [9]         # no position is trained
     loss_mask  [[0, 1, 1, 0, 0, 0],
                 [0, 0, 0, 0, 0, 0]]
+
+``--use-varlen-dataset`` gives a list of such dicts, one a sample, of tensors ``[length]``.
 
 A row without a trained position keeps one token, so that the number of samples stays what the
 training loop counts as consumed.
@@ -16,6 +19,7 @@ training loop counts as consumed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -79,23 +83,39 @@ def unpadded_samples(
     return data
 
 
-def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+def num_truncated(batches: Iterable[Mapping[str, Any]]) -> int:
+    """Rows of ``--sft`` that end inside a conversation, or just behind it: Megatron gives nothing
+    that tells these two apart."""
+    rows = [row for batch in batches for row in _rows(batch) if "cu_seqlens" in row]
+    # The last label is padding in every row, the last token only where the row was not full.
+    return sum(int(row["tokens"][-1] != row["labels"][-1]) for row in rows)
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Tensor]]:
+    if isinstance(batch, list):
+        for sample in batch:
+            yield from _rows({name: [values] for name, values in sample.items()})
+        return
     missing = [name for name in FIELDS if batch.get(name) is None]
     if missing:
         raise StockDataError(
             f"the data iterator's batch lacks {', '.join(missing)}, it has "
             f"{', '.join(sorted(batch))}: yield {', '.join(FIELDS)}"
         )
-    for values in zip(*(batch[name] for name in FIELDS), strict=True):
-        yield dict(zip(FIELDS, map(torch.as_tensor, values), strict=True))
+    names = [*FIELDS, *(["cu_seqlens"] if batch.get("cu_seqlens") is not None else [])]
+    for values in zip(*(batch[name] for name in names), strict=True):
+        yield dict(zip(names, map(torch.as_tensor, values), strict=True))
 
 
 def _extents(row: Mapping[str, Tensor], split_documents: bool) -> Iterator[tuple[int, int]]:
     """Start and end of each sample of a row."""
-    starts = [0]
+    length, starts = len(row["tokens"]), {0}
     if split_documents:
-        starts += [int(at) for at in (row["position_ids"] == 0).nonzero() if at > 0]
-    for start, end in zip(starts, [*starts[1:], len(row["tokens"])], strict=True):
+        starts |= {int(at) for at in (row["position_ids"] == 0).nonzero()}
+    if "cu_seqlens" in row:
+        # From 0.19 on they are filled up with the row's length.
+        starts |= {int(at) for at in row["cu_seqlens"] if at < length}
+    for start, end in itertools.pairwise([*sorted(starts), length]):
         trained = row["loss_mask"][start:end].nonzero()
         if len(trained):
             yield start, start + int(trained[-1]) + 1

@@ -5,7 +5,6 @@ A job raises where it does not hold. Many are the known faults of other systems.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -13,8 +12,6 @@ import io
 import threading
 import time
 import warnings
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +29,6 @@ from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.batch import token_mean
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
-from mcore_batching.integrations.megatron_lm import datasets_provider_for
-from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments
 from mcore_batching.megatron import (
     add_fields,
     forward_only,
@@ -437,27 +432,6 @@ def model_is_refused(dims: dict[str, Any], reference: str, text: str, **settings
     said = error_of(lambda: get_data_iterator(args, model, my_samples(dims)))
     assert text in said
     assert bool(said) == bool(text), said
-
-
-def data_that_few_read(dims: dict[str, Any], reference: str) -> None:
-    """Tensor-parallel rank 0 finds no file: the others would wait in Megatron's broadcast of what
-    there is to train on."""
-    del dims
-    parsed = vars(add_sft_arguments(argparse.ArgumentParser()).parse_args([]))
-    parsed |= {"seq_length": 64, "split": "1,0,0", "seed": 1, "dynamic_batch_tokenizer": "bytes"}
-
-    def read(path: str) -> Any:
-        given = SimpleNamespace(**parsed | {"dynamic_batch_data": [path]})
-        return datasets_provider_for(given, lambda num_samples: None)((3, 0, 0))[0]
-
-    said = error_of(lambda: read(f"{reference}.absent"))
-    assert said.startswith("RankFailedError")
-    assert "rank 0: SftDataError: " in said
-    assert ".absent: cannot be read: No such file" in said
-    if dist.get_rank() == 0:
-        Path(f"{reference}.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
-    train_data = read(f"{reference}.jsonl")
-    assert (train_data is None) if dist.get_rank() else len(train_data) == 3
 
 
 def averaged_loss_is_told(dims: dict[str, Any], reference: str) -> None:

@@ -17,14 +17,8 @@ LAYERS = 4
 CAP = 448
 
 DATA = str(REPOSITORY / "examples/data/arithmetic_conversations.jsonl")
-SFT_DATA = [
-    *("--dynamic-batch-data", DATA, "--dynamic-batch-on-too-long", "drop"),
-    *("--dynamic-batch-tokenizer", "bytes"),
-]
-OWN_DATA = ["--own-data", DATA]
-"""The same samples for `kit.stock_script`, without a flag of the plugin."""
 COMMON = [
-    *("--split", "80,10,10", "--tokenizer-type", "NullTokenizer"),
+    *("--data-path", DATA, "--split", "80,10,10", "--tokenizer-type", "NullTokenizer"),
     *("--vocab-size", "258", "--make-vocab-size-divisible-by", "8"),
     *("--seq-length", str(LENGTH), "--max-position-embeddings", str(LENGTH)),
     *("--num-layers", str(LAYERS), "--hidden-size", "32", "--num-attention-heads", "4"),
@@ -100,10 +94,9 @@ def job(
     *words: str,
     script: str = SFT,
     function: str = "train",
-    data: list[str] = SFT_DATA,
     **parameters: Any,
 ) -> Job:
-    parameters |= {"script": script, "words": [*COMMON, *data, *words]}
+    parameters |= {"script": script, "words": [*COMMON, *words]}
     module = "kit.planning_ahead" if function in ("train_ahead", "pauses", "held") else "kit.stock"
     return Job(name, f"{module}:{function}", 4, None, parameters)
 
@@ -125,6 +118,7 @@ JOBS = {
     each.name: each
     for each in (
         job("pp2-padded", *steps(10), *PP2),
+        job("pp2-evaluated", *steps(5), *PP2, "--eval-interval", "2"),
         job("pp2", *steps(10), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
         job("pp2-ten", *steps(10), *PP2, *FLAG),
         job("pp2-staying", *steps(10), *PP2, *STAYING),
@@ -185,19 +179,23 @@ JOBS = {
             *("--variant", "rejected"),
             script=VARIANTS,
         ),
+        job(
+            "pp2-conversations",
+            *(*steps(5), *PP2, *FLAG, "--sft", "--variant", "conversations"),
+            *("--global-batch-size", "4", "--eval-interval", "2"),
+            script=VARIANTS,
+        ),
         job("loss-raises", *steps(5), *PP2, *FLAG, "--variant", "loss-raises", script=VARIANTS),
         job(
             "data-ends",
             *(*steps(5, evaluations=0), *PP2, *FLAG, "--dataloader-type", "external"),
             *("--variant", "data-ends"),
             script=VARIANTS,
-            data=OWN_DATA,
         ),
         job(
             "reading-raises",
             *(*steps(5, evaluations=0), *PP2, *FLAG, "--variant", "reading-raises"),
             script=VARIANTS,
-            data=OWN_DATA,
         ),
         *ahead("pp2", *steps(5), *PP2, faults=FAULTS),
         job(

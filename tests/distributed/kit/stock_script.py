@@ -3,8 +3,9 @@
 ``--variant`` names it:
 
 - ``loss-raises``: the loss function raises on the last rank, in the third step.
-- ``data-ends``: rank 0 runs out of data in the third step. Ranks iterate by themselves over
-  ``--own-data``, which is read without a flag of the plugin.
+- ``data-ends``: rank 0 runs out of data in the third step. Ranks iterate by themselves over the
+  data.
+- ``conversations``: a row holds two samples, as ``--sft`` packs those of a line.
 - ``reading-raises``: a sample of the third step cannot be read on rank 0.
 - ``none``: nothing.
 - ``rejected``: the loss is validated as ``pretrain_gpt.py`` does it, and rejected in the third
@@ -18,10 +19,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
@@ -31,14 +34,13 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from torch import Tensor
-
-from mcore_batching.integrations.megatron_lm.sft import add_sft_arguments, collate
-from mcore_batching.integrations.megatron_lm.sft.dataset import SftDataset
+from torch.utils.data import default_collate
 
 STEPS_BEFORE = 2
 SAMPLES_A_RANK = 4
 
 _path = Path(__file__).resolve().parents[3] / "examples" / "sft" / "sft.py"
+sys.path.insert(0, str(_path.parent))
 _spec = importlib.util.spec_from_file_location("sft", _path)
 assert _spec is not None
 assert _spec.loader is not None
@@ -71,7 +73,10 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., 
     return losses, loss
 
 
-class _Unreadable(SftDataset):
+SftDataset = sys.modules["sft_datasets"].SftDataset
+
+
+class _Unreadable(SftDataset):  # type: ignore[misc, valid-type]
     """Its samples cannot be read from the third step on."""
 
     num_read = 0
@@ -83,11 +88,30 @@ class _Unreadable(SftDataset):
         return super().__getitem__(index)
 
 
+class _Conversations(SftDataset):
+    """Rows of two samples, and behind the second one padding."""
+
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+    def __getitem__(self, index: int) -> Any:
+        both = [super(_Conversations, self).__getitem__(2 * index + each) for each in (0, 1)]
+        length = len(both[0]["tokens"])
+        first = int(both[0]["loss_mask"].nonzero()[-1]) + 1
+        row = {name: torch.cat([both[0][name][:first], both[1][name]]) for name in both[0]}
+        offsets = torch.full((first + length + 1,), first + length, dtype=torch.int32)
+        offsets[:2] = torch.tensor([0, first])
+        return row | {"cu_seqlens": offsets}
+
+
 def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
     args = get_args()
-    args.dynamic_batch_data = args.own_data
-    args.dynamic_batch_tokenizer, args.dynamic_batch_on_too_long = "bytes", "drop"
+    if args.variant == "conversations":
+        num_samples = [2 * number for number in num_samples]
     train, valid, test = sft.datasets_provider(num_samples, vp_stage)
+    if args.variant == "conversations" and train is not None:
+        for each in (train, valid, test):
+            each.__class__ = _Conversations
     if args.variant == "reading-raises" and dist.get_rank() == 0:
         train.__class__ = _Unreadable
     if args.variant != "data-ends" or train is None:
@@ -100,19 +124,17 @@ def datasets_provider(num_samples: Any, vp_stage: int | None = None) -> Any:
             step = number // replicas // SAMPLES_A_RANK
             if step == STEPS_BEFORE and dist.get_rank() == 0:
                 return
-            yield collate([train[number]])
+            yield default_collate([train[number]])
 
     return samples(), None, None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--variant", required=True)
-    parser.add_argument("--own-data", nargs="*")
-    return add_sft_arguments(parser)
+    return parser
 
 
 if __name__ == "__main__":
-    datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     parsed = parse_and_validate_args(extra_args_provider=add_arguments)
     if parsed.variant == "tokens-per-sample":
         sft.PackedSeqParams = functools.partial(
