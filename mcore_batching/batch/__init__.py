@@ -4,13 +4,13 @@ Needs torch and the standard library; never imports megatron.
 """
 
 from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
-from mcore_batching.batch.fields.fields import Field, Fill, Kind
-from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.fields import Field, Fill, Kind
 from mcore_batching.batch.gather import gather_response
 from mcore_batching.batch.loss import StepTotals, sample_mean, token_mean
 from mcore_batching.batch.order import apply_order, restore_order
+from mcore_batching.batch.placeholder import make_placeholder
 from mcore_batching.batch.row import PackedMicroBatch, pack
-from mcore_batching.batch.rows.placeholder import make_placeholder
+from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 
 __all__ = [
     "DEFAULT_SCHEMA",

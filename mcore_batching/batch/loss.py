@@ -26,9 +26,9 @@ from torch import Tensor
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.gather import flat_values
+from mcore_batching.batch.pinned_buffer import sent
 from mcore_batching.batch.row import PackedMicroBatch, loss_weights
 from mcore_batching.batch.row_index import Span, predicted_within
-from mcore_batching.batch.rows.pinned_buffer import sent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,11 @@ class StepTotals:
 class SampleWeights:
     """Loss weights of samples, each one's summed, on the host: what a step's totals are sums of.
 
+    Args:
+        columns: the samples.
+        depths: of multi-token prediction.
+        has_labels: as of `Layout`.
+
     Attributes:
         is_real: bool ``[samples]``, False for padding samples.
         num_tokens: int64 ``[samples]``, predicted response tokens whose loss weight is not zero.
@@ -58,35 +63,42 @@ class SampleWeights:
             that are predicted at each depth of multi-token prediction.
     """
 
-    def __init__(self, columns: Columns, depths: int = 0) -> None:
-        span = columns.response_span
-        # In double precision: micro-batches, and so packing, should not show in the sum.
-        weights = loss_weights(columns, torch.device("cpu")).double()
+    def __init__(self, columns: Columns, depths: int = 0, *, has_labels: bool = False) -> None:
+        if has_labels:
+            span, weights = columns.token_span, columns.compact().flat("loss_mask")[:-1]
+            within = torch.arange(span.total, device="cpu")
+            within -= span.firsts.index_select(0, span.samples)
+        else:
+            span, weights = columns.response_span, loss_weights(columns)
+            within = predicted_within(columns.token_span, span) if depths else weights
         padding = columns.get("is_padding") or [False] * len(span.counts)
         self.is_real = ~torch.tensor(padding, dtype=torch.bool, device="cpu")
-        self.num_tokens = sums_of_samples((weights != 0).double(), span).long()
+        # Sums of zeros and ones, as most masks hold, are exact in single precision. Others are
+        # added up in double: micro-batches, and so packing, should not show in the sum.
+        if bool(((weights == 0) | (weights == 1)).all()):
+            is_trained = weights
+        else:
+            weights = weights.double()
+            is_trained = (weights != 0).double()
+        self.num_tokens = sums_of_samples(is_trained, span).long()
         sums = [sums_of_samples(weights, span)]
-        if depths:
-            within = predicted_within(columns.token_span, span)
         for depth in range(1, depths + 1):
             sums.append(sums_of_samples(weights.masked_fill(within < depth, 0.0), span))
-        self.weights = torch.stack(sums)
+        self.weights = torch.stack(sums).double()
 
-    def totals(self, samples: Sequence[int]) -> StepTotals:
-        """The totals of some of the samples, of the data-parallel rank that holds them."""
+    def totals(self, samples: Sequence[int]) -> tuple[StepTotals, list[float]]:
+        """The totals of some of the samples, of the data-parallel rank that holds them, and sums
+        of their weights by depth."""
         chosen = torch.tensor(samples, dtype=torch.int64, device="cpu")
         num_tokens = self.num_tokens[chosen]
-        return StepTotals(
+        weights = [math.fsum(each) for each in self.weights[:, chosen].tolist()]
+        totals = StepTotals(
             num_samples=int(self.is_real[chosen].sum()),
             num_trained_samples=int((num_tokens > 0).sum()),
             num_tokens=int(num_tokens.sum()),
-            token_weight=self.token_weights(samples)[0],
+            token_weight=weights[0],
         )
-
-    def token_weights(self, samples: Sequence[int]) -> list[float]:
-        """Sums of some of the samples' weights, by depth."""
-        chosen = torch.tensor(samples, dtype=torch.int64, device="cpu")
-        return [math.fsum(each) for each in self.weights[:, chosen].tolist()]
+        return totals, weights
 
 
 def sums_of_samples(values: Tensor, span: Span) -> Tensor:
@@ -133,17 +145,12 @@ def sample_mean(
     counts in the denominator unless ``over_trained_samples`` is set.
     """
     count = totals.num_trained_samples if over_trained_samples else totals.num_samples
-    weights, span = row.responses.loss_masks, row.index.responses
+    weights, span = row.responses.loss_masks, row.fields.response_span
     sums = sums_of_samples(weights.double(), span).float()
     # Where the mask is all zero: 0 / 1, not 0 / 0.
     lengths = sent(span.lengths, weights.device)
-    sums = torch.repeat_interleave(sums + (sums == 0), lengths, output_size=span.end)
+    sums = torch.repeat_interleave(sums + (sums == 0), lengths, output_size=span.total)
     return _weighted_sum(per_token, row, weights / sums) / (count or 1)
-
-
-def owned_num_tokens(row: PackedMicroBatch) -> int:
-    """Trainable tokens that this rank predicts; summed over ranks ``StepTotals.num_tokens``."""
-    return int((row.responses.loss_masks.bool() & row.responses.owned).sum())
 
 
 def _weighted_sum(per_token: Sequence[Tensor], row: PackedMicroBatch, weights: Tensor) -> Tensor:

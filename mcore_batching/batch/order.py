@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from mcore_batching.batch.errors import BatchError, OrderError
-from mcore_batching.batch.fields.values import read_indices
+from mcore_batching.batch.values import read_indices
 from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.integers import entries
 

@@ -8,8 +8,10 @@ Two samples of 3 and 2 tokens (responses 2 and 1), each padded to a multiple of 
     loss_mask          1 1 0 0 | 1 0 | 0 0      1 where a response token is predicted
     cu_seqlens_padded  0 4 6 8                  the row's own padding is the last segment
 
-Under context parallelism the row is cut as in `batch.row_index`; offsets are of the full row. Of
-samples that begin others (`batch.rows.prefixes`) the row holds the others' tokens alone.
+Rows of a step are laid out in blocks, one behind the other, and then cut (`RowBlock`): so each
+operation is launched once for several rows. Under context parallelism a row is cut as in
+`batch.row_index`; offsets are of the full row. Of samples that begin others (`batch.prefix_tree`)
+the row holds the others' tokens alone.
 """
 
 from __future__ import annotations
@@ -17,21 +19,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.columns import Columns, map_tensors
-from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields.fields import Kind
-from mcore_batching.batch.fields.schema import Schema
-from mcore_batching.batch.fields.values import read_indices, require_token_id
-from mcore_batching.batch.row_index import RowIndex, require_alignment
-from mcore_batching.batch.rows.pinned_buffer import sent
-from mcore_batching.batch.rows.prefixes import agree
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.fields import Field, Kind
+from mcore_batching.batch.pinned_buffer import PinnedBuffer, sent
+from mcore_batching.batch.prefix_tree import require_hosts
+from mcore_batching.batch.row_index import RowIndex, Span, padded_offsets, require_alignment
+from mcore_batching.batch.schema import Schema
+from mcore_batching.batch.values import read_indices, require_token_id
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,7 +93,6 @@ class PackedMicroBatch:
         cu_seqlens_padded: int32 ``[segments + 1]``, offsets of the padded samples in the full row,
             of hosts alone; the row's own padding, where there is any, is one more segment.
         host_cu_seqlens_padded: the same offsets as Python ints.
-        cu_seqlens: int32 ``[samples with a segment + 1]``, their offsets without padding.
         max_seqlen: tokens of the longest padded segment.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
@@ -100,12 +101,12 @@ class PackedMicroBatch:
         is_placeholder: True if the row's one sample is fabricated.
         responses: loss weights of the response tokens, and the positions that predict them.
         fields: every field of the samples, a mapping from names to one value per sample.
-        schema: the kinds of the fields.
-        index: where each position's values stand in flat fields; on the host.
+            schema: the kinds of the fields.
         context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
+        owned_num_tokens: trainable tokens that this rank predicts; summed over ranks the step's
+            `StepTotals.num_tokens`.
         later: for multi-token prediction, at each depth from 1 on.
-        token_weights: sum of the full row's loss mask, and at each of these depths.
     """
 
     tokens: Tensor
@@ -115,7 +116,6 @@ class PackedMicroBatch:
     padding_mask: Tensor
     cu_seqlens_padded: Tensor
     host_cu_seqlens_padded: tuple[int, ...]
-    cu_seqlens: Tensor
     max_seqlen: int
     total_lengths: list[int]
     response_lengths: list[int]
@@ -125,16 +125,30 @@ class PackedMicroBatch:
     responses: ResponseTokens
     fields: Columns
     schema: Schema
-    index: RowIndex
     context_parallel_size: int
     context_parallel_rank: int
+    owned_num_tokens: int
     later: tuple[LaterTokens, ...] = ()
-    token_weights: tuple[float, ...] = ()
 
     @property
     def num_samples(self) -> int:
         """Real samples: 0 for a placeholder."""
         return 0 if self.is_placeholder else len(self.total_lengths)
+
+    @functools.cached_property
+    def index(self) -> RowIndex:
+        """Where each position's values stand in flat fields; on the host."""
+        own = [i for i, host in enumerate(self.hosts) if host == i]
+        padding = [len(self.hosts)] * (len(self.host_cu_seqlens_padded) - 1 - len(own))
+        return RowIndex(
+            self.fields.token_span,
+            self.fields.response_span,
+            self.host_cu_seqlens_padded,
+            own + padding,
+            self.hosts,
+            self.context_parallel_size,
+            self.context_parallel_rank,
+        )
 
     def __getitem__(self, key: str) -> list[Any]:
         """The values of a field, one per sample.
@@ -147,8 +161,7 @@ class PackedMicroBatch:
         return self.fields[key]
 
     def packed(self, key: str, pad_value: float = 0, *, later: int = 0) -> Tensor:
-        """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``,
-        of the type that torch promotes those of all samples to.
+        """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``.
 
         Args:
             key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
@@ -158,8 +171,7 @@ class PackedMicroBatch:
 
         Raises:
             KeyError: the samples had no such field.
-            BatchError: the field is of another kind, has more rows than tokens, or its trailing
-                shapes differ between samples, or types that have none in common.
+            BatchError: the field is of another kind, or has more rows than tokens.
         """
         self[key]  # raises for a field that is not there
         field = self.schema[key]
@@ -170,40 +182,31 @@ class PackedMicroBatch:
             )
         # More values than tokens, as one for each gap and both ends: there is no row for some.
         if field.length_offset > 0:
-            raise self.fields.unfit(key)
-        rows, device = self.fields.rows(key), self.tokens.device
-        values = rows.values.to(device)
-        places = self.index.places(rows.span, later)
-        made = values.index_select(0, sent(places, device))
-        if field.kind is Kind.ROUTED_EXPERTS:
-            pad_values = _spread_experts(values, sent(self.index.positions, device))
-        elif pad_value:
-            pad_values = made.new_full((), pad_value)
-        else:
-            return made[None]
-        is_padding = sent(places == rows.span.end, device)
-        return torch.where(is_padding.view(-1, *[1] * (made.dim() - 1)), pad_values, made)[None]
-
-    def mapped(
-        self, change: Callable[[Tensor], Tensor], names: Collection[str] | None = None
-    ) -> PackedMicroBatch:
-        """A copy with `change` made to every tensor, those in `fields` included, or to those of the
-        attributes named.
-
-            row.mapped(lambda tensor: tensor.to(device))
-        """
-        made = copy.copy(self)
-        # Not by `dataclasses.replace`, which sets each of the attributes anew.
-        for name in _TENSORS if names is None else names:
-            vars(made)[name] = _mapped(getattr(self, name), change)
-        return made
+            raise BatchError(
+                f"field {key!r} cannot be packed: expected at most one row per token of "
+                f"{self.total_lengths}, found {field.length_offset} more; read micro_batch[{key!r}]"
+            )
+        return _packed(self.index, self.fields, field, pad_value, later)
 
 
-_TENSORS = (
-    *("tokens", "labels", "position_ids", "loss_mask", "padding_mask"),
-    *("cu_seqlens_padded", "cu_seqlens", "responses", "fields", "later"),
-)
-"""Attributes of a row that are tensors, or hold some."""
+_STREAMS = ("tokens", "labels", "position_ids", "loss_mask")
+_TENSORS = (*_STREAMS, "padding_mask", "cu_seqlens_padded")
+_RESPONSES = ("loss_masks", "owned", "owned_indices", "owned_positions")
+
+
+def _packed(index: RowIndex, fields: Columns, field: Field, pad_value: float, later: int) -> Tensor:
+    """``[1, T_local, ...]`` values of a field with at most one row per token."""
+    values, span = fields.flat(field.name), fields.span(field.name)
+    device, places = values.device, index.places(span, later)
+    made = values.index_select(0, sent(places, device))
+    if field.kind is Kind.ROUTED_EXPERTS:
+        pad_values = _spread_experts(values, sent(index.positions, device))
+    elif pad_value:
+        pad_values = made.new_full((), pad_value)
+    else:
+        return made[None]
+    is_padding = sent(places == span.end, device)
+    return torch.where(is_padding.view(-1, *[1] * (made.dim() - 1)), pad_values, made)[None]
 
 
 def _spread_experts(values: Tensor, positions: Tensor) -> Tensor:
@@ -220,14 +223,249 @@ def _spread_experts(values: Tensor, positions: Tensor) -> Tensor:
     return slots.to(values.dtype)[:, None].expand(-1, layers, top_k)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, ResponseTokens | LaterTokens):
-        return type(value)(**map_tensors(vars(value), change))
-    if isinstance(value, Columns):
-        return value.mapped(change)
-    if isinstance(value, tuple):  # of later tokens
-        return tuple(_mapped(each, change) for each in value)
-    return map_tensors(value, change)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How rows are padded and cut; attributes as arguments of `pack`.
+
+    Attributes:
+        has_labels: True: labels and loss masks are the samples' own fields ``labels`` and
+            ``loss_mask``, with a value per token.
+    """
+
+    sample_alignment_tokens: int = 1
+    row_alignment_tokens: int = 1
+    context_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    pad_token_id: int = 0
+    depths: int = 0
+    has_labels: bool = False
+
+
+class RowBlock:
+    """Rows of some samples, packed at once on the host; `rows` cuts them.
+
+    Args:
+        columns: samples, those of the rows among them.
+        schema: the kinds of their fields.
+        rows: places of each row's samples.
+        layout: of all rows.
+        sample_indices: of each row, as of `pack`.
+        hosts: for each of the columns' samples the one in whose segment it lies; both are in the
+            same row. None: all have segments of their own.
+        is_placeholder: True if the samples are fabricated.
+
+    Attributes:
+        fields: of the rows' samples, row after row.
+        owned_num_tokens: of each row, as of `PackedMicroBatch`.
+
+    Raises:
+        BatchError: a row is too long, or cannot be cut.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        schema: Schema,
+        rows: Sequence[Sequence[int]],
+        layout: Layout,
+        *,
+        sample_indices: Sequence[tuple[int, ...]],
+        hosts: Sequence[int] | None = None,
+        is_placeholder: bool = False,
+    ) -> None:
+        self._schema, self._layout, self._is_placeholder = schema, layout, is_placeholder
+        self._sample_indices = sample_indices
+        chosen = [sample for row in rows for sample in row]
+        self.fields = columns.taken(chosen)
+        self._hosts: Sequence[int] = range(len(chosen))
+        if hosts is not None:
+            place = {sample: at for at, sample in enumerate(chosen)}
+            self._hosts = [place[hosts[sample]] for sample in chosen]
+        # First sample of each row, and behind the last one's.
+        self._samples = [*accumulate(map(len, rows), initial=0)]
+        self._tensors: dict[tuple[str, int], Tensor] = {}  # by name and depth
+        self._cuts: dict[str, list[int]] = {}
+        self._buffer: PinnedBuffer | None = None
+        self._moved: Collection[tuple[str, int]] = ()  # tensors in it
+        self._device = torch.device("cpu")
+        index = self._lay_out()
+        self._add_responses(index)
+        for depth, stream in enumerate(self._streams(index)):
+            self._tensors |= {(name, depth): value for name, value in stream.items()}
+
+    def _lay_out(self) -> RowIndex:
+        """The index of all rows, and their offsets."""
+        layout, fields, hosts = self._layout, self.fields, self._hosts
+        size = layout.context_parallel_size
+        offsets, segments = [0], list[int]()
+        self._offsets = list[tuple[int, ...]]()
+        for first, last in pairwise(self._samples):
+            # A sample in another's segment is not laid out: the row holds its tokens once.
+            own = [i for i in range(first, last) if hosts[i] == i]
+            lengths = [fields.total_lengths[i] for i in own]
+            of_row = padded_offsets(
+                lengths, layout.sample_alignment_tokens, layout.row_alignment_tokens
+            )
+            start = offsets[-1]
+            offsets += [start + offset for offset in of_row[1:]]
+            segments += own + [len(hosts)] * (len(of_row) - 1 - len(own))
+            self._offsets.append(of_row)
+        flat = [offset for of_row in self._offsets for offset in of_row]
+        self._tensors["cu_seqlens_padded", 0] = torch.tensor(flat, dtype=torch.int32, device="cpu")
+        self._cuts["cu_seqlens_padded"] = [*map(len, self._offsets)]
+        tokens = [of_row[-1] // size for of_row in self._offsets]
+        self._cuts |= dict.fromkeys((*_STREAMS, "padding_mask"), tokens)
+        spans = fields.token_span, fields.response_span
+        rank = layout.context_parallel_rank
+        return RowIndex(*spans, offsets, segments, hosts, size, rank)
+
+    def _add_responses(self, index: RowIndex) -> None:
+        """Loss weights of the response tokens, and the positions that predict them."""
+        lengths = self.fields.response_lengths
+        of_rows = Span.of([sum(lengths[a:b]) for a, b in pairwise(self._samples)])
+        weights = loss_weights(self.fields)
+        if self._is_placeholder:
+            weights = torch.zeros_like(weights)
+        held, positions = index.predicting()
+        row, count = of_rows.samples.index_select(0, held), len(of_rows.counts)
+        tokens = Span.of(self._cuts["tokens"])
+        is_trained = weights.index_select(0, held) != 0
+        self.owned_num_tokens: list[int] = row[is_trained].bincount(minlength=count).tolist()
+        made = {
+            "loss_masks": weights,
+            "owned": torch.zeros_like(weights, dtype=torch.bool).index_fill_(0, held, True),
+            "owned_indices": held - of_rows.firsts.index_select(0, row),
+            "owned_positions": positions - tokens.firsts.index_select(0, row),
+        }
+        self._tensors |= {(name, 0): value for name, value in made.items()}
+        self._cuts |= dict.fromkeys(_RESPONSES[:2], of_rows.counts)
+        self._cuts |= dict.fromkeys(_RESPONSES[2:], row.bincount(minlength=count).tolist())
+        tags = self.fields.get("is_padding")
+        # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
+        padding = None if tags is None else torch.tensor(tags, dtype=torch.bool, device="cpu")
+        self._tensors["padding_mask", 0] = ~index.is_real(padding)[None]
+
+    def _streams(self, index: RowIndex) -> Iterator[dict[str, Tensor]]:
+        """Tokens, labels, position ids and loss masks ``[..., 1, T_local]``, at each depth."""
+        fields, layout = self.fields, self._layout
+        ids, end = fields.flat("tokens"), fields.token_span.end
+        weights, axes = self._tensors["loss_masks", 0], fields.position_ids
+        places = [index.places(fields.token_span, later) for later in range(layout.depths + 2)]
+        # A label is the next depth's token, but for what stands behind the end of a segment.
+        padded = [
+            ids.index_select(0, at).long().masked_fill_(at == end, layout.pad_token_id)
+            for at in places
+        ]
+        for depth in range(layout.depths + 1):
+            stream = {"tokens": padded[depth], "labels": padded[depth + 1]}
+            if depth:
+                beyond = index.is_beyond(depth)
+                stream = {name: each.masked_fill(beyond, 0) for name, each in stream.items()}
+            if axes is None:
+                stream["position_ids"] = index.counted(depth)
+            else:
+                own = fields.flat(axes).index_select(0, places[depth])
+                stream["position_ids"] = own.long().movedim(0, -1)
+            stream = {name: each.unsqueeze(-2) for name, each in stream.items()}
+            if layout.has_labels:
+                for name in ("labels", "loss_mask"):
+                    stream[name] = _packed(index, fields, self._schema[name], 0, depth)
+            else:
+                held, positions = index.predicting(depth)
+                mask = weights.new_zeros(1, index.num_local)
+                mask[0].index_copy_(0, positions, weights.index_select(0, held))
+                stream["loss_mask"] = mask
+            yield stream
+
+    def pinned(
+        self,
+        device: torch.device,
+        names: Collection[str] | None = None,
+        fields: Collection[str] | None = None,
+    ) -> RowBlock:
+        """These rows, ready for `on_device`, in one buffer: attributes by these names
+        (the others stay on the host), and these fields alone; None: all."""
+        made = copy.copy(self)
+        made.fields = self.fields.compact(fields)
+        made._moved = {key for key in self._tensors if names is None or key[0] in names}
+        tensors = [self._tensors[key] for key in self._tensors if key in made._moved]
+
+        def note(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        made.fields.mapped(note)
+        # From pageable memory the host would wait for the copy.
+        made._buffer = PinnedBuffer(tensors, pin_memory=device.type == "cuda")
+        made._device = device
+        return made._with(iter(made._buffer.tensors))
+
+    def on_device(self) -> RowBlock:
+        """These `pinned` rows on their device, by one copy that the host does not wait for."""
+        assert self._buffer is not None
+        return self._with(iter(self._buffer.on(self._device)))
+
+    def _with(self, tensors: Iterator[Tensor]) -> RowBlock:
+        made = copy.copy(self)
+        made._tensors = {
+            key: next(tensors) if key in self._moved else own for key, own in self._tensors.items()
+        }
+        # In the order in which `pinned` noted them.
+        made.fields = self.fields.mapped(lambda _: next(tensors))
+        return made
+
+    def rows(self) -> list[PackedMicroBatch]:
+        """Each of them; views."""
+        # unsafe_: see `PinnedBuffer`.
+        parts = {
+            key: torch.unsafe_split_with_sizes(tensor, self._cuts[key[0]], dim=-1)
+            for key, tensor in self._tensors.items()
+        }
+        layout, made = self._layout, list[PackedMicroBatch]()
+        for number, (first, last) in enumerate(pairwise(self._samples)):
+            own = {key: part[number] for key, part in parts.items()}
+            offsets, fields = self._offsets[number], self.fields.taken(range(first, last))
+            later = [
+                LaterTokens(**{name: own[name, depth] for name in _STREAMS})
+                for depth in range(1, layout.depths + 1)
+            ]
+            row = PackedMicroBatch(
+                **{name: own[name, 0] for name in _TENSORS},
+                host_cu_seqlens_padded=offsets,
+                max_seqlen=max(end - start for start, end in pairwise(offsets)),
+                total_lengths=fields.total_lengths,
+                response_lengths=fields.response_lengths,
+                sample_indices=self._sample_indices[number],
+                hosts=tuple(host - first for host in self._hosts[first:last]),
+                is_placeholder=self._is_placeholder,
+                responses=ResponseTokens(**{name: own[name, 0] for name in _RESPONSES}),
+                fields=fields,
+                schema=self._schema,
+                context_parallel_size=layout.context_parallel_size,
+                context_parallel_rank=layout.context_parallel_rank,
+                owned_num_tokens=self.owned_num_tokens[number],
+                later=tuple(later),
+            )
+            made.append(row)
+        return made
+
+
+def loss_weights(columns: Columns) -> Tensor:
+    """Loss weights of the response tokens, float32 ``[R]``: all ones if ``loss_masks`` is absent, 0
+    in padding samples, and in the first token of a sample without a prompt, which nothing
+    predicts."""
+    span, tags = columns.response_span, columns.get("is_padding") or ()
+    if "loss_masks" in columns:
+        weights = columns.compact(["loss_masks"]).flat("loss_masks")[:-1].float()
+    else:
+        weights = torch.ones(span.total, device="cpu")
+    has_no_prompt = (span.lengths == columns.token_span.lengths) & (span.lengths > 0)
+    if has_no_prompt.any():
+        weights = weights.index_fill(0, span.firsts[has_no_prompt], 0.0)
+    if any(tags):
+        is_padding = torch.tensor(tags, dtype=torch.bool, device="cpu")
+        weights = weights.masked_fill(is_padding.index_select(0, span.samples), 0.0)
+    return weights
 
 
 def pack(
@@ -243,6 +481,7 @@ def pack(
     is_placeholder: bool = False,
     hosts: Sequence[int] | None = None,
     depths: int = 0,
+    device: torch.device | str | None = None,
 ) -> PackedMicroBatch:
     """Pack samples into one row, and take a context-parallel rank's slice of it.
 
@@ -262,9 +501,10 @@ def pack(
         hosts: for each sample the place of the one whose tokens begin with its own, and in whose
             segment it lies; its own place if it has a segment; None: all have one.
         depths: of multi-token prediction; 0: none.
+        device: where the row is to be; None: where the first sample's tokens are.
 
     Returns:
-        the row, on the device of the first sample's tokens.
+        the row, of copies.
 
     Raises:
         SchemaError: a field is not declared, or a value does not match its kind.
@@ -275,181 +515,30 @@ def pack(
     columns = samples if isinstance(samples, Columns) else Columns.read(samples, schema)
     count = len(columns.total_lengths)
     indices = _read_indices(sample_indices, count, is_placeholder)
-    index = RowIndex(
-        columns.token_span,
-        columns.response_span,
-        range(count) if hosts is None else _checked_hosts(hosts, columns, schema),
+    if hosts is not None:
+        require_hosts(hosts, columns, schema)
+    layout = Layout(
         sample_alignment_tokens=sample_alignment_tokens,
         row_alignment_tokens=row_alignment_tokens,
-        size=context_parallel_size,
-        rank=context_parallel_rank,
+        context_parallel_size=context_parallel_size,
+        context_parallel_rank=context_parallel_rank,
+        pad_token_id=require_token_id("pad_token_id", pad_token_id),
+        depths=depths,
     )
-    pad_token_id = require_token_id("pad_token_id", pad_token_id)
-    return _packed(index, columns, schema, indices, pad_token_id, depths, is_placeholder)
-
-
-def _packed(
-    index: RowIndex,
-    columns: Columns,
-    schema: Schema,
-    sample_indices: tuple[int, ...],
-    pad_token_id: int,
-    depths: int,
-    is_placeholder: bool,
-) -> PackedMicroBatch:
-    device, offsets = columns["tokens"][0].device, index.offsets
-    weights = loss_weights(columns, device)
-    if is_placeholder:
-        weights.zero_()
-    responses, masks, token_weights = _responses(index, weights, depths)
-    own, *later = (
-        {"loss_mask": mask[None], **stream}
-        for mask, stream in zip(
-            masks, _streams(index, columns, schema, pad_token_id, depths), strict=True
-        )
-    )
-    return PackedMicroBatch(
-        **own,
-        padding_mask=sent(_padding_mask(index, columns), device)[None],
-        cu_seqlens_padded=torch.tensor(offsets, dtype=torch.int32, device=device),
-        host_cu_seqlens_padded=offsets,
-        cu_seqlens=torch.tensor([0, *accumulate(index.lengths)], dtype=torch.int32, device=device),
-        max_seqlen=max(end - start for start, end in pairwise(offsets)),
-        total_lengths=columns.total_lengths,
-        response_lengths=columns.response_lengths,
-        sample_indices=sample_indices,
-        hosts=index.hosts,
+    made = RowBlock(
+        columns,
+        schema,
+        [range(count)],
+        layout,
+        sample_indices=[indices],
+        hosts=hosts,
         is_placeholder=is_placeholder,
-        responses=responses,
-        fields=columns,
-        schema=schema,
-        index=index,
-        context_parallel_size=index.size,
-        context_parallel_rank=index.rank,
-        later=tuple(LaterTokens(**each) for each in later),
-        token_weights=token_weights,
     )
-
-
-def _streams(
-    index: RowIndex, columns: Columns, schema: Schema, pad_token_id: int, depths: int
-) -> list[dict[str, Tensor]]:
-    """Tokens, labels and position ids ``[..., 1, T_local]``, of the row and at each depth."""
-    tokens = columns.rows("tokens")
-    device, end = tokens.values.device, tokens.span.end
-    ids, positions = tokens.values.long(), _position_ids(columns, schema, device)
-    places = [sent(index.places(tokens.span, later), device) for later in range(depths + 2)]
-    # A label is the next depth's token, but for what stands behind the end of a segment.
-    padded = [ids.index_select(0, at).masked_fill_(at == end, pad_token_id) for at in places]
-    streams = []
-    for depth in range(depths + 1):
-        stream = {"tokens": padded[depth], "labels": padded[depth + 1]}
-        if depth:
-            beyond = sent(index.is_beyond(depth), device)
-            stream = {name: each.masked_fill(beyond, 0) for name, each in stream.items()}
-        if positions is None:
-            stream["position_ids"] = sent(index.counted(depth), device)
-        else:
-            stream["position_ids"] = positions.index_select(0, places[depth]).movedim(0, -1)
-        streams.append({name: each.unsqueeze(-2) for name, each in stream.items()})
-    return streams
-
-
-def _position_ids(columns: Columns, schema: Schema, device: torch.device) -> Tensor | None:
-    """The batch's own, int64 ``[tokens + 1]`` or ``[tokens + 1, axes]``; None if it has none."""
-    names = [name for name in columns if schema[name].kind is Kind.POSITION_IDS]
-    if not names:
-        return None
-    if len(names) > 1:
-        raise SchemaError(
-            names[1],
-            expected="one field of kind POSITION_IDS in a batch",
-            found=f"{len(names)}: {', '.join(names)}",
-        )
-    axes = {each.shape[:-1] for each in columns[names[0]] if each.numel()}
-    if len(axes) > 1:
-        raise SchemaError(
-            names[0],
-            expected="the same number of axes for every sample",
-            found=f"shapes {', '.join(str(list(each.shape)) for each in columns[names[0]])}",
-        )
-    return columns.rows(names[0]).values.to(device, torch.int64)
-
-
-def _padding_mask(index: RowIndex, columns: Columns) -> Tensor:
-    """Bool ``[T_local]``, True for padding."""
-    tags = columns.get("is_padding")
-    # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
-    return ~index.is_real(None if tags is None else ~torch.tensor(tags, device="cpu"))
-
-
-def loss_weights(columns: Columns, device: torch.device) -> Tensor:
-    """Loss weights of the response tokens, float32 ``[R]``: all ones if ``loss_masks`` is absent, 0
-    in padding samples, and in the first token of a sample without a prompt, which nothing
-    predicts."""
-    span, tags = columns.response_span, columns.get("is_padding") or ()
-    if "loss_masks" in columns and span.counts:
-        # A copy, since some are masked in place.
-        weights = columns.rows("loss_masks").values[:-1].to(device, torch.float32, copy=True)
-    else:
-        weights = torch.ones(span.end, device=device)
-    has_no_prompt = (span.lengths == columns.token_span.lengths) & (span.lengths > 0)
-    weights.index_fill_(0, sent(span.starts[has_no_prompt], device), 0.0)
-    if any(tags):
-        is_padding = torch.tensor(tags, dtype=torch.bool, device="cpu")
-        is_masked = is_padding.index_select(0, span.samples)
-        weights.masked_fill_(sent(is_masked, device), 0.0)
-    return weights
-
-
-def _responses(
-    index: RowIndex, weights: Tensor, depths: int
-) -> tuple[ResponseTokens, list[Tensor], tuple[float, ...]]:
-    """The response tokens, of loss weights ``[R]``; of the row and at each depth the loss mask
-    ``[T_local]`` and its sum over the full row."""
-    put = functools.partial(sent, device=weights.device)
-    masks, token_weights = [], []
-    for depth in range(depths + 1):
-        held, positions = map(put, index.predicting(depth))
-        mask = weights.new_zeros(index.num_local)
-        masks.append(mask.index_copy_(0, positions, weights.index_select(0, held)))
-        kept = weights
-        if depth:
-            kept = weights.masked_fill(put(index.predicted_within < depth), 0.0)
-        else:
-            owned_indices, owned_positions = held, positions
-        # In double precision: micro-batches, and so packing, should not show in the sum.
-        token_weights.append(float(kept.sum(dtype=torch.float64)))
-    responses = ResponseTokens(
-        loss_masks=weights,
-        owned=torch.zeros_like(weights, dtype=torch.bool).index_fill_(0, owned_indices, True),
-        owned_indices=owned_indices,
-        owned_positions=owned_positions,
-    )
-    return responses, masks, tuple(token_weights)
-
-
-def _checked_hosts(
-    hosts: Sequence[int], fields: Mapping[str, Any], schema: Schema
-) -> tuple[int, ...]:
-    count = len(fields["total_lengths"])
-    is_place = [host in range(len(hosts)) and hosts[host] == host for host in hosts]
-    if len(hosts) != count or not all(is_place):
-        raise BatchError(
-            f"hosts must be {count} places of samples that are their own hosts, got {list(hosts)}"
-        )
-    # Values replaced since hosts were found would, silently, be taken for the host's.
-    for i, host in enumerate(hosts):
-        for name, values in fields.items() if host != i else ():
-            if not agree(schema[name], values[i], values[host]):
-                raise SchemaError(
-                    name,
-                    sample_index=i,
-                    expected=f"what its host, sample {host}, begins with",
-                    found="other values; give them to get_data_iterator, or declare the field as "
-                    "Kind.METADATA if no row is made of it",
-                )
-    return tuple(hosts)
+    if device is None:
+        tokens = samples["tokens"][0]
+        device = tokens.device if isinstance(tokens, Tensor) else "cpu"
+    (row,) = made.pinned(torch.device(device)).on_device().rows()
+    return row
 
 
 def _read_indices(

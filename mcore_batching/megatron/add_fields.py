@@ -8,7 +8,8 @@ from typing import Any
 
 from mcore_batching.batch import Field
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.fields.field_checks import require_one_per_sample
+from mcore_batching.batch.fields import require_one_per_sample
+from mcore_batching.batch.prefix_tree import require_hosts
 from mcore_batching.megatron.exchange import exchange_fields
 from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import job_of
@@ -80,6 +81,8 @@ def _with_fields(
         data = Columns.read({**schedule.rollout_data, **fields}, schema)
     else:
         data = schedule.rollout_data.extended(fields, schema)
+    if schedule.hosts is not None:
+        require_hosts(schedule.hosts, data, schema)
     vocabulary_size = schedule.vocabulary_size if "tokens" in fields else None
     # On a rank without samples the template is all there is to copy a placeholder from.
     made = with_template(data, schema, vocabulary_size, schedule.template)

@@ -48,8 +48,8 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mcore_batching.batch.row_index import Slice, held_chunks
-from mcore_batching.batch.rows.pinned_buffer import sent
+from mcore_batching.batch.pinned_buffer import sent
+from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
@@ -83,7 +83,7 @@ def attention_runs(
     """
     runs: list[Run] = []
     query = 0
-    for start, first, end in held_chunks(cu_seqlens, context_parallel_size, context_parallel_rank):
+    for start, first, end in Slice(cu_seqlens, context_parallel_size, context_parallel_rank).chunks:
         # Kernels break on runs without queries.
         if first < end:
             # A chunk sees all keys of its sequence up to its own end.

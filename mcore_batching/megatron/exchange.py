@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.batch.fields.values import count_of, describe
+from mcore_batching.batch.values import count_of, describe
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.serialize import (
     deserialize,

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, PackedMicroBatch, restore_order
-from mcore_batching.batch.fields.values import count_of, describe
+from mcore_batching.batch.values import count_of, describe
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.exchange import check_output
@@ -29,7 +29,6 @@ from mcore_batching.megatron.iterator import (
 from mcore_batching.megatron.job import Job, job_of, raise_first
 from mcore_batching.megatron.log_probs import Logits, logits_of_shape
 from mcore_batching.megatron.prepare import (
-    PreparedRow,
     PreparedStep,
     collated,
     collating,
@@ -273,9 +272,9 @@ def _run(
     failed: list[Exception] = []
 
     def forward_step(
-        rows: Iterator[PreparedRow], chunk: Any, *unused: Any
+        rows: Iterator[PackedMicroBatch], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
-        row = next(rows).row
+        row = next(rows)
         of_chunk, logits_of = run_for_losses(job.options, chunk, row)
 
         # Megatron names the second argument where it collects something else than losses.

@@ -35,8 +35,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
-from mcore_batching.batch.fields.values import as_number, describe, shape_of
 from mcore_batching.batch.gather import gather_own_values, per_sample
+from mcore_batching.batch.values import as_number, describe, shape_of
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import context_parallel_group

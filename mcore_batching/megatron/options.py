@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore_batching.batch.fields.values import as_number
+from mcore_batching.batch.values import as_number
 from mcore_batching.flags import (
     CUDA_ROW_MULTIPLE,
     DEFAULT_TIMEOUT_SECONDS,

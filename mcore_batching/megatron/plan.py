@@ -22,7 +22,7 @@ import time
 from megatron.core import parallel_state
 
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.rows.prefixes import samples_of_hosts
+from mcore_batching.batch.prefix_tree import samples_of_hosts
 from mcore_batching.megatron.exchange import SampleMoves, receive_fields
 from mcore_batching.megatron.job import Job, say
 from mcore_batching.megatron.samples import Samples
@@ -119,7 +119,7 @@ def planned_step(
         parts = moves.outgoing(batch.data)
         # What stays here is copied below, into columns of the samples that run here.
         _, own = parts[moves.own // moves.sharing]
-        staying = {name: own.pop(name) for name in batch.data.flat_names}
+        staying = {name: own.pop(name) for name in batch.data if batch.data.is_flat(name)}
         leaving = [serialize(each) for each in parts]
     arrived = receive_fields(job, moves, leaving, _STAGE, staying)
     # A rank that runs no samples received none, and still needs the fields for placeholders.

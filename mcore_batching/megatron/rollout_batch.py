@@ -9,8 +9,8 @@ from typing import Any
 
 from mcore_batching.batch import Schema, make_placeholder
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.fields.field_checks import read_lengths
-from mcore_batching.batch.fields.values import require_vocabulary
+from mcore_batching.batch.fields import read_lengths
+from mcore_batching.batch.values import require_vocabulary
 from mcore_batching.planning import ConfigError, at_least
 from mcore_batching.planning.integers import as_integer
 
@@ -74,7 +74,7 @@ class RolloutBatch:
             )
         lengths, responses = read_lengths(data)
         listed = None if steps is None else _read_steps(steps, len(lengths))
-        given = Columns(schema, lengths, responses, {}, data)
+        given = Columns(schema, data, lengths, responses)
         batch = cls(given, schema, {}, lengths, size, listed, vocabulary_size)
         # A rank without samples receives the fields of one that has any.
         return batch.resolved() if lengths else batch
@@ -104,7 +104,7 @@ class RolloutBatch:
         return {
             "schema": self.schema,
             "template": self.template,
-            "data": Columns(self.schema, [], [], {}, {key: [] for key in self.template}),
+            "data": Columns.of({key: [] for key in self.template}, self.schema),
             "global_batch_size": self.global_batch_size,
         }
 
@@ -115,8 +115,7 @@ def with_template(
     vocabulary_size: int | None,
     template: Mapping[str, list[Any]] | None = None,
 ) -> dict[str, Any]:
-    """``data`` as they are kept, on the host, their ``schema``, and ``template``, a fabricated
-    sample.
+    """``data``, their ``schema``, and ``template``, a fabricated sample.
 
     Where there are no samples, that is made from another template. Without a vocabulary size token
     ids are not checked.
@@ -124,18 +123,17 @@ def with_template(
     Raises:
         SchemaError: a token id is beyond the vocabulary.
     """
-    data = data.on_host()
     # An id beyond the embedding would show without the sample's name, or not at all.
     if vocabulary_size is not None:
         _check_ids(data, vocabulary_size)
-    examples = {name: data.first(name) or (template or {}).get(name) for name in data}
+    examples = {name: data[name][:1] or (template or {}).get(name) for name in data}
     made = make_placeholder(schema, list(data), examples)
     return {"data": data, "schema": schema, "template": made}
 
 
 def _check_ids(data: Columns, vocabulary_size: int) -> None:
     if data.total_lengths:
-        least, most = data.rows("tokens").values.aminmax()
+        least, most = data.flat("tokens")[:-1].aminmax()
         if least < 0 or most >= vocabulary_size:  # sample by sample, to name one
             require_vocabulary("tokens", data["tokens"], vocabulary_size)
 

@@ -15,9 +15,8 @@ model chunk take turns as its forward passes did, for which Megatron keeps the e
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mcore_batching.batch import Kind, PackedMicroBatch, SchemaError
+from mcore_batching.batch import Kind, PackedMicroBatch, Schema, SchemaError
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 
 
 def is_replayed(model: Sequence[Any]) -> bool:
@@ -36,35 +36,26 @@ def is_replayed(model: Sequence[Any]) -> bool:
     return bool(config.num_moe_experts and getattr(config, "moe_enable_routing_replay", False))
 
 
-def replayable(
-    model: Sequence[Any], row: PackedMicroBatch, names_of: Callable[[Sequence[int]], str]
-) -> PackedMicroBatch:
-    """The row, its routed experts checked and ready for replay; as it is where nothing is replayed.
-
-    ``names_of`` names samples in messages, by their indices.
+def check_replay(model: Sequence[Any], schedule: MicroBatchSchedule, step: int) -> None:
+    """Check the routed experts of this rank's samples of a step, where the model replays them.
 
     Raises:
         SchemaError: for layers or experts that the model does not have.
         DynamicBatchArgumentError: the model's routers do not ask for what is replayed, or several
             fields hold routed experts.
     """
-    name = _field_of(row) if is_replayed(model) else None
+    name = _field_of(schedule.rollout_data, schedule.schema) if is_replayed(model) else None
     if name is None:
-        return row
-    config = get_model_config(model[0])
+        return
+    config, values = get_model_config(model[0]), schedule.rollout_data[name]
     # The fused kernel chooses experts itself, and would train on without a word.
     if getattr(config, "moe_router_fusion", False):
         raise DynamicBatchArgumentError(
             "fused routers do not replay; unset --moe-router-fusion or --moe-enable-routing-replay"
         )
-    values = [torch.as_tensor(value) for value in row[name]]
-    # A rank without samples has no value with the number of layers.
-    if row.is_placeholder:
-        values = [value.new_zeros(0, config.num_layers, config.moe_router_topk) for value in values]
-    else:
-        for index, value in zip(row.sample_indices, values, strict=True):
-            _check(name, value, config, functools.partial(names_of, [index]))
-    return dataclasses.replace(row, fields=row.fields.extended({name: values}, row.schema))
+    for row in schedule.steps[step]:
+        for index in row:
+            _check(name, values[index], config, functools.partial(schedule.names_of, [index]))
 
 
 def _columns(config: Any) -> list[dict[int, int]]:
@@ -77,8 +68,8 @@ def _columns(config: Any) -> list[dict[int, int]]:
     return [{n + 1: n for n in layers}, {n + 1: place for place, n in enumerate(routed)}]
 
 
-def _field_of(row: PackedMicroBatch) -> str | None:
-    names = [name for name in row.fields if row.schema[name].kind is Kind.ROUTED_EXPERTS]
+def _field_of(fields: Iterable[str], schema: Schema) -> str | None:
+    names = [name for name in fields if schema[name].kind is Kind.ROUTED_EXPERTS]
     if len(names) > 1:
         raise DynamicBatchArgumentError(
             f"fields {' and '.join(names)} all hold routed experts; declare the one to replay as "
@@ -122,15 +113,15 @@ def replayed_step(model: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replayed(chunk: Any, row: PackedMicroBatch) -> Iterator[None]:
-    """Let a chunk's routers take the experts of a `replayable` row on the device in its forward
-    pass, and when it is recomputed."""
-    name = _field_of(row) if is_replayed([chunk]) else None
+    """Let a chunk's routers take the experts of a row on the device in its forward pass, and when
+    it is recomputed."""
+    name = _field_of(row.fields, row.schema) if is_replayed([chunk]) else None
     if name is None:
         yield
         return
     config = get_model_config(chunk)
     # Engines record in few bytes; Megatron gathers by these numbers, which takes int64.
-    recorded = row.packed(name)[0].long()
+    recorded = _experts(row, name, config)
     if config.sequence_parallel:
         # Each tensor-parallel rank routes its part of the tokens.
         size = parallel_state.get_tensor_model_parallel_world_size()
@@ -145,6 +136,16 @@ def replayed(chunk: Any, row: PackedMicroBatch) -> Iterator[None]:
     # A router that runs from now on recomputes its layer, and takes the oldest row of its queue.
     for router in routers:
         router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+
+
+def _experts(row: PackedMicroBatch, name: str, config: Any) -> Tensor:
+    """int64 ``[T_local, layers, top_k]``"""
+    if not row.is_placeholder:
+        return row.packed(name)[0].long()
+    # A rank that has never had a sample does not have the number of layers from any.
+    shape, top_k = (row.tokens.shape[1], 1, config.moe_router_topk), config.moe_router_topk
+    slots = torch.arange(shape[0] * top_k, device=row.tokens.device)
+    return slots.remainder(config.num_moe_experts).view(shape).expand(-1, config.num_layers, -1)
 
 
 def _routers(chunk: Any) -> list[Any]:

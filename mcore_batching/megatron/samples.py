@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from mcore_batching.batch import Schema
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.consensus import Reduction
-from mcore_batching.batch.rows.prefixes import find_hosts
+from mcore_batching.batch.prefix_tree import find_hosts
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.features import check_shared_prefixes
 from mcore_batching.megatron.checks.settings import prepare_model

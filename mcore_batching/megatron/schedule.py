@@ -9,11 +9,12 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from mcore_batching.batch import PackedMicroBatch, Schema, StepTotals, make_placeholder, pack
+from mcore_batching.batch import Schema, StepTotals, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.prefix_tree import samples_of_hosts
+from mcore_batching.batch.row import Layout, RowBlock
 from mcore_batching.batch.row_index import padded_offsets
-from mcore_batching.batch.rows.prefixes import samples_of_hosts
 from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.exchange import SampleMoves
 from mcore_batching.megatron.serialize import digest_of
@@ -249,38 +250,32 @@ class MicroBatchSchedule:
         made = make_placeholder(self.schema, names, self.template, pad_token_id=pad_token_id)
         return Columns.of(made, self.schema)
 
-    def totals(self, step: int, depths: int) -> tuple[StepTotals, list[float]]:
+    def totals(
+        self, step: int, depths: int, *, has_labels: bool = False
+    ) -> tuple[StepTotals, list[float]]:
         """Totals of this rank's rows of a step, of those that no other data-parallel rank counts;
         their loss weights at each depth of multi-token prediction."""
-        if depths not in self._sample_weights:
-            self._sample_weights[depths] = SampleWeights(self.rollout_data, depths)
-        weights, sizes = self._sample_weights[depths], self.row_sizes(step)
+        key = depths, has_labels
+        if key not in self._sample_weights:
+            made = SampleWeights(self.rollout_data, depths, has_labels=has_labels)
+            self._sample_weights[key] = made
         counted = [
             sample
-            for indices, size in zip(self.steps[step], sizes, strict=True)
-            if self.counts(self._rank_in_row(size))
+            for indices, size in zip(self.steps[step], self.row_sizes(step), strict=True)
+            # All ranks of a shared row hold its samples; the first of them counts.
+            if not self.has_sizes_of_rows or self._rank_in_row(size) == 0
             for sample in indices
         ]
-        return weights.totals(counted), weights.token_weights(counted)
-
-    def counts(self, rank_in_row: int) -> bool:
-        """True if no other data-parallel rank counts the samples of a row."""
-        # All ranks of a shared row hold its samples; the first of them counts.
-        return rank_in_row == 0 or not self.has_sizes_of_rows
+        return self._sample_weights[key].totals(counted)
 
     @functools.cached_property
-    def _sample_weights(self) -> dict[int, SampleWeights]:
+    def _sample_weights(self) -> dict[tuple[int, bool], SampleWeights]:
         return {}
 
     @functools.cached_property
     def made_rows(self) -> dict[Any, Any]:
         """Rows that are ready for the device, for another epoch over the same samples."""
         return {}
-
-    @property
-    def rows_always_fit(self) -> bool:
-        """True if no row of these fields can be refused, whichever samples it holds."""
-        return self.hosts is None and self.rollout_data.always_fits
 
     def row_tokens(self, step: int) -> list[int]:
         """Tokens of this rank's slice of each row of a step, padding included."""
@@ -315,28 +310,28 @@ class MicroBatchSchedule:
         rank: int = parallel_state.get_context_parallel_rank()
         return rank
 
-    def row(self, step: int, slot: int, depths: int = 0) -> PackedMicroBatch:
-        """This rank's slice of a micro-batch, packed, on the host, with as many depths of
-        multi-token prediction."""
-        # Under dynamic CP a rank's rows are of different sizes, each cut in its own way.
-        indices, size = self.steps[step][slot], self.row_sizes(step)[slot]
-        # Paddings depend on the context-parallel size, which here is the row's.
+    def rows(self, step: int, slots: Sequence[int], depths: int, *, has_labels: bool) -> RowBlock:
+        """This rank's slices of some micro-batches, packed on the host, with as many depths of
+        multi-token prediction; all of one context-parallel size, and placeholders or none."""
+        indices, size = [self.steps[step][slot] for slot in slots], self.row_sizes(step)[slots[0]]
+        is_placeholder = not indices[0]
+        # Paddings depend on the context-parallel size, which here is the rows'.
         dims = self.dims.for_rows_on(size)
-        hosts = None
-        if self.hosts is not None and indices:
-            # `pack` counts a row's samples from 0.
-            place = {index: at for at, index in enumerate(indices)}
-            hosts = [place[self.hosts[i]] for i in indices]
-        return pack(
-            self.rollout_data.taken(indices) if indices else self._placeholder,
-            schema=self.schema,
+        layout = Layout(
             sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
             row_alignment_tokens=row_multiple_tokens(dims, self.config),
             context_parallel_size=size,
             context_parallel_rank=self._rank_in_row(size),
             pad_token_id=self.pad_token_id,
-            sample_indices=indices,
-            is_placeholder=not indices,
-            hosts=hosts,
             depths=depths,
+            has_labels=has_labels,
+        )
+        return RowBlock(
+            self._placeholder if is_placeholder else self.rollout_data,
+            self.schema,
+            [[0]] * len(slots) if is_placeholder else indices,
+            layout,
+            sample_indices=indices,
+            hosts=None if is_placeholder else self.hosts,
+            is_placeholder=is_placeholder,
         )

@@ -43,7 +43,6 @@ from mcore_batching.megatron.loss_shares import (
 from mcore_batching.megatron.mtp import LaterLosses
 from mcore_batching.megatron.nonfinite import faults, gradients_measured, is_checked
 from mcore_batching.megatron.prepare import (
-    PreparedRow,
     PreparedStep,
     collated,
     collating,
@@ -281,20 +280,20 @@ def _forward_backward(
     is_fused = job.options.fuse_output_layer
 
     def forward_step(
-        rows: Iterator[PreparedRow], chunk: Any, *unused: Any
+        rows: Iterator[PackedMicroBatch], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
-        prepared_row = next(rows)
-        later = LaterLosses(prepared_row.row, prepared.token_weights, undo_later, is_fused=is_fused)
-        made, logits_of = run_for_losses(job.options, chunk, prepared_row.row, later)
+        row = next(rows)
+        later = LaterLosses(row, prepared.token_weights, undo_later, is_fused=is_fused)
+        made, logits_of = run_for_losses(job.options, chunk, row, later)
 
         def loss(output: Tensor) -> tuple[Any, ...]:
             reported: dict[str, Tensor] = {}
             logits = logits_of(output)
             try:
                 with logits_of_shape(logits):
-                    made = loss_function(logits, prepared_row.row, totals)
+                    made = loss_function(logits, row, totals)
                 share, metrics = checked_shares(made, output.device)
-                check_trains(share, prepared_row.owned_num_tokens, *tensors_of(logits))
+                check_trains(share, row.owned_num_tokens, *tensors_of(logits))
                 # The step's own last: what is not finite is found in it.
                 reported = {**metrics, "loss": share, **later.named_shares()}
                 # Copies: a view would keep the logits in memory until the step ends.
@@ -302,14 +301,14 @@ def _forward_backward(
                 scaled = attached(share, *tensors_of(logits)) * undo
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can raise it.
-                job.defer(failed, exception, prepared_row.row)
+                job.defer(failed, exception, row)
                 # Attached like any other: the stages before this one wait for its gradient.
                 nothing = output.new_zeros((), dtype=torch.float32)
                 scaled = attached(nothing, *tensors_of(logits))
             if per_token:
                 # Given three values, Megatron's schedule does not divide by the micro-batches. It
                 # adds the counts up over data- and context-parallel ranks, so each gives its own.
-                owned = prepared_row.owned_num_tokens
+                owned = row.owned_num_tokens
                 count = torch.full((), owned, dtype=torch.int, device=output.device)
                 return scaled, count, reported
             return scaled, reported

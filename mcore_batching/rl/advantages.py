@@ -27,9 +27,9 @@ from torch import Tensor
 
 from mcore_batching.batch.consensus import Consensus
 from mcore_batching.batch.errors import BatchError, OrderError
-from mcore_batching.batch.fields.field_checks import checked_values, read_lengths
-from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA
-from mcore_batching.batch.fields.values import read_indices
+from mcore_batching.batch.fields import checked_values, read_lengths
+from mcore_batching.batch.schema import DEFAULT_SCHEMA
+from mcore_batching.batch.values import read_indices
 from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.integers import entries, require_choice
 from mcore_batching.rl.real_samples import indices_by_group, numbers_of, real_indices

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields.fields import WITHOUT_ROWS, Field, Kind
-from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.fields.values import require_token_id
+from mcore_batching.batch.fields import WITHOUT_ROWS, Field, Kind
+from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.values import require_token_id
 from mcore_batching.planning.errors import shortened
 from mcore_batching.planning.integers import at_least
 

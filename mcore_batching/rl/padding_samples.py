@@ -22,12 +22,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields.field_checks import num_samples
-from mcore_batching.batch.fields.fields import FILLED_KINDS, Field, Fill, Kind, declaration_line
-from mcore_batching.batch.fields.infer import infer_field
-from mcore_batching.batch.fields.schema import DEFAULT_SCHEMA, Schema
-from mcore_batching.batch.fields.values import is_integral, require_token_id, shape_of, tensor_of
-from mcore_batching.batch.rows.placeholder import fabricated, filled_with
+from mcore_batching.batch.fields import (
+    FILLED_KINDS,
+    Field,
+    Fill,
+    Kind,
+    declaration_line,
+    num_samples,
+)
+from mcore_batching.batch.infer import infer_field
+from mcore_batching.batch.placeholder import fabricated, filled_with
+from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.values import is_integral, require_token_id, shape_of, tensor_of
 from mcore_batching.planning.integers import as_integer, at_least
 
 # The least that has both: kernels and losses see a prompt and a response, as in any sample.

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.fields.field_checks import num_samples, require_one_per_sample
-from mcore_batching.batch.fields.values import as_number, describe, is_tagged
+from mcore_batching.batch.fields import num_samples, require_one_per_sample
+from mcore_batching.batch.values import as_number, describe, is_tagged
 from mcore_batching.planning.groups import group_key
 
 

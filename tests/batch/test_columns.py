@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, SchemaError
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, SchemaError, fields
 from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.fields import checked_values, unmet
 
 SCHEMA = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN).declare(
     "fewer", Kind.PER_TOKEN, length_offset=-2
@@ -110,44 +110,44 @@ def test_each_flat_field_is_one_tensor_of_its_own() -> None:
     for name in ("tokens", "advantages", "mark", "position_ids"):
         views = columns[name]
         assert len({each.untyped_storage().data_ptr() for each in views}) == 1
-        assert views[0].untyped_storage().data_ptr() == columns.rows(name).values.data_ptr()
+        assert views[0].untyped_storage().data_ptr() == columns.flat(name).data_ptr()
         views[0] = torch.ones(9)  # the caller's own list
         assert columns[name][0].shape != (9,)
     assert columns["position_ids"][1].shape == (2, 0)
-    assert not columns.rows("mark").values[-1].any()
+    assert not columns.flat("mark")[-1].any()
     with pytest.raises(KeyError):
         columns["absent"]
 
 
-def test_what_one_tensor_cannot_hold_is_kept() -> None:
-    """A graph, a subclass, a layout; types, shapes."""
+def test_values_of_several_types_become_one_that_holds_all_without_a_graph() -> None:
     fields: dict[str, list[Any]] = {
         "graph": [torch.ones(2, requires_grad=True) * 2, torch.ones(1)],
         "subclass": [torch.nn.Parameter(torch.ones(2)), torch.ones(1)],
-        "layout": [torch.ones(2).to_sparse(), torch.ones(1)],
         "types": [torch.ones(2), torch.ones(1).long()],
-        "shapes": [torch.ones(2, 1), torch.ones(1, 2)],
     }
     schema = DEFAULT_SCHEMA
     for name in fields:
         schema = schema.declare(name, Kind.PER_TOKEN)
     columns = Columns.read(make_samples([(2, 1), (1, 0)]) | fields, schema)
     for name, values in fields.items():
-        assert all(a is b for a, b in zip(columns[name], values, strict=True)), name
-    assert columns.rows("types").values.dtype == torch.float32
-    assert columns.always_fits
+        assert all(map(torch.equal, columns[name], [each.float() for each in values])), name
+        assert not columns.flat(name).requires_grad
+        assert type(columns.flat(name)) is Tensor
+        assert columns.flat(name).dtype == torch.float32
 
 
-def test_rows_may_be_refused_that_are_laid_out_of_what_is_kept() -> None:
-    axes = [torch.ones(3, 2).long(), torch.ones(1).long()]
-    masks = [torch.ones(1), torch.ones(1).double()]
-    for shapes, field in (
-        ([(2, 1), (1, 0)], {"position_ids": axes}),
-        ([(2, 1), (2, 1)], {"loss_masks": masks}),
-    ):
-        samples = make_samples(shapes) | field
-        assert not Columns.read(samples, DEFAULT_SCHEMA).always_fits
-    assert Columns.read(make_samples([(2, 1)]), DEFAULT_SCHEMA).always_fits
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([torch.ones(2).to_sparse(), torch.ones(1)], "sample 0: expected a dense tensor"),
+        ([torch.ones(2, 1), torch.ones(1, 2)], r"rows of one shape .* \[1\], \[2\]; .*METADATA"),
+        ([torch.ones(2), torch.ones(1).to(torch.float8_e4m3fn)], "types that have one in common"),
+    ],
+)
+def test_what_one_tensor_cannot_hold_is_refused(values: list[Tensor], message: str) -> None:
+    schema = DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN)
+    with pytest.raises(SchemaError, match=f"'mine'.*{message}"):
+        Columns.read(make_samples([(2, 1), (1, 0)]) | {"mine": values}, schema)
 
 
 def test_a_change_in_place_is_none_of_the_neighbours() -> None:
@@ -159,14 +159,6 @@ def test_a_change_in_place_is_none_of_the_neighbours() -> None:
     second.mul_(2)
     total.backward()
     assert torch.equal(second, 2 * samples["advantages"][1])
-
-
-def outcome(call: Callable[[], Mapping[str, Any]]) -> Any:
-    """The fields, or the error that they are refused by."""
-    try:
-        return {name: [*values] for name, values in call().items()}
-    except SchemaError as error:
-        return str(error)
 
 
 SHAPES = st.sampled_from([(4, 2), (0, 0), (1, 1), (3, 0), (2, 2)])
@@ -195,21 +187,28 @@ def field_values(draw: st.DrawFn, rows: list[int], *, is_positions: bool) -> lis
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=4), st.data())
-def test_fields_are_refused_and_kept_as_validate_does(shapes: Shapes, data: st.DataObject) -> None:
-    names = ["tokens", "loss_masks", "mark", "fewer", "position_ids", "rollout_routed_experts"]
-    samples = make_samples(shapes)
-    name = data.draw(st.sampled_from(names))
-    rows = [SCHEMA[name].num_rows(*shape) for shape in shapes]
-    samples[name] = data.draw(field_values(rows, is_positions=name == "position_ids"))
-    expected = outcome(lambda: SCHEMA.validate(samples))
-    found = outcome(lambda: Columns.read(samples, SCHEMA))
-    if isinstance(expected, str) or isinstance(found, str):
-        assert found == expected
+def test_the_first_value_that_does_not_fit_is_named_however_many_are_alike(
+    shapes: Shapes, data: st.DataObject
+) -> None:
+    names = ["tokens", "advantages", "mark", "fewer", "position_ids", "rollout_routed_experts"]
+    field = SCHEMA[data.draw(st.sampled_from(names))]
+    rows = [field.num_rows(*shape) for shape in shapes]
+    drawn = data.draw(field_values(rows, is_positions=field.kind is Kind.POSITION_IDS))
+    lengths = [list(each) for each in zip(*shapes, strict=True)]
+    try:
+        values = [fields._value(field, i, each) for i, each in enumerate(drawn)]
+    except SchemaError:
+        with pytest.raises(SchemaError, match="numbers, in lists of one length"):
+            checked_values(field, drawn, *lengths)
         return
-    for key, values in expected.items():
-        for one, other in zip(found[key], values, strict=True):
-            # Of an empty value among others the shape and type are theirs.
-            assert equal(one, other) or (one.numel() == other.numel() == 0)
+    faults = [unmet(field, *each) for each in zip(values, *lengths, strict=True)]
+    at = next((i for i, fault in enumerate(faults) if fault is not None), None)
+    if at is None:
+        assert all(map(equal, checked_values(field, drawn, *lengths), values))
+        return
+    with pytest.raises(SchemaError) as caught:
+        checked_values(field, drawn, *lengths)
+    assert (caught.value.sample_index, caught.value.expected) == (at, faults[at])
 
 
 @settings(max_examples=100, deadline=None)
@@ -225,7 +224,9 @@ def test_samples_are_taken_and_joined_with_all_their_fields(
     chosen = data.draw(st.lists(st.integers(0, len(shapes) - 1), max_size=6))
     cut = data.draw(st.integers(0, len(chosen)))
     parts = columns.taken(chosen[:cut]), columns.taken(chosen[cut:])
-    for made in (columns.taken(chosen), parts[0].followed_by(parts[1])):
+    joined = parts[0].followed_by(parts[1])
+    again = joined.taken(range(cut)).followed_by(joined.taken(range(cut, len(chosen))))
+    for made in (columns.taken(chosen), columns.taken(chosen).compact(), joined, again):
         assert made.keys() == columns.keys()
         assert (made.total_lengths, made.response_lengths) == (
             [columns.total_lengths[i] for i in chosen],
@@ -233,8 +234,8 @@ def test_samples_are_taken_and_joined_with_all_their_fields(
         )
         for name in columns:
             assert equal(made[name], [columns[name][i] for i in chosen]), name
-        if made.total_lengths:  # behind the last value stands padding
-            assert not made.rows("mark").values[-1].any()
+        assert made.compact(["mark"]).flat("mark").shape[0] == sum(made.total_lengths) + 1
+        assert not made.flat("mark")[-1].any()  # behind the last value stands padding
         again = pickle.loads(pickle.dumps(made))
         assert all(equal(again[name], made[name]) for name in made)
 
@@ -243,10 +244,9 @@ def test_fields_added_later_are_columns_as_well() -> None:
     samples = make_samples([(3, 2), (4, 1)])
     columns = Columns.read(samples, SCHEMA)
     more = columns.extended({"values": [[0.5, 1.0], [2.0]], "tokens": samples["tokens"][:]}, SCHEMA)
-    assert more.rows("values").values.tolist() == [0.5, 1.0, 2.0, 0.0]
+    assert more.flat("values").tolist() == [0.5, 1.0, 2.0, 0.0]
     assert "values" not in columns
-    kept = more.extended({"values": [torch.ones(2), torch.ones(1).double()]}, SCHEMA)
-    assert "values" not in kept.flat_names
-    assert [each.dtype for each in kept["values"]] == [torch.float32, torch.float64]
+    other = more.extended({"values": [torch.ones(2), torch.ones(1).double()]}, SCHEMA)
+    assert [each.dtype for each in other["values"]] == [torch.float64] * 2
     with pytest.raises(SchemaError, match="'values', sample 1: expected 1 rows"):
         more.extended({"values": [[0.5, 1.0], [2.0, 3.0]]}, SCHEMA)

@@ -22,7 +22,7 @@ from mcore_batching.batch import (
     token_mean,
 )
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.loss import SampleWeights, owned_num_tokens
+from mcore_batching.batch.loss import SampleWeights
 
 
 def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:
@@ -88,7 +88,7 @@ def test_shares_add_up_to_the_mean_whatever_the_packing(
     generator.shuffle(order)
     cut = generator.randint(0, len(order))
     packing = [tuple(part) for part in (order[:cut], order[cut:]) if part] + [()] * placeholders
-    totals = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals(order)
+    totals = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals(order)[0]
     sums = {"token": 0.0, "sample": 0.0, "trained": 0.0}
     tokens = 0
     for rank in range(size):
@@ -98,17 +98,17 @@ def test_shares_add_up_to_the_mean_whatever_the_packing(
             sums["token"] += float(token_mean(mine, row, totals))
             sums["sample"] += float(sample_mean(mine, row, totals))
             sums["trained"] += float(sample_mean(mine, row, totals, over_trained_samples=True))
-            tokens += owned_num_tokens(row)
+            tokens += row.owned_num_tokens
     assert sums == pytest.approx(plain_means(samples, values), abs=1e-5)
     assert tokens == totals.num_tokens
-    assert SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals([]) == StepTotals()
+    assert SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals([])[0] == StepTotals()
     assert totals.num_samples == samples["is_padding"].count(False)
 
 
 def test_placeholder_counts_nothing_and_stays_on_the_graph() -> None:
     samples = make_samples([(4, 2)], seed=1)
     placeholder = make_row(samples, ())
-    assert owned_num_tokens(placeholder) == 0
+    assert placeholder.owned_num_tokens == 0
     logits = torch.ones(3, requires_grad=True)
     totals = StepTotals(num_samples=3, num_trained_samples=2, num_tokens=5, token_weight=5.0)
     for mean in (token_mean, sample_mean):
@@ -123,7 +123,7 @@ def test_masked_token_that_is_not_finite_does_no_harm() -> None:
     samples["loss_masks"] = [torch.tensor([1.0, 0.0, 1.0])]
     row = make_row(samples, (0,))
     value = torch.tensor([1.0, float("inf"), 3.0], requires_grad=True)
-    share = token_mean([value], row, SampleWeights(row.fields).totals([0]))
+    share = token_mean([value], row, SampleWeights(row.fields).totals([0])[0])
     assert share.item() == 2.0
     (gradient,) = torch.autograd.grad(share, value)
     assert gradient.tolist() == [0.5, 0.0, 0.5]
@@ -163,7 +163,7 @@ def test_padding_samples_do_not_show_in_the_last_bit(seed: int, more: int) -> No
     shares = []
     for indices in ((0, 1, 2), range(3 + more)):
         row = make_row(samples, tuple(indices))
-        totals = SampleWeights(row.fields).totals(range(row.num_samples))
+        totals = SampleWeights(row.fields).totals(range(row.num_samples))[0]
         mine = [values[i] for i in indices]
         shares.append([mean(mine, row, totals).item() for mean in (token_mean, sample_mean)])
     assert shares[0] == shares[1]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from batch_cases import make_samples
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError, make_placeholder
-from mcore_batching.batch.rows import placeholder
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError, make_placeholder, placeholder
 
 SCHEMA = DEFAULT_SCHEMA.declare("hidden", Kind.PER_TOKEN).declare(
     "scores", Kind.PER_RESPONSE_TOKEN, length_offset=1

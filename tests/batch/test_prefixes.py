@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
-from mcore_batching.batch.rows.prefixes import Hosts, find_hosts
+from mcore_batching.batch.prefix_tree import Hosts, find_hosts
 
 SCHEMA = DEFAULT_SCHEMA.declare("weights", Kind.PER_TOKEN)
 Steps = list[list[int]]

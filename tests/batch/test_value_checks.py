@@ -19,7 +19,7 @@ from mcore_batching.batch import (
     pack,
     restore_order,
 )
-from mcore_batching.batch.fields.values import require_vocabulary
+from mcore_batching.batch.values import require_vocabulary
 from mcore_batching.rl import (
     left_pad,
     pad_batch,

@@ -10,7 +10,7 @@ from batch_cases import merge_packed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch.row_index import Slice, held_chunks
+from mcore_batching.batch.row_index import Slice
 
 SIZES = (1, 2, 4)
 
@@ -38,8 +38,7 @@ def test_merge_undoes_slice_for_any_segments(row: tuple[int, tuple[int, ...]], d
     assert all(part.shape[dim] * size == offsets[-1] for part in parts)
     assert torch.equal(merge_packed(parts, offsets, dim), x)
     for rank, each in enumerate(slices):
-        chunks = held_chunks(offsets, size, rank)
-        held = [place for _, first, end in chunks for place in range(first, end)]
+        held = [place for _, first, end in each.chunks for place in range(first, end)]
         assert each.positions.tolist() == held
         assert each.local(each.segment, each.within).tolist() == list(range(each.num_local))
         for other in slices[:rank]:
@@ -68,7 +67,7 @@ def test_a_length_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"6 tokens cannot be cut into 4 equal .* pad them to 8"):
         Slice((0, 6), 2, 0)
     with pytest.raises(ValueError, match="5 tokens cannot be cut into 8 equal"):
-        held_chunks((0, 8, 13), 4, 0)
+        Slice((0, 8, 13), 4, 0)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

@@ -28,7 +28,7 @@ from benchmark_cases import PP4, parser_of
 from kit.harness import Job, results, run_jobs
 
 from mcore_batching.batch import DEFAULT_SCHEMA
-from mcore_batching.batch.rows.prefixes import Hosts, find_hosts
+from mcore_batching.batch.prefix_tree import Hosts, find_hosts
 from mcore_batching.planning import CostModel, PlannerConfig, plan_step
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.report import Table

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from mcore_batching.batch import make_placeholder, pack
-from mcore_batching.batch.loss import owned_num_tokens
-from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows, stock_row
+from mcore_batching.batch import PackedMicroBatch, make_placeholder
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.row import Layout, RowBlock
+from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA
-from mcore_batching.megatron.prepare import PreparedRow
 
 PAD = 9
 SAMPLES: dict[str, list[Any]] = {
@@ -26,18 +26,21 @@ SAMPLES: dict[str, list[Any]] = {
 
 def prepared(
     samples: dict[str, list[Any]], *, is_placeholder: bool = False, depths: int = 0
-) -> PreparedRow:
+) -> PackedMicroBatch:
     """The samples as one row, each padded to a multiple of 4."""
-    row = pack(
-        samples,
-        schema=STOCK_SCHEMA,
-        sample_alignment_tokens=4,
-        pad_token_id=PAD,
-        sample_indices=() if is_placeholder else range(len(samples["tokens"])),
+    columns = Columns.read(samples, STOCK_SCHEMA)
+    count = len(columns.total_lengths)
+    layout = Layout(sample_alignment_tokens=4, pad_token_id=PAD, depths=depths, has_labels=True)
+    block = RowBlock(
+        columns,
+        STOCK_SCHEMA,
+        [range(count)],
+        layout,
+        sample_indices=[() if is_placeholder else tuple(range(count))],
         is_placeholder=is_placeholder,
-        depths=depths,
     )
-    return PreparedRow(stock_row(row), owned_num_tokens(row))
+    (row,) = block.rows()
+    return row
 
 
 def rows(counts_flops: bool = True, is_placeholder: bool = False) -> PackedRows:

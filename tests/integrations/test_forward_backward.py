@@ -150,7 +150,7 @@ def test_parameters_of_scripts_get_what_the_device_alone_has(num_moe_experts: in
     """Offsets on the host; from 0.17 on, numbers by which Mamba's states end with samples."""
     chunk, iterator = Chunk(num_moe_experts), rows()
     with row_given(iterator, chunk):
-        offsets = next(iterator).row.cu_seqlens_padded
+        offsets = next(iterator).cu_seqlens_padded
         params: Any = PackedSeqParams(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
         assert chunk(packed_seq_params=params)["packed_seq_params"] is params
     assert params.host_cu_seqlens == (0, 4, 8)

@@ -9,6 +9,8 @@ import pytest
 import torch
 from packed_row_cases import EXPECTED, PAD, SAMPLES, found, prepared, rows
 
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.loss import SampleWeights
 from mcore_batching.integrations.megatron_lm import next_batch, packed_batches
 from mcore_batching.integrations.megatron_lm.packed_batches import (
     SEVEN_FIELDS,
@@ -16,7 +18,7 @@ from mcore_batching.integrations.megatron_lm.packed_batches import (
     TEN_FIELDS,
     PackedRows,
 )
-from mcore_batching.integrations.megatron_lm.unpadding import FIELDS
+from mcore_batching.integrations.megatron_lm.unpadding import FIELDS, STOCK_SCHEMA
 from mcore_batching.megatron import DynamicBatchArgumentError
 
 
@@ -36,11 +38,13 @@ def test_fields_come_in_the_order_of_the_script(names: tuple[str, ...], by: str)
 
 
 def test_later_tokens_have_the_labels_and_masks_of_the_batch() -> None:
-    row = prepared(SAMPLES, depths=1).row
+    row = prepared(SAMPLES, depths=1)
     assert row.later[0].tokens.tolist() == [[2, 3, PAD, 0, 5, PAD, PAD, 0]]
     assert row.later[0].labels.tolist() == [[3, 7, 0, 0, 8, 0, 0, 0]]
     assert row.later[0].loss_mask.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
-    assert row.token_weights == (4, 3)
+    columns = Columns.read(SAMPLES, STOCK_SCHEMA)
+    _, weights = SampleWeights(columns, depths=1, has_labels=True).totals([0, 1])
+    assert weights == [4, 3]
 
 
 def test_rows_are_told_apart_by_parameters_or_by_offsets_where_scripts_make_them() -> None:
@@ -100,10 +104,8 @@ def test_a_row_counts_as_often_as_the_model_has_context_parallel_ranks(
     usual = prepared(SAMPLES)
     for rank, count in enumerate(times):
         shared = {"context_parallel_size": len(times), "context_parallel_rank": rank}
-        row = dataclasses.replace(usual.row, **shared)
-        (offsets,) = PackedRows(
-            iter([dataclasses.replace(usual, row=row)]), counts_flops=True
-        ).next_fields(["cu_seqlens"])
+        row = dataclasses.replace(usual, **shared)
+        (offsets,) = PackedRows(iter([row]), counts_flops=True).next_fields(["cu_seqlens"])
         assert offsets.dtype == torch.int32
         assert offsets[0].diff().tolist() == ([3, 2] * count or [0, 0])
 

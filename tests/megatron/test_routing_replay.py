@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +12,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
     Kind,
-    PackedMicroBatch,
     Schema,
     SchemaError,
     make_placeholder,
     pack,
 )
+from mcore_batching.batch.columns import Columns
 from mcore_batching.megatron import DynamicBatchArgumentError, routing
 
 FIELD = "rollout_routed_experts"
@@ -38,25 +37,31 @@ def model(**changes: Any) -> list[Any]:
     return [SimpleNamespace(config=TransformerConfig(**options | changes))]
 
 
-def row(experts: Any, *, schema: Schema = DEFAULT_SCHEMA, **others: Any) -> PackedMicroBatch:
+def schedule(*experts: Any, schema: Schema = DEFAULT_SCHEMA, **others: Any) -> Any:
+    """Samples of three tokens, in a step of one micro-batch."""
+    count = len(experts)
     samples = {
-        "tokens": [torch.tensor([1, 2, 3])],
-        "total_lengths": [3],
-        "response_lengths": [2],
-        FIELD: [experts],
+        "tokens": [torch.tensor([1, 2, 3])] * count,
+        "total_lengths": [3] * count,
+        "response_lengths": [2] * count,
+        FIELD: [*experts],
         **others,
     }
-    return pack(samples, schema=schema, sample_indices=(0,))
+    return SimpleNamespace(
+        rollout_data=Columns.read(samples, schema),
+        schema=schema,
+        steps=[(tuple(range(count)), ())],
+        names_of=lambda indices: f"sample{list(indices)}",
+    )
 
 
-def replayable(model: list[Any], row: PackedMicroBatch) -> PackedMicroBatch:
-    return routing.replayable(model, row, lambda indices: f"sample{list(indices)}")
+def check(model: list[Any], schedule: Any) -> None:
+    routing.check_replay(model, schedule, 0)
 
 
 @pytest.mark.parametrize("layers", [4, 2])
 def test_experts_of_all_layers_or_of_routed_ones_are_replayed(layers: int) -> None:
-    (value,) = replayable(model(), row([[[0, 3]] * layers] * 2))[FIELD]
-    assert torch.equal(value, torch.tensor([0, 3]).expand(2, layers, 2))
+    check(model(), schedule([[[0, 3]] * layers] * 2))
 
 
 @pytest.mark.parametrize(
@@ -73,37 +78,39 @@ def test_experts_of_all_layers_or_of_routed_ones_are_replayed(layers: int) -> No
 )
 def test_experts_that_the_model_lacks_are_refused(experts: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
-        replayable(model(), row(experts))
+        check(model(), schedule(experts))
 
 
 def test_the_sample_is_named_by_its_index_in_the_batch() -> None:
-    samples = {
-        "tokens": [torch.tensor([1, 2, 3])] * 2,
-        "total_lengths": [3, 3],
-        "response_lengths": [2, 2],
-        FIELD: [torch.tensor([0, last]).expand(2, 4, 2) for last in (3, 4)],
-    }
-    two = pack(samples, schema=DEFAULT_SCHEMA, sample_indices=(7, 5))
-    with pytest.raises(SchemaError, match=r"found 0 to 4 of sample\[5\]"):
-        replayable(model(), two)
+    experts = [torch.tensor([0, last]).expand(2, 4, 2) for last in (3, 4)]
+    with pytest.raises(SchemaError, match=r"found 0 to 4 of sample\[1\]"):
+        check(model(), schedule(*experts))
 
 
 def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:
     """A rank that has no sample has not seen any."""
     fields = ("tokens", "total_lengths", "response_lengths", FIELD)
     fabricated = make_placeholder(DEFAULT_SCHEMA, fields, None)
-    placeholder = pack(fabricated, schema=DEFAULT_SCHEMA, sample_indices=(), is_placeholder=True)
-    packed = replayable(model(), placeholder).packed(FIELD)
-    assert packed.shape == (1, placeholder.tokens.shape[1], 4, 2)
-    assert bool((packed[..., 0] != packed[..., 1]).all())
+    placeholder = pack(
+        fabricated,
+        schema=DEFAULT_SCHEMA,
+        sample_indices=(),
+        is_placeholder=True,
+        row_alignment_tokens=6,
+    )
+    found = routing._experts(placeholder, FIELD, model()[0].config)
+    assert found.shape == (6, 4, 2)
+    assert bool((found[..., 0] != found[..., 1]).all())
+    assert found.unique().tolist() == [0, 1, 2, 3]
 
 
 def test_what_is_not_replayed_is_left_alone() -> None:
-    wrong = row(torch.zeros(2, 9, 9).long())
+    wrong = schedule(torch.zeros(2, 9, 9).long())
     for changes in ({"moe_enable_routing_replay": False}, {"num_moe_experts": None}):
-        assert replayable(model(**changes), wrong) is wrong
-    plain = dataclasses.replace(wrong, fields={"tokens": wrong["tokens"]})
-    assert replayable(model(), plain) is plain
+        check(model(**changes), wrong)
+    plain = schedule(torch.zeros(2, 9, 9).long())
+    plain.rollout_data = Columns.of({"total_lengths": [], "response_lengths": []}, DEFAULT_SCHEMA)
+    check(model(), plain)
 
 
 def test_what_would_be_replayed_in_part_is_refused() -> None:
@@ -111,7 +118,7 @@ def test_what_would_be_replayed_in_part_is_refused() -> None:
     fused = model()
     fused[0].config.moe_router_fusion = True
     with pytest.raises(DynamicBatchArgumentError, match="unset --moe-router-fusion"):
-        replayable(fused, row(experts))
+        check(fused, schedule(experts))
     schema = DEFAULT_SCHEMA.declare("other", Kind.ROUTED_EXPERTS, length_offset=-1)
     with pytest.raises(DynamicBatchArgumentError, match=r"other .* Kind.METADATA"):
-        replayable(model(), row(experts, schema=schema, other=[experts]))
+        check(model(), schedule(experts, schema=schema, other=[experts]))

@@ -195,7 +195,7 @@ def packs(rng: random.Random) -> None:
     if row.context_parallel_size == 1:
         for start, each in zip(row.host_cu_seqlens_padded, tokens, strict=False):
             assert torch.equal(row.tokens[0, start : start + len(each)], each)
-    weights = SampleWeights(row.fields).token_weights(range(row.num_samples))[0]
+    weights = SampleWeights(row.fields).totals(range(row.num_samples))[1][0]
     assert math.isfinite(weights)
     assert weights >= 0
     order = list(row.sample_indices)

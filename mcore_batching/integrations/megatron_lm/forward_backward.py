@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.batch.fields.values import describe
+from mcore_batching.batch.values import describe
 from mcore_batching.integrations.megatron_lm.arguments import FLAG, NO_NON_LOSS_DATA, is_on
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.reading_ahead import Batches, outcome_of

@@ -5,7 +5,7 @@ A script unpacks its batch into local names, which identify the values.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 from megatron.core import parallel_state
 
 from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.batch.pinned_buffer import sent
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.prepare import PreparedRow
 from mcore_batching.megatron.topology import row_group
 
 # Three orders are common: up to Megatron-LM 0.17, alphabetical from 0.18 on, and its dev branch's.
@@ -44,46 +44,25 @@ _BY_NUMBER = {len(fields): fields for fields in (SIX_FIELDS, SEVEN_FIELDS, TEN_F
 _NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def stock_row(row: PackedMicroBatch) -> PackedMicroBatch:
-    """The row with the labels and loss mask of the stock batches, and without fields."""
-    # Further tokens are of multi-token prediction; depth 0 is the next one.
-    masks, depths = row["loss_mask"], range(len(row.later) + 1)
-    labels, loss_masks = (
-        [row.packed(name, later=depth) for depth in depths] for name in ("labels", "loss_mask")
-    )
-    return dataclasses.replace(
-        row,
-        labels=labels[0],
-        loss_mask=loss_masks[0],
-        later=tuple(
-            dataclasses.replace(each, labels=labels[depth], loss_mask=loss_masks[depth])
-            for depth, each in enumerate(row.later, 1)
-        ),
-        token_weights=tuple(sum(float(mask[k:].sum()) for mask in masks) for k in depths),
-        fields=row.fields.only(()),
-    )
-
-
-class PackedRows(Iterator[PreparedRow]):
+class PackedRows(Iterator[PackedMicroBatch]):
     """The data iterator that a forward step gets: one packed micro-batch per call.
 
     Attributes:
         current: the row drawn last, None before the first.
     """
 
-    def __init__(self, rows: Iterator[PreparedRow], *, counts_flops: bool) -> None:
+    def __init__(self, rows: Iterator[PackedMicroBatch], *, counts_flops: bool) -> None:
         self._rows = rows
         self._counts_flops = counts_flops
         self.current: PackedMicroBatch | None = None
 
-    def __next__(self) -> PreparedRow:
-        prepared = next(self._rows)
-        self.current = prepared.row
-        return prepared
+    def __next__(self) -> PackedMicroBatch:
+        self.current = next(self._rows)
+        return self.current
 
     def next_fields(self, names: Sequence[str]) -> list[Any]:
         """The next row's values, in the order of the names; None for those it does not have."""
-        row = next(self).row
+        row = next(self)
         made: dict[str, Callable[[], Any]] = {
             "tokens": lambda: row.tokens,
             "labels": lambda: row.labels,
@@ -101,16 +80,15 @@ class PackedRows(Iterator[PreparedRow]):
 
     def _counted_cu_seqlens(self, row: PackedMicroBatch) -> torch.Tensor:
         """int32 ``[1, samples + 1]``, from which stock code counts FLOPs."""
-        if not self._counts_flops:
-            return row.cu_seqlens.new_zeros(1, 1)  # no sample: stock code counts nothing
-        times = 0 if row.is_placeholder else _times_counted(row)
-        if times == 0:
-            # Samples of 0 tokens: stock code sums over the ranks that counted, so all must.
-            return torch.zeros_like(row.cu_seqlens)[None]
         # Stock code reads lengths off as differences: a sample that counts twice is listed twice.
-        last = row.cu_seqlens[-1]
-        again = [row.cu_seqlens[1:] + last * number for number in range(1, times)]
-        return torch.cat([row.cu_seqlens, *again])[None]
+        lengths = [row.total_lengths[i] for i, host in enumerate(row.hosts) if host == i]
+        offsets = [0]  # no sample: stock code counts nothing
+        if self._counts_flops:
+            times = 0 if row.is_placeholder else _times_counted(row)
+            # Samples of 0 tokens: stock code sums over the ranks that counted, so all must.
+            listed = lengths * times or [0] * len(lengths)
+            offsets += itertools.accumulate(listed)
+        return sent(torch.tensor([offsets], dtype=torch.int32, device="cpu"), row.tokens.device)
 
 
 def _times_counted(row: PackedMicroBatch) -> int:

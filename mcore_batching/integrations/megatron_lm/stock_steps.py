@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mcore_batching.batch.fields.values import require_vocabulary
-from mcore_batching.integrations.megatron_lm.packed_batches import stock_row
+from mcore_batching.batch.values import require_vocabulary
 from mcore_batching.integrations.megatron_lm.reading_ahead import Batches, are_same, batches_ahead
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA, unpadded_samples
 from mcore_batching.megatron.iterator import plan_rollout
@@ -92,7 +91,7 @@ class StockSteps:
         operation = "evaluation" if forward_only else "training"
         with collating(job, operation) as agree:
             return collated(
-                agree, job, chunks, schedule, 0, forward_only=forward_only, change=stock_row
+                agree, job, chunks, schedule, 0, forward_only=forward_only, has_labels=True
             )
 
     def _may_read_ahead(self, job: Job) -> bool:

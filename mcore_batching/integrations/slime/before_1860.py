@@ -20,8 +20,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError, pack
-from mcore_batching.batch.rows.pinned_buffer import on_host
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.row import Layout, RowBlock
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator
 from mcore_batching.integrations.slime.rollout_manager import option_problems
 from mcore_batching.megatron import compat
@@ -30,7 +31,7 @@ from mcore_batching.megatron.forward_only import forward_only as run_forward_onl
 from mcore_batching.megatron.iterator import DataIterator, Rollout, plan_rollout, rollout_of
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.model_inputs import changed_inputs, joined_multimodal_inputs
-from mcore_batching.megatron.prepare import MODEL_INPUTS, PortableRow
+from mcore_batching.megatron.prepare import MODEL_INPUTS
 from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
 from mcore_batching.megatron.samples import read_samples
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -173,12 +174,8 @@ def _packed_row(
     pad_multiplier: int,
 ) -> PackedMicroBatch:
     """This rank's part of a row, on the device."""
-    # pack reads lengths and masks: on the device each read would make the host wait.
-    given = {key: on_host(each) for key in _ROW_FIELDS if (each := values[key]) is not None}
-    row = pack(
-        given,
-        schema=DEFAULT_SCHEMA,
-        sample_indices=indices,
+    columns = Columns.read({key: values[key] for key in _ROW_FIELDS}, DEFAULT_SCHEMA)
+    layout = Layout(
         sample_alignment_tokens=sample_multiple_tokens(schedule.dims, schedule.config),
         row_alignment_tokens=math.lcm(
             _row_multiple(pad_multiplier), row_multiple_tokens(schedule.dims, schedule.config)
@@ -186,10 +183,18 @@ def _packed_row(
         context_parallel_size=schedule.dims.context_parallel,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         pad_token_id=schedule.pad_token_id,
+    )
+    block = RowBlock(
+        columns,
+        DEFAULT_SCHEMA,
+        [range(len(columns.total_lengths))],
+        layout,
+        sample_indices=[indices],
         is_placeholder=not indices,
     )
-    names = (*MODEL_INPUTS, "loss_mask")
-    return PortableRow(row, names, torch.device(torch.cuda.current_device())).on_device()
+    device = torch.device(torch.cuda.current_device())
+    (row,) = block.pinned(device, (*MODEL_INPUTS, "loss_mask"), ()).on_device().rows()
+    return row
 
 
 def _row_multiple(pad_multiplier: int) -> int:

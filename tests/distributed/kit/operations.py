@@ -101,7 +101,7 @@ def _one_step(
 
     def forward_step(rows: Iterator[Any], chunk: Any, *unused: Any) -> Any:
         del unused
-        row = next(rows).row
+        row = next(rows)
         slot = row.sample_indices[0]
         sleep(slot, 1.0)
         output, _ = run_for_losses(options, chunk, row)

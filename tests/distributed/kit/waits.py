@@ -47,7 +47,8 @@ def waits_of_a_step(
         iterators, counts = get_data_iterator(args, model, data)
         schedule = schedule_of(iterators)
         # Also of samples on the device: laying them out there would ask it for every length.
-        assert schedule.row(0, 0).tokens.device.type == "cpu"
+        block = schedule.rows(0, [0], 0, has_labels=False)
+        assert block.rows()[0].tokens.device.type == "cpu"
         for name in ("forward_only", "train_step"):
             waits.counts.clear()
             if name == "forward_only":

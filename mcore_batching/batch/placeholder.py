@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.fields.field_checks import checked_values
-from mcore_batching.batch.fields.fields import Field, Fill, Kind, undeclared
-from mcore_batching.batch.fields.values import require_token_id, tensor_of
+from mcore_batching.batch.fields import Field, Fill, Kind, checked_values, undeclared
+from mcore_batching.batch.values import require_token_id, tensor_of
 
 
 def make_placeholder(

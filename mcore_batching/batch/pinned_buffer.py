@@ -8,7 +8,7 @@ On CUDA the buffer is pinned: a copy from pageable memory makes the host wait, n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -61,24 +61,6 @@ class PinnedBuffer:
             part.view(tensor.dtype).view(tensor.shape) if is_copied else tensor
             for part, tensor, is_copied in zip(parts, self.tensors, self._is_copied, strict=True)
         ]
-
-
-def on_host(values: Sequence[object]) -> list[object]:
-    """The values of a field; tensors on a device are copied to the host, all in one copy."""
-    away = [
-        (place, value)
-        for place, value in enumerate(values)
-        if isinstance(value, Tensor) and value.device.type != "cpu"
-    ]
-    brought = list(values)
-    for kind in dict.fromkeys((value.device, value.dtype) for _, value in away):
-        alike = [(at, value) for at, value in away if (value.device, value.dtype) == kind]
-        # One copy, since the host waits for each.
-        flat = torch.cat([value.detach().reshape(-1) for _, value in alike]).cpu()
-        parts = torch.split(flat, [value.numel() for _, value in alike])
-        for (at, value), part in zip(alike, parts, strict=True):
-            brought[at] = part.view(value.shape)
-    return brought
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

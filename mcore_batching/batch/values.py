@@ -28,6 +28,8 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 def tensor_of(name: str, index: int, value: Any) -> Any:
     """A sample's value; lists and arrays of numbers become a tensor, NumPy's scalars Python's.
     Refuses lists that hold no numbers, or nested lists of different lengths."""
+    if type(value) is Tensor and value.dtype not in UNSIGNED:
+        return value
     try:
         # A tensor without dimensions would be a value of another kind than a number.
         if is_array(value) and not len(value.shape):
@@ -47,7 +49,7 @@ def tensor_of(name: str, index: int, value: Any) -> Any:
 def require_loss_masks(masks: Sequence[Tensor]) -> None:
     """Refuse loss masks with an entry that is negative, infinite or NaN."""
     # NaN would make every loss of the step NaN, and a negative weight turn a gradient round.
-    outlier = _first_outside([mask.flatten() for mask in masks], math.inf)
+    outlier = _first_outside(masks, math.inf)
     if outlier is not None:
         index, _, value = outlier
         raise SchemaError(
@@ -68,16 +70,10 @@ def require_vocabulary(
     included), but for those of tokens whose loss weight is 0."""
     # Megatron would not notice: each tensor-parallel rank masks ids outside its part of the
     # embedding, and one outside all parts trains as a vector of zeros.
-    ids = [value.long().flatten() for value in values]
-    if weights is not None:  # a label that no loss looks at may be anything, such as -100
-        ids = [
-            each.masked_fill(weight.flatten().to(each.device) == 0, 0)
-            for each, weight in zip(ids, weights, strict=True)
-        ]
-    outlier = _first_outside(ids, vocabulary_size)
+    outlier = _first_outside(values, vocabulary_size, weights)
     if outlier is not None:
         index, place, token = outlier
-        needed = max(vocabulary_size, *ids[index].tolist()) + 1  # for this sample at least
+        needed = max(vocabulary_size, *values[index].flatten().tolist()) + 1
         raise SchemaError(
             name,
             sample_index=index,
@@ -87,21 +83,35 @@ def require_vocabulary(
         )
 
 
-def _first_outside(values: Sequence[Tensor], end: float) -> tuple[int, int, Any] | None:
-    """Sample, place and value of the first entry that is not in ``[0, end)``."""
-
-    def fits(tensor: Tensor) -> bool:
-        # A comparison with NaN is False.
-        return bool(((tensor >= 0) & (tensor < end)).all())
-
-    # One question per device, not per sample: the host waits for each answer.
-    devices = {each.device for each in values if each.numel()}  # empty ones need no answer
-    if all(fits(torch.cat([each for each in values if each.device == on])) for on in devices):
+def _first_outside(
+    values: Sequence[Tensor], end: float, weights: Sequence[Tensor] | None = None
+) -> tuple[int, int, Any] | None:
+    """Sample, place and value of the first entry that is not in ``[0, end)``; an entry of weight 0
+    may be anything, such as -100."""
+    if not values:
         return None
-    index = next(i for i, each in enumerate(values) if not fits(each))
-    found = values[index].tolist()
-    place = next(i for i, entry in enumerate(found) if not 0 <= entry < end)
-    return index, place, found[place]
+    flat = joined([value.flatten() for value in values])
+    # A comparison with NaN is False.
+    outside = ~((flat >= 0) & (flat < end))
+    if weights is not None:
+        outside &= joined([weight.flatten() for weight in weights]) != 0
+    if not outside.any():
+        return None
+    place = found = int(outside.nonzero()[0])
+    for index, value in enumerate(values):
+        if place < value.numel():
+            return index, place, flat[found].item()
+        place -= value.numel()
+    raise AssertionError("unreachable")
+
+
+def joined(values: Sequence[Tensor]) -> Tensor:
+    """Tensors one behind the other, on the host, of the type that torch promotes theirs to."""
+    # One copy from a device, since the host waits for each.
+    if len({value.device for value in values}) > 1:
+        values = [value.cpu() for value in values]
+    with torch.no_grad():
+        return torch.cat([*values]).cpu()
 
 
 def is_tagged(name: str, index: int, tag: Any) -> bool:

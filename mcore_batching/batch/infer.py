@@ -17,14 +17,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.fields.field_checks import (
+from mcore_batching.batch.fields import (
+    Field,
+    Kind,
     checked_values,
+    declaration_line,
     read_lengths,
     require_one_per_sample,
     unmet,
 )
-from mcore_batching.batch.fields.fields import Field, Kind, declaration_line
-from mcore_batching.batch.fields.values import describe, shape_of, tensor_of
+from mcore_batching.batch.values import describe, shape_of, tensor_of
 
 _INFERRED = {Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA}
 

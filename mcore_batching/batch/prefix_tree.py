@@ -16,14 +16,16 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.fields.fields import Field, Kind
-from mcore_batching.batch.fields.schema import Schema
-from mcore_batching.batch.rows.pinned_buffer import on_host
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.errors import BatchError, SchemaError
+from mcore_batching.batch.fields import Field, Kind
+from mcore_batching.batch.row_index import predicted_within
+from mcore_batching.batch.schema import Schema
 
 _OF_ROWS = (Kind.TOKENS, Kind.PER_TOKEN, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
 """Kinds of fields that rows are made of: one value a token, whichever samples share it."""
@@ -61,13 +63,13 @@ def find_hosts(
     the next one's response begins, so that no two of them train the same token. They are of one
     optimizer step (`steps` has the samples of each; None: all are of one), without multimodal
     inputs, and their fields with a value per token agree where they share tokens. `columns` are as
-    `Schema.validate` returns them, on any device.
+    `Schema.validate` returns them, on the host.
     """
     totals = [len(tokens) for tokens in columns["tokens"]]
     prompts = [total - own for total, own in zip(totals, response_lengths, strict=True)]
     keys = _as_bytes(columns["tokens"])
     compared = [schema[name] for name in columns if name != "tokens" and _matters(schema[name])]
-    fields = [(field, on_host(columns[field.name])) for field in compared]
+    fields = [(field, columns[field.name]) for field in compared]
     padding = is_padding or [False] * len(totals)
     host = list(range(len(totals)))
     alone: Counter[str] = Counter()
@@ -102,6 +104,47 @@ def samples_of_hosts(hosts: Sequence[int]) -> dict[int, list[int]]:
     for sample, host in enumerate(hosts):
         members.setdefault(host, []).append(sample)
     return members
+
+
+def require_hosts(hosts: Sequence[int], columns: Columns, schema: Schema) -> None:
+    """Refuse hosts in whose segments their samples cannot be computed.
+
+    Raises:
+        BatchError: they are not one per sample, places of samples that are their own hosts, or two
+            samples train the same token of a host.
+        SchemaError: a sample's values are not what its host's begin with.
+    """
+    count = len(columns.total_lengths)
+    is_place = [host in range(len(hosts)) and hosts[host] == host for host in hosts]
+    if len(hosts) != count or not all(is_place):
+        raise BatchError(
+            f"hosts must be {count} places of samples that are their own hosts, got {list(hosts)}"
+        )
+    # Values replaced since hosts were found would, silently, be taken for the host's.
+    for i, host in enumerate(hosts):
+        for name, values in columns.items() if host != i else ():
+            if not agree(schema[name], values[i], values[host]):
+                raise SchemaError(
+                    name,
+                    sample_index=i,
+                    expected=f"what its host, sample {host}, begins with",
+                    found="other values; give them to get_data_iterator, or declare the field as "
+                    "Kind.METADATA if no row is made of it",
+                )
+    # Gradients of tokens that are predicted at the same position would overwrite each other.
+    tokens, responses = columns.token_span, columns.response_span
+    own = torch.tensor(hosts, dtype=torch.int64, device="cpu")
+    host_of = own.index_select(0, responses.samples)
+    within = predicted_within(tokens, responses)
+    places = (tokens.firsts.index_select(0, host_of) + within)[within >= 0]
+    twice = (places.bincount(minlength=1) > 1).nonzero()
+    if twice.numel():
+        number = int(torch.searchsorted(tokens.firsts, twice[0], right=True)) - 1
+        raise BatchError(
+            f"two samples train the token behind token {int(twice[0] - tokens.firsts[number])} of "
+            f"sample {number}; end a response before the next one of its host begins, or set hosts "
+            "to None"
+        )
 
 
 _Head = tuple[int, int]
@@ -149,8 +192,7 @@ def _taken_off(stack: list[tuple[bytes, list[_Head]]], tokens: bytes) -> list[_H
 def _as_bytes(tokens: Sequence[Tensor]) -> list[bytes]:
     """Bytes of each sample: they begin another's where its tokens do."""
     # Of one type, as bytes of 4 and 8 a token would begin each other by chance.
-    on_cpu = cast("list[Tensor]", on_host(tokens))
-    return [each.to(torch.int64).numpy().tobytes() for each in on_cpu]
+    return [each.to(torch.int64).numpy().tobytes() for each in tokens]
 
 
 def agree(field: Field, values: Any, hosts: Any) -> bool:

@@ -15,9 +15,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.fields.field_checks import checked_values, read_lengths
-from mcore_batching.batch.fields.fields import FILLED_KINDS, Field, Fill, Kind, undeclared
-from mcore_batching.batch.fields.infer import infer_field
+from mcore_batching.batch.fields import (
+    FILLED_KINDS,
+    Field,
+    Fill,
+    Kind,
+    checked_values,
+    read_lengths,
+    undeclared,
+)
+from mcore_batching.batch.infer import infer_field
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,12 +110,13 @@ class Schema(Mapping[str, Field]):
         """
         # First, since all other fields are checked against them.
         totals, responses = self.lengths_of(batch)
+        lengths = {"total_lengths": totals, "response_lengths": responses}
         checked = {
             name: checked_values(self.declared(name), values, totals, responses)
             for name, values in batch.items()
-            if values is not None  # absent for the whole batch
+            if values is not None and name not in lengths  # None: absent for the whole batch
         }
-        return checked | {"total_lengths": totals, "response_lengths": responses}
+        return lengths | checked
 
     def lengths_of(self, batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """Total and response length of every sample of a batch with all required fields, in tokens;

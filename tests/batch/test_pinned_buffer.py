@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, pack
-from mcore_batching.batch.rows.pinned_buffer import PinnedBuffer, on_host, sent
+from mcore_batching.batch.pinned_buffer import PinnedBuffer, sent
 
 CPU = torch.device("cpu")
 TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, torch.complex64)
@@ -60,20 +59,6 @@ def test_a_change_in_place_is_none_of_the_neighbours() -> None:
     assert torch.equal(first, torch.ones(2))
 
 
-def test_only_the_named_attributes_of_a_row_are_changed() -> None:
-    row = pack(
-        {"tokens": [[1, 2, 3]], "total_lengths": [3], "response_lengths": [2], "extra": [[1, 2]]},
-        schema=DEFAULT_SCHEMA.declare("extra", Kind.PER_RESPONSE_TOKEN),
-        sample_indices=(0,),
-    )
-    changed = row.mapped(lambda tensor: tensor + 1, ("tokens",))
-    assert changed.tokens.tolist() == [[2, 3, 4]]
-    assert changed.labels is row.labels
-    assert row.mapped(lambda tensor: tensor + 1).responses.owned_positions.tolist() == [1, 2]
-
-
-def test_values_on_the_host_stay_what_they_are() -> None:
-    values = [torch.ones(2), [1, 2], None, 3]
-    assert all(a is b for a, b in zip(on_host(values), values, strict=True))
+def test_a_tensor_on_the_host_stays_there() -> None:
     tensor = torch.ones(2)
     assert sent(tensor, CPU) is tensor

@@ -1,0 +1,375 @@
+"""Declaration of one field: its values' kind and length, and its value in fabricated samples; the
+check of values against it, once, where a batch enters.
+
+Lists and arrays become tensors there, so code behind the check handles tensors only (but for
+numbers per sample, multimodal inputs and metadata).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.errors import SchemaError
+from mcore_batching.batch.values import (
+    count_of,
+    describe,
+    is_integral,
+    is_tagged,
+    require_loss_masks,
+    shape_of,
+    tensor_of,
+)
+from mcore_batching.planning.integers import as_integer
+
+
+class Kind(enum.Enum):
+    """Kind of a sample's value: how it is sliced, padded and packed.
+
+    In the shapes below T is the sample's total length and R its response length, in tokens.
+    """
+
+    TOKENS = "tokens"
+    """``[T]`` integers. The field ``tokens`` and no other."""
+    PER_TOKEN = "per token"
+    """``[T + length_offset, ...]``."""
+    PER_RESPONSE_TOKEN = "per response token"
+    """``[R + length_offset, ...]``."""
+    PER_SAMPLE = "per sample"
+    """A number, or a tensor of any one shape."""
+    POSITION_IDS = "position ids"
+    """``[T]`` integers, or ``[axes, T]`` for multimodal rotary embeddings."""
+    ROUTED_EXPERTS = "routed experts"
+    """``[T + length_offset, layers, top_k]`` integers: the experts that each token is routed to."""
+    MULTIMODAL = "multimodal inputs"
+    """A dict of model inputs, or None. Present but empty in a fabricated sample."""
+    METADATA = "metadata"
+    """Anything, carried along as it is. None in a fabricated sample, so it suits identifiers."""
+
+
+class Fill(enum.Enum):
+    """Value of a field in fabricated samples: placeholders and padding samples.
+
+    A placeholder has one token and no response, a padding sample one prompt and one response token.
+    Values per token are filled in both; `ONES` per sample and `IDENTIFIER` in padding samples only.
+    """
+
+    ZEROS = "zeros"
+    """Zeros; ``{}`` for multimodal inputs, None for metadata."""
+    ONES = "ones"
+    """For attention masks, and for flags such as "last turn of the trajectory"."""
+    TOKEN_IDS = "token ids"
+    """The pad token; the last of a padding sample's is the response token."""
+    IDENTIFIER = "identifier"
+    """A value that no other sample has, so that the sample is in a group of its own."""
+
+
+INTEGRAL = (Kind.TOKENS, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
+WITHOUT_ROWS = (Kind.METADATA, Kind.MULTIMODAL, Kind.PER_SAMPLE)
+_WITH_OFFSET = (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.ROUTED_EXPERTS)
+FILLED_KINDS = {
+    Fill.ZEROS: tuple(Kind),
+    Fill.ONES: (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE),
+    # Prompts have neither a row per token nor one per response token.
+    Fill.TOKEN_IDS: (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.METADATA),
+    Fill.IDENTIFIER: (Kind.PER_SAMPLE, Kind.METADATA),
+}
+"""The kinds for which each fill is allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """Declaration of one field.
+
+    Attributes:
+        name: the field's key in a batch.
+        kind: of a sample's value.
+        length_offset: rows beyond the kind's own length, negative for fewer; of kinds with rows.
+        required: True if every batch must have the field.
+        fill: its value in fabricated samples.
+
+    Raises:
+        SchemaError: no batch could meet it: an offset on a kind without rows, kind TOKENS on
+            another field than ``tokens``, or a fill that the kind does not allow.
+    """
+
+    name: str
+    kind: Kind
+    _: dataclasses.KW_ONLY
+    length_offset: int = 0
+    required: bool = False
+    fill: Fill = Fill.ZEROS
+
+    def __post_init__(self) -> None:
+        expected, found, declaration = "", f"Kind.{getattr(self.kind, 'name', self.kind)}", ""
+        # Packing reads these three by name, so their kinds are not the user's to choose.
+        fixed = _STRUCTURAL.get(self.name)
+        if not isinstance(self.kind, Kind):
+            kinds = ", ".join(f"Kind.{kind.name}" for kind in Kind)
+            expected, found = f"a kind, one of {kinds}", repr(self.kind)
+        # Packing would not look at it: an offset that is ignored hides a mistake.
+        elif self.length_offset and self.kind not in _WITH_OFFSET:
+            expected = "length_offset=0 of a kind without rows"
+            found = f"length_offset={self.length_offset} with {found}"
+            declaration = declaration_line(self.name, Kind.PER_TOKEN, self.length_offset)
+        elif not isinstance(self.fill, Fill) or self.kind not in FILLED_KINDS[self.fill]:
+            offered = [f"Fill.{fill.name}" for fill in Fill if self.kind in FILLED_KINDS[fill]]
+            expected = f"a fill of {found}, one of {', '.join(offered)}"
+            found = str(self.fill)
+        elif (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
+            expected = f"Kind.{fixed.name}" if fixed else "Kind.TOKENS on 'tokens' alone"
+        if expected:
+            raise SchemaError(self.name, expected=expected, found=found, declaration=declaration)
+
+    def num_rows(self, total_length: int, response_length: int) -> int:
+        """Rows of a value, for a sample of these lengths; 0 of a kind without rows."""
+        if self.kind in WITHOUT_ROWS:
+            return 0
+        # Position ids of several axes have their rows, one per token, last.
+        own = response_length if self.kind is Kind.PER_RESPONSE_TOKEN else total_length
+        return num_rows(own, self.length_offset)
+
+    @property
+    def default_type(self) -> torch.dtype:
+        """Type of tensors made of empty lists, which show none."""
+        # torch.tensor([]) is float32, which embeddings and gathers refuse as indices.
+        return torch.int64 if self.kind in INTEGRAL else torch.float32
+
+    @property
+    def declaration(self) -> str:
+        """The line of code that declares this field."""
+        return declaration_line(self.name, self.kind, self.length_offset, self.fill)
+
+
+def num_rows(length: int, length_offset: int) -> int:
+    """Rows of a value whose kind has this length."""
+    # A sample of 0 tokens has no routed experts rather than -1 rows of them.
+    return max(0, length + length_offset)
+
+
+_STRUCTURAL = {
+    "tokens": Kind.TOKENS,
+    "total_lengths": Kind.PER_SAMPLE,
+    "response_lengths": Kind.PER_SAMPLE,
+}
+
+
+def declaration_line(name: str, kind: Kind, length_offset: int = 0, fill: Fill = Fill.ZEROS) -> str:
+    """The line of code that declares a field."""
+    offset = f", length_offset={length_offset}" if length_offset else ""
+    filled = f", fill=Fill.{fill.name}" if fill is not Fill.ZEROS else ""
+    return f'schema = schema.declare("{name}", Kind.{kind.name}{offset}{filled})'
+
+
+def undeclared(name: str, advice: str) -> SchemaError:
+    """The refusal of a field without a declaration."""
+    # The line is an example, with the commonest kind of fields that frameworks add.
+    line = declaration_line(name, Kind.PER_RESPONSE_TOKEN)
+    return SchemaError(
+        name,
+        expected="a declared field",
+        found="no declaration",
+        declaration=line,
+        advice=f"{advice} its kind, for example",
+    )
+
+
+_ROWS_OF = {
+    Kind.TOKENS: "tokens",
+    Kind.PER_TOKEN: "rows, one per token",
+    Kind.PER_RESPONSE_TOKEN: "rows, one per response token",
+    Kind.POSITION_IDS: "positions, one per token",
+    Kind.ROUTED_EXPERTS: "rows, one per token",
+}
+_NUM_DIMENSIONS = {
+    Kind.TOKENS: (1, "[tokens]"),
+    Kind.ROUTED_EXPERTS: (3, "[rows, layers, top_k]"),
+}
+
+
+def num_samples(batch: Mapping[str, Any]) -> int:
+    """Number of samples of a batch, padding samples included: values of ``total_lengths``, else of
+    the first field that is not None, else 0."""
+    # Any field would do, but this one is there in every whole batch, and a list of its own.
+    fields = ("total_lengths", *batch)
+    name = next((name for name in fields if batch.get(name) is not None), None)
+    if name is None:
+        return 0
+    count = count_of(batch[name])
+    if count is None:
+        raise SchemaError(name, expected="one value per sample", found=describe(batch[name]))
+    return count
+
+
+def require_one_per_sample(name: str, values: Any, num_samples: int) -> None:
+    """Refuse a field that is None, or has not as many values as the batch has samples."""
+    count = count_of(values)
+    if count == num_samples:
+        return
+    found = describe(values) if count is None else f"{count} values"
+    raise SchemaError(
+        name,
+        expected=f"{num_samples} values, one per sample",
+        found="no such field" if values is None else found,
+    )
+
+
+def read_lengths(batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    """Total and response length of every sample, in tokens; refuses lengths that are no integers,
+    or of a response longer than its sample."""
+    totals, responses = (_lengths(name, batch) for name in ("total_lengths", "response_lengths"))
+    require_one_per_sample("response_lengths", responses, len(totals))
+    for index, (total, response) in enumerate(zip(totals, responses, strict=True)):
+        if response > total:
+            raise SchemaError(
+                "response_lengths",
+                sample_index=index,
+                expected=f"at most its total length, {total}",
+                found=str(response),
+            )
+    return totals, responses
+
+
+def _lengths(name: str, batch: Mapping[str, Any]) -> list[int]:
+    values: Any = batch.get(name)
+    if count_of(values) is None:
+        raise SchemaError(name, expected="a list of one length per sample", found=describe(values))
+    if {*map(type, values)} == {int} and min(values) >= 0:  # one by one only to name one
+        return list(values)
+    lengths = []
+    for index, value in enumerate(values):
+        length = as_integer(value)
+        if length is None or length < 0:
+            raise SchemaError(
+                name,
+                sample_index=index,
+                expected="an integer of 0 or more, in tokens",
+                found=describe(value),
+            )
+        lengths.append(length)
+    return lengths
+
+
+def checked_values(
+    field: Field, values: Any, total_lengths: Sequence[int], response_lengths: Sequence[int]
+) -> list[Any]:
+    """The values of a field, one per sample, each of its kind or a `SchemaError`: lists and arrays
+    as tensors, ``is_padding`` as booleans, metadata and multimodal inputs as given."""
+    require_one_per_sample(field.name, values, len(total_lengths))
+    if field.kind in (Kind.METADATA, Kind.MULTIMODAL):
+        found = list(values)
+    elif field.name == "is_padding":
+        return [is_tagged(field.name, index, tag) for index, tag in enumerate(values)]
+    else:
+        found = [_value(field, index, value) for index, value in enumerate(values)]
+    own = response_lengths if field.kind is Kind.PER_RESPONSE_TOKEN else total_lengths
+    met: set[Hashable] = set()
+    # After all became tensors: from here on a value has a shape and a type, or none at all.
+    for index, value in enumerate(found):
+        # Most values are like the first one, but for their length.
+        facts = _facts(field, value, own[index])
+        if facts in met:
+            continue
+        expected = unmet(field, value, total_lengths[index], response_lengths[index])
+        if expected is not None:
+            raise SchemaError(
+                field.name,
+                sample_index=index,
+                expected=expected,
+                found=describe(value),
+                declaration=field.declaration,
+                advice="correct the values, or this declaration",
+            )
+        met.add(facts)
+    if field.kind is Kind.PER_SAMPLE:
+        _require_one_shape(field.name, found, response_lengths)
+    if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
+        require_loss_masks(found)
+    return found
+
+
+def _facts(field: Field, value: Any, length: int) -> Hashable:
+    """All that `unmet` goes by."""
+    if not isinstance(value, Tensor) or value.is_nested:
+        return str(type(value))
+    missing = None
+    if value.dim():
+        rows = value.shape[-1 if field.kind is Kind.POSITION_IDS else 0]
+        missing = num_rows(length, field.length_offset) - rows
+    return value.dtype, value.layout, value.device, value.dim(), missing, not value.numel()
+
+
+def _value(field: Field, index: int, value: Any) -> Any:
+    # A response of no tokens, say.
+    if isinstance(value, list | tuple) and not value and field.kind is not Kind.PER_SAMPLE:
+        # torch.as_tensor([]) is float32, which token ids must not be.
+        return torch.zeros(0, dtype=field.default_type)
+    return tensor_of(field.name, index, value)
+
+
+def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) -> None:
+    """Refuse per-sample values of different shapes, and rewards that are per token."""
+    shapes = [shape_of(value) for value in values]
+    # They are stacked into one tensor per row, where a shape of its own has no place.
+    odd = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), None)
+    expected = "one number, or tensors of one shape, in all samples"
+    # Per-token rewards of responses that happen to share a length also have one shape. With one
+    # token each the two readings are the same.
+    as_responses = {(length,) for length in response_lengths} - {(1,)}
+    if odd is None and name == "rewards" and shapes and set(shapes) == as_responses:
+        odd, expected = 0, "one number per sample (give vectors another name)"
+    if odd is not None:
+        raise SchemaError(
+            name,
+            sample_index=odd,
+            expected=expected,
+            found=describe(values[odd]) + (f" beside {describe(values[0])}" if odd else ""),
+            declaration=declaration_line(name, Kind.PER_RESPONSE_TOKEN),
+            advice="if it has a value per response token, declare it so",
+        )
+
+
+def unmet(field: Field, value: Any, total_length: int, response_length: int) -> str | None:
+    """The requirement on the field's values that this one does not meet; None if it does."""
+    kind = field.kind
+    if kind is Kind.METADATA:
+        return None
+    if isinstance(value, Tensor) and value.is_meta:  # it has a shape, but nothing to train on
+        return "values, not a tensor on the meta device"
+    if isinstance(value, Tensor) and value.is_complex():  # a loss would drop the imaginary part
+        return "real numbers"
+    if kind is Kind.MULTIMODAL:
+        fits = value is None or isinstance(value, Mapping)
+        return None if fits else "a dict of model inputs, or None"
+    if kind not in WITHOUT_ROWS and isinstance(value, Tensor) and not _is_dense(value):
+        return "a dense tensor"  # samples are joined to one
+    shape = shape_of(value)
+    if kind is Kind.PER_SAMPLE:
+        return None if shape is not None else "a number or a tensor"
+    rows = field.num_rows(total_length, response_length)
+    expected = f"{rows} {_ROWS_OF[kind]}"
+    if not shape:
+        return expected
+    if field.name == "loss_masks" and len(shape) > 1:  # [R, 1] would broadcast with [R] to [R, R]
+        return f"{expected}, one number in each"
+    if kind is Kind.POSITION_IDS:
+        if len(shape) > 2 or shape[-1] != rows:
+            return f"{expected}, as [tokens] or [axes, tokens]"
+    elif shape[0] != rows:
+        return expected
+    dimensions, axes = _NUM_DIMENSIONS.get(kind, (len(shape), ""))
+    # What was an empty list has lost its trailing dimensions.
+    if len(shape) != dimensions and shape != (0,):
+        return f"{expected}, as {axes}"
+    if kind in INTEGRAL and not is_integral(value):
+        return f"{expected}, of an integer type"
+    return None
+
+
+def _is_dense(value: Tensor) -> bool:
+    return value.layout is torch.strided and not (value.is_nested or value.is_quantized)

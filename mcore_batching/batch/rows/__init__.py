@@ -1,1 +1,0 @@
-"""Placeholders, shared prefixes, and tensors side by side in one buffer."""
