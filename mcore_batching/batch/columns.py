@@ -36,6 +36,7 @@ class Columns(Mapping[str, list[Any]]):
     """Validated fields of samples; a mapping from their names to one value per sample.
 
     Attributes:
+        schema: the kinds of the fields.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
     """
@@ -48,7 +49,7 @@ class Columns(Mapping[str, list[Any]]):
         response_lengths: list[int],
     ) -> None:
         self.total_lengths, self.response_lengths = total_lengths, response_lengths
-        self._schema, self._fields = schema, fields
+        self.schema, self._fields = schema, fields
         self._spans: dict[tuple[bool, int], Span] = {}
         self._views: dict[str, list[Any]] = {}
         # All samples of the flat tensors, and which of them these are; None: these are all.
@@ -115,7 +116,7 @@ class Columns(Mapping[str, list[Any]]):
             # unsafe_: views without a shared version counter. Otherwise autograd would take a
             # change in place of one sample's values for a change of all.
             *views, _ = torch.unsafe_split_with_sizes(field, [*self.span(name).counts, 1])
-            if self._schema[name].kind is Kind.POSITION_IDS and field.dim() > 1:
+            if self.schema[name].kind is Kind.POSITION_IDS and field.dim() > 1:
                 views = [view.movedim(0, -1) for view in views]
             self._views[name] = views
         return self._views[name][:]
@@ -139,13 +140,13 @@ class Columns(Mapping[str, list[Any]]):
 
     def span(self, name: str) -> Span:
         """Where these samples' rows lie in `flat`."""
-        field = self._schema[name]
+        field = self.schema[name]
         return self._span_of(field.kind is Kind.PER_RESPONSE_TOKEN, field.length_offset)
 
     @property
     def position_ids(self) -> str | None:
         """The field that has the tokens' positions; None: they are counted."""
-        kinds = {self._schema[name].kind: name for name in self._fields}
+        kinds = {self.schema[name].kind: name for name in self._fields}
         return kinds.get(Kind.POSITION_IDS)
 
     @property
@@ -172,7 +173,7 @@ class Columns(Mapping[str, list[Any]]):
     def taken(self, samples: Sequence[int]) -> Columns:
         """The fields of some samples, in this order; nothing is copied."""
         lengths = self.total_lengths, self.response_lengths
-        made = Columns(self._schema, self._fields, *([own[i] for i in samples] for own in lengths))
+        made = Columns(self.schema, self._fields, *([own[i] for i in samples] for own in lengths))
         own = self._samples
         made._all, made._samples = self._all, [i if own is None else own[i] for i in samples]
         return made
@@ -194,7 +195,7 @@ class Columns(Mapping[str, list[Any]]):
                 else:
                     made[name] = self[name]
         fields = {name: made[name] for name in (made if names is None else names)}
-        return Columns(self._schema, fields, self.total_lengths, self.response_lengths)
+        return self.replaced(fields)
 
     def followed_by(self, others: Columns) -> Columns:
         """The samples of both; their fields have the same names."""
@@ -203,17 +204,21 @@ class Columns(Mapping[str, list[Any]]):
         for name in self:
             if self.is_flat(name):
                 rows = [each.flat(name)[:-1] for each in both]
-                fields[name] = _joined(self._schema[name], rows)
+                fields[name] = _joined(self.schema[name], rows)
             else:
                 fields[name] = [value for each in both for value in each[name]]
         totals = self.total_lengths + others.total_lengths
         responses = self.response_lengths + others.response_lengths
-        return Columns(self._schema, fields, totals, responses)
+        return Columns(self.schema, fields, totals, responses)
 
-    def mapped(self, change: Callable[[Tensor], Tensor]) -> Columns:
-        """These fields with `change` made to each flat tensor, and to all others in them."""
-        fields = map_tensors(self.compact()._fields, change)
-        return Columns(self._schema, fields, self.total_lengths, self.response_lengths)
+    def replaced(self, fields: Mapping[str, Tensor | list[Any]]) -> Columns:
+        """The same samples with these fields alone, flat as `compact` gives them."""
+        return Columns(self.schema, fields, self.total_lengths, self.response_lengths)
+
+    @property
+    def fields(self) -> Mapping[str, Tensor | list[Any]]:
+        """Flat tensors, and lists of what has no rows, as they lie in memory."""
+        return self._fields
 
     def with_copies(self) -> Columns:
         """These fields with copies of the tensors in lists, which are the caller's own."""
@@ -221,7 +226,7 @@ class Columns(Mapping[str, list[Any]]):
             name: map_tensors(values, torch.clone) if isinstance(values, list) else values
             for name, values in self._fields.items()
         }
-        return Columns(self._schema, fields, self.total_lengths, self.response_lengths)
+        return self.replaced(fields)
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to other ranks: no views, and no offsets, which follow from the lengths."""

@@ -25,7 +25,6 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.row_index import predicted_within
-from mcore_batching.batch.schema import Schema
 
 _OF_ROWS = (Kind.TOKENS, Kind.PER_TOKEN, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
 """Kinds of fields that rows are made of: one value a token, whichever samples share it."""
@@ -49,28 +48,20 @@ class Hosts:
     computed: int
 
 
-def find_hosts(
-    columns: Mapping[str, Sequence[Any]],
-    schema: Schema,
-    response_lengths: Sequence[int],
-    *,
-    steps: Sequence[Sequence[int]] | None = None,
-    is_padding: Sequence[Any] | None = None,
-) -> Hosts:
+def find_hosts(columns: Columns, *, steps: Sequence[Sequence[int]] | None = None) -> Hosts:
     """The fewest hosts such that every other sample is computed in the segment of one.
 
     Samples with the same host are a chain: each one's tokens begin the next one's and end before
     the next one's response begins, so that no two of them train the same token. They are of one
     optimizer step (`steps` has the samples of each; None: all are of one), without multimodal
-    inputs, and their fields with a value per token agree where they share tokens. `columns` are as
-    `Schema.validate` returns them, on the host.
+    inputs, and their fields with a value per token agree where they share tokens.
     """
-    totals = [len(tokens) for tokens in columns["tokens"]]
-    prompts = [total - own for total, own in zip(totals, response_lengths, strict=True)]
+    totals, schema = columns.total_lengths, columns.schema
+    prompts = [total - own for total, own in zip(totals, columns.response_lengths, strict=True)]
     keys = _as_bytes(columns["tokens"])
     compared = [schema[name] for name in columns if name != "tokens" and _matters(schema[name])]
     fields = [(field, columns[field.name]) for field in compared]
-    padding = is_padding or [False] * len(totals)
+    padding = columns.get("is_padding") or [False] * len(totals)
     host = list(range(len(totals)))
     alone: Counter[str] = Counter()
     step_of = {i: n for n, step in enumerate(steps or [range(len(totals))]) for i in step}
@@ -106,7 +97,7 @@ def samples_of_hosts(hosts: Sequence[int]) -> dict[int, list[int]]:
     return members
 
 
-def require_hosts(hosts: Sequence[int], columns: Columns, schema: Schema) -> None:
+def require_hosts(hosts: Sequence[int], columns: Columns) -> None:
     """Refuse hosts in whose segments their samples cannot be computed.
 
     Raises:
@@ -123,7 +114,7 @@ def require_hosts(hosts: Sequence[int], columns: Columns, schema: Schema) -> Non
     # Values replaced since hosts were found would, silently, be taken for the host's.
     for i, host in enumerate(hosts):
         for name, values in columns.items() if host != i else ():
-            if not agree(schema[name], values[i], values[host]):
+            if not agree(columns.schema[name], values[i], values[host]):
                 raise SchemaError(
                     name,
                     sample_index=i,

@@ -101,8 +101,7 @@ class PackedMicroBatch:
         is_placeholder: True if the row's one sample is fabricated.
         responses: loss weights of the response tokens, and the positions that predict them.
         fields: every field of the samples, a mapping from names to one value per sample.
-            schema: the kinds of the fields.
-        context_parallel_size: ranks that share the row.
+            context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
         owned_num_tokens: trainable tokens that this rank predicts; summed over ranks the step's
             `StepTotals.num_tokens`.
@@ -124,7 +123,6 @@ class PackedMicroBatch:
     is_placeholder: bool
     responses: ResponseTokens
     fields: Columns
-    schema: Schema
     context_parallel_size: int
     context_parallel_rank: int
     owned_num_tokens: int
@@ -174,7 +172,7 @@ class PackedMicroBatch:
             BatchError: the field is of another kind, or has more rows than tokens.
         """
         self[key]  # raises for a field that is not there
-        field = self.schema[key]
+        field = self.fields.schema[key]
         if field.kind not in (Kind.TOKENS, Kind.PER_TOKEN, Kind.ROUTED_EXPERTS):
             raise BatchError(
                 f"field {key!r} is declared as Kind.{field.kind.name}, without rows per token; "
@@ -246,7 +244,6 @@ class RowBlock:
 
     Args:
         columns: samples, those of the rows among them.
-        schema: the kinds of their fields.
         rows: places of each row's samples.
         layout: of all rows.
         sample_indices: of each row, as of `pack`.
@@ -265,7 +262,6 @@ class RowBlock:
     def __init__(
         self,
         columns: Columns,
-        schema: Schema,
         rows: Sequence[Sequence[int]],
         layout: Layout,
         *,
@@ -273,7 +269,7 @@ class RowBlock:
         hosts: Sequence[int] | None = None,
         is_placeholder: bool = False,
     ) -> None:
-        self._schema, self._layout, self._is_placeholder = schema, layout, is_placeholder
+        self._layout, self._is_placeholder = layout, is_placeholder
         self._sample_indices = sample_indices
         chosen = [sample for row in rows for sample in row]
         self.fields = columns.taken(chosen)
@@ -286,7 +282,6 @@ class RowBlock:
         self._tensors: dict[tuple[str, int], Tensor] = {}  # by name and depth
         self._cuts: dict[str, list[int]] = {}
         self._buffer: PinnedBuffer | None = None
-        self._moved: Collection[tuple[str, int]] = ()  # tensors in it
         self._device = torch.device("cpu")
         index = self._lay_out()
         self._add_responses(index)
@@ -369,7 +364,7 @@ class RowBlock:
             stream = {name: each.unsqueeze(-2) for name, each in stream.items()}
             if layout.has_labels:
                 for name in ("labels", "loss_mask"):
-                    stream[name] = _packed(index, fields, self._schema[name], 0, depth)
+                    stream[name] = _packed(index, fields, fields.schema[name], 0, depth)
             else:
                 held, positions = index.predicting(depth)
                 mask = weights.new_zeros(1, index.num_local)
@@ -385,33 +380,24 @@ class RowBlock:
     ) -> RowBlock:
         """These rows, ready for `on_device`, in one buffer: attributes by these names
         (the others stay on the host), and these fields alone; None: all."""
-        made = copy.copy(self)
-        made.fields = self.fields.compact(fields)
-        made._moved = {key for key in self._tensors if names is None or key[0] in names}
-        tensors = [self._tensors[key] for key in self._tensors if key in made._moved]
-
-        def note(tensor: Tensor) -> Tensor:
-            tensors.append(tensor)
-            return tensor
-
-        made.fields.mapped(note)
+        own = self.fields.compact(fields).fields
+        moved = {k: v for k, v in self._tensors.items() if names is None or k[0] in names}
         # From pageable memory the host would wait for the copy.
-        made._buffer = PinnedBuffer(tensors, pin_memory=device.type == "cuda")
-        made._device = device
-        return made._with(iter(made._buffer.tensors))
+        buffer = PinnedBuffer((moved, own), pin_memory=device.type == "cuda")
+        made = self._with(*buffer.value)
+        made._buffer, made._device = buffer, device
+        return made
 
     def on_device(self) -> RowBlock:
         """These `pinned` rows on their device, by one copy that the host does not wait for."""
         assert self._buffer is not None
-        return self._with(iter(self._buffer.on(self._device)))
+        return self._with(*self._buffer.on(self._device))
 
-    def _with(self, tensors: Iterator[Tensor]) -> RowBlock:
+    def _with(
+        self, tensors: dict[tuple[str, int], Tensor], fields: dict[str, Tensor | list[Any]]
+    ) -> RowBlock:
         made = copy.copy(self)
-        made._tensors = {
-            key: next(tensors) if key in self._moved else own for key, own in self._tensors.items()
-        }
-        # In the order in which `pinned` noted them.
-        made.fields = self.fields.mapped(lambda _: next(tensors))
+        made._tensors, made.fields = self._tensors | tensors, self.fields.replaced(fields)
         return made
 
     def rows(self) -> list[PackedMicroBatch]:
@@ -440,7 +426,6 @@ class RowBlock:
                 is_placeholder=self._is_placeholder,
                 responses=ResponseTokens(**{name: own[name, 0] for name in _RESPONSES}),
                 fields=fields,
-                schema=self._schema,
                 context_parallel_size=layout.context_parallel_size,
                 context_parallel_rank=layout.context_parallel_rank,
                 owned_num_tokens=self.owned_num_tokens[number],
@@ -516,7 +501,7 @@ def pack(
     count = len(columns.total_lengths)
     indices = _read_indices(sample_indices, count, is_placeholder)
     if hosts is not None:
-        require_hosts(hosts, columns, schema)
+        require_hosts(hosts, columns)
     layout = Layout(
         sample_alignment_tokens=sample_alignment_tokens,
         row_alignment_tokens=row_alignment_tokens,
@@ -527,7 +512,6 @@ def pack(
     )
     made = RowBlock(
         columns,
-        schema,
         [range(count)],
         layout,
         sample_indices=[indices],

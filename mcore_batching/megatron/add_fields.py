@@ -13,7 +13,7 @@ from mcore_batching.batch.prefix_tree import require_hosts
 from mcore_batching.megatron.exchange import exchange_fields
 from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.rollout_batch import with_template
+from mcore_batching.megatron.rollout_batch import template_of
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 
 _ADDING = "adding fields"
@@ -50,10 +50,10 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         for name, values in fields.items():
             require_one_per_sample(name, values, schedule.num_samples)
         # Those that were there have been compared, and keep their kind where they are replaced.
-        new = fields.keys() - schedule.schema.keys()
+        new = fields.keys() - schedule.rollout_data.schema.keys()
         own: dict[str, Field] = {}
         if schedule.num_samples:
-            resolved = schedule.schema.resolve(_with_lengths(schedule, fields))
+            resolved = schedule.rollout_data.schema.resolve(_with_lengths(schedule, fields))
             own = {name: resolved[name] for name in new if name in resolved}
         # A rank that runs no samples takes the kinds of those that do.
         kinds = agree.every("kinds", own, wanted=bool(new) and not schedule.num_samples)
@@ -63,7 +63,9 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     with job.agreement(f"{_ADDING}, their values") as agree:
         extended = _with_fields(schedule, fields, own or inferred)
         for name in new:
-            agree.same(f"declaration of field {name!r}", extended.schema[name].declaration)
+            agree.same(
+                f"declaration of field {name!r}", extended.rollout_data.schema[name].declaration
+            )
     rollout.replace(extended)
 
 
@@ -71,7 +73,7 @@ def _with_fields(
     schedule: MicroBatchSchedule, fields: Fields, kinds: Mapping[str, Field]
 ) -> MicroBatchSchedule:
     """The schedule with further fields of these kinds, or with other values of those it has."""
-    schema = schedule.schema
+    schema = schedule.rollout_data.schema
     for name in fields.keys() - schema.keys():
         if name in kinds:
             schema = schema.with_field(kinds[name])
@@ -82,11 +84,11 @@ def _with_fields(
     else:
         data = schedule.rollout_data.extended(fields, schema)
     if schedule.hosts is not None:
-        require_hosts(schedule.hosts, data, schema)
+        require_hosts(schedule.hosts, data)
     vocabulary_size = schedule.vocabulary_size if "tokens" in fields else None
     # On a rank without samples the template is all there is to copy a placeholder from.
-    made = with_template(data, schema, vocabulary_size, schedule.template)
-    return dataclasses.replace(schedule, rollout_data=made.pop("data"), **made)
+    template = template_of(data, vocabulary_size, schedule.template)
+    return dataclasses.replace(schedule, rollout_data=data, template=template)
 
 
 def _with_lengths(schedule: MicroBatchSchedule, fields: Fields) -> dict[str, Any]:

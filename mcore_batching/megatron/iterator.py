@@ -297,7 +297,6 @@ def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
         steps = [sorted(i for row in step for i in row) for step in shared.steps]
         batch = RolloutBatch(
             shared.rollout_data,
-            shared.schema,
             shared.template,
             lengths,
             shared.samples_per_step,

@@ -124,7 +124,7 @@ def planned_step(
     arrived = receive_fields(job, moves, leaving, _STAGE, staying)
     # A rank that runs no samples received none, and still needs the fields for placeholders.
     values = {name: arrived.get(name, []) for name in batch.template}
-    columns = Columns.of(values, batch.schema)
+    columns = Columns.of(values, batch.data.schema)
     steps, digest = with_hosted((rows,), hosts), digest_of(plan.plan.digest())
     return samples.scheduled(columns, steps, hosts, digest, moves=moves, plans=(plan,))
 

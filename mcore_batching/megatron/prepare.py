@@ -82,7 +82,7 @@ class StepRows:
             )
             # Every stage reads the model's inputs, multimodal inputs and routed experts among them,
             # the last one alone what losses are made of: labels, rewards and the like.
-            names, schema = [*MODEL_INPUTS], self._schedule.schema
+            names, schema = [*MODEL_INPUTS], made.fields.schema
             fields = [name for name in made.fields if schema[name].kind in _FIELDS_OF_THE_MODEL]
             if is_last_stage():
                 names += _LOSS_INPUTS

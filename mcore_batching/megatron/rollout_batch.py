@@ -24,7 +24,6 @@ class RolloutBatch:
     """The rollout data of one replica, read and checked."""
 
     data: Columns  # without samples perhaps as they were given
-    schema: Schema
     template: dict[str, list[Any]]  # a fabricated sample; empty without samples to copy it from
     total_lengths: list[int]  # in tokens
     # Samples of a step over all ranks, None for all; of the caller's own steps what each counts as.
@@ -75,7 +74,7 @@ class RolloutBatch:
         lengths, responses = read_lengths(data)
         listed = None if steps is None else _read_steps(steps, len(lengths))
         given = Columns(schema, data, lengths, responses)
-        batch = cls(given, schema, {}, lengths, size, listed, vocabulary_size)
+        batch = cls(given, {}, lengths, size, listed, vocabulary_size)
         # A rank without samples receives the fields of one that has any.
         return batch.resolved() if lengths else batch
 
@@ -86,38 +85,33 @@ class RolloutBatch:
             SchemaError: a field's kind is unknown, a value does not fit it, or a token id is beyond
                 the vocabulary.
         """
-        schema = self.schema.resolve(self.data)
-        data = Columns.read(self.data, schema)
-        made = with_template(data, schema, self.vocabulary_size)
-        return dataclasses.replace(self, **made)
+        data = Columns.read(self.data, self.data.schema.resolve(self.data))
+        template = template_of(data, self.vocabulary_size)
+        return dataclasses.replace(self, data=data, template=template)
 
     def comparable(self) -> dict[str, Any]:
         """Names and declarations of the fields, which all ranks must have alike."""
-        names = sorted(self.template)
+        names, schema = sorted(self.template), self.data.schema
         return {
             "field names": names,
-            **{f"declaration of field {name!r}": self.schema[name].declaration for name in names},
+            **{f"declaration of field {name!r}": schema[name].declaration for name in names},
         }
 
     def without_samples(self) -> dict[str, Any]:
         """Fields and batch size that a rank without samples is to have of this batch."""
         return {
-            "schema": self.schema,
             "template": self.template,
-            "data": Columns.of({key: [] for key in self.template}, self.schema),
+            "data": Columns.of({key: [] for key in self.template}, self.data.schema),
             "global_batch_size": self.global_batch_size,
         }
 
 
-def with_template(
-    data: Columns,
-    schema: Schema,
-    vocabulary_size: int | None,
-    template: Mapping[str, list[Any]] | None = None,
-) -> dict[str, Any]:
-    """``data``, their ``schema``, and ``template``, a fabricated sample.
+def template_of(
+    data: Columns, vocabulary_size: int | None, template: Mapping[str, list[Any]] | None = None
+) -> dict[str, list[Any]]:
+    """A fabricated sample like those in ``data``.
 
-    Where there are no samples, that is made from another template. Without a vocabulary size token
+    Where there are no samples, it is made from another template. Without a vocabulary size token
     ids are not checked.
 
     Raises:
@@ -127,8 +121,7 @@ def with_template(
     if vocabulary_size is not None:
         _check_ids(data, vocabulary_size)
     examples = {name: data[name][:1] or (template or {}).get(name) for name in data}
-    made = make_placeholder(schema, list(data), examples)
-    return {"data": data, "schema": schema, "template": made}
+    return make_placeholder(data.schema, list(data), examples)
 
 
 def _check_ids(data: Columns, vocabulary_size: int) -> None:

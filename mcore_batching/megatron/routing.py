@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mcore_batching.batch import Kind, PackedMicroBatch, Schema, SchemaError
+from mcore_batching.batch import Kind, PackedMicroBatch, SchemaError
+from mcore_batching.batch.columns import Columns
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 
@@ -44,7 +45,7 @@ def check_replay(model: Sequence[Any], schedule: MicroBatchSchedule, step: int) 
         DynamicBatchArgumentError: the model's routers do not ask for what is replayed, or several
             fields hold routed experts.
     """
-    name = _field_of(schedule.rollout_data, schedule.schema) if is_replayed(model) else None
+    name = _field_of(schedule.rollout_data) if is_replayed(model) else None
     if name is None:
         return
     config, values = get_model_config(model[0]), schedule.rollout_data[name]
@@ -68,8 +69,8 @@ def _columns(config: Any) -> list[dict[int, int]]:
     return [{n + 1: n for n in layers}, {n + 1: place for place, n in enumerate(routed)}]
 
 
-def _field_of(fields: Iterable[str], schema: Schema) -> str | None:
-    names = [name for name in fields if schema[name].kind is Kind.ROUTED_EXPERTS]
+def _field_of(fields: Columns) -> str | None:
+    names = [name for name in fields if fields.schema[name].kind is Kind.ROUTED_EXPERTS]
     if len(names) > 1:
         raise DynamicBatchArgumentError(
             f"fields {' and '.join(names)} all hold routed experts; declare the one to replay as "
@@ -115,7 +116,7 @@ def replayed_step(model: Sequence[Any]) -> Iterator[None]:
 def replayed(chunk: Any, row: PackedMicroBatch) -> Iterator[None]:
     """Let a chunk's routers take the experts of a row on the device in its forward pass, and when
     it is recomputed."""
-    name = _field_of(row.fields, row.schema) if is_replayed([chunk]) else None
+    name = _field_of(row.fields) if is_replayed([chunk]) else None
     if name is None:
         yield
         return

@@ -139,7 +139,6 @@ class Samples:
         batch, settings = self.batch, self.settings
         return MicroBatchSchedule(
             rollout_data=rollout_data,
-            schema=batch.schema,
             template=batch.template,
             steps=steps,
             hosts=hosts,
@@ -401,13 +400,7 @@ def _with_hosts(samples: Samples) -> Samples:
     saves is printed once a job, and so is each reason why samples that begin others are alone."""
     job, batch = samples.job, samples.batch
     with job.agreement("finding shared prefixes") as agree:
-        found = find_hosts(
-            batch.data,
-            batch.schema,
-            batch.data.response_lengths,
-            steps=samples.own_steps,
-            is_padding=batch.data.get("is_padding"),
-        )
+        found = find_hosts(batch.data, steps=samples.own_steps)
         of_ranks = agree.gather("hosts", list(found.host))
         computed = agree.sum("tokens of hosts", found.computed)
         # None: nothing new, else all ranks gather what each found.

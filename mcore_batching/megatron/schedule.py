@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from mcore_batching.batch import Schema, StepTotals, make_placeholder
+from mcore_batching.batch import StepTotals, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
 from mcore_batching.batch.prefix_tree import samples_of_hosts
@@ -119,7 +119,6 @@ class MicroBatchSchedule:
     """
 
     rollout_data: Columns
-    schema: Schema
     template: dict[str, list[Any]]
     steps: tuple[MicroBatches, ...]
     dims: ParallelDims
@@ -247,8 +246,9 @@ class MicroBatchSchedule:
     @functools.cached_property
     def _placeholder(self) -> Columns:
         names, pad_token_id = list(self.template), self.pad_token_id
-        made = make_placeholder(self.schema, names, self.template, pad_token_id=pad_token_id)
-        return Columns.of(made, self.schema)
+        schema = self.rollout_data.schema
+        made = make_placeholder(schema, names, self.template, pad_token_id=pad_token_id)
+        return Columns.of(made, schema)
 
     def totals(
         self, step: int, depths: int, *, has_labels: bool = False
@@ -328,7 +328,6 @@ class MicroBatchSchedule:
         )
         return RowBlock(
             self._placeholder if is_placeholder else self.rollout_data,
-            self.schema,
             [[0]] * len(slots) if is_placeholder else indices,
             layout,
             sample_indices=indices,

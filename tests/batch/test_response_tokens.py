@@ -54,8 +54,9 @@ def test_the_given_masks_are_neither_changed_nor_shared() -> None:
 
 
 def test_the_weights_travel_with_the_row() -> None:
-    (row,) = pack_on_all_ranks(make_samples([(5, 3), (4, 4)]), 1)
-    moved = row.mapped(lambda tensor: tensor.to("meta")).responses
+    samples = make_samples([(5, 3), (4, 4)])
+    (row,), (on_meta,) = (pack_on_all_ranks(samples, device=name) for name in ("cpu", "meta"))
+    moved = on_meta.responses
     assert {tensor.device.type for tensor in vars(moved).values()} == {"meta"}
     assert vars(moved).keys() == vars(row.responses).keys()
     assert moved.loss_masks.shape == (7,)

@@ -28,6 +28,7 @@ from benchmark_cases import PP4, parser_of
 from kit.harness import Job, results, run_jobs
 
 from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.prefix_tree import Hosts, find_hosts
 from mcore_batching.planning import CostModel, PlannerConfig, plan_step
 from mcore_batching.planning.plans.statistics import predicted_step_time
@@ -55,7 +56,8 @@ def drawn(trajectories: Trajectories) -> dict[str, list[Any]]:
 def hosts_of(samples: dict[str, list[Any]], places: list[int]) -> Hosts:
     """Of some samples alone, as a rank that brings them finds them."""
     part = {name: [values[i] for i in places] for name, values in samples.items()}
-    return find_hosts(part, DEFAULT_SCHEMA, part["response_lengths"])
+    part["total_lengths"] = [len(tokens) for tokens in part["tokens"]]
+    return find_hosts(Columns.of(part, DEFAULT_SCHEMA))
 
 
 def planned(trajectories: Trajectories, name: str) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def test_what_is_said_and_reported_of_samples_and_hosts(
         for exchanges in (False, True):
             assert f"sample {TURNS - 1} has {TOTALS[-1]} tokens" in errors[f"oversize, {exchanges}"]
         assert errors["agreeing field"] == ""
-        assert errors["other field"].startswith("CollationFailedError")
+        assert errors["other field"].startswith("PlanningFailedError")
         assert "field 'beside', sample " in errors["other field"]
         assert "unset --dynamic-batch-share-prefixes" in errors["drawn"]
 

@@ -33,7 +33,6 @@ def prepared(
     layout = Layout(sample_alignment_tokens=4, pad_token_id=PAD, depths=depths, has_labels=True)
     block = RowBlock(
         columns,
-        STOCK_SCHEMA,
         [range(count)],
         layout,
         sample_indices=[() if is_placeholder else tuple(range(count))],

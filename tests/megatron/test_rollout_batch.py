@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, SchemaError
 from mcore_batching.batch.columns import Columns, map_tensors
-from mcore_batching.megatron.rollout_batch import RolloutBatch, with_template
+from mcore_batching.megatron.rollout_batch import RolloutBatch, template_of
 from mcore_batching.megatron.samples import steps_by_size
 from mcore_batching.planning import ConfigError
 
@@ -125,7 +125,7 @@ def test_ids_beyond_the_vocabulary_are_refused() -> None:
 def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
     values = [torch.zeros(3, 2, dtype=torch.bfloat16)]
     read = batch(1, feature=values)
-    nothing = Columns.read({name: [] for name in read.data}, read.schema)
-    made = with_template(nothing, read.schema, None, read.template)
-    assert made["template"]["feature"][0].dtype == torch.bfloat16
-    assert made["template"]["feature"][0].shape == (1, 2)
+    nothing = Columns.read({name: [] for name in read.data}, read.data.schema)
+    made = template_of(nothing, None, read.template)
+    assert made["feature"][0].dtype == torch.bfloat16
+    assert made["feature"][0].shape == (1, 2)

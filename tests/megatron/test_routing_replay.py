@@ -49,7 +49,6 @@ def schedule(*experts: Any, schema: Schema = DEFAULT_SCHEMA, **others: Any) -> A
     }
     return SimpleNamespace(
         rollout_data=Columns.read(samples, schema),
-        schema=schema,
         steps=[(tuple(range(count)), ())],
         names_of=lambda indices: f"sample{list(indices)}",
     )

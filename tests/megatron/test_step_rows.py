@@ -43,7 +43,6 @@ def schedule(packed: list[list[int]], sizes: tuple[int, ...] = (1,) * len(STEP))
         is_placeholder = not indices[0]
         return RowBlock(
             placeholder if is_placeholder else columns,
-            DEFAULT_SCHEMA,
             [[0]] if is_placeholder else indices,
             Layout(sample_alignment_tokens=4, context_parallel_size=sizes[slots[0]]),
             sample_indices=indices,
@@ -54,7 +53,6 @@ def schedule(packed: list[list[int]], sizes: tuple[int, ...] = (1,) * len(STEP))
         steps=[STEP],
         own_lengths=LENGTHS,
         row_sizes=lambda step: sizes,
-        schema=DEFAULT_SCHEMA,
         made_rows={},
         rows=rows,
     )
@@ -162,7 +160,6 @@ def prepare_alone(samples: dict[str, Any]) -> PackedMicroBatch:
     count = len(columns.total_lengths)
     block = RowBlock(
         columns,
-        DEFAULT_SCHEMA,
         [range(count)],
         Layout(sample_alignment_tokens=4),
         sample_indices=[tuple(range(count))],

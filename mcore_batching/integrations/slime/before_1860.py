@@ -186,7 +186,6 @@ def _packed_row(
     )
     block = RowBlock(
         columns,
-        DEFAULT_SCHEMA,
         [range(len(columns.total_lengths))],
         layout,
         sample_indices=[indices],

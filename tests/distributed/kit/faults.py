@@ -55,7 +55,7 @@ def _refuse() -> None:
     raise OSError("no such file on this rank")
 
 
-def fails(*unused: Any) -> Any:
+def fails(*unused: Any, **also: Any) -> Any:
     raise MemoryError("on purpose")
 
 

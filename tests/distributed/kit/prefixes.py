@@ -110,8 +110,8 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     errors["drawn"] = _raised(lambda: iterators[0].get_next(["tokens"]))
     for name, differs in (("agreeing field", False), ("other field", is_second)):
         values = [torch.full((total,), total * differs) for total in data["total_lengths"]]
-        add_fields(iterators, {"beside": values})
-        errors[name] = _raised(lambda: step(_nothing))
+        added = _raised(functools.partial(add_fields, iterators, {"beside": values}))
+        errors[name] = added or _raised(lambda: step(_nothing))
     return {
         "printed": printed,
         "hosts": list(schedule.hosts or ()),
