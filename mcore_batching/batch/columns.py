@@ -180,22 +180,15 @@ class Columns(Mapping[str, list[Any]]):
 
     def compact(self, names: Collection[str] | None = None) -> Columns:
         """Some of the fields, or all, in flat tensors of these samples alone."""
-        if self._samples is None:
-            made = self._fields
-        else:
-            places: dict[Span, Tensor] = {}
-            made = {}
-            for name in self if names is None else names:
-                values = self._fields[name]
-                if isinstance(values, Tensor):
-                    span = self.span(name)
-                    if span not in places:
-                        places[span] = span.places()
-                    made[name] = values.index_select(0, places[span])
-                else:
-                    made[name] = self[name]
-        fields = {name: made[name] for name in (made if names is None else names)}
-        return self.replaced(fields)
+        chosen = {name: self._fields[name] for name in (self if names is None else names)}
+        if self._samples is not None:
+            chosen = {
+                name: values.index_select(0, self.span(name).places)
+                if isinstance(values, Tensor)
+                else self[name]
+                for name, values in chosen.items()
+            }
+        return self.replaced(chosen)
 
     def followed_by(self, others: Columns) -> Columns:
         """The samples of both; their fields have the same names."""

@@ -73,15 +73,16 @@ class SampleWeights:
             within = predicted_within(columns.token_span, span) if depths else weights
         padding = columns.get("is_padding") or [False] * len(span.counts)
         self.is_real = ~torch.tensor(padding, dtype=torch.bool, device="cpu")
-        # Sums of zeros and ones, as most masks hold, are exact in single precision. Others are
-        # added up in double: micro-batches, and so packing, should not show in the sum.
+        # Sums of zeros and ones, as most masks hold, are counts, exact in single precision. Others
+        # are added up in double: micro-batches, and so packing, should not show in the sum.
         if bool(((weights == 0) | (weights == 1)).all()):
-            is_trained = weights
+            counts = sums_of_samples(weights, span)
+            sums = [counts]
         else:
             weights = weights.double()
-            is_trained = (weights != 0).double()
-        self.num_tokens = sums_of_samples(is_trained, span).long()
-        sums = [sums_of_samples(weights, span)]
+            counts = sums_of_samples((weights != 0).double(), span)
+            sums = [sums_of_samples(weights, span)]
+        self.num_tokens = counts.long()
         for depth in range(1, depths + 1):
             sums.append(sums_of_samples(weights.masked_fill(within < depth, 0.0), span))
         self.weights = torch.stack(sums).double()

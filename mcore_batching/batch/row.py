@@ -324,8 +324,9 @@ class RowBlock:
         held, positions = index.predicting()
         row, count = of_rows.samples.index_select(0, held), len(of_rows.counts)
         tokens = Span.of(self._cuts["tokens"])
-        is_trained = weights.index_select(0, held) != 0
-        self.owned_num_tokens: list[int] = row[is_trained].bincount(minlength=count).tolist()
+        is_trained = (weights.index_select(0, held) != 0).float()
+        trained = row.bincount(is_trained, minlength=count)
+        self.owned_num_tokens: list[int] = trained.long().tolist()
         made = {
             "loss_masks": weights,
             "owned": torch.zeros_like(weights, dtype=torch.bool).index_fill_(0, held, True),
@@ -347,10 +348,10 @@ class RowBlock:
         weights, axes = self._tensors["loss_masks", 0], fields.position_ids
         places = [index.places(fields.token_span, later) for later in range(layout.depths + 2)]
         # A label is the next depth's token, but for what stands behind the end of a segment.
-        padded = [
-            ids.index_select(0, at).long().masked_fill_(at == end, layout.pad_token_id)
-            for at in places
-        ]
+        padded = [ids.index_select(0, at).long() for at in places]
+        if layout.pad_token_id:  # the place of padding holds a 0
+            for each, at in zip(padded, places, strict=True):
+                each.masked_fill_(at == end, layout.pad_token_id)
         for depth in range(layout.depths + 1):
             stream = {"tokens": padded[depth], "labels": padded[depth + 1]}
             if depth:
@@ -521,8 +522,9 @@ def pack(
     if device is None:
         tokens = samples["tokens"][0]
         device = tokens.device if isinstance(tokens, Tensor) else "cpu"
-    (row,) = made.pinned(torch.device(device)).on_device().rows()
-    return row
+    if torch.device(device).type != "cpu":
+        made = made.pinned(torch.device(device)).on_device()
+    return made.rows()[0]
 
 
 def _read_indices(

@@ -107,6 +107,7 @@ class Span:
         """The sample of each row, int64 ``[total]``."""
         return torch.repeat_interleave(self.lengths, output_size=self.total)
 
+    @functools.cached_property
     def places(self) -> Tensor:
         """Places of all samples' rows, and that of padding, int64 ``[total + 1]``."""
         places = torch.arange(self.total + 1, device="cpu")
@@ -231,13 +232,13 @@ class RowIndex(Slice):
     ) -> None:
         super().__init__(offsets, size, rank)
         self._totals = totals
-        laid_out = torch.tensor(segments, dtype=torch.int64, device="cpu")
-        self._samples = laid_out.index_select(0, self.segment)
+        self._segments = torch.tensor(segments, dtype=torch.int64, device="cpu")
         number = {sample: place for place, sample in enumerate(segments)}
         own = torch.tensor([number[host] for host in hosts], dtype=torch.int64, device="cpu")
         self._predicted_segment = own.index_select(0, responses.samples)
         self._predicted_within = predicted_within(totals, responses)
         self._spans: dict[Span, tuple[Tensor, Tensor]] = {}
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def places(self, span: Span, later: int = 0) -> Tensor:
         """Places of the values ``later`` tokens on in a field with these rows, int64 ``[T_local]``;
@@ -264,9 +265,11 @@ class RowIndex(Slice):
         Returns:
             int64 ``[held]`` places among the rows' response tokens, ascending; those positions.
         """
-        places = self.local(self._predicted_segment, self._predicted_within - later)
-        held = (places >= 0).nonzero().squeeze(1)
-        return held, places.index_select(0, held)
+        if later not in self._held:
+            places = self.local(self._predicted_segment, self._predicted_within - later)
+            held = (places >= 0).nonzero().squeeze(1)
+            self._held[later] = held, places.index_select(0, held)
+        return self._held[later]
 
     def _of_span(self, span: Span) -> tuple[Tensor, Tensor]:
         """At each position the place of its own value, and how many the sample has from there."""
@@ -277,4 +280,5 @@ class RowIndex(Slice):
 
     def _of_positions(self, values: Tensor) -> Tensor:
         # The rows' own padding is of no sample.
-        return pad(values, (0, 1)).index_select(0, self._samples)
+        of_segments = pad(values, (0, 1)).index_select(0, self._segments)
+        return of_segments.index_select(0, self.segment)

@@ -38,7 +38,7 @@ _LOSS_INPUTS = (
     *("owned", "owned_indices", "owned_positions"),
 )
 _FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
-_BLOCK_TOKENS = 16_384
+_BLOCK_TOKENS = 65_536
 """Tokens of rows that are packed at once. Operations on fewer take less time than their
 launches."""
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
