@@ -225,11 +225,10 @@ def cases(
 ) -> Case:
     """Of samples that may move, or that stay on their ranks; some under dynamic CP if `dynamic`."""
     dims = draw(dims_list())
-    # Where a placeholder goes, a token has room on one rank.
-    of_placeholders, most = dims, None
+    rows, most = [dims], None
     if dynamic and draw(st.sampled_from([False, False, True])):
-        of_placeholders = dims.for_rows_on(1)
         most = draw(st.sampled_from(dims.row_sizes(dims.data_context_parallel)))
+        rows = [dims.for_rows_on(size) for size in dims.row_sizes(most)]
         fill = ("split",)
     options = {
         "packing": draw(st.sampled_from(["auto", "first-fit", "first-fit-decreasing"])),
@@ -243,8 +242,13 @@ def cases(
         "max_context_parallel": most,
     }
     probe = PlannerConfig(max_tokens_per_gpu=1, **options)
-    unit, row = (each(of_placeholders, probe) for each in (sample_multiple, row_multiple))
-    least = math.ceil(math.ceil(unit / row) * row / of_placeholders.context_parallel)
+    units = [(sample_multiple(each, probe), row_multiple(each, probe)) for each in rows]
+    smallest_rows = [math.ceil(unit / row) * row for unit, row in units]
+    # A token has room in rows of every size.
+    least = max(
+        math.ceil(tokens / each.context_parallel)
+        for tokens, each in zip(smallest_rows, rows, strict=True)
+    )
     config = PlannerConfig(
         max_tokens_per_gpu=least + draw(st.sampled_from([0, 1, 7, 20, 64, 200])), **options
     )

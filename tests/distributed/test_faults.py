@@ -137,6 +137,8 @@ JOBS = [
     job("steps-stay", STEPS, DP2, sizes=[5, 2], batch=3, **STAY),
     job("steps-stay-equal", STEPS, DP2, sizes=[5, 5], batch=4, **STAY),
     job("steps-shared", STEPS, DP2, sizes=[5, 2], batch=3, **SHARED),
+    job("later-dp2", "guarantees:later_steps", DP2),
+    job("later-dp2-pp2", "guarantees:later_steps", DP2 | PP2),
     job("models-of-shared-rows", "shared_rows:refused_models", {"data_parallel": 1}),
     job("time-outs", "guarantees:wrong_time_outs_are_named", DP2),
     job(

@@ -112,10 +112,10 @@ def test_plans_keep_every_invariant_and_repeat_themselves(case: Case) -> None:
 
 def fewest(case: Case) -> int:
     """Micro-batches of a rank that can hold all tokens, were they to fit without gaps."""
-    of_rank = case.config.max_tokens_per_gpu
-    most = of_rank * (case.config.max_context_parallel or case.dims.context_parallel)
-    whole = of_rank * case.dims.data_context_parallel
-    return -(-sum(min(length, most) for length in case.lengths) // whole)
+    cap, ranks = case.config.max_tokens_per_gpu, case.dims.data_context_parallel
+    # A sample over the cap may be alone in a row, of one rank under dynamic CP.
+    of_row = cap if case.config.max_context_parallel else cap * case.dims.context_parallel
+    return -(-sum(min(length, of_row) for length in case.lengths) // (cap * ranks))
 
 
 def packed_count(case: Case) -> int:

@@ -1,4 +1,4 @@
-"""Plans under dynamic CP told, drawn, compared, recorded, and asked for on the command line."""
+"""Plans under dynamic CP told, drawn, compared, and asked for on the command line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
-from mcore_batching.planning.plans.records import StepRecorder, read_records
 from mcore_batching.planning.plans.statistics import step_problem
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.compare import compare, one_size
 from mcore_batching.tools.explain import explain
-from mcore_batching.tools.picture import step_timeline
 
 GENERATOR = random.Random(4)
 LENGTHS = [int(GENERATOR.lognormvariate(6, 1)) + 1 for _ in range(40)] + [20_000]
@@ -57,22 +55,6 @@ def test_one_size_for_all(size: int) -> None:
         small = replace(CONFIG, max_tokens_per_gpu=5000)
         with pytest.raises(OversizeSampleError):
             one_size(size, DIMS, STEP.cost_model, LENGTHS, small)
-
-
-@pytest.mark.parametrize("experts", [1, 2])
-def test_the_time_line_ends_when_the_step_does_and_blocks_begin_together(experts: int) -> None:
-    dims = replace(DIMS, expert_parallel=experts)
-    step = plan_step(LENGTHS, dims, CONFIG)
-    timeline = step_timeline(step, LENGTHS)
-    assert timeline.end == pytest.approx(predicted_step_time(step, LENGTHS), rel=1e-12)
-    for row in step.rows():
-        starts = {
-            tuple(timed.start for timed in rank.passes if timed.slot == row.slot)
-            for rank in timeline.ranks[row.rank : row.rank + row.size]
-        }
-        assert len(starts) == 1
-    cap = CONFIG.max_tokens_per_gpu
-    assert max(max(rank.tokens) for rank in timeline.ranks) <= cap
 
 
 def test_statistics_count_a_shared_row_once() -> None:
@@ -110,14 +92,6 @@ def test_compare_has_every_size() -> None:
         assert other >= 1 - 1e-9
     without = {o.name for o in compare([[5, 6]], DIMS, replace(CONFIG, max_context_parallel=None))}
     assert not any("CP" in name for name in without)
-
-
-def test_records_keep_sizes(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path)
-    recorder.append(STEP, LENGTHS)
-    recorder.close()
-    (record,) = read_records(tmp_path)
-    assert record.plan == STEP
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from planning_cases import Case, cases, examples, planned, row_tokens
@@ -23,9 +25,10 @@ PLAIN_COSTS = CostModel(linear=1, quadratic=0, per_micro_batch=0)
 CONFIG = PlannerConfig(max_tokens_per_gpu=100, balance="none")
 
 
-@given(case=cases())
-@examples(60)
+@given(case=cases(dynamic=True))
+@examples(100)
 def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
+    """And ranks that share a row begin it together."""
     step = planned(case)
     timeline = step_timeline(step, case.lengths)
     predicted = step_statistics(step, case.lengths).step_time
@@ -37,11 +40,23 @@ def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
         assert len(rank.passes) == 2 * step.num_microbatches * chunks
         assert 0 <= rank.busy <= 1 + 1e-12
         assert rank.num_samples == tuple(map(len, slots))
+        if step.context_parallel is not None:
+            continue
         for tokens, samples in zip(rank.tokens, slots, strict=True):
             assert not samples or tokens == row_tokens(samples, case.lengths, step)
         if not dims.in_lockstep:
             costs = [step.cost_model.micro_batch([case.lengths[i] for i in row]) for row in slots]
             assert list(rank.passes) == Clock(costs, Schedule(dims=dims)).operations()
+    for row in step.rows() if step.context_parallel is not None else ():
+        together = timeline.ranks[row.rank : row.rank + row.size]
+        starts = {tuple(p.start for p in rank.passes if p.slot == row.slot) for rank in together}
+        assert len(starts) == 1
+        tokens = row_tokens(
+            row.samples, case.lengths, replace(step, dims=dims.for_rows_on(row.size))
+        )
+        assert not row.samples or {rank.tokens[row.slot] for rank in together} == {
+            tokens / row.size
+        }
     assert 0 <= timeline.busy <= 1 + 1e-12
 
 

@@ -139,6 +139,13 @@ class Calls:
         planned = self.planned_with(steps=[places[::2], places[1::2]])
         return self.train_planned(planned, step=step)
 
+    def train_later(self, *replaced: Any) -> Any:
+        """The second of two steps, with something in another's place while it is planned."""
+        places = np.arange(len(self.data["tokens"]))
+        planned = self.planned_with(steps=[places[::2], places[1::2]])
+        with mock.patch.object(*replaced) if replaced else contextlib.nullcontext():
+            return self.train_planned(planned, step=1)
+
     def train_masked(self, first: float = 1.0) -> Any:
         """With this weight of every sample's first response token."""
         masks = [torch.ones(n) for n in self.data["response_lengths"]]

@@ -69,7 +69,8 @@ _read = PlanRequest.read
 
 def plan_beyond_cap(planner: Planner, job: Any, request: Any, ticket: Any) -> Any:
     config = dataclasses.replace(request.config, max_tokens_per_gpu=1000)
-    return plan_step(request.lengths, request.dims, config, request.cost_model)
+    step = plan_step(request.lengths, request.dims, config, request.cost_model)
+    return dataclasses.replace(step, config=request.config)
 
 
 def gathered(logits: torch.Tensor) -> torch.Tensor:

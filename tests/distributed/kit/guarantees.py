@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from kit.groups import keep_data_parallel_group, remake_groups
 from kit.model import adam, named_parameters
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
+from kit.workers import is_planning_rank
 from mcore_batching.batch import token_mean
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron import (
@@ -39,9 +41,10 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.iterator import rollout_of
 from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.megatron.watch import FailureWatch
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import ParallelDims, PlanningError
 
 
 def on_all_ranks(value: Any) -> list[Any]:
@@ -162,6 +165,63 @@ def several_steps(
     assert [i for step in held for i in step] == [*range(size)]
     if len({*sizes}) == 1 and batch % len(sizes) == 0:
         assert on_all_ranks(held[:whole])[0] == held[:whole]
+
+
+def later_steps(dims: dict[str, Any], reference: str) -> None:
+    """Rollouts of three steps, of which the later ones are planned while earlier ones run.
+
+    Nothing is left behind by those that nobody trains on, nor by one that cannot be planned on.
+    """
+    calls = Calls(dims, reference, "empty", global_batch_size=5)
+
+    def rollout() -> Any:
+        """Of data that the caller overwrites at once."""
+        data = my_samples(dims, "empty")
+        planned = calls.plan_of(data)
+        for values in data.values():
+            for value in values:
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+            values.clear()
+        return planned
+
+    def plan_of(rollout: Any) -> list[Any]:
+        schedule = schedule_of(rollout[0])
+        return [schedule.plan_digest, schedule.num_microbatches, schedule.steps]
+
+    at_first = plan_of(rollout())
+    kept, counts = [rollout() for _ in range(3)], at_first[1]
+    assert repr(kept[0][1]) == f"[{counts[0]}, and 2 being planned]"
+    del kept[0], kept[1]
+    assert plan_of(rollout()) == at_first  # though two were abandoned
+    found = kept[0][1]
+    assert (list(found), found == counts, repr(found)) == (counts, True, repr(counts))
+
+    planned, plan = rollout(), Planner.plan
+
+    def refuse(*given: Any) -> Any:
+        if is_planning_rank():
+            raise PlanningError("refused, on purpose")
+        return plan(*given)
+
+    with mock.patch.object(Planner, "plan", refuse):
+        calls.train_planned(planned, step=0)
+        for call in (
+            lambda: calls.train_planned(planned, step=1),
+            lambda: calls.train_planned(planned, step=1),
+            lambda: calls.forward(data_iterator=planned[0], num_microbatches=planned[1]),
+        ):
+            said = error_of(call)
+            assert said.startswith("PlanningFailedError: ")
+            assert "rank 0: PlanningError: refused, on purpose" in said
+    iterators, _ = rollout()
+    said = error_of(lambda: [iterators[0].get_next(["tokens"]) for _ in range(1000)])
+    assert "read num_microbatches[1] on all ranks first" in said
+    assert plan_of(rollout()) == at_first
+    calls.args.dynamic_batch_on_oversize = "error"
+    assert "OversizeSampleError" in error_of(rollout)  # in whichever step it is
+    calls.args.dynamic_batch_on_oversize = "own-bin"
+    assert plan_of(rollout()) == at_first
 
 
 def found_by_lengths(dims: dict[str, Any], reference: str, pad_each_to: int) -> None:
