@@ -93,8 +93,17 @@ class Columns(Mapping[str, list[Any]]):
     def _with(self, fields: Mapping[str, list[Any]], schema: Schema) -> Columns:
         more = {name: _column(schema[name], values) for name, values in fields.items()}
         lengths = self.total_lengths, self.response_lengths
-        made = Columns(schema, {**self._fields, **more}, *lengths)
-        positions = [name for name in made if schema[name].kind is Kind.POSITION_IDS]
+        return self.beside(Columns(schema, more, *lengths))
+
+    def beside(self, others: Columns) -> Columns:
+        """These fields and others of the same samples, which take the place of their own.
+
+        Raises:
+            SchemaError: two fields are positions.
+        """
+        lengths = self.total_lengths, self.response_lengths
+        made = Columns(others.schema, {**self.compact().fields, **others.compact().fields}, *lengths)
+        positions = [name for name in made if made.schema[name].kind is Kind.POSITION_IDS]
         if len(positions) > 1:
             raise SchemaError(
                 positions[1],
@@ -172,6 +181,8 @@ class Columns(Mapping[str, list[Any]]):
 
     def taken(self, samples: Sequence[int]) -> Columns:
         """The fields of some samples, in this order; nothing is copied."""
+        if [*samples] == [*range(len(self.total_lengths))]:
+            return self
         lengths = self.total_lengths, self.response_lengths
         made = Columns(self.schema, self._fields, *([own[i] for i in samples] for own in lengths))
         own = self._samples
@@ -190,19 +201,22 @@ class Columns(Mapping[str, list[Any]]):
             }
         return self.replaced(chosen)
 
-    def followed_by(self, others: Columns) -> Columns:
-        """The samples of both; their fields have the same names."""
-        fields: dict[str, Tensor | list[Any]] = {}
-        both = self.compact(), others.compact()
-        for name in self:
-            if self.is_flat(name):
-                rows = [each.flat(name)[:-1] for each in both]
-                fields[name] = _joined(self.schema[name], rows)
+    @classmethod
+    def joined(cls, parts: Sequence[Columns]) -> Columns:
+        """The samples of all parts; those that have any have the same fields."""
+        filled = [part.compact() for part in parts if part.total_lengths]
+        if len(filled) < 2:
+            return max((filled or parts), key=len).compact()
+        first, fields = filled[0], dict[str, Tensor | list[Any]]()
+        for name in first:
+            if first.is_flat(name):
+                rows = [part.flat(name)[:-1] for part in filled]
+                fields[name] = _joined(first.schema[name], rows)
             else:
-                fields[name] = [value for each in both for value in each[name]]
-        totals = self.total_lengths + others.total_lengths
-        responses = self.response_lengths + others.response_lengths
-        return Columns(self.schema, fields, totals, responses)
+                fields[name] = [value for part in filled for value in part[name]]
+        totals = [length for part in filled for length in part.total_lengths]
+        responses = [length for part in filled for length in part.response_lengths]
+        return cls(first.schema, fields, totals, responses)
 
     def replaced(self, fields: Mapping[str, Tensor | list[Any]]) -> Columns:
         """The same samples with these fields alone, flat as `compact` gives them."""
@@ -217,7 +231,7 @@ class Columns(Mapping[str, list[Any]]):
         """These fields with copies of the tensors in lists, which are the caller's own."""
         fields = {
             name: map_tensors(values, torch.clone) if isinstance(values, list) else values
-            for name, values in self._fields.items()
+            for name, values in self.compact().fields.items()
         }
         return self.replaced(fields)
 

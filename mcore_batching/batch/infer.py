@@ -13,7 +13,7 @@ each.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
@@ -21,7 +21,6 @@ from mcore_batching.batch.fields import (
     Field,
     Kind,
     checked_values,
-    declaration_line,
     read_lengths,
     require_one_per_sample,
     unmet,
@@ -36,18 +35,26 @@ def infer_field(name: str, batch: Mapping[str, Any]) -> Field:
     `SchemaError` if they fit no kind, several, or one that must be declared."""
     lengths = read_lengths(batch)
     values = _values_of(name, batch)
-    fitting = _fitting_kinds(values, *lengths)
-    if len(fitting) == 1 and _INFERRED.issuperset(fitting):
-        return Field(name, *fitting)
-    if not fitting:
-        _require_no_outlier(name, values, *lengths)
+    samples = list(zip(values, *lengths, strict=True))
+    fits = {
+        field: sum(_is_one(field, *sample) for sample in samples)
+        for field in _candidates(name, values)
+    }
+    # All kinds that fit, not the first: a declaration decides.
+    fitting = [field for field, count in fits.items() if count == len(values)]
+    if len(fitting) == 1 and fitting[0].kind in _INFERRED:
+        return fitting[0]
+    most = max(fits, key=fits.__getitem__, default=None)
+    # "Sample 7 has 5 rows" helps more than "no kind fits" where the others are plain. More than
+    # half, since two equal halves would blame either.
+    if not fitting and most is not None and 2 * fits[most] > len(values):
+        checked_values(most, values, *lengths)
+    offered = fitting or [Field(name, Kind.METADATA)]
     raise SchemaError(
         name,
         expected="a declared field, or values of one kind",
         found=_found(values, fitting),
-        declaration=" or ".join(
-            declaration_line(name, *each) for each in (fitting or {Kind.METADATA: 0}).items()
-        ),
+        declaration=" or ".join(dict.fromkeys(field.declaration for field in offered)),
     )
 
 
@@ -61,67 +68,43 @@ def _values_of(name: str, batch: Mapping[str, Any]) -> list[Any]:
     return values
 
 
-def _require_no_outlier(
-    name: str,
-    values: Sequence[Any],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-) -> None:
-    """Refuse the first value that does not fit the kind that more than half of them do."""
-    # "Sample 7 has 5 rows" helps more than "no kind fits" where the others are plain. More than
-    # half, since two equal halves would blame either.
-    shapes = [shape_of(value) for value in values]
-    rows = [shape[0] if shape else None for shape in shapes]  # None of a number
-    lengths = {Kind.PER_TOKEN: total_lengths, Kind.PER_RESPONSE_TOKEN: response_lengths}
-    fits = {
-        kind: sum(own == length for own, length in zip(rows, of_kind, strict=True))
-        for kind, of_kind in lengths.items()
-    }
-    fits[Kind.PER_SAMPLE] = shapes.count(())
-    kind = max(fits, key=fits.__getitem__)
-    if 2 * fits[kind] > len(shapes):
-        checked_values(Field(name, kind), values, total_lengths, response_lengths)
-
-
-def _found(values: Any, fitting: Collection[Kind]) -> str:
+def _found(values: Any, fitting: Sequence[Field]) -> str:
     if not len(values):
         return "an undeclared field of no samples, which may be any kind"
     example = f"{len(values)} values such as {describe(values[0])}"
     if not fitting:
         return f"an undeclared field whose {example} fit no kind (metadata takes any value)"
-    names = " or ".join(kind.value for kind in fitting)
+    names = " or ".join(field.kind.value for field in fitting)
     return f"an undeclared field whose {example} may be {names}"
 
 
-def _fitting_kinds(
-    values: Sequence[Any], total_lengths: Sequence[int], response_lengths: Sequence[int]
-) -> dict[Kind, int]:
-    """The kinds that these values match, each with its ``length_offset``."""
-    if not values:  # of no samples: any kind that another field than `tokens` may have
-        return dict.fromkeys((kind for kind in Kind if kind is not Kind.TOKENS), 0)
-    if all(_is_text(value) for value in values):
-        return {Kind.METADATA: 0}
-    if all(value is None or isinstance(value, Mapping) for value in values):
-        return {Kind.MULTIMODAL: 0, Kind.METADATA: 0}  # both take dicts
-    shapes = [shape_of(value) for value in values]
-    if all(shape == () for shape in shapes):
-        return {Kind.PER_SAMPLE: 0}
+def _candidates(name: str, values: Sequence[Any]) -> list[Field]:
+    """Declarations that may be meant, by what the values are."""
+    kinds = [Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE]
     # Objects, and numbers beside rows, fit none of these: they are never guessed to be metadata.
-    candidates = [Field("", Kind.PER_TOKEN), Field("", Kind.PER_RESPONSE_TOKEN)]
+    dimensions = {len(shape_of(value) or ()) for value in values}
+    if not values:  # of no samples: any kind that another field than `tokens` may have
+        kinds = [kind for kind in Kind if kind is not Kind.TOKENS]
+    elif all(_is_text(value) for value in values):
+        kinds = [Kind.METADATA]
+    elif all(value is None or isinstance(value, Mapping) for value in values):
+        kinds = [Kind.MULTIMODAL, Kind.METADATA]  # both take dicts
     # Integers with a shape of their own; the number of rows decides all else.
-    dimensions = {len(shape or ()) for shape in shapes}
-    if dimensions == {2}:
-        candidates.append(Field("", Kind.POSITION_IDS))
+    elif dimensions == {2}:
+        kinds.append(Kind.POSITION_IDS)
+    fields = [Field(name, kind) for kind in kinds]
     if dimensions == {3}:
         # Rollout engines route no token after the last one, so they give one row less.
-        candidates += [Field("", Kind.ROUTED_EXPERTS, length_offset=n) for n in (-1, 0)]
-    samples = list(zip(values, total_lengths, response_lengths, strict=True))
-    # All kinds that fit, not the first: a declaration decides.
-    return {
-        field.kind: field.length_offset
-        for field in candidates
-        if all(unmet(field, *sample) is None for sample in samples)
-    }
+        fields += [Field(name, Kind.ROUTED_EXPERTS, length_offset=n) for n in (-1, 0)]
+    return fields
+
+
+def _is_one(field: Field, value: Any, total_length: int, response_length: int) -> bool:
+    """True if a value may be of a field; tensors per sample must be declared."""
+    is_number = shape_of(value) == ()
+    if field.kind is Kind.PER_SAMPLE or is_number:
+        return is_number and field.kind is Kind.PER_SAMPLE
+    return unmet(field, value, total_length, response_length) is None
 
 
 def _is_text(value: Any) -> bool:

@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_batching.batch import Field
+from mcore_batching.batch import Field, SchemaError
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.fields import require_one_per_sample
 from mcore_batching.batch.prefix_tree import require_hosts
-from mcore_batching.megatron.exchange import exchange_fields
+from mcore_batching.megatron.exchange import leaving, receive_columns
 from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.rollout_batch import template_of
-from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.rollout_batch import require_known_tokens, template_of
+from mcore_batching.planning.integers import as_integer
 
 _ADDING = "adding fields"
+_LENGTHS = {"total_lengths", "response_lengths"}
 Fields = Mapping[str, Sequence[Any]]
 
 
@@ -44,57 +45,62 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         rollout = rollout_of(data_iterator)
         agree.same("plan (sha256)", rollout.schedule.plan_digest)
     schedule = rollout.planned()
-    if schedule.moves is not None:
-        fields = exchange_fields(job, schedule.moves, fields, _ADDING)
+    present, moves = schedule.rollout_data, schedule.moves
+    lengths = moves.lengths if moves else (present.total_lengths, present.response_lengths)
+    brought = Columns(present.schema, {}, *lengths)
     with job.agreement(f"{_ADDING}, their kinds") as agree:
-        for name, values in fields.items():
-            require_one_per_sample(name, values, schedule.num_samples)
+        fields = _without_lengths(fields, brought)
         # Those that were there have been compared, and keep their kind where they are replaced.
-        new = fields.keys() - schedule.rollout_data.schema.keys()
+        new = fields.keys() - present.schema.keys()
         own: dict[str, Field] = {}
-        if schedule.num_samples:
-            resolved = schedule.rollout_data.schema.resolve(_with_lengths(schedule, fields))
-            own = {name: resolved[name] for name in new if name in resolved}
-        # A rank that runs no samples takes the kinds of those that do.
-        kinds = agree.every("kinds", own, wanted=bool(new) and not schedule.num_samples)
+        if brought.total_lengths:
+            resolved = present.schema.resolve(_with_lengths(fields, brought))
+            own = {name: resolved[name] for name in new}
+        # A rank without samples takes the kinds of those that have some.
+        kinds = agree.every("kinds", own, wanted=bool(new) and not brought.total_lengths)
     inferred = {name: field for each in kinds.by_rank.values() for name, field in each.items()}
     # Another agreement: values can be checked once the kinds are there, and no rank may go on with
     # a field that another one refused.
     with job.agreement(f"{_ADDING}, their values") as agree:
-        extended = _with_fields(schedule, fields, own or inferred)
+        schema = present.schema
+        for name in new & (own or inferred).keys():
+            schema = schema.with_field((own or inferred)[name])
+        schema = schema.resolve(_with_lengths(fields, brought))
+        added = brought.extended(fields, schema)
+        if "tokens" in added:
+            require_known_tokens(added, schedule.vocabulary_size)
         for name in new:
-            agree.same(
-                f"declaration of field {name!r}", extended.rollout_data.schema[name].declaration
+            agree.same(f"declaration of field {name!r}", schema[name].declaration)
+        staying, parts = (added, []) if moves is None else leaving(moves, added)
+    if moves is not None:
+        added = receive_columns(job, moves, staying, parts, _ADDING)
+    with job.agreement(f"{_ADDING} to the others"):
+        data = present.beside(added)
+        if schedule.hosts is not None:
+            require_hosts(schedule.hosts, data)
+        # On a rank without samples the template is all there is to copy a placeholder from.
+        template = template_of(data, schedule.template)
+    rollout.replace(dataclasses.replace(schedule, rollout_data=data, template=template))
+
+
+def _without_lengths(fields: Fields, brought: Columns) -> Fields:
+    """The fields that are not None, each with one value per sample; lengths stay as they are."""
+    present = {name: values for name, values in fields.items() if values is not None}
+    for name, values in present.items():
+        require_one_per_sample(name, values, len(brought.total_lengths))
+    for name in present.keys() & _LENGTHS:
+        if [*map(as_integer, present[name])] != getattr(brought, name):
+            raise SchemaError(
+                name,
+                expected="the lengths that were planned",
+                found="others; give them to get_data_iterator",
             )
-    rollout.replace(extended)
+    return {name: present[name] for name in present.keys() - _LENGTHS}
 
 
-def _with_fields(
-    schedule: MicroBatchSchedule, fields: Fields, kinds: Mapping[str, Field]
-) -> MicroBatchSchedule:
-    """The schedule with further fields of these kinds, or with other values of those it has."""
-    schema = schedule.rollout_data.schema
-    for name in fields.keys() - schema.keys():
-        if name in kinds:
-            schema = schema.with_field(kinds[name])
-    schema = schema.resolve(_with_lengths(schedule, fields))
-    if fields.keys() & {"total_lengths", "response_lengths"}:
-        # All fields anew: they may be of other lengths than these.
-        data = Columns.read({**schedule.rollout_data, **fields}, schema)
-    else:
-        data = schedule.rollout_data.extended(fields, schema)
-    if schedule.hosts is not None:
-        require_hosts(schedule.hosts, data)
-    vocabulary_size = schedule.vocabulary_size if "tokens" in fields else None
-    # On a rank without samples the template is all there is to copy a placeholder from.
-    template = template_of(data, vocabulary_size, schedule.template)
-    return dataclasses.replace(schedule, rollout_data=data, template=template)
-
-
-def _with_lengths(schedule: MicroBatchSchedule, fields: Fields) -> dict[str, Any]:
+def _with_lengths(fields: Fields, brought: Columns) -> dict[str, Any]:
     """The fields beside the lengths of their samples."""
-    data = schedule.rollout_data
-    lengths = {"total_lengths": data.total_lengths, "response_lengths": data.response_lengths}
+    lengths = {name: getattr(brought, name) for name in _LENGTHS}
     return lengths | {name: list(values) for name, values in fields.items()}
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.batch.values import count_of, describe
+from mcore_batching.batch import OrderError, Schema, SchemaError
+from mcore_batching.batch.columns import Columns
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.serialize import (
     deserialize,
@@ -35,13 +36,11 @@ from mcore_batching.megatron.serialize import (
     taken_apart,
 )
 
-Fields = dict[str, list[Any]]
-"""Field name to one value per sample."""
-
 
 @dataclasses.dataclass(frozen=True)
 class SampleMoves:
-    """The samples of a batch over all data-parallel ranks. The same on every rank but for `own`.
+    """The samples of a batch over all data-parallel ranks. The same on every rank but for `own` and
+    `lengths`.
 
     Ranks with rows of their own are the data-parallel, under dynamic CP the data- and
     context-parallel ones.
@@ -50,6 +49,7 @@ class SampleMoves:
     own: int  # this one of the ranks with rows of their own
     first: Sequence[int]  # of each data-parallel rank's samples, and the number of all samples
     runs_on: Sequence[Sequence[int]]  # samples of each rank with rows of its own
+    lengths: tuple[list[int], list[int]] = ([], [])  # total and response, of those brought here
     sharing: int = 1  # ranks with rows of their own that brought the same samples
     before: SampleMoves | None = None  # the exchange that brought samples to where these came from
 
@@ -97,50 +97,37 @@ class SampleMoves:
         both = zip(self.runs_on, later.runs_on, strict=True)
         return dataclasses.replace(self, runs_on=[[*ours, *theirs] for ours, theirs in both])
 
-    def outgoing(self, columns: Mapping[str, Sequence[Any]]) -> list[tuple[list[int], Fields]]:
-        """The samples of this rank to hand to each data-parallel rank: their numbers and values.
-
-        Raises:
-            SchemaError: a field has not one value for each sample that came from this rank.
-        """
-        for name, values in columns.items():
-            count = count_of(values)
-            if count != len(self.brought):
-                raise SchemaError(
-                    name,
-                    expected=f"one value for each of the {len(self.brought)} samples given here",
-                    found=describe(values) if count is None else f"{count} values",
-                )
-        parts, brought = [], self.brought
+    def outgoing(self, columns: Columns) -> list[Columns]:
+        """The samples of this rank to hand to each data-parallel rank."""
+        own = self.brought
         # Under dynamic CP the ranks that brought the same samples each serve one rank of every
         # replica, that at their own place: so each sample goes to a rank once.
-        for runs in self.runs_on[self.own % self.sharing :: self.sharing]:
-            numbers = [number for number in runs if number in brought]
-            places = [number - brought.start for number in numbers]
-            parts.append((numbers, {n: [v[i] for i in places] for n, v in columns.items()}))
-        return parts
+        return [
+            columns.taken([number - own.start for number in runs if number in own])
+            for runs in self.runs_on[self.own % self.sharing :: self.sharing]
+        ]
 
-    def arranged(self, incoming: Sequence[tuple[list[int], Fields]]) -> Fields:
-        """Values of the samples that this rank runs, in their order, from what each handed to it.
+    def arranged(self, incoming: Sequence[Columns]) -> Columns:
+        """The samples that this rank runs, in their order, of those that each data-parallel rank
+        handed to it.
 
         Raises:
-            SchemaError: a field lacks the values of some of them.
+            SchemaError: some of them lack a field of others.
         """
-        of_field: dict[str, dict[int, Any]] = {}
-        for numbers, columns in incoming:
-            for name, column in columns.items():
-                of_field.setdefault(name, {}).update(zip(numbers, column, strict=True))
-        # A rank that left a field out sent the others samples without it.
-        for name, values in of_field.items():
-            lacking = [number for number in self.held if number not in values]
-            if lacking:
-                ranks = sorted({self._origin(number) for number in lacking})
+        # A rank that left a field out sent samples without it.
+        for name in dict.fromkeys(name for part in incoming for name in part):
+            lacking = [part.total_lengths and name not in part for part in incoming]
+            if any(lacking):
+                ranks = [rank for rank, is_lacking in enumerate(lacking) if is_lacking]
                 raise SchemaError(
                     name,
                     expected="values of all data-parallel ranks' samples",
                     found=f"none of ranks {ranks}: give the field on them too",
                 )
-        return {name: [values[n] for n in self.held] for name, values in of_field.items()}
+        brought = [range(*each) for each in itertools.pairwise(self.first)]
+        numbers = [number for own in brought for number in self.held if number in own]
+        place = {number: at for at, number in enumerate(numbers)}
+        return Columns.joined(incoming).taken([place[number] for number in self.held]).compact()
 
     def returned(self, columns: Mapping[str, Sequence[Tensor]]) -> dict[str, list[Tensor]]:
         """Outputs of the samples that came from this rank, in the order in which they came.
@@ -188,35 +175,41 @@ class SampleMoves:
         return [n for n in self.runs_on[source] if n in brought and runner[n] == source]
 
 
-def exchange_fields(
-    job: Job, moves: SampleMoves, fields: Mapping[str, Sequence[Any]], stage: str
-) -> Fields:
-    """Values of the samples that run here, of fields in the order in which samples were brought. A
-    collective."""
-    with job.agreement(stage):
-        leaving = [serialize(each) for each in moves.outgoing(fields)]
-    return receive_fields(job, moves, leaving, stage)
+def leaving(moves: SampleMoves, columns: Columns) -> tuple[Columns, list[Tensor]]:
+    """The samples brought here that stay, and those for each data-parallel rank, serialized."""
+    parts, own = moves.outgoing(columns), moves.own // moves.sharing
+    return parts[own].with_copies(), [
+        serialize(None if rank == own else _state(part)) for rank, part in enumerate(parts)
+    ]
 
 
-def receive_fields(
-    job: Job,
-    moves: SampleMoves,
-    leaving: Sequence[Tensor],
-    stage: str,
-    staying: Mapping[str, list[Any]] | None = None,
-) -> Fields:
-    """Values of the samples that run here, from what each rank gives each other one: `outgoing`,
-    serialized. A collective among the ranks at the same place in their replicas, so that all ranks
-    of a replica receive the same.
+def _state(columns: Columns) -> tuple[Any, ...]:
+    own = columns.compact()
+    declared = [own.schema[name] for name in own]
+    return declared, own.fields, own.total_lengths, own.response_lengths
 
-    ``staying`` are values that this rank gives itself, beside those in its own part.
-    """
+
+def receive_columns(
+    job: Job, moves: SampleMoves, staying: Columns, leaving: Sequence[Tensor], stage: str
+) -> Columns:
+    """The samples that run here, from what stays here and what each other rank hands over. A
+    collective among the ranks at the same place in their replicas, so that all ranks of a replica
+    receive the same."""
     with job.watch.reporting(stage):
         arrived = exchanged(leaving, job.consensus.counterpart_group)
     with job.agreement(f"{stage}, received"):
-        received = [*map(deserialize, arrived)]
-        received[moves.own // moves.sharing][1].update(staying or {})
-        return moves.arranged(received)
+        own, parts = moves.own // moves.sharing, []
+        for rank, data in enumerate(arrived):
+            if rank == own:
+                parts.append(staying)
+                continue
+            declared, *state = deserialize(data)
+            parts.append(Columns(Schema(tuple(declared)), *state))
+        made, schema = moves.arranged(parts), staying.schema
+        # Fields that were added by other ranks alone.
+        for name in made.keys() - schema.keys():
+            schema = schema.with_field(made.schema[name])
+        return Columns(schema, made.fields, made.total_lengths, made.response_lengths)
 
 
 def check_output(name: str, value: Any) -> None:

@@ -21,9 +21,8 @@ import time
 
 from megatron.core import parallel_state
 
-from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.prefix_tree import samples_of_hosts
-from mcore_batching.megatron.exchange import SampleMoves, receive_fields
+from mcore_batching.megatron.exchange import SampleMoves, leaving, receive_columns
 from mcore_batching.megatron.job import Job, say
 from mcore_batching.megatron.samples import Samples
 from mcore_batching.megatron.schedule import (
@@ -32,7 +31,7 @@ from mcore_batching.megatron.schedule import (
     computed_alone,
     with_hosted,
 )
-from mcore_batching.megatron.serialize import digest_of, serialize
+from mcore_batching.megatron.serialize import digest_of
 from mcore_batching.megatron.topology import make_row_groups
 from mcore_batching.megatron.watch import POLL_SECONDS
 from mcore_batching.planning import Problem, StepPlan, validate_plan
@@ -116,15 +115,8 @@ def planned_step(
             # A host is always here as well: the samples of a segment move together.
             hosts = [place[samples.hosts[number]] for number in moves.held]
         rows = tuple(tuple(place[n] for n in row) for row in plan.rows_on(moves.own))
-        parts = moves.outgoing(batch.data)
-        # What stays here is copied below, into columns of the samples that run here.
-        _, own = parts[moves.own // moves.sharing]
-        staying = {name: own.pop(name) for name in batch.data if batch.data.is_flat(name)}
-        leaving = [serialize(each) for each in parts]
-    arrived = receive_fields(job, moves, leaving, _STAGE, staying)
-    # A rank that runs no samples received none, and still needs the fields for placeholders.
-    values = {name: arrived.get(name, []) for name in batch.template}
-    columns = Columns.of(values, batch.data.schema)
+        staying, parts = leaving(moves, batch.data)
+    columns = receive_columns(job, moves, staying, parts, _STAGE)
     steps, digest = with_hosted((rows,), hosts), digest_of(plan.plan.digest())
     return samples.scheduled(columns, steps, hosts, digest, moves=moves, plans=(plan,))
 
@@ -169,7 +161,8 @@ def _moves(samples: Samples, made: GlobalPlan) -> SampleMoves:
         # By their host: the plan names hosts alone, and what they host has to follow them.
         runs = planned if members is None else [n for host in planned for n in members[host]]
         runs_on.append(sorted(runs))
-    return SampleMoves(own, samples.first, runs_on, sharing, samples.before)
+    lengths = samples.batch.total_lengths, samples.batch.data.response_lengths
+    return SampleMoves(own, samples.first, runs_on, lengths, sharing, samples.before)
 
 
 def plan_locally(samples: Samples) -> MicroBatchSchedule:

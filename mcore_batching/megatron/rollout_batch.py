@@ -86,7 +86,8 @@ class RolloutBatch:
                 the vocabulary.
         """
         data = Columns.read(self.data, self.data.schema.resolve(self.data))
-        template = template_of(data, self.vocabulary_size)
+        require_known_tokens(data, self.vocabulary_size)
+        template = template_of(data)
         return dataclasses.replace(self, data=data, template=template)
 
     def comparable(self) -> dict[str, Any]:
@@ -107,26 +108,18 @@ class RolloutBatch:
 
 
 def template_of(
-    data: Columns, vocabulary_size: int | None, template: Mapping[str, list[Any]] | None = None
+    data: Columns, template: Mapping[str, list[Any]] | None = None
 ) -> dict[str, list[Any]]:
-    """A fabricated sample like those in ``data``.
-
-    Where there are no samples, it is made from another template. Without a vocabulary size token
-    ids are not checked.
-
-    Raises:
-        SchemaError: a token id is beyond the vocabulary.
-    """
-    # An id beyond the embedding would show without the sample's name, or not at all.
-    if vocabulary_size is not None:
-        _check_ids(data, vocabulary_size)
+    """A fabricated sample like those in ``data``; where there are none, like another template."""
     examples = {name: data[name][:1] or (template or {}).get(name) for name in data}
     return make_placeholder(data.schema, list(data), examples)
 
 
-def _check_ids(data: Columns, vocabulary_size: int) -> None:
-    if data.total_lengths:
-        least, most = data.flat("tokens")[:-1].aminmax()
+def require_known_tokens(data: Columns, vocabulary_size: int | None) -> None:
+    """Refuse tokens beyond the model's vocabulary (None: not known), by a `SchemaError`."""
+    # An id beyond the embedding would show without the sample's name, or not at all.
+    if data.total_lengths and vocabulary_size is not None:
+        least, most = data.flat("tokens").aminmax()
         if least < 0 or most >= vocabulary_size:  # sample by sample, to name one
             require_vocabulary("tokens", data["tokens"], vocabulary_size)
 

@@ -228,7 +228,7 @@ class MicroBatchSchedule:
         plans = self.plans + later.plans
         return dataclasses.replace(
             self,
-            rollout_data=self.rollout_data.followed_by(later.rollout_data),
+            rollout_data=Columns.joined([self.rollout_data, later.rollout_data]),
             steps=steps,
             hosts=hosts,
             plan_digest=digest_of([self.plan_digest, later.plan_digest]),

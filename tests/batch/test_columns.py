@@ -224,8 +224,8 @@ def test_samples_are_taken_and_joined_with_all_their_fields(
     chosen = data.draw(st.lists(st.integers(0, len(shapes) - 1), max_size=6))
     cut = data.draw(st.integers(0, len(chosen)))
     parts = columns.taken(chosen[:cut]), columns.taken(chosen[cut:])
-    joined = parts[0].followed_by(parts[1])
-    again = joined.taken(range(cut)).followed_by(joined.taken(range(cut, len(chosen))))
+    joined = Columns.joined(parts)
+    again = Columns.joined([joined.taken(range(cut)), joined.taken(range(cut, len(chosen)))])
     for made in (columns.taken(chosen), columns.taken(chosen).compact(), joined, again):
         assert made.keys() == columns.keys()
         assert (made.total_lengths, made.response_lengths) == (

@@ -126,6 +126,6 @@ def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
     values = [torch.zeros(3, 2, dtype=torch.bfloat16)]
     read = batch(1, feature=values)
     nothing = Columns.read({name: [] for name in read.data}, read.data.schema)
-    made = template_of(nothing, None, read.template)
+    made = template_of(nothing, read.template)
     assert made["feature"][0].dtype == torch.bfloat16
     assert made["feature"][0].shape == (1, 2)

@@ -8,27 +8,32 @@ from typing import Any
 
 import pytest
 import torch
+from batch_cases import equal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.megatron.exchange import SampleMoves, check_output
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, Schema, SchemaError
+from mcore_batching.batch.columns import Columns
+from mcore_batching.megatron.exchange import SampleMoves, check_output, leaving
 from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.serialize import deserialize
 
 # Rank 0 brought 0 1 2, rank 1 brought 3 4, rank 2 nothing; 1 is shared by ranks 0 and 1.
 FIRST = [0, 3, 5, 5]
 RUNS_ON = [[1, 4], [0, 1, 3], [2]]
-BROUGHT = [["a", "b", "c"], ["d", "e"], []]
+BROUGHT = [["aa", "bb", "cc"], ["dd", "ee"], []]
 
 
 def moves(rank: int) -> SampleMoves:
     return SampleMoves(rank, FIRST, RUNS_ON)
 
 
-def arrived(columns: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
-    """What each rank arranges, if each rank hands over its columns."""
-    outgoing = [moves(rank).outgoing(own) for rank, own in enumerate(columns)]
-    return [moves(rank).arranged([parts[rank] for parts in outgoing]) for rank in range(3)]
+def columns(names: list[str], **fields: list[Any]) -> Columns:
+    """Samples of these names, and of as many tokens as their names' letters."""
+    lengths = [len(name) for name in names]
+    tokens = [torch.tensor([ord(letter) for letter in name]) for name in names]
+    own = {"total_lengths": lengths, "response_lengths": [0] * len(names)}
+    return Columns.read(own | {"tokens": tokens, "uids": names} | fields, DEFAULT_SCHEMA)
 
 
 @st.composite
@@ -50,11 +55,15 @@ def test_fields_go_to_every_rank_that_runs_a_sample_and_outputs_to_all_that_brou
     moves: list[SampleMoves],
 ) -> None:
     """Fields from the ranks at the same place, outputs from the first rank that runs a sample."""
-    outgoing = [each.outgoing({"name": [f"s{n}" for n in each.brought]}) for each in moves]
+    outgoing = [each.outgoing(columns([f"s{10**n}" for n in each.brought])) for each in moves]
     for rank, each in enumerate(moves):
         replica, place = divmod(rank, each.sharing)
         found = each.arranged([parts[replica] for parts in outgoing[place :: each.sharing]])
-        assert found == {"name": [f"s{number}" for number in each.runs_on[rank]]}
+        expected = [f"s{10**number}" for number in each.runs_on[rank]]
+        assert found["uids"] == expected
+        assert ["".join(map(chr, tokens.tolist())) for tokens in found["tokens"]] == expected
+        assert found.total_lengths == [*map(len, expected)]
+        assert found.flat("tokens").shape[0] == sum(map(len, expected)) + 1
         assert [*each.brought] == [*range(each.first[replica], each.first[replica + 1])]
         sent = [(n, source) for source in range(len(moves)) for n in each._sent(source, rank)]
         runners = (
@@ -64,20 +73,33 @@ def test_fields_go_to_every_rank_that_runs_a_sample_and_outputs_to_all_that_brou
 
 
 def test_a_rank_without_samples_need_not_give_a_field() -> None:
-    found = arrived([{"name": BROUGHT[0]}, {"name": BROUGHT[1]}, {}])
-    assert found[2] == {"name": ["c"]}
+    given_ = [columns(BROUGHT[0], rewards=[1, 2, 3]), columns(BROUGHT[1], rewards=[4, 5])]
+    outgoing = [moves(rank).outgoing(own) for rank, own in enumerate([*given_, columns([])])]
+    found = [moves(rank).arranged([parts[rank] for parts in outgoing]) for rank in range(3)]
+    assert [each["rewards"] for each in found] == [[2, 5], [1, 2, 4], [3]]
 
 
 def test_a_field_that_one_rank_lacks_is_named_with_that_rank() -> None:
-    outgoing = [moves(0).outgoing({"name": BROUGHT[0]}), moves(1).outgoing({})]
+    given_ = columns(BROUGHT[0], rewards=[1, 2, 3]), columns(BROUGHT[1])
+    outgoing = [moves(rank).outgoing(own) for rank, own in enumerate(given_)]
     for rank in (0, 1):  # which run its last sample, and its first
         with pytest.raises(SchemaError, match=r"none of ranks \[1\]: give the field on them too"):
             moves(rank).arranged([parts[rank] for parts in outgoing])
 
 
-def test_one_value_is_needed_for_each_sample_that_came_from_here() -> None:
-    with pytest.raises(SchemaError, match="one value for each of the 3 samples"):
-        moves(0).outgoing({"name": ["a", "b"]})
+def test_what_stays_is_sent_to_nobody_and_what_leaves_comes_whole() -> None:
+    values = [torch.rand(len(name), 2) for name in BROUGHT[0]]
+    given_ = columns(BROUGHT[0], position_ids=[torch.arange(2).expand(3, -1)] * 3)
+    given_ = given_.extended({"mine": values}, DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN))
+    staying, sent = leaving(moves(0), given_)
+    assert staying["uids"] == BROUGHT[0][1:2]
+    assert deserialize(sent[0]) is None
+    declared, *state = deserialize(sent[1])
+    found = Columns(Schema(tuple(declared)), *state)
+    assert found.keys() == given_.keys()
+    chosen = given_.taken([0, 1])
+    assert all(equal(found[name], chosen[name]) for name in given_)
+    assert found.schema["mine"] == given_.schema["mine"]
 
 
 def test_samples_are_named_as_the_ranks_that_brought_them_count_them() -> None:
