@@ -37,6 +37,7 @@ class Columns(Mapping[str, list[Any]]):
 
     Attributes:
         schema: the kinds of the fields.
+        fields: flat tensors and lists, of all samples that these were `taken` from.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
     """
@@ -49,7 +50,7 @@ class Columns(Mapping[str, list[Any]]):
         response_lengths: list[int],
     ) -> None:
         self.total_lengths, self.response_lengths = total_lengths, response_lengths
-        self.schema, self._fields = schema, fields
+        self.schema, self.fields = schema, fields
         self._spans: dict[tuple[bool, int], Span] = {}
         self._views: dict[str, list[Any]] = {}
         # All samples of the flat tensors, and which of them these are; None: these are all.
@@ -102,7 +103,9 @@ class Columns(Mapping[str, list[Any]]):
             SchemaError: two fields are positions.
         """
         lengths = self.total_lengths, self.response_lengths
-        made = Columns(others.schema, {**self.compact().fields, **others.compact().fields}, *lengths)
+        made = Columns(
+            others.schema, {**self.compact().fields, **others.compact().fields}, *lengths
+        )
         positions = [name for name in made if made.schema[name].kind is Kind.POSITION_IDS]
         if len(positions) > 1:
             raise SchemaError(
@@ -118,7 +121,7 @@ class Columns(Mapping[str, list[Any]]):
         if self._samples is not None:
             values = self._all[name]
             return [values[i] for i in self._samples]
-        field = self._fields[name]
+        field = self.fields[name]
         if isinstance(field, list):
             return field[:]
         if name not in self._views:
@@ -131,19 +134,15 @@ class Columns(Mapping[str, list[Any]]):
         return self._views[name][:]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
+        return iter(self.fields)
 
     def __len__(self) -> int:
-        return len(self._fields)
-
-    def is_flat(self, name: str) -> bool:
-        """True if a field is one flat tensor, as those with rows are."""
-        return isinstance(self._fields[name], Tensor)
+        return len(self.fields)
 
     def flat(self, name: str) -> Tensor:
         """A field with rows of all samples from which these were taken, and a row of zeros:
         ``[rows + 1, ...]``; of position ids of several axes ``[tokens + 1, axes]``."""
-        values = self._fields[name]
+        values = self.fields[name]
         assert isinstance(values, Tensor)
         return values
 
@@ -155,7 +154,7 @@ class Columns(Mapping[str, list[Any]]):
     @property
     def position_ids(self) -> str | None:
         """The field that has the tokens' positions; None: they are counted."""
-        kinds = {self.schema[name].kind: name for name in self._fields}
+        kinds = {self.schema[name].kind: name for name in self.fields}
         return kinds.get(Kind.POSITION_IDS)
 
     @property
@@ -184,14 +183,14 @@ class Columns(Mapping[str, list[Any]]):
         if [*samples] == [*range(len(self.total_lengths))]:
             return self
         lengths = self.total_lengths, self.response_lengths
-        made = Columns(self.schema, self._fields, *([own[i] for i in samples] for own in lengths))
+        made = Columns(self.schema, self.fields, *([own[i] for i in samples] for own in lengths))
         own = self._samples
         made._all, made._samples = self._all, [i if own is None else own[i] for i in samples]
         return made
 
     def compact(self, names: Collection[str] | None = None) -> Columns:
         """Some of the fields, or all, in flat tensors of these samples alone."""
-        chosen = {name: self._fields[name] for name in (self if names is None else names)}
+        chosen = {name: self.fields[name] for name in (self if names is None else names)}
         if self._samples is not None:
             chosen = {
                 name: values.index_select(0, self.span(name).places)
@@ -209,7 +208,7 @@ class Columns(Mapping[str, list[Any]]):
             return max((filled or parts), key=len).compact()
         first, fields = filled[0], dict[str, Tensor | list[Any]]()
         for name in first:
-            if first.is_flat(name):
+            if isinstance(first.fields[name], Tensor):
                 rows = [part.flat(name)[:-1] for part in filled]
                 fields[name] = _joined(first.schema[name], rows)
             else:
@@ -221,11 +220,6 @@ class Columns(Mapping[str, list[Any]]):
     def replaced(self, fields: Mapping[str, Tensor | list[Any]]) -> Columns:
         """The same samples with these fields alone, flat as `compact` gives them."""
         return Columns(self.schema, fields, self.total_lengths, self.response_lengths)
-
-    @property
-    def fields(self) -> Mapping[str, Tensor | list[Any]]:
-        """Flat tensors, and lists of what has no rows, as they lie in memory."""
-        return self._fields
 
     def with_copies(self) -> Columns:
         """These fields with copies of the tensors in lists, which are the caller's own."""

@@ -318,7 +318,7 @@ class RowBlock:
         """Loss weights of the response tokens, and the positions that predict them."""
         lengths = self.fields.response_lengths
         of_rows = Span.of([sum(lengths[a:b]) for a, b in pairwise(self._samples)])
-        weights = loss_weights(self.fields)
+        weights = loss_weights(self.fields).clone()  # not those of the field itself
         if self._is_placeholder:
             weights = torch.zeros_like(weights)
         held, positions = index.predicting()
