@@ -95,7 +95,7 @@ def _without_lengths(fields: Fields, brought: Columns) -> Fields:
                 expected="the lengths that were planned",
                 found="others; give them to get_data_iterator",
             )
-    return {name: present[name] for name in present.keys() - _LENGTHS}
+    return {name: values for name, values in present.items() if name not in _LENGTHS}
 
 
 def _with_lengths(fields: Fields, brought: Columns) -> dict[str, Any]:

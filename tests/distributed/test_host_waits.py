@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from kit.harness import Job
-from kit.stock_jobs import COMMON, FLAG, SFT, SFT_DATA, steps
+from kit.stock_jobs import COMMON, FLAG, SFT, steps
 
 MEGATRONS_OWN = {
     # The unfused rotary embedding asks for the lengths of the row, in every layer. Transformer
@@ -73,7 +73,7 @@ STOCK = Job(
     "kit.waits:waits_of_stock_training",
     1,
     None,
-    {"script": SFT, "words": [*COMMON, *SFT_DATA, *steps(2), *FLAG]},
+    {"script": SFT, "words": [*COMMON, *steps(2), *FLAG]},
 )
 
 
