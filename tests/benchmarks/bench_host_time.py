@@ -170,10 +170,7 @@ def without_stand_in() -> Iterator[None]:
     mode.__exit__(None, None, None)
     made = {}
     for name in ("tensor", "zeros", "empty", "full", "ones", "zeros_like"):
-        function = getattr(torch, name)
-        made[name] = lambda *a, _f=function, **k: _f(
-            *a, **k | ({"device": "cpu"} if "device" in k else {})
-        )
+        made[name] = functools.partial(_on_cpu, getattr(torch, name))
     try:
         with (
             mock.patch.multiple(torch, **made),

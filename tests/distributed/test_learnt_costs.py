@@ -31,8 +31,8 @@ BOTH = {"linear": 1.0, "quadratic": 0.02, "per_micro_batch": 40.0}
 Ranks = list[Any]
 
 
-def job(name: str, function: str = "learn", dims: dict[str, int] = DIMS, **parameters: Any) -> Job:
-    return Job(f"learn-{name}", f"kit.learning:{function}", 4, dims, {"dims": dims, **parameters})
+def job(name: str, dims: dict[str, int] = DIMS, **parameters: Any) -> Job:
+    return Job(f"learn-{name}", "kit.learning:learn", 4, dims, {"dims": dims, **parameters})
 
 
 def on(*jobs: Any) -> pytest.MarkDecorator:
@@ -129,16 +129,6 @@ def test_rows_that_ranks_share_teach_nothing(job: Job, ranks: Ranks) -> None:
         assert step["costs"].get("context_parallel_overhead", 0.1) == 0.1  # as it was
 
 
-@on(job("two-models", function="alternate", hidden=[LAUNCHES, ATTENTION], num_steps=5))
-def test_an_actor_and_a_critic_have_costs_of_their_own(job: Job, ranks: Ranks) -> None:
-    for found in ranks:
-        assert found == ranks[0]
-        for (costs, speed), hidden in zip(found, job.parameters["hidden"], strict=True):
-            learnt, row = CostModel(**costs), (40, 24, 8)
-            truth = SECONDS_PER_UNIT * CostModel(**hidden).micro_batch(row)
-            assert speed * learnt.micro_batch(row) == pytest.approx(truth, rel=0.1)
-
-
 @on(job("faults", hidden=BOTH, faults=True))
 def test_a_stalled_step_and_nans_spoil_nothing(job: Job, ranks: Ranks) -> None:
     assert_agreed(ranks)
@@ -146,10 +136,3 @@ def test_a_stalled_step_and_nans_spoil_nothing(job: Job, ranks: Ranks) -> None:
     for step in ranks[0][STALLED + 1 :]:
         assert loss_of_time(step) < 0.02
     assert max(row_errors(ranks[0][-1])) < 0.1
-
-
-@on(job("experts", function="refused", dims={"data_parallel": 4, "expert_parallel": 2}))
-def test_ranks_that_wait_in_every_pass_are_refused(job: Job, ranks: Ranks) -> None:
-    for said in ranks:
-        assert said.startswith("DynamicBatchArgumentError: --dynamic-batch-cost-model auto learns")
-        assert "expert-parallel ranks wait for each other in every one: set it to fixed" in said

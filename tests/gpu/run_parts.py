@@ -109,14 +109,14 @@ PARTS = [
     Part(
         "ranks-2",
         "DP2, TP2 and CP2 of the exactness matrix",
-        pytest(EXACTNESS, "-k", "[dp2-uneven] or [tp2-uneven] or [cp2-uneven]"),
+        pytest(EXACTNESS, "-k", "random-26914 or random-36320 or random-2170"),
         processes=2,
         engine=False,
     ),
     Part(
         "ranks-4",
-        "DP2×PP2 and DP2×PP2×VPP2 of the exactness matrix",
-        pytest(EXACTNESS, "-k", "[dp2-pp2-uneven] or [dp2-pp2-vpp2-uneven]"),
+        "DP2×PP2×VPP2 and DP2×CP2 of the exactness matrix",
+        pytest(EXACTNESS, "-k", "uneven-dp2-pp2-vpp2 or uneven-dp2-cp2"),
         processes=4,
         engine=False,
     ),

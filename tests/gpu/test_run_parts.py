@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,15 @@ def test_the_exit_status_says_whether_all_was_met(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(SystemExit) as caught:
             main()
         assert caught.value.code == status
+
+
+def test_the_exactness_tests_that_are_chosen_exist() -> None:
+    """Seeds that cover every pair are drawn anew now and then."""
+    text = (run_parts.ROOT / run_parts.EXACTNESS).read_text()
+    expressions = [part.command[-1] for part in PARTS if run_parts.EXACTNESS in part.command]
+    names = [name.partition("-")[2] for each in expressions for name in each.split(" or ")]
+    assert len(names) == 5
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_without_a_gpu_it_says_what_it_would_run(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.timing import CostLearner, TimedStep
+from mcore_batching.megatron.timing import CostLearner, CostLearners, TimedStep
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.schedule import Pass
 
@@ -40,6 +41,14 @@ def test_a_row_takes_its_passes_through_all_chunks() -> None:
 
 def test_expert_parallel_ranks_are_refused() -> None:
     learner, shape = CostLearner(), CostModel()
-    with pytest.raises(DynamicBatchArgumentError, match="set it to fixed, or to a file"):
+    with pytest.raises(DynamicBatchArgumentError) as refused:
         learner.begin(shape, ParallelDims(data_parallel=2, expert_parallel=2))
+    said = str(refused.value)
+    assert said.startswith("--dynamic-batch-cost-model auto learns")
+    assert "expert-parallel ranks wait for each other in every one: set it to fixed" in said
     assert learner.begin(shape, ParallelDims(data_parallel=2)).cost_model is shape
+
+
+def test_an_actor_and_a_critic_have_learners_of_their_own() -> None:
+    learners, actor, critic = CostLearners(), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    assert learners.of([actor]) is learners.of([actor]) is not learners.of([critic])

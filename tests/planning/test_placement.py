@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from planning_cases import log_normal
 
 from mcore_batching.planning import (
     CostModel,
@@ -18,11 +17,6 @@ from mcore_batching.planning import (
 from mcore_batching.planning.placement import largest_first, place
 
 PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
-
-
-def log_normal(count: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
-    return [max(1, min(16384, int(generator.lognormvariate(7.6, 1)))) for _ in range(count)]
 
 
 def loads(step: StepPlan, lengths: list[int]) -> list[int]:
@@ -56,7 +50,7 @@ def test_a_rank_may_take_more_micro_batches_where_that_evens_out_ranks() -> None
 
 @pytest.mark.parametrize("seed", range(5))
 def test_experts_even_out_slots_and_others_ranks(seed: int) -> None:
-    lengths = log_normal(256, seed)
+    lengths = log_normal(256, seed, median=2000, sigma=1, cap=16384)
     config = PlannerConfig(max_tokens_per_gpu=16384)
     dense = plan_step(lengths, ParallelDims(data_parallel=4), config)
     experts = plan_step(lengths, ParallelDims(data_parallel=4, expert_parallel=4), config)

@@ -7,9 +7,8 @@ import json
 import math
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of, timing, train_step
-from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.schedule import computed_alone
 from mcore_batching.planning import CostModel, ParallelDims
 
@@ -183,32 +181,6 @@ def learn(
     return seen
 
 
-def alternate(dims: dict[str, Any], hidden: list[dict[str, Any]], num_steps: int) -> list[Any]:
-    """Train several models in turn, each with hidden costs of its own.
-
-    Returns:
-        the costs learnt of each, and their seconds per unit.
-    """
-    shape = ParallelDims(**dims)
-    models = [quick_model(shape, CAP) for _ in hidden]
-    optimizers = [adam(model, distributed=False) for model in models]
-    args = arguments(
-        shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model="auto", dynamic_batch_plan_effort=60
-    )
-    costs = HiddenCosts(1e-5)
-    with own_clock(costs):
-        for step in range(num_steps):
-            data = samples(12, 1000 * step + parallel_state.get_data_parallel_rank())
-            for model, optimizer, coefficients in zip(models, optimizers, hidden, strict=True):
-                iterators, counts = get_data_iterator(args, model, data)
-                costs.follow(schedule_of(iterators), CostModel(**coefficients))
-                with passes_of(model, costs.takes):
-                    train_step(_objective(False), args, model, iterators, counts, optimizer)
-    learners = timing.learners_of(job_of(args))
-    learnt = [learners.of(model).learnt for model in models]
-    return [[asdict(each.cost_model), each.seconds_per_unit] for each in learnt if each is not None]
-
-
 def _grown(model: CostModel, factor: float) -> CostModel:
     return replace(
         model,
@@ -223,16 +195,3 @@ def _objective(is_nan: bool) -> Any:
         return share * (math.nan if is_nan else 1.0), metrics
 
     return loss
-
-
-def refused(dims: dict[str, Any]) -> str:
-    """What planning says where expert-parallel ranks are to learn costs."""
-    shape = ParallelDims(**dims)
-    args = arguments(shape, max_tokens_per_gpu=CAP, dynamic_batch_cost_model="auto")
-    started = time.monotonic()
-    try:
-        get_data_iterator(args, quick_model(shape, CAP), samples(4, dist.get_rank()))
-    except Exception as error:
-        assert time.monotonic() - started < 20
-        return f"{type(error).__name__}: {error}"
-    return ""

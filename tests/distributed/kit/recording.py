@@ -16,26 +16,22 @@ from kit.model import adam, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from kit.timing import rollouts
-from mcore_batching.megatron import PlanningFailedError, get_data_iterator, train_step
+from mcore_batching.megatron import get_data_iterator, train_step
 from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import ParallelDims
 
 
-def record(
-    dims: dict[str, Any], steps: int, cost_model: str, taken: bool, **flags: Any
-) -> dict[str, str]:
+def record(dims: dict[str, Any], steps: int, cost_model: str, **flags: Any) -> dict[str, str]:
     """Train, and record into a folder that every rank finds.
 
     Args:
         dims: of the job.
         steps: optimizer steps.
         cost_model: as JSON.
-        taken: the folder cannot be made, since there is a file of its name.
         flags: further arguments of training.
 
     Returns:
-        what was raised, "" if nothing, what planning twice printed, and on rank 0 what lies in the
-        folder's one file.
+        what planning twice printed, and on rank 0 what lies in the folder's one file.
     """
     box = [tempfile.mkdtemp()]
     dist.broadcast_object_list(box, src=0)
@@ -43,8 +39,6 @@ def record(
     model_file = Path(box[0]) / "cost.json"
     if dist.get_rank() == 0:
         model_file.write_text(cost_model)
-        if taken:
-            directory.write_text("")
     dist.barrier()
     shape = ParallelDims(**dims)
     model = build_model(
@@ -62,15 +56,12 @@ def record(
     )
     data = rollouts(4 * steps, 16, seed=parallel_state.get_data_parallel_rank())
     printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            get_data_iterator(args, model, data)
-            iterators, counts = get_data_iterator(args, model, data)
-    except PlanningFailedError as error:
-        return {"error": str(error), "recorded": ""}
+    with contextlib.redirect_stdout(printed):
+        get_data_iterator(args, model, data)
+        iterators, counts = get_data_iterator(args, model, data)
     for step in range(steps):
         train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
-    told = {"error": "", "printed": printed.getvalue(), "recorded": ""}
+    told = {"printed": printed.getvalue(), "recorded": ""}
     if dist.get_rank() == 0:
         (file,) = directory.glob("*.jsonl")
         told["recorded"] = file.read_text()
