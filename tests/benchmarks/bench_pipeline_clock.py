@@ -71,7 +71,6 @@ def one_rank(name: str, dims: dict[str, int], seconds_per_cost: float) -> Iterat
         "dims": dims,
         "steps": [(costs, False)] * 2,
         "seconds_per_cost": seconds_per_cost,
-        "exchange_shapes": False,
         "which_cost": which,
     }
     stages = ran(name, "kit.operations:operations", dims["pipeline_parallel"], dims, parameters)

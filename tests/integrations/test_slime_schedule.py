@@ -1,18 +1,14 @@
 """``build_dp_schedule`` in slime's rollout manager: the contract of its result, and replacing it.
 
-slime's own function and its own tests of it take part where ``MCORE_BATCHING_SLIME_SCHEDULED``
-names a checkout (624b824a8).
+slime's own function and its own tests of it take part in test_own_schedules.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -20,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kit.stand_ins import forget, module_of
+from kit.stand_ins import forget
 from planning_cases import examples
 from slime_package import slime
 
@@ -30,10 +26,6 @@ from mcore_batching.planning.costs.layers_of import first_guess
 
 __all__ = ["slime"]
 
-CHECKOUT = os.environ.get("MCORE_BATCHING_SLIME_SCHEDULED", "")
-needs_checkout = pytest.mark.skipif(
-    not CHECKOUT, reason="MCORE_BATCHING_SLIME_SCHEDULED does not name a checkout of slime"
-)
 INIT = "mcore_batching.integrations.slime.init"
 
 
@@ -281,56 +273,3 @@ def test_unknown_versions_are_refused_by_name(slime: Path) -> None:
         HookError, match=r"has no slime\.utils\.dp_schedule .*leave hook_schedule out"
     ):
         hook_schedule()
-
-
-@pytest.fixture
-def checkout(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """slime's own module, read from the checkout."""
-    forget("slime", "miles")
-    monkeypatch.syspath_prepend(CHECKOUT)
-    yield importlib.import_module("slime.utils.dp_schedule")
-    forget("slime", "miles")
-
-
-def own_tests_of(path: Path) -> list[Callable[[], None]]:
-    return [test for name, test in vars(module_of(path)).items() if name.startswith("test_")]
-
-
-@needs_checkout
-def test_slimes_own_tests_of_its_function_pass_with_ours(
-    checkout: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(vars(pytest.mark), "unit", lambda test: test)
-    path = Path(CHECKOUT, "tests", "test_dp_schedule.py")
-    if not path.exists():
-        pytest.skip(f"{path} is not in the checkout")
-    hooked = hook_schedule()
-    assert hooked is not None
-    with hooked:
-        tests = own_tests_of(path)
-        assert len(tests) > 5
-        for test in tests:
-            test()
-
-
-def lengths_of(seed: int, count: int, longest: int) -> list[int]:
-    draw = random.Random(seed)
-    return [
-        max(1, min(longest, int(draw.lognormvariate(0, 1) * longest / 8))) for _ in range(count)
-    ]
-
-
-@needs_checkout
-def test_the_same_contract_as_slimes_own(checkout: Any) -> None:
-    """Both plans pass the same check on the same inputs; undone, slime's is what it was."""
-    for seed, config in enumerate([parallel(4), parallel(2, 2), parallel(2, 1, 2, 4)]):
-        lengths, rollouts = lengths_of(seed, 48, 1000), [i // 2 for i in range(48)]
-        args, given = arguments(1000), {"global_batch_size": 12, "rollout_indices": rollouts}
-        before = checkout.build_dp_schedule(args, config, lengths, **given)
-        check(before, config, lengths, rollouts, 12, 1000)
-        hooked = hook_schedule()
-        assert hooked is not None
-        with hooked:
-            ours = checkout.build_dp_schedule(args, config, lengths, **given)
-        check(ours, config, lengths, rollouts, 12, 1000)
-        assert checkout.build_dp_schedule(args, config, lengths, **given) == before

@@ -89,9 +89,3 @@ GPT_OSS: dict[str, Any] = {
     "intermediate_size": 2880,
     "vocab_size": 201088,
 }
-FAMILIES = {
-    "Qwen3.5-35B-A3B": QWEN,
-    "Nemotron-3-Super": NEMOTRON,
-    "GLM-5": GLM,
-    "DeepSeek-V3": DEEPSEEK,
-}

@@ -32,7 +32,6 @@ from mcore_batching.planning import (
     predicted_step_time,
 )
 from mcore_batching.planning.local import fill_local, pack_local
-from mcore_batching.planning.plans.validation import validate_plan
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
 
@@ -165,19 +164,6 @@ def test_micro_batches_of_a_pipeline_are_ordered(
     problem = Problem.of([1, 10, 20, 30, 40, 50], dims, PlannerConfig(max_tokens_per_gpu=50))
     filled = fill_local(problem, [[1], [2], [3], [4], [5]], 6)
     assert tuple(samples[0] if samples else 0 for samples in filled) == expected
-
-
-@pytest.mark.parametrize("most", [None, 2])
-def test_samples_of_a_pipeline_are_assigned_under_the_cap_and_the_most_samples_of_a_row(
-    most: int | None,
-) -> None:
-    for seed in range(30):
-        random = Random(seed)
-        lengths = [random.randint(1, 100) for _ in range(random.randint(20, 60))]
-        config = PlannerConfig(max_tokens_per_gpu=100, max_samples_per_row=most)
-        step = planned(lengths, ParallelDims(pipeline_parallel=2), config)
-        validate_plan(step, lengths)
-        assert most is None or max(map(len, step.micro_batches[0])) <= most
 
 
 def test_samples_that_are_packed_by_a_rule_of_the_users_stay_as_packed() -> None:

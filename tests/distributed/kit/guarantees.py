@@ -196,6 +196,9 @@ def later_steps(dims: dict[str, Any], reference: str) -> None:
     assert plan_of(rollout()) == at_first  # though two were abandoned
     found = kept[0][1]
     assert (list(found), found == counts, repr(found)) == (counts, True, repr(counts))
+    iterators, counts = rollout()
+    made = calls.forward(data_iterator=iterators, num_microbatches=counts)
+    assert equal(made.get("log_probs", []), calls.forward().get("log_probs", []))
 
     planned, plan = rollout(), Planner.plan
 

@@ -37,7 +37,6 @@ def operations(
     steps: list[tuple[list[float], bool]],
     seconds_per_cost: float = 0.0,
     backward_ratio: float = 2.0,
-    exchange_shapes: bool = False,
     which_cost: list[list[int]] | None = None,
 ) -> list[list[Operation]]:
     """The passes of this rank in the order in which Megatron's own schedule ran them.
@@ -48,7 +47,6 @@ def operations(
             whether there is no backward pass.
         seconds_per_cost: how long a forward pass sleeps for each unit of cost.
         backward_ratio: how much longer a backward pass sleeps.
-        exchange_shapes: before every transfer, instead of taking them from the plan.
         which_cost: the kind of each stage, which then has its own of the costs, as
             `Clock` takes them.
 
@@ -60,7 +58,7 @@ def operations(
     kinds = 1 + max((kind for (kind,) in which_cost), default=0) if which_cost else 1
     stage = parallel_state.get_pipeline_model_parallel_rank()
     first = which_cost[stage][0] if which_cost else 0
-    settings = seconds_per_cost, backward_ratio, exchange_shapes
+    settings = seconds_per_cost, backward_ratio
     return [
         _one_step(shape, model, costs[first::kinds], forward_only, *settings)
         for costs, forward_only in steps
@@ -74,7 +72,6 @@ def _one_step(
     forward_only: bool,
     seconds_per_cost: float,
     backward_ratio: float,
-    exchange_shapes: bool,
 ) -> list[Operation]:
     lengths = [2 + slot % 5 for slot in range(len(forward_costs))]
     data = {
@@ -82,12 +79,7 @@ def _one_step(
         "total_lengths": lengths,
         "response_lengths": [1] * len(lengths),
     }
-    one_each = arguments(
-        shape,
-        use_dynamic_batch_size=False,
-        micro_batch_size=1,
-        dynamic_batch_no_planned_shapes=exchange_shapes,
-    )
+    one_each = arguments(shape, use_dynamic_batch_size=False, micro_batch_size=1)
     iterators, (count,) = get_data_iterator(one_each, model, data)
     job, schedule = job_of(one_each), schedule_of(iterators)
     with collating(job, "timing") as agree:

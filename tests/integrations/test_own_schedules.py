@@ -1,0 +1,161 @@
+"""``build_dp_schedule`` of slime and miles, from their checkouts, beside the plan in its place.
+
+Each is read from a checkout that an environment variable names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.stand_ins import StandIns, forget, module_of
+from test_miles import unpartitioned
+from test_slime_schedule import arguments, check, parallel
+
+from mcore_batching.integrations.slime import hook_schedule
+
+CHECKOUTS = {
+    "slime": ("MCORE_BATCHING_SLIME_SCHEDULED", "624b824a8", "tests/test_dp_schedule.py", 6),
+    "miles": ("MCORE_BATCHING_MILES", "31f1ca961", "tests/fast/utils/test_dp_schedule.py", 15),
+}
+"""By framework: the variable, the commit, its own tests and their least number."""
+STAND_INS = ("ray", "httpx", "tqdm", "transformers", "huggingface_hub", "pydantic", "sglang")
+
+
+@pytest.fixture(params=CHECKOUTS)
+def checkout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The framework, read from its checkout; empty modules for what it imports besides."""
+    framework: str = request.param
+    variable, commit, *_ = CHECKOUTS[framework]
+    source = os.environ.get(variable)
+    if not source:
+        pytest.skip(f"{variable} does not name a checkout of {framework} ({commit})")
+    forget(*CHECKOUTS)
+    monkeypatch.syspath_prepend(source)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, StandIns(STAND_INS)])
+    before = set(sys.modules)
+    importlib.import_module(f"{framework}.utils.dp_schedule")
+    yield framework
+    forget(
+        *CHECKOUTS, *({name.partition(".")[0] for name in set(sys.modules) - before} & {*STAND_INS})
+    )
+
+
+def test_their_own_tests_of_the_function_pass_with_ours(
+    checkout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(pytest.mark), "unit", lambda test: test)
+    variable, _, tests, least = CHECKOUTS[checkout]
+    path = Path(os.environ[variable], tests)
+    if not path.exists():
+        pytest.skip(f"{path} is not in the checkout")
+    hooked = hook_schedule()
+    assert hooked is not None
+    with hooked:
+        own = [test for name, test in vars(module_of(path)).items() if name.startswith("test_")]
+        assert len(own) >= least
+        for test in own:
+            test()
+
+
+def lengths_of(seed: int, count: int, longest: int) -> list[int]:
+    draw = random.Random(seed)
+    return [
+        max(1, min(longest, int(draw.lognormvariate(0, 1) * longest / 8))) for _ in range(count)
+    ]
+
+
+def samples_of_steps(result: Any) -> list[list[int]]:
+    partitions, micro_batches, counts, _ = result
+    steps = [step for step, count in enumerate(counts) for _ in range(count)]
+    found: list[list[int]] = [[] for _ in counts]
+    for part, slots in zip(partitions, micro_batches, strict=True):
+        for step, samples in zip(steps, slots, strict=True):
+            found[step] += [part[i] for i in samples]
+    return [sorted(each) for each in found]
+
+
+def test_the_same_steps_as_theirs_and_undone_the_same_plans(checkout: str) -> None:
+    """Both plans pass the same check; rollouts that are left over may make miles a smaller step."""
+    module = sys.modules[f"{checkout}.utils.dp_schedule"]
+    draw = random.Random(5)
+    partial_steps = 0
+    for seed in range(40):
+        ranks, size = draw.choice([1, 2, 4]), draw.choice([4, 8])
+        count = size * draw.randint(1, 3) + draw.randint(0, size - 1)
+        rollouts = [name for name in range(count) for _ in range(draw.randint(1, 3))]
+        lengths = lengths_of(seed, len(rollouts), 1000)
+        if checkout == "miles":
+            config = unpartitioned(ranks)
+            args = arguments(1000, allow_partial_train_step=draw.random() < 0.7)
+        else:
+            # slime's own asserts that a step has samples for groups of all ranks.
+            chunks = [parallel(ranks, 1, 2, 4)] * (size >= 4 * ranks)
+            config = draw.choice([parallel(ranks), parallel(ranks, 2), *chunks])
+            args = arguments(1000)
+        given = {"global_batch_size": size, "rollout_indices": rollouts}
+        before = module.build_dp_schedule(args, config, lengths, **given)
+        hooked = hook_schedule()
+        assert hooked is not None
+        with hooked:
+            ours = module.build_dp_schedule(args, config, lengths, **given)
+        assert ours[3] == before[3]
+        assert samples_of_steps(ours) == samples_of_steps(before)
+        partial = ours[3][-1] % size
+        partial_steps += bool(partial)
+        checked = parallel(ranks) if checkout == "miles" else config
+        for result in (before, ours):
+            check(result, checked, lengths, rollouts, size, 1000, partial)
+        assert module.build_dp_schedule(args, config, lengths, **given) == before
+    assert (partial_steps > 5) == (checkout == "miles")
+
+
+def batch_of(lengths: list[int], rollouts: list[int]) -> dict[str, Any]:
+    """What miles' manager splits."""
+    return {
+        "tokens": [[1] * length for length in lengths],
+        "response_lengths": [1] * len(lengths),
+        "rewards": [0.0] * len(lengths),
+        "raw_reward": [0.0] * len(lengths),
+        "truncated": [0] * len(lengths),
+        "loss_masks": [[1]] * len(lengths),
+        "sample_indices": list(range(len(lengths))),
+        "rollout_ids": rollouts,
+        "rollout_mask_sums": [1] * len(lengths),
+    }
+
+
+@pytest.mark.parametrize("checkout", ["miles"], indirect=True)
+@pytest.mark.usefixtures("checkout")
+def test_miles_manager_splits_a_batch_by_our_plan_unless_the_trainer_plans() -> None:
+    """Three samples of 12 tokens for four micro-batches: the fourth is a placeholder."""
+    manager = importlib.import_module("miles.ray.rollout.train_data_conversion")
+    args = arguments(12, global_batch_size=3)
+    data = batch_of([12, 12, 12], [0, 1, 2])
+    config = unpartitioned(2)
+    assert manager.can_schedule_on_rollout_side(args, data, config)
+    with pytest.raises(AssertionError, match="dynamic path"):
+        manager.split_train_data_by_dp_scheduled_raw(args, dict(data), train_parallel_config=config)
+    hooked = hook_schedule()
+    assert hooked is not None
+    with hooked:
+        shards = manager.split_train_data_by_dp_scheduled_raw(
+            args, dict(data), train_parallel_config=config
+        )
+        images = data | {"multimodal_train_inputs": [{}] * 3}
+        assert not manager.can_schedule_on_rollout_side(args, images, config)
+        args.multi_lora = True
+        assert not manager.can_schedule_on_rollout_side(args, data, config)
+    assert sorted(i for shard in shards for i in shard["sample_indices"]) == [0, 1, 2]
+    for shard in shards:
+        assert shard["num_microbatches"] == [2]
+        assert shard["num_rollouts"] == [3]
+        assert shard["partition"] == shard["sample_indices"]
+        assert len(shard["micro_batch_indices"]) == 2
+    assert sum(not each for shard in shards for each in shard["micro_batch_indices"]) == 1
