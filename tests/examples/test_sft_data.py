@@ -67,6 +67,13 @@ def opening(messages: list[dict[str, Any]], **_: Any) -> str:
     )
 
 
+def closing_calls_first(messages: list[dict[str, Any]]) -> str:
+    """A template that wants a tool's answer behind a call, as some do, and takes no tools."""
+    for at, message in enumerate(messages[:-1]):
+        assert not message.get("tool_calls") or messages[at + 1]["role"] == "tool"
+    return closing(messages)
+
+
 def texts_alone(messages: list[dict[str, Any]], **_: Any) -> str:
     """A template that writes neither tool calls nor reasoning."""
     return closing([{"role": m["role"], "content": m["content"]} for m in messages])
@@ -75,6 +82,11 @@ def texts_alone(messages: list[dict[str, Any]], **_: Any) -> str:
 def forgetful(messages: list[dict[str, Any]], **_: Any) -> str:
     """A template that leaves out earlier texts."""
     return closing([m | {"content": ""} for m in messages[:-1]] + messages[-1:])
+
+
+def thoughtless(messages: list[dict[str, Any]], **_: Any) -> str:
+    """A template that leaves out the reasoning of all answers but the last."""
+    return closing([m | {"reasoning_content": None} for m in messages[:-1]] + messages[-1:])
 
 
 def needs_a_question(messages: list[dict[str, Any]], **_: Any) -> str:
@@ -121,6 +133,12 @@ TRAINED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         talk(USER, CALLING),
         'U:q/A:{"name": "add", "arguments": {"x": 1}}$\n',
         '{"name": "add", "arguments": {"x": 1}}$\n',
+    ),
+    "a call, then anything but a user": (
+        closing_calls_first,
+        talk(USER, CALLING | {"content": "c"}, {"role": "tool", "content": "1"}, ANSWER),
+        'U:q/A:c{"name": "add", "arguments": {"x": 1}}$\nT:1/A:a$\n',
+        'c{"name": "add", "arguments": {"x": 1}}$\na$\n',
     ),
     "tools": (closing, talk(USER, ANSWER, tools=[1]), "T[1]/U:q/A:a$\n", "a$\n"),
     "reasoning": (closing, talk(USER, THINKING), "U:q/A:hma$\n", "hma$\n"),
@@ -189,6 +207,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         "leaves out 'hm' of the assistant's",
     ),
     "rewritten": (forgetful, talk(USER, ANSWER), "rewrites what precedes message 2: give each"),
+    "rewritten later": (
+        thoughtless,
+        talk(USER, THINKING, USER, ANSWER),
+        "rewrites what precedes message 4",
+    ),
     "broken": (needs_a_question, talk(ANSWER), "IndexError: list index out of range"),
     "surrogate": (None, {"prompt": "\ud800", "completion": ""}, "UnicodeEncodeError"),
 }

@@ -109,13 +109,12 @@ def _rows(batch: Any) -> Iterator[dict[str, Tensor]]:
 
 def _extents(row: Mapping[str, Tensor], split_documents: bool) -> Iterator[tuple[int, int]]:
     """Start and end of each sample of a row."""
-    length, starts = len(row["tokens"]), {0}
+    cuts = {0, len(row["tokens"])}
     if split_documents:
-        starts |= {int(at) for at in (row["position_ids"] == 0).nonzero()}
+        cuts |= {int(at) for at in (row["position_ids"] == 0).nonzero()}
     if "cu_seqlens" in row:
-        # From 0.19 on they are filled up with the row's length.
-        starts |= {int(at) for at in row["cu_seqlens"] if at < length}
-    for start, end in itertools.pairwise([*sorted(starts), length]):
+        cuts |= {int(at) for at in row["cu_seqlens"]}  # often many times the row's length
+    for start, end in itertools.pairwise(sorted(cuts)):
         trained = row["loss_mask"][start:end].nonzero()
         if len(trained):
             yield start, start + int(trained[-1]) + 1

@@ -89,7 +89,7 @@ class _Unreadable(SftDataset):  # type: ignore[misc, valid-type]
 
 
 class _Conversations(SftDataset):
-    """Rows of two samples, and behind the second one padding."""
+    """Rows of two samples, and behind the second one padding; one of four counts as truncated."""
 
     def __len__(self) -> int:
         return super().__len__() // 2
@@ -101,6 +101,8 @@ class _Conversations(SftDataset):
         row = {name: torch.cat([both[0][name][:first], both[1][name]]) for name in both[0]}
         offsets = torch.full((first + length + 1,), first + length, dtype=torch.int32)
         offsets[:2] = torch.tensor([0, first])
+        if index % 4 == 0:
+            row["labels"][-1] = 0  # else padding's
         return row | {"cu_seqlens": offsets}
 
 
