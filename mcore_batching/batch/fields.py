@@ -268,11 +268,12 @@ def checked_values(
     else:
         found = [_value(field, index, value) for index, value in enumerate(values)]
     own = response_lengths if field.kind is Kind.PER_RESPONSE_TOKEN else total_lengths
+    axis, offset = -1 if field.kind is Kind.POSITION_IDS else 0, field.length_offset
     met: set[Hashable] = set()
     # After all became tensors: from here on a value has a shape and a type, or none at all.
     for index, value in enumerate(found):
         # Most values are like the first one, but for their length.
-        facts = _facts(field, value, own[index])
+        facts = _facts(value, axis, num_rows(own[index], offset))
         if facts in met:
             continue
         expected = unmet(field, value, total_lengths[index], response_lengths[index])
@@ -293,15 +294,13 @@ def checked_values(
     return found
 
 
-def _facts(field: Field, value: Any, length: int) -> Hashable:
-    """All that `unmet` goes by."""
+def _facts(value: Any, axis: int, rows: int) -> Hashable:
+    """All that `unmet` goes by, of a value that should have these rows on an axis."""
     if not isinstance(value, Tensor) or value.is_nested:
-        return str(type(value))
-    missing = None
-    if value.dim():
-        rows = value.shape[-1 if field.kind is Kind.POSITION_IDS else 0]
-        missing = num_rows(length, field.length_offset) - rows
-    return value.dtype, value.layout, value.device, value.dim(), missing, not value.numel()
+        return type(value).__qualname__
+    shape = value.shape
+    missing = rows - shape[axis] if shape else None
+    return value.dtype, value.layout, value.device, len(shape), missing, 0 in shape
 
 
 def _value(field: Field, index: int, value: Any) -> Any:

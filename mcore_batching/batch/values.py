@@ -91,7 +91,10 @@ def _first_outside(
     if not values:
         return None
     flat = joined([value.flatten() for value in values])
-    # A comparison with NaN is False.
+    if weights is None and flat.numel():
+        least, most = flat.aminmax()
+        if least >= 0 and most < end:  # a comparison with NaN is False
+            return None
     outside = ~((flat >= 0) & (flat < end))
     if weights is not None:
         outside &= joined([weight.flatten() for weight in weights]) != 0

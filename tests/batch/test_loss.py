@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -167,3 +168,15 @@ def test_padding_samples_do_not_show_in_the_last_bit(seed: int, more: int) -> No
         mine = [values[i] for i in indices]
         shares.append([mean(mine, row, totals).item() for mean in (token_mean, sample_mean)])
     assert shares[0] == shares[1]
+
+
+def test_sums_of_weights_are_exact_whatever_they_are() -> None:
+    count = 100_000
+    samples = batch_cases.make_samples([(count + 1, count), (3, 2)])
+    for weight in (0.1, 1.0, 3.0):
+        samples["loss_masks"] = [torch.full((count,), weight), torch.tensor([0.0, weight])]
+        totals, (weights,) = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals([0, 1])
+        single = float(torch.tensor(weight))
+        assert math.isclose(weights, (count + 1) * single, rel_tol=1e-12)
+        assert totals.token_weight == weights
+        assert (totals.num_tokens, totals.num_trained_samples) == (count + 1, 2)

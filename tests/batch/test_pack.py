@@ -137,6 +137,13 @@ def test_rows_are_made_where_the_tokens_are(has_masks: bool) -> None:
         assert torch.equal(row.responses.loss_masks, wanted.responses.loss_masks)
 
 
+def test_weights_of_a_row_are_not_those_of_its_field() -> None:
+    samples = make_samples([(4, 2)]) | {"loss_masks": [torch.ones(2)]}
+    (row,) = pack_on_all_ranks(samples)
+    row["loss_masks"][0].zero_()
+    assert row.responses.loss_masks.tolist() == [1, 1]
+
+
 def test_fields_are_copies_of_the_values_given() -> None:
     samples = make_samples([(4, 2), (3, 3)]) | {"uids": ["a", "b"], "values": None}
     (row,) = pack_on_all_ranks(samples)
@@ -420,6 +427,15 @@ def test_two_samples_of_a_host_never_train_the_same_token() -> None:
     shapes = [(8, 3), (5, 2), (12, 5), (4, 4)]  # the last turn's response begins a token early
     with pytest.raises(BatchError, match="train the token behind token 6 of sample 2;"):
         pack_on_all_ranks(turns(shapes), hosts=HOSTS, schema=MARKED)
+
+
+def test_samples_of_one_token_that_nothing_predicts_may_share_a_host() -> None:
+    samples = make_samples([(1, 1), (1, 1), (5, 2), (4, 2)])
+    for turn in (0, 1):
+        samples["tokens"][turn] = samples["tokens"][3][:1].clone()
+    (row,) = pack_on_all_ranks(samples, hosts=[3, 3, 2, 3])
+    assert row.host_cu_seqlens_padded == (0, 5, 9)
+    assert row.responses.loss_masks[:2].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("hosts", [[2, 1, 2], [2, 1, 2, 4], [3, 1, 2, 2], [2, 1, 2, -1]])
