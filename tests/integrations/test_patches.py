@@ -14,13 +14,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from kit.conversations import PACKAGES, words_for, write_lines
 from kit.patience import patience
-from kit.stock_jobs import COMMON, FLAG, PP2, VARIANTS, steps
+from kit.stock_jobs import COMMON, FLAG, ON, PP2, VARIANTS, steps
 
 from mcore_batching.integrations import megatron_lm
 
@@ -186,12 +187,14 @@ def patched_training(tree: Path) -> Path:
     return patched
 
 
-def train(tree: Path, script: Path, *flags: str, nproc: int = 2, iterations: int = 4) -> list[str]:
+def train(
+    tree: Path, script: Path, *flags: str, nproc: int = 2, arguments: Sequence[str] = ARGUMENTS
+) -> list[str]:
     """The log line of every iteration, without the times in it."""
     launcher = tree / "launch.py"
     launcher.write_text(LAUNCH)
     variables = dict(os.environ) | {
-        "PYTHONPATH": os.pathsep.join([str(tree), str(REPOSITORY)]),
+        "PYTHONPATH": os.pathsep.join([str(tree), str(REPOSITORY), str(PACKAGES)]),
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONWARNINGS": "ignore",
@@ -200,7 +203,7 @@ def train(tree: Path, script: Path, *flags: str, nproc: int = 2, iterations: int
         variables |= {"MCORE_BATCHING_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     done = subprocess.run(
-        [sys.executable, *command, str(launcher), str(script), *ARGUMENTS, *flags],
+        [sys.executable, *command, str(launcher), str(script), *arguments, *flags],
         cwd=tree,
         env=variables,
         capture_output=True,
@@ -210,7 +213,7 @@ def train(tree: Path, script: Path, *flags: str, nproc: int = 2, iterations: int
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     # Up to the last column: without a newline, what the other process prints may follow.
     lines = re.findall(r"\] +(iteration +\d+/.*\|)", done.stdout)
-    assert len(lines) == iterations, done.stdout[-6000:]
+    assert len(lines) == 4, done.stdout[-6000:]
     return [re.sub(r"elapsed time[^|]*\||batching/\w+ seconds[^|]*\|", "", i) for i in lines]
 
 
@@ -247,11 +250,15 @@ def test_the_patched_stock_script_trains(tmp_path: Path) -> None:
     copy(checkout, tmp_path, "pretrain_gpt.py", "gpt_builders.py", "model_provider.py")
     apply(tmp_path, "core_v0.19.0", "--include=pretrain_gpt.py")
     script = tmp_path / "pretrain_gpt.py"
-    unflagged = train(tmp_path, script, "--mock-data")
-    flagged = train(tmp_path, script, "--mock-data", *FLAG)
+    mock = [*ARGUMENTS[2:], "--mock-data"]  # without --data-path
+    unflagged = train(tmp_path, script, arguments=mock)
+    flagged = train(tmp_path, script, *FLAG, arguments=mock)
     assert counted(flagged) == counted(unflagged)
     assert losses(flagged) == pytest.approx(losses(unflagged), rel=2e-6)
     assert all("batching/fill" in line for line in flagged)
+    words = ["--sft", *words_for("core_v0.19.0", write_lines(tmp_path / "data.jsonl", 2)), *ON]
+    narrow, wide = (losses(train(tmp_path, script, *words, cap)) for cap in ("96", "1024"))
+    assert narrow == pytest.approx(wide, rel=2e-6)
 
 
 @pytest.mark.long
