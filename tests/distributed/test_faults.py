@@ -87,6 +87,7 @@ PLACEHOLDERS = "guarantees:placeholders_add_nothing"
 STEPS = "guarantees:several_steps"
 ROUTER = "guarantees:router_counts_real_tokens"
 NONFINITE = "nonfinite:error_or_skipped"
+UNTRAINED = "counted_steps:nothing_to_train"
 HOOKED = "hooking:equals_the_engine"
 JOBS = [
     *(
@@ -139,6 +140,14 @@ JOBS = [
     job("steps-shared", STEPS, DP2, sizes=[5, 2], batch=3, **SHARED),
     job("later-dp2", "guarantees:later_steps", DP2),
     job("later-dp2-pp2", "guarantees:later_steps", DP2 | PP2),
+    *(
+        job(f"learning-rates-{turns}-turns", "counted_steps:learning_rates", DP2, turns=turns)
+        for turns in (1, 5)
+    ),
+    job("nothing-to-train-experts", UNTRAINED, DP2_EP2, kind="moe"),
+    job("nothing-to-train-exchange", UNTRAINED, DP2, planner={"dynamic_batch_exchange": True}),
+    job("nothing-to-train-shared-rows", UNTRAINED, DP2, planner=SHARED),
+    job("nothing-to-train-dp2-pp2", UNTRAINED, DP2 | PP2, distributed_optimizer=True),
     job("models-of-shared-rows", "shared_rows:refused_models", {"data_parallel": 1}),
     job("time-outs", "guarantees:wrong_time_outs_are_named", DP2),
     job(

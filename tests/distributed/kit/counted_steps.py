@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -13,6 +14,7 @@ from megatron.core.utils import unwrap_model
 
 from kit.calls import my_samples, small_model
 from kit.exactness import arguments
+from kit.guarantees import error_of
 from kit.model import adam, sharded_model
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
@@ -43,12 +45,11 @@ def scheduler_of(optimizer: Any, num_samples: int) -> OptimizerParamScheduler:
     )
 
 
-def learning_rates(dims: dict[str, Any], reference: str, turns: int) -> dict[str, Any]:
-    """Of a job whose steps hold 2 prompts of 2 trajectories, each of so many samples.
+def learning_rates(dims: dict[str, Any], reference: str, turns: int) -> None:
+    """A step counts as what is said of it, whatever turns it holds, or as the global batch size.
 
-    Returns:
-        ``rates`` after each step, ``consumed`` in each; the same of steps of 3 ``samples``; what is
-        said where nothing tells what a step counts as.
+    Megatron's scheduler took the turns of a step for samples. Here steps hold 2 prompts of 2
+    trajectories, each of so many samples.
     """
     model = small_model(dims, reference)
     shape = ParallelDims(**dims)
@@ -81,24 +82,31 @@ def learning_rates(dims: dict[str, Any], reference: str, turns: int) -> dict[str
         args, model, data | {"dynamic_global_batch_size": increment}, steps=steps
     )
     told: list[tuple[Any, dict[str, Any]]] = [(planned, {"increment": increment}), (declared, {})]
-    report: dict[str, Any] = {
-        "prompts": [
-            trained(each, scheduler, step=step, **options)
-            for each, options in told
-            for step in range(len(steps))
-        ]
-    }
-    refused = []
-    for options in ({}, {"increment": 0}, {"increment": 2.5}):
-        try:
-            trained(planned, scheduler, **options)
-        except Exception as error:
-            refused.append(f"{type(error).__name__}: {error}")
+    prompts = [
+        trained(each, scheduler, step=step, **options)
+        for each, options in told
+        for step in range(len(steps))
+    ]
+    assert [rate for rate, _ in prompts] == pytest.approx([7.5e-4, 5e-4, 2.5e-4, 0.0], abs=1e-9)
+    assert [consumed for _, consumed in prompts] == [increment] * 4
+    # Never guessed.
+    for options, text in (
+        ({}, "ConfigError: no global_batch_size (--global-batch"),
+        ({}, "set increment to what lr_decay_steps counts a step as"),
+        ({"increment": 0}, "increment must be 1 or more, got 0"),
+        ({"increment": 2.5}, "increment must be an integer, got 2.5"),
+    ):
+        assert text in error_of(lambda options=options: trained(planned, scheduler, **options))
     args.global_batch_size = 3
     planned = get_data_iterator(args, model, data)
-    scheduler = scheduler_of(optimizer, 3 * len(planned[1]))
-    report["samples"] = [trained(planned, scheduler, step=step) for step in range(len(planned[1]))]
-    return report | {"refused": refused}
+    number = len(planned[1])
+    scheduler = scheduler_of(optimizer, 3 * number)
+    samples = [trained(planned, scheduler, step=step) for step in range(number)]
+    # The last, short one too: Megatron's decay is so many steps of a whole batch.
+    left = [1e-3 * (number - 1 - step) / number for step in range(number)]
+    assert number == -(-8 * turns // 3)
+    assert [rate for rate, _ in samples] == pytest.approx(left, abs=1e-9)
+    assert [consumed for _, consumed in samples] == [3] * number
 
 
 def nothing_to_train(
@@ -107,12 +115,9 @@ def nothing_to_train(
     kind: str = "dense",
     planner: dict[str, Any] | None = None,
     distributed_optimizer: bool = False,
-) -> dict[str, Any]:
-    """Steps without samples, or of padding samples alone, after one that left momentum.
-
-    Returns:
-        for each what `train_step` said, and ``changed``: what it left otherwise than it was.
-    """
+) -> None:
+    """Steps without samples, or of padding samples alone, change nothing after one that left
+    momentum: this moved the weights by 6.6e-3, and padding samples a router's bias."""
     settings: dict[str, Any] = {}
     if kind == "moe":  # counted tokens move the bias
         settings = {
@@ -155,24 +160,21 @@ def nothing_to_train(
         )
 
     train(data, None, 0)
-    report: dict[str, Any] = {}
     for name, case in cases.items():
         before = _state(model, optimizer, scheduler)
         result = train(*case)
         after = _state(model, optimizer, scheduler)
-        report[name] = {
-            "updated": result.update_successful,
-            "consumed": result.consumed_samples,
-            "loss": result.metrics.get("loss", 0.0),
-            "changed": [key for key in before if not torch.equal(before[key], after[key])],
-        }
+        assert (result.update_successful, result.consumed_samples) == (False, 0), name
+        assert result.metrics.get("loss", 0.0) == 0.0, name
+        assert [key for key in before if not torch.equal(before[key], after[key])] == [], name
     before = _state(model, optimizer, scheduler)
+    # Masked samples are samples: unpacked, too, their step is an update.
     masked = data | {"loss_masks": [torch.zeros(n) for n in data["response_lengths"]]}
-    for name, samples in (("masked", masked), ("real", data)):
+    for samples in (masked, data):
         result = train(samples, None, 0)
-        report[name] = {"updated": result.update_successful, "consumed": result.consumed_samples}
+        assert (result.update_successful, result.consumed_samples) == (True, 5)
     after = _state(model, optimizer, scheduler)
-    return report | {"moved": sum(not torch.equal(before[key], after[key]) for key in before)}
+    assert sum(not torch.equal(before[key], after[key]) for key in before) > 10
 
 
 def _state(model: list[Any], optimizer: Any, scheduler: Any) -> dict[str, torch.Tensor]:
