@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from planning_cases import broken_invariants, examples, log_normal
-from test_dynamic_cp import LAYOUTS, broken, long_tailed
+from test_dynamic_cp import LAYOUTS, long_tailed
 from test_search import PP4, Step, as_tuples, problems
 
 from mcore_batching.planning import (
@@ -166,7 +166,7 @@ def test_moves_between_shared_rows_end_steps_sooner(dims: ParallelDims, forward_
         context_parallel=tuple(map(tuple, after.sizes)),
     )
     validate_plan(plan, LENGTHS)
-    assert broken(plan, LENGTHS) == set()
+    assert broken_invariants(plan, LENGTHS) == set()
     assert predicted_step_time(plan, LENGTHS) == pytest.approx(after.end, rel=1e-12)
 
 
@@ -212,4 +212,4 @@ def test_ranks_whose_passes_cost_nothing_are_planned_too() -> None:
     model = CostModel(per_micro_batch=0.0, layers="aaaV", layer_costs=layers)
     dims = ParallelDims(data_parallel=4, pipeline_parallel=2)
     config, lengths = PlannerConfig(max_tokens_per_gpu=6384, max_context_parallel=2), [5000] * 3
-    assert broken(plan_step(lengths, dims, config, model), lengths) == set()
+    assert broken_invariants(plan_step(lengths, dims, config, model), lengths) == set()

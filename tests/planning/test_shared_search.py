@@ -26,7 +26,6 @@ from mcore_batching.planning.search.dynamic_cp import (
     shared_objective,
 )
 from mcore_batching.planning.search.objective import Step
-from mcore_batching.planning.search.targets import StepShape
 
 PP2 = LAYOUTS[0]
 
@@ -47,7 +46,7 @@ def test_assignments_are_made_with_several_numbers_of_slots(
         step = make(steps, assignment)
         made.append(assignment)
         if step is not None:
-            count = assignment.shape.num_slots
+            count = assignment.num_slots
             earliest[count] = min(step.end, earliest.get(count, step.end))
         return step
 
@@ -66,8 +65,8 @@ def test_assignments_are_judged_by_all_ranks_together(dims: ParallelDims) -> Non
     config = PlannerConfig(max_tokens_per_gpu=9000, max_context_parallel=4)
     steps = SharedSteps(shared_objective(Problem.of(lengths, dims, config)))
     sizes = (4, 2, 2) + (1,) * 800
-    for first, skip in ((0.1, 0.0), (0.4, 0.5)):
-        assignment = CpAssignment(sizes, StepShape(12, first), skip)
+    for steeper, skip in ((1.0, 0.0), (0.2, 0.5)):
+        assignment = CpAssignment(sizes, 12, steeper, skip)
         made = steps.make(assignment)
         assert made is not None
         assert steps.judge(assignment) == pytest.approx(made.end, rel=0.02)

@@ -5,12 +5,12 @@ A step is made for each of several numbers of slots, in rounds:
     targets → assign → simulate → ranks that end late get less work in the next round, since a rank
                                   that holds a very long sample waits for it
 
-1. Numbers of slots far apart first, then those between the best two and their neighbours.
-2. Of the best, a gentle rise and other sizes of the first slot.
-3. Single samples are moved in the best few (`moves`), then in the best alone.
+1. Every second number of slots, then those beside the best two.
+2. Of the best three, more rounds, until three in a row are in vain.
+3. Single samples are moved in these three (`moves`), then in the best alone.
 
-With many ranks, some of these stand for all in 1 and 2. A step that no plan beats ends the search.
-Work is counted in simulated passes, never in time, so the same input gives the same plan.
+With many ranks, some of these stand for all in 1. A step that no plan beats ends the search. Work
+is counted in simulated passes, never in time, so the same input gives the same plan.
 """
 
 from __future__ import annotations
@@ -26,20 +26,16 @@ from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_e
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Ranks, Step
 from mcore_batching.planning.search.targets import (
-    StepShape,
     Targets,
     all_targets,
     lockstep_targets,
 )
 
 BUDGET_OF_ROUNDS = 0.5
-"""Share of the budget after which no further shape is tried, so that little effort leaves some for
+"""Share of the budget after which no further number is tried, so that little effort leaves some for
 moves; 512 samples at the default effort take less."""
 COST_OF_ASSIGNING = 6
 """Assigning one sample counts as 6 simulated passes, about its CPU time."""
-USUAL, FIRST_SIZES = 0.25, (0.1, 0.45)
-"""Size of the first slot over the plateau by which numbers of slots are compared, and those that
-are tried of the best numbers: with the first alone steps end 0.1 % later."""
 DAMPING = 0.7
 """Share of a rank's lateness that its work is cut by in the next round; with 1, 0.05 % later."""
 CLEARLY_SOONER = 0.995
@@ -51,11 +47,12 @@ MOST_SLOTS_PER_STAGE = 16
 """Most micro-batches tried per stage; with 8, steps under tight caps end 0.7 % later."""
 STEPS_OF_COUNTS = 7
 """Numbers of slots tried grow by a seventh each; by a fourth, steps end 0.07 % later."""
-MOST_MOVED, SHARE_OF_EACH = 3, 1 / 12
-"""Steps, of different numbers of slots, in which samples are moved before the best goes on, and the
-share of the budget for each; with the best alone 0.05 % later, with experts 0.2 %."""
+MOST_MOVED, SHARE_OF_EACH, IN_VAIN = 3, 1 / 12, 3
+"""Steps, of different numbers of slots, that get more rounds and in which samples are moved before
+the best goes on, and the share of the budget for each: with the best alone 0.1 % later, single ones
+2.5 %. Rounds that gain little end these: long samples on 8 stages 0.4 % later with one."""
 FEW_RANKS, FEW_SAMPLES = 8, 512
-"""Shapes are compared on 8 of the ranks, or as many as hold 512 samples, with that share of the
+"""Numbers are compared on 8 of the ranks, or as many as hold 512 samples, with that share of the
 samples, unless that is more than half of the ranks. Without, steps on DP32×PP8 end 0.7 % later,
 as the budget buys fewer rounds."""
 
@@ -78,11 +75,12 @@ class Rounds:
         small = self._alone[-max(1, len(self.order) // SMALL) :]
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
-        self.offsets: dict[StepShape, list[float]] = {}
-        """Of shapes that were made, the work that each rank, or all of a lockstep group, is to have
-        beyond the mean in the next round."""
-        self.best: dict[StepShape, Step] = {}
-        """The step of each shape that ends first."""
+        self._targets_of: dict[int, Targets] = {}
+        self.offsets: dict[int, list[float]] = {}
+        """For each number of slots tried, the work beyond the mean that each rank, or all of a
+        lockstep group, is to have in the next round."""
+        self.best: dict[int, Step] = {}
+        """The step of each number of slots that ends first."""
 
     @property
     def is_perfect(self) -> bool:
@@ -90,56 +88,69 @@ class Rounds:
         return any(self.objective.is_best(step.end) for step in self.best.values())
 
     @property
-    def soonest(self) -> list[StepShape]:
-        """Shapes of the steps made, the one that ends first before the others."""
-        return sorted(self.best, key=lambda shape: (self.best[shape].end, shape))
+    def soonest(self) -> list[int]:
+        """Numbers of slots of the steps made, the one that ends first before the others."""
+        return sorted(self.best, key=lambda count: (self.best[count].end, count))
 
-    def make(self, shape: StepShape, *, in_vain: int = 1) -> None:
-        """Make steps of a shape, in rounds until `in_vain` in a row made one end hardly sooner."""
-        if shape not in self.offsets:
+    def make(self, count: int, *, in_vain: int = 1) -> None:
+        """Make steps of so many slots, in rounds until `in_vain` in a row made one end hardly
+        sooner."""
+        if count not in self.offsets:
             # The nearest number's ranks are even already, which saves rounds.
-            near = min(
-                sorted(self.offsets),
-                key=lambda made: abs(made.num_slots - shape.num_slots),
-                default=None,
-            )
+            near = min(sorted(self.offsets), key=lambda made: abs(made - count), default=None)
             groups = len(self._problem.dims.lockstep_groups)
-            self.offsets[shape] = self.offsets[near] if near else [0.0] * groups
+            self.offsets[count] = self.offsets[near] if near else [0.0] * groups
         left, before = in_vain, math.inf
         while left:
-            end = self._round(shape)
+            end = self._round(count)
             if end is None or self.objective.is_best(end) or self.objective.budget <= 0:
                 return
-            if len(self.offsets[shape]) == 1:  # there is no other rank to be even with
+            if len(self.offsets[count]) == 1:  # there is no other rank to be even with
                 return
             left = in_vain if end < CLEARLY_SOONER * before else left - 1
             before = min(before, end)
 
-    def _round(self, shape: StepShape) -> float | None:
+    def compare(self, keep: float) -> None:
+        """Make steps of every second number of slots, then of those beside the best two, until
+        `keep` is left of the budget."""
+        problem = self._problem
+        counts = useful_counts(problem.fewest_rows, problem.num_samples, self.ranks, problem.dims)
+        near = [*counts[::2], counts[-1]]
+        while new := sorted(set(near) - self.offsets.keys()):
+            for count in new:
+                if self.is_perfect or (self.objective.budget < keep and self.best):
+                    return
+                self.make(count)
+            places = [counts.index(count) for count in self.soonest[:2]]
+            near = [count for at in places for count in counts[max(0, at - 1) : at + 2]]
+
+    def _round(self, count: int) -> float | None:
         """The end of the step of one more assignment; None if samples do not fit into slots."""
         problem = self._problem
         self.objective.budget -= COST_OF_ASSIGNING * len(self.order)
-        ranks = assign(self.order, self._targets(shape), problem)
+        ranks = assign(self.order, self._targets(count), problem)
         if ranks is None:
             return None
         step = self.objective.step(self._arranged(ranks))
         mean = ordered_sum(step.ends) / len(step.ends)
         passes = problem.schedule.cost_of_passes
-        self.offsets[shape] = [
+        self.offsets[count] = [
             more - DAMPING * (end - mean) / passes
-            for more, end in zip(self.offsets[shape], step.ends, strict=True)
+            for more, end in zip(self.offsets[count], step.ends, strict=True)
         ]
-        if shape not in self.best or step.end < self.best[shape].end:
-            self.best[shape] = step
+        if count not in self.best or step.end < self.best[count].end:
+            self.best[count] = step
         return step.end
 
-    def _targets(self, shape: StepShape) -> list[list[float]]:
+    def _targets(self, count: int) -> list[list[float]]:
         problem = self._problem
-        work = self._work + shape.num_slots * problem.cost_model.per_micro_batch
-        targets = Targets(problem, shape, self._least)
+        work = self._work + count * problem.cost_model.per_micro_batch
+        if count not in self._targets_of:
+            self._targets_of[count] = Targets(problem, count, self._least)
+        targets = self._targets_of[count]
         if problem.dims.in_lockstep:
             return [lockstep_targets(targets, work, problem, self.order)] * self.ranks
-        return all_targets(targets, [work + more for more in self.offsets[shape]], self._alone)
+        return all_targets(targets, [work + more for more in self.offsets[count]], self._alone)
 
     def _arranged(self, slots: list[Slots]) -> list[Slots]:
         """The slots of all ranks without needless placeholders, those of each group of slots, which
@@ -223,84 +234,25 @@ def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
 
 
 def _made(objective: Objective) -> list[Step]:
-    """Steps of the shapes that do best."""
+    """Steps of the numbers of slots that do best."""
     whole = rounds = Rounds(objective)
     keep = (1.0 - BUDGET_OF_ROUNDS) * objective.budget
     per_rank = max(1, objective.problem.num_samples) / whole.ranks
     few = max(FEW_RANKS, math.ceil(FEW_SAMPLES / per_rank))
     if whole.ranks >= 2 * few:
         rounds = thinned(whole, few)
-    _compare_shapes(rounds, keep)
-    order = rounds.soonest
-    if rounds is not whole:
-        objective.budget = rounds.objective.budget
-        # Of each number its best shape alone: on all ranks the numbers may change places.
-        best = {shape.num_slots: shape for shape in reversed(order)}
-        order = sorted(best.values(), key=order.index)[:2]
-        for shape in order:
-            learnt = rounds.offsets[shape]
-            spread = [rank * len(learnt) // whole.ranks for rank in range(whole.ranks)]
-            whole.offsets[shape] = [learnt[each] for each in spread]
-    alternates = objective.problem.schedule.alternates
-    if rounds is not whole or not alternates:
-        for shape in order:
-            if whole.is_perfect or (whole.best and objective.budget < keep):
-                break
-            whole.make(shape, in_vain=3 if not alternates else 1)
-    found = [whole.best[shape] for shape in whole.soonest]
-    if not (whole.is_perfect or alternates or objective.budget <= 0):
-        counts = _counts(whole)[:3]
-        found += filter(None, map(whole.folded, counts))
-    return found
-
-
-def _counts(rounds: Rounds) -> list[int]:
-    problem = rounds.objective.problem
-    return useful_counts(problem.fewest_rows, problem.num_samples, rounds.ranks, problem.dims)
-
-
-def _compare_shapes(rounds: Rounds, keep: float) -> None:
-    """Make steps of numbers of slots far apart, then of those near the best two; of these with a
-    gentle rise, a fall that fades and other first sizes."""
-    objective, counts = rounds.objective, _counts(rounds)
-    schedule = objective.problem.schedule
-
-    def make(shapes: Iterable[StepShape]) -> bool:
-        """Make steps of shapes; True if there was any to make and budget is left."""
-        new = sorted(set(shapes) - rounds.offsets.keys())
-        for shape in new:
-            if rounds.is_perfect or (objective.budget < keep and rounds.best):
-                return False
-            rounds.make(shape)
-        return bool(new)
-
-    stride = 4
-    # Whatever that takes: with fewer numbers a small budget ends far from the best.
-    for count in sorted({*counts[::stride], counts[-1]}):
-        if not rounds.is_perfect:
-            rounds.make(StepShape(count, USUAL))
-    while stride > 1:
-        stride //= 2
-        while make(
-            shape._replace(num_slots=count)
-            for shape in rounds.soonest[:2]
-            for at in [counts.index(shape.num_slots)]
-            for count in counts[max(0, at - stride) : at + stride + 1 : stride]
-        ):
-            pass
-    for count in reversed(counts):
-        if rounds.best:
+    rounds.compare(keep)
+    objective.budget = rounds.objective.budget
+    for count in rounds.soonest[:MOST_MOVED]:
+        if whole.is_perfect or (whole.best and objective.budget < keep):
             break
-        # Where samples fit into no others: even micro-batches, whatever budget is left.
-        rounds.make(StepShape(count, first_size=1.0))
-    if schedule.which_cost:
-        make(shape._replace(fades=True) for shape in rounds.soonest[:2])
-    # Where ranks run together sizes are fitted, whatever the shape was.
-    if not schedule.alternates or objective.problem.dims.in_lockstep:
-        return
-    make(shape._replace(gentle=True) for shape in rounds.soonest[:2])
-    for shape in rounds.soonest[:3]:
-        make(shape._replace(first_size=first) for first in FIRST_SIZES)
+        learnt, groups = rounds.offsets[count], len(objective.problem.dims.lockstep_groups)
+        whole.offsets[count] = [learnt[group * len(learnt) // groups] for group in range(groups)]
+        whole.make(count, in_vain=IN_VAIN)
+    found = list(whole.best.values())
+    if not (whole.is_perfect or objective.problem.schedule.alternates or objective.budget <= 0):
+        found += filter(None, map(whole.folded, rounds.soonest[:MOST_MOVED]))
+    return found
 
 
 def improve_best(found: Sequence[Step], objective: Objective) -> Step:

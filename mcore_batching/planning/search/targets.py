@@ -5,8 +5,8 @@ and may grow only as fast as the backward passes behind them allow, its last mus
 has a plateau as high as its work asks for, or as its longest sample. The higher that is the fewer
 slots reach it, and what is left of them holds next to nothing:
 
-    usual   0.25 0.42 0.69 1.00 1.00 1.00 1.00 0.92 0.85 0.73 0.5     times the plateau
-    long    0.05 0.05 0.05 0.08 0.14 0.23 0.38 0.63 1.00 0.86 0.5     one sample is the plateau
+    usual   0.45 0.75 1.00 1.00 1.00 1.00 0.95 0.92 0.85 0.73 0.45    times the plateau
+    long    0.06 0.09 0.16 0.26 0.43 0.71 1.00 0.65 0.45 0.01 0.01    one sample is the plateau
 
 (PP4, 11 slots). Under the interleaved schedule groups of slots take the place of slots, of a
 pipeline of two stages. On one stage, and forward alone, order matters little: targets are even.
@@ -15,119 +15,111 @@ Where ranks run in lockstep all have the same targets, fitted to the clock.
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, repeat
-from operator import mul
-from typing import NamedTuple
 
 from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
 
-STEEPER = 0.25
-"""Before a long sample the first slot is a quarter of the usual: whatever precedes it delays it.
-With the usual one steps end 0.4 % later, one in ten by more than 1 %."""
-LOWEST = 0.5, 1.25
-"""Last slot over the plateau: 1.25 · stages / slots (groups), at most 0.5, as a linear program has
-it. Both halved or doubled, steps end 0.16 or 0.27 % later."""
+ENDS = 0.5, 1.25
+"""First and last slot over the plateau: 1.25 · stages / slots (groups), at most 0.5, as a linear
+program has the last. Both halved or doubled, steps end 0.16 or 0.27 % later."""
 FADED, SMALLER = 0.02, 0.4
-"""Last slot over the plateau of a fall that fades, and the first slots before it over the usual: a
-stage slower than the others idles for as long as both pass these. Without, steps on uneven stages
-end 0.6 % later."""
+"""Where stages differ the last slot is 0.02 of the plateau and the first 0.4 of the usual: a stage
+slower than the others idles for as long as both pass these. Without, steps on uneven stages end
+0.9 % later."""
+STEEPER = (0.0625, FADED), (0.125, ENDS[0]), (0.25, ENDS[0])
+"""Before a long sample the first slot is a sixteenth, an eighth or a quarter of the usual, since
+whatever precedes it delays it; the second is the last slot at most. Of these shapes that is taken
+which ends sooner by the clock: with the second alone steps end 0.3 % later. Where stages differ it
+is the third: there the clock is no guide, as costs of long samples are made up otherwise."""
+GENTLER = 5
+"""Shapes from a quarter of the usual first slot up to the usual, for ranks with more work."""
 SHARED_OVER = 1.12
 """A long sample shares a rank with a longer one in a slot whose target is up to 12 % smaller: fewer
-ranks have to wait for one. Without, steps end 0.3 % later, of long samples on 8 stages 2 %."""
+ranks have to wait for one. Without, steps of long samples on 8 stages end 4 % later."""
 HALVINGS = 14
 """Steps of a bisection: to 1/16,384 of its range."""
 FIT_STEPS, FIRST_STEP = 40, 0.15
 """Steps of fitting, the first by 0.15 of a mean slot, the tenth by half as much. Without, steps in
-lockstep end 1.5 % later."""
+lockstep end 0.1 % later, single ones 2 %."""
 ROUNDED, TINY = 1.0 + 1e-7, 1e-9
 """Samples that just fill a slot up are held by it; keeps divisors above zero."""
 
 
-class StepShape(NamedTuple):
-    """The shape of a step, decided before samples are assigned."""
+@functools.lru_cache(maxsize=4096)
+def rise_and_fall(
+    units: int, stages: int, growth: float, first: float, last: float, *, falls_late: bool
+) -> list[float]:
+    """Sizes of slots (groups) over the plateau.
 
-    num_slots: int
-    """Number of slots."""
-    first_size: float
-    """Size of the first slot (group of slots) over the plateau; from 1 on all slots are even."""
-    gentle: bool = False
-    """True for a rise along a line, and a fall over twice as many slots."""
-    fades: bool = False
-    """True for a fall to next to nothing and smaller first slots, for stages that wait for a slower
-    one; tried where stages differ."""
+    Args:
+        units: number of slots (groups).
+        stages: of the pipeline.
+        growth: each size is `first` and this times the last `stages - 1` sizes together: what their
+            backward passes let by.
+        first: the first size.
+        last: the last size.
+        falls_late: False for a fall over as many slots as a linear program has it, True for a
+            shorter one, each size a multiple of the next.
+    """
+    sizes: list[float] = []
+    while len(sizes) < units and (not sizes or sizes[-1] < 1.0):
+        sizes.append(min(1.0, first + growth * ordered_sum(sizes[1 - stages :])))
+    sizes += repeat(1.0, units - len(sizes))
+    decay = (2 * stages - 1.4) / (2 * stages + 1.4)
+    power = 1.0
+    for unit in reversed(range(units)):
+        fall = last / max(power, last) if falls_late else 1.0 - (1.0 - last) * power
+        sizes[unit] = min(sizes[unit], fall)
+        power *= decay
+    return sizes
 
 
 class Targets:
-    """Targets of ranks, for one shape of a step.
+    """Targets of ranks, for one number of slots.
 
     Args:
         problem: gives the schedule and the costs.
-        shape: of the step.
+        count: number of slots.
         least: cost of a micro-batch of one small sample.
     """
 
-    def __init__(self, problem: Problem, shape: StepShape, least: float) -> None:
-        schedule, ratio = problem.schedule, problem.cost_model.backward_ratio
-        self.count = shape.num_slots
-        self._least, self._fixed = least, problem.cost_model.per_micro_batch
+    def __init__(self, problem: Problem, count: int, least: float) -> None:
+        self._schedule, ratio = problem.schedule, problem.cost_model.backward_ratio
+        self.count, self._least = count, least
+        self._fixed = problem.cost_model.per_micro_batch
         self._group = problem.dims.slots_per_group
         self._forward_only = problem.forward_only
-        self.even = shape.first_size >= 1.0 or not schedule.alternates
-        if self.even:
-            return
+        self.units = -(-count // self._group)
         # Groups pass like slots through two stages: their forward and their backward passes.
-        self._stages = stages = problem.dims.pipeline_parallel if self._group == 1 else 2
+        self._stages = problem.dims.pipeline_parallel if self._group == 1 else 2
         # A step run backwards is one with forward and backward exchanged.
         self._mirrored = ratio < 1.0
-        self._growth = (1.0 if shape.gentle else max(ratio, 1.0 / ratio)) / (stages - 1)
-        self._units = -(-self.count // self._group)
-        span = (4 if shape.gentle else 2) * stages
-        self._decay = (span - 1.4) / (span + 1.4)
-        powers = accumulate(repeat(self._decay, self._units), mul, initial=1.0)
-        self._first = shape.first_size
-        self._lowest = min(LOWEST[0], LOWEST[1] * stages / self._units)
-        self._falls = list(powers)
-        """What units before the last lack of the plateau, over what the last lacks."""
-        if shape.fades:
-            self._first, self._lowest = SMALLER * self._first, 0.0
-            self._falls = [1.0 - FADED / max(power, FADED) for power in self._falls]
-        rise = self._rise(self._first)
-        units = self._rise_and_fall(rise, self._units - 1, 1.0 - self._lowest)
-        self.usual = self._of_slots(units)
+        self._growth = max(ratio, 1.0 / ratio) / max(1, self._stages - 1)
+        self._is_uneven = bool(self._schedule.which_cost)
+        self.even = not self._schedule.alternates
+        """True on one stage and forward alone, where order matters little."""
+        self.usual = [1.0] * count if self.even else self.shape(self.units, 1.0)
         """Sizes of slots over the plateau where no sample is long [slots]."""
         self._usual_sum = ordered_sum(self.usual)
 
-    def _rise(self, first: float) -> list[float]:
-        """Sizes of units up to the plateau: each adds to the first what the backward passes of the
-        last `stages - 1` let by."""
-        sizes: list[float] = []
-        for unit in range(self._units):
-            before = sizes[max(0, unit + 1 - self._stages) :]
-            size = first + self._growth * ordered_sum(before)
-            if size >= 1.0:
-                return sizes + [1.0] * (self._units - unit)
-            sizes.append(size)
-        return sizes
-
-    def _rise_and_fall(self, rise: Sequence[float], last: int, lacking: float) -> list[float]:
-        """Sizes of units that rise, and fall until unit `last` lacks `lacking` of the plateau."""
-        sizes = [
-            up if up < (down := 1.0 - lacking * fall) else down
-            for up, fall in zip(rise, self._falls[last::-1], strict=False)
-        ]
-        return sizes + [0.0] * (self._units - 1 - last)
-
-    def _of_slots(self, units: list[float]) -> list[float]:
-        return [size for size in units for _ in range(self._group)][: self.count]
+    def shape(self, units: int, steeper: float, last: float = ENDS[0]) -> list[float]:
+        """Sizes of the slots of so many units over the plateau, of which the first is steeper than
+        usual and the last at most `last`."""
+        usual, late = ENDS[1] * self._stages / units, self._is_uneven
+        first = steeper * min(ENDS[0], usual) * (SMALLER if late else 1.0)
+        last = FADED if late else min(last, usual)
+        sizes = rise_and_fall(units, self._stages, self._growth, first, last, falls_late=late)
+        return [size for size in sizes for _ in range(self._group)][: self.count]
 
     def plateau(self, work: float) -> float:
         """The largest size of a rank with this work and no long sample."""
-        return work / self.count if self.even else work / self._usual_sum * max(self.usual)
+        return work / self._usual_sum * max(self.usual)
 
     def of_rank(self, work: float, longest: float) -> tuple[list[float], bool]:
         """Targets of a rank [slots], in cost.
@@ -145,8 +137,8 @@ class Targets:
         if is_long:
             sizes = self._around(work, longest)
         else:
-            scale, least = work / self._usual_sum, self._least
-            sizes = [max(least, scale * size) for size in self.usual]
+            scale = work / self._usual_sum
+            sizes = [max(self._least, scale * size) for size in self.usual]
         return sizes[::-1] if self._mirrored else sizes, is_long
 
     def _even(self, work: float, longest: float) -> list[float]:
@@ -164,56 +156,50 @@ class Targets:
 
     def _around(self, work: float, longest: float) -> list[float]:
         """Targets with one as large as the longest sample."""
-        sizes = self._of_slots(self._units_around(work, longest))
-        at, others = sizes.index(max(sizes)), self.count - 1
+        others = self.count - 1
         rest = work - longest - others * self._least
         if rest < 0.0:
             # Small samples are enough for some of the others alone, just before it.
             spare = work - longest - others * self._fixed
             real = max(0, math.ceil(spare / max(self._least - self._fixed, TINY) - 0.001))
-            at = min(max(at, real), others)
+            at = min(max(self.count // 2, real), others)
             sizes = [self._fixed] * self.count
             sizes[at - min(real, at) : at] = [self._least] * min(real, at)
-        else:
-            over = ordered_sum(sizes) - sizes[at] - others * self._least
-            kept = min(1.0, rest / over) if over > 0.0 else 1.0
-            sizes = [self._least + kept * (size - self._least) for size in sizes]
+            sizes[at] = longest
+            return sizes
+        shapes = STEEPER[2:] if self._is_uneven else STEEPER
+        found = [self._steep(work, longest, *each) for each in shapes]
+        return min(found, key=self._end) if len(found) > 1 else found[0]
+
+    def _steep(self, work: float, longest: float, steeper: float, last: float) -> list[float]:
+        """Targets that rise steeply to the longest sample, in as few slots as hold the work; the
+        others hold next to nothing, half of them before these. If all are too few, they rise more
+        gently."""
+        shapes = [(units, steeper, last) for units in range(1, self.units + 1)]
+        shapes += [(self.units, 2.0 ** (step / 2.0), ENDS[0]) for step in range(1 - GENTLER, 1)]
+
+        def reaching(shape: tuple[int, float, float]) -> list[float]:
+            sizes, least = self.shape(*shape), self._least
+            scale = longest / max(sizes)
+            # A comparison: faster than `max`.
+            sizes = [scaled if (scaled := scale * size) > least else least for size in sizes]
+            others = [least] * (self.count - len(sizes))
+            half = len(others) // 2
+            return others[:half] + sizes + others[half:]
+
+        enough = bisect_left(
+            shapes, True, hi=len(shapes) - 1, key=lambda shape: ordered_sum(reaching(shape)) >= work
+        )
+        sizes, others = reaching(shapes[enough]), self.count - 1
+        at = sizes.index(max(sizes))
+        over = ordered_sum(sizes) - sizes[at] - others * self._least
+        kept = (work - longest - others * self._least) / over if over > 0.0 else 1.0
+        sizes = [self._least + kept * (size - self._least) for size in sizes]
         sizes[at] = longest
         return sizes
 
-    def _units_around(self, work: float, longest: float) -> list[float]:
-        """Sizes of units up to the longest sample that hold the work, or hardly more: a steep rise
-        and as late a fall as it takes, then a rise as gentle as it takes."""
-
-        def reaching(rise: Sequence[float], last: int, lacking: float) -> list[float]:
-            sizes = self._rise_and_fall(rise, last, lacking)
-            scale, least = longest / max(*sizes, TINY), self._least
-            # A comparison: faster than `max`.
-            return [scaled if (scaled := size * scale) > least else least for size in sizes]
-
-        def is_short(rise: Sequence[float], last: int, lacking: float) -> bool:
-            sizes = reaching(rise, last, lacking)
-            missing = self._units * self._group - self.count
-            return ordered_sum(sizes) * self._group - missing * sizes[-1] < work
-
-        steep = self._rise(STEEPER * self._first)
-        first = min(self._stages, self._units)
-        falls = range(first, max(first, self._units - 1))
-        last = first + bisect_left(falls, True, key=lambda unit: not is_short(steep, unit, 1.0))
-        # If the last unit lacks 1 / decay, the one before it lacks all, as when that was the last.
-        least, most = 1.0 / self._decay if last > first else 1.0, 1.0
-        if is_short(steep, last, most):
-            # Nothing left except the usual last slot, larger than this.
-            least, most = most, min(most, 1.0 - self._lowest)
-        if is_short(steep, last, most):
-            gentlest = _bisected(
-                lambda steeper: is_short(self._rise(steeper * self._first), last, most),
-                STEEPER,
-                1.0,
-            )
-            return reaching(self._rise(gentlest * self._first), last, most)
-        lacking = _bisected(lambda lacking: is_short(steep, last, lacking), least, most)
-        return reaching(steep, last, lacking)
+    def _end(self, sizes: Sequence[float]) -> float:
+        return Clock(sizes, self._schedule).end
 
 
 def all_targets(
@@ -223,7 +209,7 @@ def all_targets(
     not the number of slots that reach it.
 
     Args:
-        targets: of the shape.
+        targets: for the number of slots.
         works: of each rank, as in `Targets.of_rank`.
         alone: costs of micro-batches of one sample each, of all samples, descending.
     """
@@ -253,7 +239,7 @@ def lockstep_targets(
     costliest samples and the cap allow, then fitted to the clock unless they are even.
 
     Args:
-        targets: of the shape.
+        targets: for the number of slots.
         work: of each rank.
         problem: of all ranks.
         order: its samples, costliest first.
