@@ -94,11 +94,11 @@ class Span:
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> Span:
-        """Of a field of samples with these numbers of rows."""
+        """The span of a field whole, of samples with these numbers of rows."""
         return cls(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
     def taken(self, samples: Tensor) -> Span:
-        """Of some of the samples, in this order."""
+        """The span of some of the samples, in this order."""
         lengths, starts = (each.index_select(0, samples) for each in (self.lengths, self.starts))
         return Span(lengths, starts, self.end)
 

@@ -65,8 +65,7 @@ class StepRows:
         kind, tokens = None, 0
         for slot, size in enumerate(self._schedule.row_sizes(self._step)):
             of_row = sum(lengths[i] for i in rows[slot])
-            # A placeholder's sample is none of the rollout's.
-            # The device waits for the first row.
+            # The device waits for the first row; a placeholder's sample is none of the rollout's.
             if slot < 2 or (size, bool(rows[slot])) != kind or tokens + of_row > _BLOCK_TOKENS:
                 blocks.append([])
                 kind, tokens = (size, bool(rows[slot])), 0
@@ -95,7 +94,7 @@ class StepRows:
 
     @property
     def owned_num_tokens(self) -> list[int]:
-        """Of each row the trainable tokens that this context-parallel rank predicts."""
+        """Trainable tokens of each row that this context-parallel rank predicts."""
         made = [self.block(number).owned_num_tokens for number in range(len(self.blocks))]
         return [tokens for of_block in made for tokens in of_block]
 
