@@ -64,7 +64,7 @@ class Calls:
         model: dict[str, Any] | None = None,
         **planner: Any,
     ) -> None:
-        self.dims, self.planner = ParallelDims(**dims), planner
+        self.dims, self.planner, self.made_of = ParallelDims(**dims), planner, (dims, reference)
         self.model = small_model(dims, reference, **(model or {}))
         self.args = arguments(self.dims, **planner)
         self.data: Any = my_samples(dims, spread)
@@ -114,7 +114,7 @@ class Calls:
 
     def forward(self, f: Any = log_probs_of, **changes: Any) -> Any:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
-        return forward_only(f, self.args, self.model, **given)
+        return forward_only(f, **{"args": self.args, "model": self.model} | given)
 
     def forward_with(self, owner: Any, name: str, value: Any) -> Any:
         """With something in another's place."""

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import get_model_config, unwrap_model
 
 import mcore_batching
 from kit import framework
-from kit.calls import Calls, Function, f_with, loss_with, read_faults
+from kit.calls import Calls, Function, f_with, loss_with, read_faults, small_model
 from kit.exactness import arguments, log_probs_of
 from kit.model import named_parameters
 from kit.objective import packed_objective
@@ -30,6 +32,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "cp2": ({"data_parallel": 2, "context_parallel": 2}, SHARED),
     "tp2": ({"tensor_parallel": 2}, {}),
     "hooked": ({"data_parallel": 2}, {}),
+    "prefixes": ({"data_parallel": 2}, {"dynamic_batch_share_prefixes": True}),
 }
 """Parallel dims and flags of each layout."""
 
@@ -53,6 +56,21 @@ class Unreadable:
 
 def _refuse() -> None:
     raise OSError("no such file on this rank")
+
+
+class Stretched(torch.nn.Module):
+    """Rotary embeddings of another package."""
+
+
+def by_lengths(logits: torch.Tensor, total_lengths: Any) -> Any:
+    return {"tokens": [logits.new_zeros(n) for n in total_lengths]}
+
+
+def forward_of_another(calls: Calls, mask: AttnMaskType = AttnMaskType.causal) -> Any:
+    """A pass of another model than it was planned with, whose first layer has this mask."""
+    model = small_model(*calls.made_of)
+    unwrap_model(model[0]).decoder.layers[0].self_attention.attn_mask_type = mask
+    return calls.forward(model=model)
 
 
 def fails(*unused: Any, **also: Any) -> Any:
@@ -95,6 +113,7 @@ FAULTS = read_faults(
         "SimpleNamespace": SimpleNamespace,
         "add_fields": add_fields,
         "dp_rank": parallel_state.get_data_parallel_rank,
+        "get_model_config": get_model_config,
         "log_probs_of": log_probs_of,
         "packed_objective": packed_objective,
         "response_log_probs": response_log_probs,

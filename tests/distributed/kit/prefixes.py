@@ -1,4 +1,4 @@
-"""Turns of trajectories that share segments: what is said of them, refused and reported."""
+"""Turns of trajectories that share segments: what is said of them, and reported."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_model_config
 
 from kit.calls import small_model
 from kit.exactness import arguments, log_probs_of
@@ -107,6 +106,12 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         )
         said = _raised(functools.partial(get_data_iterator, small, model, data))
         errors[f"oversize, {exchanges}"] = said
+    # Dropout of a model that is evaluated alone shares nothing.
+    evaluated = small_model(dims, reference)
+    get_model_config(evaluated[0]).hidden_dropout = 0.1
+    errors["evaluated"] = _raised(
+        lambda: forward_only(log_probs_of, on, evaluated, iterators, counts)
+    )
     errors["drawn"] = _raised(lambda: iterators[0].get_next(["tokens"]))
     for name, differs in (("agreeing field", False), ("other field", is_second)):
         values = [torch.full((total,), total * differs) for total in data["total_lengths"]]
@@ -121,53 +126,6 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         "tokens": [statistics.real_tokens, statistics.hosted_tokens],
         "errors": errors,
     }
-
-
-def refused(dims: dict[str, Any], reference: str) -> dict[str, str]:
-    """What is raised on this rank for what is wrong on the last one alone."""
-    shape, rank = ParallelDims(**dims), parallel_state.get_data_parallel_rank()
-    model, on = small_model(dims, reference), arguments(shape, dynamic_batch_share_prefixes=True)
-    off = arguments(shape)
-    config, gpt = get_model_config(model[0]), unwrap_model(model[0])
-    attention = gpt.decoder.layers[0].self_attention
-
-    def plan(args: Any = on) -> Any:
-        return get_data_iterator(args, model, turns())
-
-    def changed(owner: Any, name: str, value: Any) -> str:
-        before = getattr(owner, name)
-        if rank == 1:
-            setattr(owner, name, value)
-        said = _raised(plan)
-        setattr(owner, name, before)
-        return said
-
-    class Stretched(torch.nn.Module):
-        """Rotary embeddings of another package."""
-
-    found = {
-        "dropout": changed(config, "hidden_dropout", 0.1),
-        "mask": changed(attention, "attn_mask_type", AttnMaskType.no_mask),
-        "positions": changed(gpt, "position_embedding_type", "relative"),
-        "rotary": changed(gpt, "rotary_pos_emb", Stretched()),
-        "flag": _raised(lambda: plan(off if rank else on)),
-    }
-    planned = plan()
-
-    def by_lengths(logits: torch.Tensor, total_lengths: Any) -> Any:
-        return {"tokens": [logits.new_zeros(n) for n in total_lengths]}
-
-    f: Any = by_lengths if rank else log_probs_of
-    found["by lengths"] = _raised(lambda: forward_only(f, on, model, *planned))
-    other = small_model(dims, reference)
-    get_model_config(other[0]).hidden_dropout = 0.1
-    found["evaluated"] = _raised(lambda: forward_only(log_probs_of, on, other, *planned))
-    if rank == 1:
-        unwrap_model(other[0]).decoder.layers[
-            0
-        ].self_attention.attn_mask_type = AttnMaskType.no_mask
-    found["other model"] = _raised(lambda: forward_only(log_probs_of, on, other, *planned))
-    return found | {"in the end": _raised(plan)}
 
 
 def _nothing(logits: torch.Tensor, row: Any, totals: Any) -> Any:
