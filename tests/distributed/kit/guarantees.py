@@ -177,6 +177,7 @@ def later_steps(dims: dict[str, Any], reference: str) -> None:
     def rollout() -> Any:
         """Of data that the caller overwrites at once."""
         data = my_samples(dims, "empty")
+        data["metadata"] = [torch.ones(2) for _ in data["tokens"]]
         planned = calls.plan_of(data)
         for values in data.values():
             for value in values:
@@ -184,6 +185,11 @@ def later_steps(dims: dict[str, Any], reference: str) -> None:
                     value.zero_()
             values.clear()
         return planned
+
+    def with_metadata(logits: torch.Tensor, *, micro_batch: Any) -> Any:
+        made = log_probs_of(logits, micro_batch=micro_batch)
+        values = micro_batch.fields["metadata"]
+        return made | {"metadata": [torch.zeros(2) if v is None else v.clone() for v in values]}
 
     def plan_of(rollout: Any) -> list[Any]:
         schedule = schedule_of(rollout[0])
@@ -197,8 +203,10 @@ def later_steps(dims: dict[str, Any], reference: str) -> None:
     found = kept[0][1]
     assert (list(found), found == counts, repr(found)) == (counts, True, repr(counts))
     iterators, counts = rollout()
-    made = calls.forward(data_iterator=iterators, num_microbatches=counts)
-    assert equal(made.get("log_probs", []), calls.forward().get("log_probs", []))
+    made = calls.forward(with_metadata, data_iterator=iterators, num_microbatches=counts)
+    right = calls.forward().get("log_probs", [])
+    assert equal(made.get("log_probs", []), right)
+    assert equal(made.get("metadata", []), [torch.ones(2) for _ in right])
 
     planned, plan = rollout(), Planner.plan
 
