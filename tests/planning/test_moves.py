@@ -206,6 +206,21 @@ def test_a_rank_takes_a_further_sample_in_its_placeholder(stages: int) -> None:
     assert min(counts)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_rank_of_placeholders_takes_its_first_sample_last(stages: int) -> None:
+    """The last micro-batch touches every parameter, so it is real if any is."""
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=stages)
+    config = PlannerConfig(max_tokens_per_gpu=1000)
+    objective = Objective(Problem.of([100] * 9, dims, config))
+    step = objective.step([[[0, 1, 2], [3, 4, 5], [6, 7, 8]], [[], [], []]])
+    tried = Moves(step, objective)
+    for _ in range(300):
+        tried.try_one()
+        rows = [row.samples for row in tried._ranks[1]]
+        assert rows[-1] or not any(rows)
+    assert all(rows)
+
+
 def test_ranks_whose_passes_cost_nothing_are_planned_too() -> None:
     """Placeholders alone on uneven stages, where a micro-batch has no fixed cost."""
     layers = (("a", 1.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
