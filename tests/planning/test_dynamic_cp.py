@@ -201,3 +201,10 @@ def test_documents_of_costs_have_what_dynamic_cp_adds_only_where_it_was_set() ->
     assert "context_parallel_fixed" not in model.to_json()
     with pytest.raises(ConfigError, match="context_parallel_fixed must be a number from 0"):
         CostModel(context_parallel_fixed=-1.0)
+
+
+def test_a_size_without_room_for_a_token_is_left_out() -> None:
+    """A token on two ranks is padded to 4 tokens, more than the cap of both."""
+    config = PlannerConfig(max_tokens_per_gpu=1, max_context_parallel=2)
+    step = plan_step([0], ParallelDims(data_parallel=2), config)
+    assert step.context_parallel == ((1,), (1,))
