@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -145,6 +146,18 @@ def test_who_multiplies_auxiliary_losses_by_ranks() -> None:
     """megatron-core 0.16 to 0.18 by a rank's own tokens alone."""
     version = tuple(map(int, megatron.core.__version__.split(".")[:2]))
     assert compat.layers.multiplies_by_ranks() == (version >= (0, 19))
+
+
+@pytest.mark.skipif(
+    not hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"),
+    reason="this Megatron counts no hits",
+)
+def test_hits_of_multi_token_prediction_are_counted_by_megatron() -> None:
+    logits = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])[:, None]
+    labels, mask = torch.tensor([[1, 1, 0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    layer = SimpleNamespace(gather_output=True)
+    guessed, trained = compat.layers.multi_token_hits(logits, labels, mask, layer, None)
+    assert (float(guessed), float(trained)) == (1.0, 2.0)
 
 
 def test_a_layer_follows_the_groups_of_rows_once() -> None:
