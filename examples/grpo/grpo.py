@@ -38,6 +38,10 @@ from typing import Any
 import metrics
 import online_reporting
 import torch.distributed as dist
+from bootstrap import (
+    initialize_model_parallel,
+    initialize_process_group,
+)
 from comparison import compare
 from figures import draw_comparison, draw_micro_batches
 from online import train_online
@@ -48,10 +52,6 @@ from rollouts import Rollout, read_groups
 from timeline import Span
 from training import train
 
-from mcore_batching.megatron.standalone.bootstrap import (
-    initialize_model_parallel,
-    initialize_process_group,
-)
 from mcore_batching.planning import ParallelDims
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from bootstrap import (
+    build_model,
+    pipeline_config,
+)
 from byte_tokens import VOCABULARY
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -14,10 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from mcore_batching.megatron.specs import uses_transformer_engine
-from mcore_batching.megatron.standalone.bootstrap import (
-    build_model,
-    pipeline_config,
-)
 from mcore_batching.planning import ParallelDims
 
 ATTENTION_HEADS = 4

@@ -46,10 +46,9 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
         sample = self._samples[self._order[index]]
         ids = torch.from_numpy(sample.ids).long()
         # Any id pads: it is not trained, and attention is causal.
-        pad = {"pad": (0, self._length + 1 - len(ids)), "value": int(ids[-1])}
-        ids = torch.nn.functional.pad(ids, **pad)
-        trained = torch.from_numpy(sample.trained).float()
-        trained = torch.nn.functional.pad(trained, pad["pad"])
+        missing = (0, self._length + 1 - len(ids))
+        ids = torch.nn.functional.pad(ids, missing, value=int(ids[-1]))
+        trained = torch.nn.functional.pad(torch.from_numpy(sample.trained).float(), missing)
         return {
             "tokens": ids[:-1],
             "labels": ids[1:],

@@ -17,23 +17,26 @@ import functools
 import os
 import pstats
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 os.environ["MCORE_BATCHING_CPU"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "grpo"))
 import torch
 import torch.distributed as dist
+from bootstrap import initialize_model_parallel
 
 from mcore_batching import megatron
 from mcore_batching.batch import token_mean
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron import plan as engine_plan
 from mcore_batching.megatron.compat.packed_rows import packed_seq_params
-from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import ParallelDims
 from mcore_batching.tools.report import Table
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ found = {}
 
 before = torch.cuda.current_device, torch.cuda.Stream
 from mcore_batching.megatron import cpu_emulation
-from mcore_batching.megatron.standalone.bootstrap import initialize_process_group
+from bootstrap import initialize_process_group
 after = torch.cuda.current_device, torch.cuda.Stream
 found['import'] = [after == before, cpu_emulation.is_enabled()]
 
@@ -67,7 +68,7 @@ found['enabled'] = {
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_batching import ParallelDims, ParallelDimsError
-from mcore_batching.megatron.standalone import bootstrap
+import bootstrap
 os.environ.update(RANK='0', WORLD_SIZE='1', LOCAL_RANK='0')
 os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='0')
 initialize_process_group()
@@ -128,7 +129,8 @@ def asked_for(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 def _run(program: str, *folders: str) -> dict[str, object]:
-    paths = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+    bootstrap = str(Path(__file__).resolve().parents[2] / "examples" / "grpo")
+    paths = os.pathsep.join([*folders, bootstrap, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         env=os.environ | {"PYTHONPATH": paths, "MCORE_BATCHING_CPU": ""},

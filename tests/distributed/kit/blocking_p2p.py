@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bootstrap import pipeline_config
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.distributed import distributed_c10d
@@ -31,7 +32,6 @@ from torch.distributed import distributed_c10d
 from kit.groups import abandon_groups
 from kit.model import transformer_config
 from mcore_batching.megatron import cpu_emulation
-from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.planning import ParallelDims
 
 _isend, _irecv = dist.isend, dist.irecv

@@ -119,10 +119,11 @@ def main() -> None:
 
 def _rank(job: dict[str, Any], rank: int, folder: Path) -> int:
     """What a rank does, and its exit code."""
-    from mcore_batching.megatron.standalone.bootstrap import (
+    from bootstrap import (
         initialize_model_parallel,
         initialize_process_group,
     )
+
     from mcore_batching.planning import ParallelDims
 
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT)

@@ -13,10 +13,10 @@ import inspect
 from typing import Any
 
 import torch.distributed as dist
+from bootstrap import initialize_model_parallel
 from megatron.core import parallel_state
 
 from mcore_batching.megatron import consensus, job
-from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import ParallelDims
 
 _TIMEOUT = datetime.timedelta(seconds=60)

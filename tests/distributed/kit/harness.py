@@ -126,7 +126,8 @@ def environment(nproc: int) -> dict[str, str]:
     variables["OMP_NUM_THREADS"] = "1"
     variables["PYTHONWARNINGS"] = "ignore"  # megatron-core warns of every optional package
     variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    paths = [str(REPOSITORY), str(REPOSITORY / "tests" / "distributed")]
+    folders = ("tests/distributed", "examples/grpo")
+    paths = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in folders)]
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables.get("PYTHONPATH", "")])
     shares_gpu = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and torch.cuda.device_count()
     if torch.cuda.device_count() < nproc and not shares_gpu:

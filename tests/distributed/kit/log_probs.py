@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from bootstrap import build_model, pipeline_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.utils import get_model_config
@@ -26,7 +27,6 @@ from mcore_batching.megatron import (
     response_log_probs_and_entropy,
     train_step,
 )
-from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import ParallelDims
 
 

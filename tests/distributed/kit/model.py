@@ -7,7 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import bootstrap
 import torch
+from bootstrap import (
+    build_model,
+    pipeline_config,
+)
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -23,11 +28,6 @@ from torch import Tensor
 from kit import cpu_kernels
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import packed_layer_spec
-from mcore_batching.megatron.standalone import bootstrap
-from mcore_batching.megatron.standalone.bootstrap import (
-    build_model,
-    pipeline_config,
-)
 from mcore_batching.planning import ParallelDims
 
 MAX_SEQUENCE_LENGTH = 256

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bootstrap import initialize_model_parallel
 from megatron.core import parallel_state
 from megatron.core.transformer import multi_latent_attention as latent
 from megatron.core.transformer.moe import moe_utils
@@ -34,7 +35,6 @@ from kit.transfers import counted_transfers
 from kit.workers import FAULTS, is_planning_rank, worker_with
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, timing
 from mcore_batching.megatron.compat import packed_rows
-from mcore_batching.megatron.standalone.bootstrap import initialize_model_parallel
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
 REFUSALS = ("DynamicBatchArgumentError",)

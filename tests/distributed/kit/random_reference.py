@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from bootstrap import pipeline_config
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
@@ -19,7 +20,6 @@ from kit.model import ROUTING, freeze, layer_spec, named_parameters, transformer
 from kit.objective import KL_WEIGHT, kl_terms, policy_terms
 from kit.reference import clip, hidden_states_kept, plain_adam, plain_model_of
 from kit.samples import multimodal_positions
-from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.planning import ParallelDims
 
 WEIGHTS = {"policy": 1.0, "kl": KL_WEIGHT, "entropy": -0.2}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from bootstrap import pipeline_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
@@ -37,7 +38,6 @@ from mcore_batching.megatron import (
 from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.schedule import computed_alone
-from mcore_batching.megatron.standalone.bootstrap import pipeline_config
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 from mcore_batching.rl import pad_batch

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from bootstrap import build_model, pipeline_config
 from megatron.core import parallel_state
 
 from kit.exactness import arguments
@@ -17,7 +18,6 @@ from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from kit.timing import rollouts
 from mcore_batching.megatron import get_data_iterator, train_step
-from mcore_batching.megatron.standalone.bootstrap import build_model, pipeline_config
 from mcore_batching.planning import ParallelDims
 
 

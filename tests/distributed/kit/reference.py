@@ -16,6 +16,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from bootstrap import (
+    build_model,
+    initialize_model_parallel,
+    initialize_process_group,
+    pipeline_config,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -35,12 +41,6 @@ from kit.model import (
 )
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.standalone.bootstrap import (
-    build_model,
-    initialize_model_parallel,
-    initialize_process_group,
-    pipeline_config,
-)
 from mcore_batching.planning import ParallelDims
 
 

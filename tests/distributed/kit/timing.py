@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+from bootstrap import build_model
 
 from kit.exactness import arguments, counted_tokens
 from kit.model import adam, named_parameters, transformer_config
@@ -18,7 +19,6 @@ from mcore_batching.megatron import (
     response_log_probs,
     train_step,
 )
-from mcore_batching.megatron.standalone.bootstrap import build_model
 from mcore_batching.planning import ParallelDims
 
 

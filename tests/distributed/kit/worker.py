@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bootstrap import (
+    initialize_model_parallel,
+    initialize_process_group,
+)
 from megatron.core import parallel_state
 
 from kit.groups import keep_groups, release_groups
 from kit.patience import MOST_SLOWNESS, is_up
 from kit.ranks import fork_ranks
-from mcore_batching.megatron.standalone.bootstrap import (
-    initialize_model_parallel,
-    initialize_process_group,
-)
 from mcore_batching.planning import ParallelDims
 
 SECONDS_FOR_ALL_STACKS = 5.0

@@ -16,6 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bootstrap import (
+    build_model,
+    initialize_model_parallel,
+    initialize_process_group,
+    pipeline_config,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -32,12 +38,6 @@ from mcore_batching.megatron import (
 from mcore_batching.megatron.compat.layers import gpt_layer_spec
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.specs import uses_transformer_engine
-from mcore_batching.megatron.standalone.bootstrap import (
-    build_model,
-    initialize_model_parallel,
-    initialize_process_group,
-    pipeline_config,
-)
 from mcore_batching.planning import ParallelDims
 
 

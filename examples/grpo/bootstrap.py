@@ -1,7 +1,7 @@
 """Start-up of programs on megatron.core alone: process groups, model, optimizer.
 
-A job on ``megatron.training`` has all of this already. The examples and the tests use it; the
-settings that dynamic micro-batches need are in `pipeline_config`.
+A job on ``megatron.training`` has all of this already. The settings that dynamic micro-batches
+need are in `pipeline_config`.
 """
 
 from __future__ import annotations

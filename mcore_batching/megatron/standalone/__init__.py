@@ -1,1 +1,0 @@
-"""Megatron models without a training script: start-up."""
