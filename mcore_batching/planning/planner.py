@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 
 from mcore_batching.planning.config import PlannerConfig
-from mcore_batching.planning.costs.cost import CostModel
-from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
+from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import ConfigError, named
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.local import pack_local
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.placement import largest_first, place, split_until
+from mcore_batching.planning.placement import (
+    deal,
+    largest_first,
+    order_slots,
+    place,
+    split_until,
+)
 from mcore_batching.planning.plans.plan import MicroBatches, Plan, Sizes, StepPlan
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import (
@@ -22,6 +28,7 @@ from mcore_batching.planning.search import (
     search_dynamic,
 )
 from mcore_batching.planning.search.assign import Slots
+from mcore_batching.planning.search.dynamic_cp import layers_of
 
 MAX_SEARCHED_PASSES = 2 * 10**8
 """Limit on samples of a step times `plan_effort`: 130,000 samples at the default effort. At about a
@@ -173,6 +180,48 @@ def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
     if problem.config.fill == "split":
         bins = split_until(bins, count * ranks, problem.weight)
     return place(problem, bins, count)
+
+
+def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
+    """Micro-batches and their context-parallel sizes [ranks][num_microbatches], without a search.
+
+    On 4 ranks, with samples a that needs 4 of them, b that needs 2, and short ones c to g:
+
+        rank 0   [c]  [b]×2  [a]×4
+        rank 1   [d]  [b]×2  [a]×4
+        rank 2   [e]  [f]    [a]×4
+        rank 3   [g]  []     [a]×4
+
+    Every sample has the least size under which it fits the cap: above 1 in a micro-batch of its
+    own, in the last slots; the others are packed and spread over the places left.
+    """
+    ranks, least, alone = problem.num_ranks, problem.least_sizes, problem.on_ranks[1]
+    layers = layers_of([sample for sample, size in enumerate(least) if size > 1], least, ranks)
+    short = [sample for sample, size in enumerate(least) if size == 1]
+    bins = [tuple(short[i] for i in samples) for samples in pack_local(alone.subset(short))]
+    taken = sum(size for size in least if size > 1)  # places, one on each rank of a block
+    count = problem.dims.round_up_num_microbatches(-(-(len(bins) + taken) // ranks))
+    if problem.config.fill == "split":
+        bins = [tuple(each) for each in split_until(bins, count * ranks - taken, alone.weight)]
+    shared: list[list[int]] = [[] for _ in range(ranks)]  # of each rank, in the last slots
+    for first, sample in chain.from_iterable(reversed(layers)):
+        for rank in range(first, first + least[sample]):
+            shared[rank].append(sample)
+    # The others are evened out over ranks with shared ones counted.
+    bins = sorted(bins)
+    loads = [
+        ordered_sum(problem.on_ranks[least[sample]].weight([sample]) for sample in own)
+        for own in shared
+    ]
+    free = [count - len(own) for own in shared]
+    dealt = deal([alone.weight(samples) for samples in bins], loads, free)
+    weight = None if problem.config.balance == "none" else alone.weight
+    micro_batches, sizes = [], []
+    for own, of_rank, places in zip(shared, dealt, free, strict=True):
+        rows = order_slots([bins[i] for i in of_rank], places, weight)
+        micro_batches.append((*rows, *((sample,) for sample in own)))
+        sizes.append((*(1,) * places, *(least[sample] for sample in own)))
+    return tuple(micro_batches), tuple(sizes)
 
 
 def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:

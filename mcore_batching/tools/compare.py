@@ -27,7 +27,6 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.dynamic_cp import of_one_size
 from mcore_batching.planning.errors import named
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.plans.plan import counted
@@ -129,6 +128,31 @@ def one_size(
     strict = replace(config, on_oversize="error", max_context_parallel=None)
     made = plan_step(lengths, dims.for_rows_on(size), strict, cost_model.on_ranks(size))
     return of_one_size(made, dims, config, cost_model)
+
+
+def of_one_size(
+    step: StepPlan, dims: ParallelDims, config: PlannerConfig, cost_model: CostModel
+) -> StepPlan:
+    """A plan made for one context-parallel size, as a plan under dynamic CP.
+
+    Args:
+        step: planned for `dims.for_rows_on(size)`.
+        dims: sizes of the parallel groups.
+        config: under dynamic CP.
+        cost_model: of micro-batches on one rank.
+    """
+    # A rank of the step becomes a block of `size` ranks that list the same samples; placeholders
+    # are each rank's own, as the invariants have them.
+    size = step.dims.context_parallel
+    ranks = tuple(rank for rank in step.micro_batches for _ in range(size))
+    return replace(
+        step,
+        micro_batches=ranks,
+        context_parallel=tuple(tuple(size if each else 1 for each in rank) for rank in ranks),
+        dims=dims,
+        config=config,
+        cost_model=cost_model,
+    )
 
 
 def consecutive_steps(lengths: Sequence[int], samples_per_step: int | None) -> list[list[int]]:

@@ -22,7 +22,7 @@ from mcore_batching.planning import (
     predicted_step_time,
     validate_plan,
 )
-from mcore_batching.planning.dynamic_cp import packed_on_least_ranks
+from mcore_batching.planning.planner import packed_on_least_ranks
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.dynamic_cp import shared_objective
 from mcore_batching.planning.search.moves import MOST_PATHS, NOWHERE, Moves, Pipeline, improve
