@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mcore_batching.planning.parallel_dims import ParallelDims
 
 Packing = Literal["auto", "first-fit", "first-fit-decreasing"]
-Balance = Literal["auto", "pipeline", "cost", "tokens", "none"]
+Balance = Literal["auto", "cost", "tokens", "none"]
 Fill = Literal["split", "placeholder"]
 OnOversize = Literal["own-bin", "error"]
 
@@ -44,9 +44,9 @@ class PlannerConfig:
     packing: Packing = "auto"
     """How samples are packed; "auto" tries both rules and keeps the fewer micro-batches."""
     balance: Balance = "auto"
-    """"pipeline": a search for the shortest makespan. "cost", "tokens": packed micro-batches,
-    spread evenly by cost or padded tokens. "none": packed micro-batches in the order of packing.
-    "auto": "pipeline", but "cost" where `packing` or `fill` is set."""
+    """"auto": a search for the shortest makespan, or "cost" where `packing` or `fill` is set.
+    "cost", "tokens": packed micro-batches, spread evenly by cost or padded tokens. "none": packed
+    micro-batches in the order of packing."""
     fill: Fill = "split"
     """How a rank with too few micro-batches reaches the common count: "split" splits the costliest,
     with placeholders only once all hold one sample; "placeholder" never splits."""
@@ -74,20 +74,12 @@ class PlannerConfig:
         set_at_least_one(self, counts, ConfigError)
         for name, choices in CHOICES.items():
             require_choice(name, getattr(self, name), choices, ConfigError)
-        # "auto" gives way to `packing` or `fill`; "pipeline" is a choice of the user, as they are.
-        if self.balance == "pipeline" and (self.packing != "auto" or self.fill != "split"):
-            raise ConfigError(
-                f"{named('balance', 'pipeline')} packs by itself; set {named('packing', 'auto')} "
-                f"and {named('fill', 'split')}, or {named('balance', 'cost')}"
-            )
 
     @property
     def searches(self) -> bool:
         """True if micro-batches are made for the pipeline by a search."""
         # Where the way to pack or to fill is set, nothing is left to search for.
-        return (
-            self.balance in ("auto", "pipeline") and self.packing == "auto" and self.fill == "split"
-        )
+        return self.balance == self.packing == "auto" and self.fill == "split"
 
     def cap_tokens(self, dims: ParallelDims) -> int:
         """Most padded tokens of a micro-batch, over its context-parallel ranks."""

@@ -94,7 +94,7 @@ def planners(
         )
 
     # The search takes fewer tokens than the cap allows wherever that ends sooner.
-    yield Planner(name=OURS, kind="ours", plan=mode("pipeline"), fills_up=False)
+    yield Planner(name=OURS, kind="ours", plan=mode("auto"), fills_up=False)
     for balance in ("cost", "tokens", "none"):
         yield Planner(name=f"{OURS}, balance {balance}", kind="mode", plan=mode(balance))
     rows = dims

@@ -51,9 +51,9 @@ _ALMOST_FULL = 0.9  # tokens over the cap, or samples over the most per row
 _COSTLY_STARTS = 0.05  # fixed costs of micro-batches, of all work
 _FEW_SAMPLES_PER_STAGE = 8  # samples of a rank per pipeline stage
 
-# Of a plan that is only compared, at most. The step of 512 samples on DP8 x PP4 ends 5 % later than
-# by the default, which takes 30 times as long; with 1, which takes a third, 32 % later.
-COMPARED_PLAN_EFFORT = 20
+# Of a plan that is only compared, at most. Steps of 512 samples on DP8 x PP4 end 1.5 % later than
+# by the default, which takes 8 times as long; with 20, which takes a third, 12 % later.
+COMPARED_PLAN_EFFORT = 100
 LEAST_GAIN = 1.01  # less is not worth changing a job's parallel dims for
 # A try takes at most this many times as long as the longest before it: twice the stages, or half
 # the cap, are twice the passes. The first is compared with the time to predict the present step.

@@ -122,16 +122,6 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
         ParallelDims().round_up_num_microbatches(count)
 
 
-@pytest.mark.parametrize("other", [{"packing": "first-fit"}, {"fill": "placeholder"}])
-def test_a_search_packs_by_itself(other: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        PlannerConfig(max_tokens_per_gpu=10, balance="pipeline", **other)
-    mends = (
-        f"{named('packing', 'auto')} and {named('fill', 'split')}, or {named('balance', 'cost')}"
-    )
-    assert str(caught.value) == f"{named('balance', 'pipeline')} packs by itself; set {mends}"
-
-
 @pytest.mark.parametrize(
     ("most", "ranks", "instead"),
     [(3, 6, 2), (5, 6, 4), (8, 6, 4), (7, 6, 4), (9, 6, 4), (3, 8, 2), (16, 8, 8)],

@@ -132,8 +132,6 @@ def test_every_plan_is_legal_and_within_its_bounds_and_repeats_itself(problem: S
     assert len(real) >= micro_batch_lower_bound(problem.objective().problem)
     statistics = step_statistics(step, problem.lengths)
     assert statistics.step_time >= statistics.floor_time * (1 - ROUNDING)
-    searched = problem.plan(balance="pipeline")  # which is what "auto" means
-    assert searched.micro_batches == step.micro_batches
     check_largest_first(problem, step)
 
 

@@ -179,7 +179,6 @@ def test_check_names_what_is_wrong(
         ("--max-tokens-per-gpu 9 --dp 0", "data_parallel (--dp) must"),
         ("--max-tokens-per-gpu 9 --vpp 2", "virtual_pipeline=2 (--vpp 2) needs"),
         ("--max-tokens-per-gpu 9 --plan-effort 1000000000", "(--dynamic-batch-balance cost)"),
-        ("--max-tokens-per-gpu 9 --balance pipeline --fill placeholder", "packs by itself"),
         ("--max-tokens-per-gpu 9 --on-oversize error", "(--dynamic-batch-on-oversize own-bin)"),
     ],
 )
