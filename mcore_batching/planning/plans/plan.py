@@ -184,11 +184,6 @@ class Plan:
         """The options it was made with."""
         return self.steps[0].config
 
-    @property
-    def scope(self) -> Scope:
-        """The steps' `StepPlan.scope`."""
-        return self.steps[0].scope
-
     def digest(self) -> str:
         """SHA-256 of the plan's content, in hex; of one step, that of the step."""
         return plan_document.digest(document_of(self.steps, self.num_samples))
@@ -234,7 +229,7 @@ class Plan:
             f"Plan: {counted(self.num_samples, 'sample')} in "
             f"{counted(len(self.steps), 'step')} on "
             f"{counted(len(self.steps[0].micro_batches), rank_noun(self.steps[0]))}, "
-            f"{self.scope} scope, digest {self.digest()[:12]}"
+            f"{self.steps[0].scope} scope, digest {self.digest()[:12]}"
         ]
         for index, step in enumerate(self.steps[:MOST_SHOWN]):
             placeholders = sum(row.samples == () for row in step.rows())
@@ -246,8 +241,13 @@ class Plan:
 
 
 def document_of(steps: Sequence[StepPlan], num_samples: int) -> dict[str, Any]:
-    """The document of steps, without its digest."""
-    first = steps[0]
+    """The document of steps, without its digest and the samples that steps cover."""
+    first, documents = steps[0], list[dict[str, Any]]()
+    for step in steps:
+        ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
+        documents.append({"num_microbatches": step.num_microbatches, "ranks": ranks})
+        if step.context_parallel is not None:
+            documents[-1]["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
     return {
         "format": plan_document.FORMAT,
         "version": plan_document.VERSION,
@@ -255,19 +255,8 @@ def document_of(steps: Sequence[StepPlan], num_samples: int) -> dict[str, Any]:
         "config": plan_document.options_of(first.config),
         "scope": first.scope,
         "num_samples": num_samples,
-        "steps": [step_document(step) for step in steps],
+        "steps": documents,
     }
-
-
-def step_document(step: StepPlan) -> dict[str, Any]:
-    """A step as its document has it, but for its samples."""
-    document: dict[str, Any] = {
-        "num_microbatches": step.num_microbatches,
-        "ranks": [[list(samples) for samples in rank] for rank in step.micro_batches],
-    }
-    if step.context_parallel is not None:
-        document["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
-    return document
 
 
 def rank_noun(step: StepPlan) -> str:
