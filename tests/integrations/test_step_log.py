@@ -110,6 +110,13 @@ class Mark:
         return 1e3 * (end.seconds - self.seconds)
 
 
+def test_a_step_without_cost_is_timed_and_predicts_nothing() -> None:
+    nothing = dataclasses.replace(STATISTICS, step_time=0.0)
+    step_log.record_step(nothing, plan_seconds=0.5, run=(1.0, 4.0), log_all=True)
+    assert with_batching_statistics(LOSSES)["batching/step seconds"].tolist() == [3.0]
+    assert not step_log._seconds_per_unit
+
+
 def test_the_time_of_a_step_that_is_not_over_is_read_a_step_later() -> None:
     ends = [Mark(2.0), Mark(5.0)]
     logged = []
