@@ -58,15 +58,16 @@ class SftDataset(Dataset[Mapping[str, Tensor]]):
 
 
 def build_datasets(args: Any, tokenizer: Any, num_samples: Sequence[int]) -> list[Any]:
-    """Datasets for training, validation and tests; None for one of 0 samples.
+    """Datasets for training, validation and tests; None for one of 0 samples, and for tests with
+    a share of 0.
 
     Each file is cut at the shares of ``--split``, as Megatron cuts its own.
 
     Raises:
         DataError: a line cannot be trained on, or a share has no sample.
     """
-    parts: list[list[Sample]] = [[], [], []]
     shares = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
+    parts: list[list[Sample]] = [[] for _ in shares]
     for path in args.data_path or ():
         samples = read_samples(path, tokenizer)
         fitting = [each for each in samples if len(each.ids) <= args.seq_length + 1]
@@ -76,7 +77,9 @@ def build_datasets(args: Any, tokenizer: Any, num_samples: Sequence[int]) -> lis
             start, end = share or (0, 0)
             part += fitting[round(start * len(fitting)) : round(end * len(fitting))]
     made: list[Any] = []
-    for split, part, number in zip(Split, parts, num_samples, strict=True):
+    for split, part, share, number in zip(Split, parts, shares, num_samples, strict=True):
+        if share is None and split is Split.test:  # Megatron then leaves the test out
+            number = 0
         if number and not part:
             raise DataError(
                 f"no line is left for the {split.name} dataset: raise its share of --split, or set "

@@ -299,6 +299,11 @@ def test_each_evaluation_is_of_the_same_samples(tmp_path: Path) -> None:
     assert prompts(test) == [10] * 4
 
 
+def test_a_share_of_0_is_no_test(tmp_path: Path) -> None:
+    train, valid, test = datasets(tmp_path, (6, 2, 2), split="90,10,0")
+    assert (len(train), len(valid), test) == (6, 2, None)
+
+
 def test_lines_that_are_too_long_are_left_out_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
