@@ -230,7 +230,7 @@ class Columns(Mapping[str, list[Any]]):
         return self.replaced(fields)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to other ranks: no views, and no offsets, which follow from the lengths."""
+        """The state without views and offsets, which are made anew on other ranks."""
         return vars(self) | {"_spans": {}, "_views": {}}
 
 

@@ -101,7 +101,7 @@ class PackedMicroBatch:
         is_placeholder: True if the row's one sample is fabricated.
         responses: loss weights of the response tokens, and the positions that predict them.
         fields: every field of the samples, a mapping from names to one value per sample.
-            context_parallel_size: ranks that share the row.
+        context_parallel_size: ranks that share the row.
         context_parallel_rank: this rank among them.
         owned_num_tokens: trainable tokens that this rank predicts; summed over ranks the step's
             `StepTotals.num_tokens`.
@@ -198,7 +198,7 @@ def _packed(index: RowIndex, fields: Columns, field: Field, pad_value: float, la
     device, places = values.device, index.places(span, later)
     made = values.index_select(0, sent(places, device))
     if field.kind is Kind.ROUTED_EXPERTS:
-        pad_values = _spread_experts(values, sent(index.positions, device))
+        pad_values = _experts_of_padding(values, sent(index.positions, device))
     elif pad_value:
         pad_values = made.new_full((), pad_value)
     else:
@@ -207,17 +207,23 @@ def _packed(index: RowIndex, fields: Columns, field: Field, pad_value: float, la
     return torch.where(is_padding.view(-1, *[1] * (made.dim() - 1)), pad_values, made)[None]
 
 
-def _spread_experts(values: Tensor, positions: Tensor) -> Tensor:
-    """``[positions, layers, top_k]`` experts for padding; the top_k of a token all differ. `values`
-    are all rows of the field, and one of zeros behind them."""
+def spread_experts(positions: Tensor, top_k: int, num_experts: Tensor | int) -> Tensor:
+    """``[positions, top_k]`` experts for tokens without recorded ones, which take turns; the top_k
+    of a token all differ."""
+    # top_k consecutive numbers modulo num_experts >= top_k all differ.
+    slots = positions[:, None] * top_k + torch.arange(top_k, device=positions.device)
+    return slots.remainder(num_experts)
+
+
+def _experts_of_padding(values: Tensor, positions: Tensor) -> Tensor:
+    """``[positions, layers, top_k]`` experts for padding. `values` are all rows of the field, and
+    one of zeros behind them."""
     layers, top_k = values.shape[1:] if values.dim() == 3 else (0, 0)
-    # top_k consecutive numbers modulo num_experts >= top_k all differ. It stays a tensor: with
-    # .item() the host would wait for the device.
+    # It stays a tensor: with .item() the host would wait for the device.
     num_experts = (
         values.max().long() + 1 if values.numel() else values.new_ones((), dtype=torch.int64)
     )
-    slots = positions[:, None] * top_k + torch.arange(top_k, device=positions.device)
-    slots = slots.remainder(num_experts.clamp(min=max(top_k, 1)))
+    slots = spread_experts(positions, top_k, num_experts.clamp(min=max(top_k, 1)))
     return slots.to(values.dtype)[:, None].expand(-1, layers, top_k)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mcore_batching.batch import Kind, PackedMicroBatch, SchemaError
 from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.row import spread_experts
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 
@@ -144,9 +145,9 @@ def _experts(row: PackedMicroBatch, name: str, config: Any) -> Tensor:
     if not row.is_placeholder:
         return row.packed(name)[0].long()
     # A rank that has never had a sample does not have the number of layers from any.
-    shape, top_k = (row.tokens.shape[1], 1, config.moe_router_topk), config.moe_router_topk
-    slots = torch.arange(shape[0] * top_k, device=row.tokens.device)
-    return slots.remainder(config.num_moe_experts).view(shape).expand(-1, config.num_layers, -1)
+    positions = torch.arange(row.tokens.shape[1], device=row.tokens.device)
+    slots = spread_experts(positions, config.moe_router_topk, config.num_moe_experts)
+    return slots[:, None].expand(-1, config.num_layers, -1)
 
 
 def _routers(chunk: Any) -> list[Any]:

@@ -13,20 +13,10 @@ from mcore_batching.planning.errors import ConfigError, named
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.local import pack_local
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.placement import (
-    deal,
-    largest_first,
-    order_slots,
-    place,
-    split_until,
-)
+from mcore_batching.planning.placement import deal, largest_first, order_slots, place, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, Plan, Sizes, StepPlan
 from mcore_batching.planning.problem import Problem
-from mcore_batching.planning.search import (
-    Objective,
-    search,
-    search_dynamic,
-)
+from mcore_batching.planning.search import Objective, search, search_dynamic
 from mcore_batching.planning.search.assign import Slots
 from mcore_batching.planning.search.dynamic_cp import layers_of
 
