@@ -1,18 +1,20 @@
 """Predicted end of a step over its pure work: dynamic CP, one size for all, and Megatron's rule.
 
     python tests/benchmarks/bench_dynamic_cp.py [--data ../shared/data] [--draws 3] [--only TEXT]
+        [--megatron DIR]
 
 Pure work is three times the cost of all samples over the ranks: no communication, no starts of
 micro-batches, no bubble. Costs are the default model's, with 10 % of communication and 64 tokens
 for each doubling of a row's context-parallel size. "One size" is the best of 1, 2, 4 and 8 for all
 samples, planned by this package on the same GPUs. Megatron's rule is `default_dynamic_cp` of its
-dev branch (dynamic_cp_rule.py). Means are over draws.
+dev branch, read from DIR, a checkout. Means are over draws.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmark_cases import (
     MODEL,
@@ -27,7 +29,7 @@ from benchmark_cases import (
     timed_plan,
     traces,
 )
-from dynamic_cp_rule import megatron_dynamic_plan
+from framework_rules import megatron_dynamic_plan
 from step_bound import step_time_bound
 
 from mcore_batching.planning import ParallelDims, PlannerConfig, PlanningError, Problem, StepPlan
@@ -78,9 +80,14 @@ def one_size_plans(
 
 
 def row(
-    source: Lengths, samples: int, cap: int | None, dims: ParallelDims, draws: int
+    source: Lengths,
+    samples: int,
+    cap: int | None,
+    dims: ParallelDims,
+    draws: int,
+    megatron: Path | None,
 ) -> list[str]:
-    """The cells of one case; "-" where a draw has no plan."""
+    """The cells of one case; "-" where a draw has no plan, or Megatron has no checkout."""
     times: dict[str, list[float]] = {name: [] for name in COLUMNS[1:-2]}
     sizes, milliseconds = set(), []
     for seed in range(draws):
@@ -99,9 +106,10 @@ def row(
         times["one size"].append(of_size[best])
         times["size 1"] += [of_size[1]] if 1 in of_size else []
         try:
-            rule = megatron_dynamic_plan(lengths, dims, config, MODEL)
-            times["Megatron's rule"].append(predicted_step_time(rule, lengths) / pure)
-        except RuleFailureError as error:
+            if megatron is not None:
+                rule = megatron_dynamic_plan(megatron, lengths, dims, config, MODEL)
+                times["Megatron's rule"].append(predicted_step_time(rule, lengths) / pure)
+        except (AssertionError, RuleFailureError) as error:
             print(f"{source.name}, {layout_name(dims)}: {error}")
     figures = [f"{mean(each):.3f}" if len(each) == draws else "-" for each in times.values()]
     name = f"{source.name}, {cap or 'uncut'}, {samples}, {layout_name(dims)}"
@@ -118,12 +126,13 @@ def main() -> None:
     """Print the table."""
     parser = parser_of(__doc__)
     parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--megatron", type=Path, metavar="DIR", help="a checkout of its dev branch")
     options = parser.parse_args()
     sources = traces(options.data) | made_up()
     cases = [(*each, PP4) for each in CASES]
     cases += [(*CASES[i], dims) for dims in (PP1, VPP2) for i in (0, 2)]
     rows = [
-        tuple(row(sources[name], samples, cap, dims, options.draws))
+        tuple(row(sources[name], samples, cap, dims, options.draws, options.megatron))
         for name, cap, samples, dims in cases
         if name in sources and options.only in name
     ]

@@ -1,13 +1,13 @@
 """Predicted end of a step under other frameworks' rules, over that under this planner's plan.
 
     python tests/benchmarks/bench_step_time.py [--ranks 8] [--stages 4] [--chunks 1]
-        [--samples 512] [--draws 3] [--skyrl DIR]
+        [--samples 512] [--draws 3] [--slime DIR] [--nemo-rl DIR] [--skyrl DIR]
 
 Each rule is shown at the given cap, and at the cap in brackets: the best for it of caps each a
 tenth below the last. Costs are the default model's: a sample L + L²/24576, a micro-batch 256 more,
 backward twice forward. Steps are drawn without replacement; means are over draws. "Ours on verl's
-ranks" is what hooked verl plans: its ranks keep the samples that it deals to them. SkyRL's packer
-is read from DIR, a checkout.
+ranks" is what hooked verl plans: its ranks keep the samples that it deals to them. slime's rule,
+NeMo-RL's and SkyRL's packer are read from DIR, a checkout each.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmark_cases import MODEL, parser_of, traces
-from other_rules import ALL_RULES
-from rank_rules import ours_on, skyrl, skyrl_shards, verl_shards
+from framework_rules import (
+    STATED_RULES,
+    nemo_rl,
+    ours_on,
+    skyrl,
+    skyrl_shards,
+    slime,
+    verl_shards,
+)
 
 from mcore_batching.planning import ParallelDims, PlannerConfig
 from mcore_batching.tools.compare import Outcome, compare
@@ -39,9 +46,16 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=1, help="of a stage: virtual pipeline")
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--draws", type=int, default=3)
-    parser.add_argument("--skyrl", type=Path, metavar="DIR", help="a checkout of SkyRL")
+    for name in ("slime", "NeMo-RL", "SkyRL"):
+        parser.add_argument(
+            f"--{name.lower()}", type=Path, metavar="DIR", help=f"a checkout of {name}"
+        )
     options = parser.parse_args()
-    rules = ALL_RULES | {"ours on verl's ranks": ours_on(verl_shards)}
+    rules = STATED_RULES | {"ours on verl's ranks": ours_on(verl_shards)}
+    if options.slime:
+        rules["slime"] = slime(options.slime)
+    if options.nemo_rl:
+        rules["NeMo-RL"] = nemo_rl(options.nemo_rl)
     if options.skyrl:
         rules |= {"SkyRL": skyrl(options.skyrl), "ours on SkyRL's ranks": ours_on(skyrl_shards)}
     dims = ParallelDims(
