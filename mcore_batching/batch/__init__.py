@@ -6,7 +6,14 @@ Needs torch and the standard library; never imports megatron.
 from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
 from mcore_batching.batch.fields import Field, Fill, Kind
 from mcore_batching.batch.gather import gather_response
-from mcore_batching.batch.loss import StepTotals, sample_mean, token_mean
+from mcore_batching.batch.loss import (
+    StepTotals,
+    prompt_mean,
+    sample_mean,
+    token_mean,
+    token_sum,
+    trajectory_mean,
+)
 from mcore_batching.batch.order import apply_order, restore_order
 from mcore_batching.batch.placeholder import make_placeholder
 from mcore_batching.batch.row import PackedMicroBatch, pack
@@ -27,7 +34,10 @@ __all__ = [
     "gather_response",
     "make_placeholder",
     "pack",
+    "prompt_mean",
     "restore_order",
     "sample_mean",
     "token_mean",
+    "token_sum",
+    "trajectory_mean",
 ]

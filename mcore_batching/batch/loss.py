@@ -6,19 +6,25 @@ denominators can be added, and nothing is averaged over micro-batches:
     micro-batch 1    values [6.0, 2.0]    micro-batch 2    values [1.0]
     token_mean       8 / 3                                 1 / 3            sum 3.0
     sample_mean      4 / 2                                 1 / 2            sum 2.5
+    token_sum        8                                     1                sum 9.0, by no divisor
+    trajectory_mean  of turns of one trajectory 8 / 3 / 1  1 / 3 / 1        sum 3.0
 
     loss = token_mean(policy_loss, row, totals) + 0.01 * sample_mean(kl, row, totals)
 
 Placeholders and padding samples add exactly 0 to every numerator and denominator; their shares stay
 attached to the graph. Under context parallelism each rank counts the response tokens that it
 predicts; a token that nothing predicts (the first of a sample without a prompt) counts nowhere.
+
+Shares add up for losses that are sums of values per token or per sample. A loss that selects or
+normalizes within the micro-batch it is given depends on the packing; see `StepTotals`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,23 +35,37 @@ from mcore_batching.batch.gather import flat_values
 from mcore_batching.batch.pinned_buffer import sent
 from mcore_batching.batch.row import PackedMicroBatch, loss_weights
 from mcore_batching.batch.row_index import Span, predicted_within
+from mcore_batching.planning import LengthError
+from mcore_batching.planning.groups import group_key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTotals:
     """Denominators of an optimizer step's means.
 
+    These are all that a loss learns of the step. What it selects (tokens of the largest covariance,
+    the top tenth) or normalizes (whitened advantages) within its micro-batch depends on the samples
+    that share the row: compute that over the whole batch before `get_data_iterator`, or from the
+    outputs of `forward_only`, and hand it to the loss as a field (`add_fields`).
+
     Attributes:
         num_samples: real samples, with or without trainable tokens.
         num_trained_samples: samples whose loss mask is not all zero.
         num_tokens: predicted response tokens whose loss mask is not zero.
         token_weight: sum of the loss masks of the predicted response tokens.
+        trajectory_weights: the same sum of each trajectory, by ``(uid, trajectory id)`` where
+            samples have ``uids``; empty where they have no ``trajectory_ids``.
+        prompt_weights: the same sum of each prompt, by ``uids``; empty where there are none.
     """
 
     num_samples: int = 0
     num_trained_samples: int = 0
     num_tokens: int = 0
     token_weight: float = 0.0
+    trajectory_weights: Mapping[Hashable, float] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+    prompt_weights: Mapping[Hashable, float] = dataclasses.field(default_factory=dict, repr=False)
 
 
 class SampleWeights:
@@ -86,6 +106,10 @@ class SampleWeights:
         for depth in range(1, depths + 1):
             sums.append(sums_of_samples(weights.masked_fill(within < depth, 0.0), span))
         self.weights = torch.stack(sums).double()
+        self._keys: list[list[Hashable] | None] = [None, None]
+        # Ids that name no groups are no fault of a loss that has no use for groups.
+        with contextlib.suppress(LengthError):
+            self._keys = [trajectory_keys(columns), prompt_keys(columns)]
 
     def totals(self, samples: Sequence[int]) -> tuple[StepTotals, list[float]]:
         """The totals of some of the samples, of the data-parallel rank that holds them, and sums
@@ -93,13 +117,49 @@ class SampleWeights:
         chosen = torch.tensor(samples, dtype=torch.int64, device="cpu")
         num_tokens = self.num_tokens[chosen]
         weights = [math.fsum(each) for each in self.weights[:, chosen].tolist()]
+        trajectories, prompts = self._by_group(chosen)
         totals = StepTotals(
             num_samples=int(self.is_real[chosen].sum()),
             num_trained_samples=int((num_tokens > 0).sum()),
             num_tokens=int(num_tokens.sum()),
             token_weight=weights[0],
+            trajectory_weights=trajectories,
+            prompt_weights=prompts,
         )
         return totals, weights
+
+    def _by_group(self, chosen: Tensor) -> Iterator[dict[Hashable, float]]:
+        """Sum of the loss weights of each trajectory's real samples, and of each prompt's."""
+        weights = self.weights[0, chosen].tolist()
+        for keys in self._keys:
+            found: dict[Hashable, float] = {}
+            for sample, weight in zip(chosen.tolist(), weights, strict=True):
+                if keys is not None and keys[sample] is not None:
+                    found[keys[sample]] = found.get(keys[sample], 0.0) + weight
+            yield found
+
+
+def prompt_keys(columns: Columns) -> list[Hashable] | None:
+    """The prompt of each sample, None of padding; None without ``uids``."""
+    return _keys(columns, "uids")
+
+
+def trajectory_keys(columns: Columns) -> list[Hashable] | None:
+    """The trajectory of each sample, None of padding; None without ``trajectory_ids``."""
+    trajectories, prompts = _keys(columns, "trajectory_ids"), prompt_keys(columns)
+    if trajectories is None or prompts is None:
+        return trajectories
+    # Some frameworks number the trajectories of each prompt from 0.
+    pairs = zip(prompts, trajectories, strict=True)
+    return [None if trajectory is None else (prompt, trajectory) for prompt, trajectory in pairs]
+
+
+def _keys(columns: Columns, name: str) -> list[Hashable] | None:
+    if name not in columns:
+        return None
+    tags = columns.get("is_padding") or [False] * len(columns[name])
+    values = enumerate(zip(columns[name], tags, strict=True))
+    return [None if is_padding else group_key(value, i) for i, (value, is_padding) in values]
 
 
 def sums_of_samples(values: Tensor, span: Span) -> Tensor:
@@ -152,6 +212,75 @@ def sample_mean(
     lengths = sent(span.lengths, weights.device)
     sums = torch.repeat_interleave(sums + (sums == 0), lengths, output_size=span.total)
     return _weighted_sum(per_token, row, weights / sums) / (count or 1)
+
+
+def trajectory_mean(
+    per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals
+) -> Tensor:
+    """Share of the mean over trajectories of each one's mean over its trainable tokens.
+
+        trajectory_mean([tensor([6.0, 2.0])], row, StepTotals(trajectory_weights={7: 3.0, 8: 1.0}))
+        8 / 3 / 2, for a turn of trajectory 7
+
+    The turns of a trajectory, the samples with its ``trajectory_ids`` (and ``uids``, if there are
+    any), may be in any micro-batch on any rank. A trajectory without trainable tokens adds 0 and
+    counts in the denominator, as a sample does in `sample_mean`.
+
+    Arguments are those of `token_mean`.
+
+    Raises:
+        BatchError: as `token_mean`; no ``trajectory_ids``; or totals of another step.
+    """
+    ids = "trajectory_ids", trajectory_keys, totals.trajectory_weights
+    return _group_mean(per_token, row, *ids)
+
+
+def prompt_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals) -> Tensor:
+    """Share of the mean over prompts of each one's mean over the trainable tokens of all its
+    samples, which ``uids`` name; else as `trajectory_mean`."""
+    return _group_mean(per_token, row, "uids", prompt_keys, totals.prompt_weights)
+
+
+def token_sum(
+    per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals, *, divisor: float = 1.0
+) -> Tensor:
+    """Share of the sum over all trainable tokens of the step, over a constant.
+
+        token_sum([tensor([6.0, 2.0])], row, totals, divisor=4)    8 / 4
+
+    Arguments and errors are those of `token_mean`. Dr. GRPO's loss is
+    ``token_sum(values, row, totals, divisor=longest_response * totals.num_samples)``.
+    """
+    # Read for `train_step`, which warns of a loss that has not looked at the step.
+    _ = totals.token_weight
+    return _weighted_sum(per_token, row, row.responses.loss_masks) / divisor
+
+
+def _group_mean(
+    per_token: Sequence[Tensor],
+    row: PackedMicroBatch,
+    name: str,
+    keys_of: Callable[[Columns], list[Hashable] | None],
+    totals: Mapping[Hashable, float],
+) -> Tensor:
+    """Share of the mean over groups of each one's mean over its trainable tokens."""
+    masks, span = row.responses.loss_masks, row.fields.response_span
+    if row.is_placeholder:
+        return _weighted_sum(per_token, row, masks)
+    keys = keys_of(row.fields)
+    if keys is None:
+        raise BatchError(f"a mean over groups needs {name}; give one per sample in rollout_data")
+    for key in keys:
+        if key is not None and key not in totals:
+            raise BatchError(
+                f"{name} {key!r:.60} of the row is not among the {len(totals)} of the totals; pass "
+                "on the totals that the loss was given"
+            )
+    # What has no weight is masked throughout: 0 / 1, not 0 / 0.
+    of_samples = torch.tensor([totals.get(key) or 1.0 for key in keys], device="cpu")
+    weights, lengths = sent(of_samples, masks.device), sent(span.lengths, masks.device)
+    weights = torch.repeat_interleave(weights, lengths, output_size=span.total)
+    return _weighted_sum(per_token, row, masks / weights) / (len(totals) or 1)
 
 
 def _weighted_sum(per_token: Sequence[Tensor], row: PackedMicroBatch, weights: Tensor) -> Tensor:

@@ -65,9 +65,10 @@ class JobAgreement(Agreement):
 
         Args:
             name: the value's name.
-            value: this rank's, picklable, of any size.
+            value: this rank's, picklable, of any size; None: nothing, and no message where all
+                ranks have nothing.
         """
-        packed = pickle.dumps(value)
+        packed = b"" if value is None else pickle.dumps(value)
         made = Gathered[Given](packed, self.max(f"{name} (bytes)", len(packed)))
         self._gathered[name] = made
         return made
@@ -150,17 +151,19 @@ class JobConsensus(Consensus):
     def gather_bytes(self, stage: str, gathered: Gathered[Any]) -> list[Any]:
         """The values of a `JobAgreement.gather`. A collective over the ranks at this rank's place
         in each replica."""
-        place = self._replica.index(self.rank)
+        place, size = self._replica.index(self.rank), gathered.size.value
         counterparts = [ranks[place] for ranks in self.replicas]
+        if not size:
+            return [None] * len(counterparts)
         # A gather takes as much from every rank: the longest. Pickles end where they say.
-        own = gathered.packed.ljust(gathered.size.value)
+        own = (gathered.packed or pickle.dumps(None)).ljust(size)
         with self.watch.reporting(stage):
             received = RankMessages(self._world, counterparts).gather(own)
         return [*map(pickle.loads, received)]
 
     @property
     def _replica(self) -> Sequence[int]:
-        return self.replicas[self.data_parallel_rank]
+        return self.replicas[self._in_replica[0]]
 
     def share_within_replica(self, value: Any) -> Any:
         """Hand a value to the ranks of each replica that lack it (None). A collective over all.

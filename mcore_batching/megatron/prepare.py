@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from mcore_batching.batch.row import RowBlock
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.features import check_shared_prefixes, let_rows_have_groups
 from mcore_batching.megatron.checks.settings import check_logits
-from mcore_batching.megatron.consensus import JobAgreement
+from mcore_batching.megatron.consensus import Gathered, JobAgreement
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.routing import check_replay
@@ -41,6 +41,8 @@ _FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
 _BLOCK_TOKENS = 65_536
 """Tokens of rows that are packed at once. Operations on fewer take less time than their
 launches."""
+_GROUPS = ("trajectory_weights", "prompt_weights")
+"""Fields of `StepTotals` by group."""
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
 """Arguments of the pipeline, which planning does not read."""
 
@@ -108,12 +110,20 @@ class PreparedStep:
     rows: StepRows
     sums: Mapping[str, Reduction[Any]]  # fields of `StepTotals`; there after the agreement
     weights: Reduction[list[float]]
+    groups: Gathered[tuple[Mapping[Hashable, float], ...] | None]
 
     @functools.cached_property
     def totals(self) -> StepTotals:
         """Sums over all samples of the step on all ranks."""
         counts = {name: each.value for name, each in self.sums.items()}
-        return StepTotals(**counts, token_weight=self.token_weights[0])
+        groups: dict[str, Any] = {}
+        for place, name in enumerate(_GROUPS):
+            groups[name] = {}
+            # The turns of a trajectory may run on several ranks.
+            for of_rank in self.groups.values:
+                for key, weight in (of_rank[place] if of_rank else {}).items():
+                    groups[name][key] = groups[name].get(key, 0.0) + weight
+        return StepTotals(**counts, token_weight=self.token_weights[0], **groups)
 
     @property
     def token_weights(self) -> Sequence[float]:
@@ -193,6 +203,10 @@ def collated(
         # Weights are sums of floats, which another device adds up in another order.
         agree.same(name, value, within="replica")
     of_all = agree.sum("token weights by depth", weights)
+    by_group = tuple(getattr(totals, name) for name in _GROUPS)
+    groups = agree.gather(
+        "weights of trajectories and prompts", by_group if any(by_group) else None
+    )
     rows = StepRows(schedule, step, depths, has_labels=has_labels)
     rows.block(0)  # which the pipeline begins with
-    return PreparedStep(schedule, step, rows, sums, of_all)
+    return PreparedStep(schedule, step, rows, sums, of_all, groups)

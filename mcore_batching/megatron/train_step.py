@@ -274,7 +274,7 @@ def _forward_backward(
     """Gradients of the step in the model's buffers, and what the loss function did meanwhile."""
     failed: list[Exception] = []
     # Made anew for each step, so that reading them is noticed once a step.
-    totals = WatchedTotals(**dataclasses.asdict(prepared.totals))
+    totals = WatchedTotals(**vars(prepared.totals))
     per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
     undo, undo_later = _divisors(prepared, per_token=per_token)
     is_fused = job.options.fuse_output_layer

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import batch_cases
@@ -14,23 +16,34 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
+    BatchError,
     PackedMicroBatch,
     StepTotals,
     gather_response,
     make_placeholder,
     pack,
+    prompt_mean,
     sample_mean,
     token_mean,
+    token_sum,
+    trajectory_mean,
 )
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.planning import LengthError
 
 
 def make_samples(shapes: list[tuple[int, int]], seed: int) -> dict[str, list[Any]]:
     """Samples of (total, response) tokens; masks with holes, some samples padding."""
     generator = random.Random(seed)
     tags = [generator.random() < 0.2 for _ in shapes]
-    return batch_cases.make_samples(shapes, seed) | {"is_padding": tags}
+    # Trajectories are numbered from 0 in each prompt, as some frameworks do; padding has no ids.
+    ids = [(generator.randrange(2), generator.randrange(2)) for _ in shapes]
+    groups = {
+        name: [None if tag else each[place] for each, tag in zip(ids, tags, strict=True)]
+        for place, name in enumerate(("uids", "trajectory_ids"))
+    }
+    return batch_cases.make_samples(shapes, seed) | {"is_padding": tags} | groups
 
 
 def make_row(
@@ -54,6 +67,7 @@ def make_row(
 def plain_means(samples: dict[str, list[Any]], values: list[torch.Tensor]) -> dict[str, float]:
     """The means, written down sample by sample."""
     weighted, weight, means, trained = 0.0, 0.0, [], 0
+    groups: dict[str, dict[Any, list[float]]] = {"trajectory": {}, "prompt": {}}
     for i, value in enumerate(values):
         if samples["is_padding"][i]:
             continue
@@ -64,7 +78,19 @@ def plain_means(samples: dict[str, list[Any]], values: list[torch.Tensor]) -> di
         weighted, weight = weighted + total, weight + count
         means.append(total / count if count else 0.0)
         trained += count > 0
-    return {
+        prompt = samples["uids"][i]
+        for name, key in (
+            ("prompt", prompt),
+            ("trajectory", (prompt, samples["trajectory_ids"][i])),
+        ):
+            sums = groups[name].setdefault(key, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + total, sums[1] + count
+    of_groups = {
+        name: sum(total / (count or 1.0) for total, count in each.values()) / (len(each) or 1)
+        for name, each in groups.items()
+    }
+    return of_groups | {
+        "sum": weighted / 7.0,
         "token": weighted / weight if weight else 0.0,
         "sample": sum(means) / len(means) if means else 0.0,
         "trained": sum(means) / trained if trained else 0.0,
@@ -90,15 +116,22 @@ def test_shares_add_up_to_the_mean_whatever_the_packing(
     cut = generator.randint(0, len(order))
     packing = [tuple(part) for part in (order[:cut], order[cut:]) if part] + [()] * placeholders
     totals = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals(order)[0]
-    sums = {"token": 0.0, "sample": 0.0, "trained": 0.0}
+    means: dict[str, Callable[..., torch.Tensor]] = {
+        "token": token_mean,
+        "sample": sample_mean,
+        "trained": functools.partial(sample_mean, over_trained_samples=True),
+        "trajectory": trajectory_mean,
+        "prompt": prompt_mean,
+        "sum": functools.partial(token_sum, divisor=7.0),
+    }
+    sums = dict.fromkeys(means, 0.0)
     tokens = 0
     for rank in range(size):
         for indices in packing:
             row = make_row(samples, indices, size, rank)
             mine = [values[i] for i in indices] or [torch.zeros(0)]
-            sums["token"] += float(token_mean(mine, row, totals))
-            sums["sample"] += float(sample_mean(mine, row, totals))
-            sums["trained"] += float(sample_mean(mine, row, totals, over_trained_samples=True))
+            for name, mean in means.items():
+                sums[name] += float(mean(mine, row, totals))
             tokens += row.owned_num_tokens
     assert sums == pytest.approx(plain_means(samples, values), abs=1e-5)
     assert tokens == totals.num_tokens
@@ -112,7 +145,7 @@ def test_placeholder_counts_nothing_and_stays_on_the_graph() -> None:
     assert placeholder.owned_num_tokens == 0
     logits = torch.ones(3, requires_grad=True)
     totals = StepTotals(num_samples=3, num_trained_samples=2, num_tokens=5, token_weight=5.0)
-    for mean in (token_mean, sample_mean):
+    for mean in (token_mean, sample_mean, trajectory_mean, prompt_mean, token_sum):
         share = mean([logits[:0]], placeholder, totals)
         assert share.item() == 0.0
         (gradient,) = torch.autograd.grad(share, logits)
@@ -137,6 +170,30 @@ def test_value_of_the_wrong_length_is_named() -> None:
         token_mean([torch.zeros(2), torch.zeros(5)], row, StepTotals())
     with pytest.raises(ValueError, match="expected values of 2 samples, got 1"):
         token_mean([torch.zeros(2)], row, StepTotals())
+
+
+def test_mean_over_groups_names_ids_that_are_missing_or_of_another_step() -> None:
+    samples = make_samples([(4, 2), (5, 3)], seed=1) | {"is_padding": [False, False]}
+    samples |= {"uids": ["a", "b"], "trajectory_ids": [0, 0]}
+    row, values = make_row(samples, (0, 1)), [torch.zeros(2), torch.zeros(3)]
+    totals = SampleWeights(row.fields).totals([0])[0]
+    assert set(totals.trajectory_weights) == {("a", 0)}
+    with pytest.raises(
+        BatchError, match=r"trajectory_ids \('b', 0\) of the row is not among the 1 "
+    ):
+        trajectory_mean(values, row, totals)
+    with pytest.raises(BatchError, match="uids 'b' of the row is not among the 1 "):
+        prompt_mean(values, row, totals)
+    for name, mean in (("trajectory_ids", trajectory_mean), ("uids", prompt_mean)):
+        without = make_row({key: each for key, each in samples.items() if key != name}, (0,))
+        with pytest.raises(BatchError, match=f"needs {name}; give one per sample"):
+            mean(values[:1], without, totals)
+    # No error of losses without groups.
+    unhashable = make_row(samples | {"uids": [["a"], ["b"]]}, (0, 1))
+    totals = SampleWeights(unhashable.fields).totals([0, 1])[0]
+    assert token_mean(values, unhashable, totals).item() == 0.0
+    with pytest.raises(LengthError, match="the group of sample 0 must be hashable"):
+        prompt_mean(values, unhashable, totals)
 
 
 def test_values_that_were_gathered_are_read_as_the_list_that_holds_them_now() -> None:

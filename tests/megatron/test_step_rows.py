@@ -60,7 +60,7 @@ def schedule(packed: list[list[int]], sizes: tuple[int, ...] = (1,) * len(STEP))
 
 def prepared(of: Any) -> PreparedStep:
     rows = StepRows(of, 0, 0, has_labels=False)
-    return PreparedStep(of, 0, rows, {}, None)  # type: ignore[arg-type]
+    return PreparedStep(of, 0, rows, {}, None, None)  # type: ignore[arg-type]
 
 
 def storage(tensor: torch.Tensor) -> int:

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
+import mcore_batching.batch
+import mcore_batching.megatron
 from mcore_batching.batch import PackedMicroBatch, StepTotals, sample_mean, token_mean
 from mcore_batching.megatron import response_log_probs
 
 KL_WEIGHT = 0.3
+_PAGE = Path(mcore_batching.megatron.__file__).with_name("README.md").read_text(encoding="utf-8")
+OF_THE_PAGE = {
+    name: code for code, name in re.findall(r"```python\n(# (\w+).*?)```", _PAGE, re.DOTALL)
+}
+"""Code of losses on the loop's page, by the first word."""
+MEANS_OF_THE_PAGE = {"GSPO": "sample", "CISPO": "prompt", "PPO": "trajectory"}
+
+
+def share_of_the_page(name: str, **values: Any) -> Tensor:
+    """The `share` that a loss on the loop's page makes of these values."""
+    space = {**vars(mcore_batching.batch), "torch": torch, **values}
+    exec(OF_THE_PAGE[name], space)
+    share: Tensor = space["share"]
+    return share
+
+
+def terms_by_hand(
+    name: str, new: Tensor, old: Tensor, engine: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
+    """The terms of one sample's tokens of a loss on the loop's page, by its paper."""
+    if name == "CISPO":
+        return -torch.minimum(torch.exp(new - old), torch.tensor(5.0)).detach() * advantages * new
+    low, high, weight = 0.8, 1.2, torch.minimum(torch.exp(old - engine), torch.tensor(2.0))
+    ratio = torch.exp(new - old)
+    if name == "GSPO":
+        mean = (new - old)[mask != 0] @ mask[mask != 0] / (float(mask.sum()) or 1.0)
+        low, high, weight, ratio = 0.9997, 1.0004, torch.ones(()), torch.exp(mean) + 0.0 * new
+    # The lower of both objectives: clipped only where that lowers it.
+    is_clipped = torch.where(advantages > 0, ratio > high, ratio < low)
+    kept = torch.where(advantages > 0, high, low)
+    return -weight * torch.where(is_clipped, kept, ratio) * advantages
+
+
+def keys_of(name: str, samples: dict[str, Sequence[Any]], i: int) -> Any:
+    """What a mean's name counts as one, of a sample."""
+    return {
+        "sample": i,
+        "prompt": samples["uids"][i],
+        "trajectory": (samples["uids"][i], samples["trajectory_ids"][i]),
+    }[name]
 
 
 def policy_terms(log_probs: Tensor, behaviour: Tensor, advantages: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import math
 import sys
 from typing import Any
 
+from kit.objective import MEANS_OF_THE_PAGE
 from kit.random_model import drawn_balancing, drawn_model, is_known_on_shared_rows
 from kit.random_rollouts import Draw, drawn_rollouts
 
@@ -41,6 +42,7 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
             rollout.pop("padded_to", None)
         if "indexer_loss" in balancing:  # refused with padding
             planner = {name: value for name, value in planner.items() if "pad_" not in name}
+    half = _is_half(draw, model, rollouts)
     return {
         "seed": seed,
         "nproc": nproc,
@@ -48,10 +50,10 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
         "model": model,
         "ddp": _ddp(draw, model) | {"per_token_loss": per_token_loss},
         "refused": _is_refused(dims, model, planner, per_token_loss),
-        "bfloat16": _is_half(draw, model, rollouts),
+        "bfloat16": half,
         "planner": planner,
         "mixed_sizes": _has_mixed_sizes(draw, dims, planner),
-        "objective": _objective(draw),
+        "objective": _objective(draw) | ({"page": None} if half else {}),
         "clock": _clock(draw, planner),
         "rollouts": rollouts,
         "balancing": balancing,
@@ -204,6 +206,7 @@ def _objective(draw: Draw) -> dict[str, Any]:
         # the rollout's.
         "forward_only": old,
         "forward_entropy": draw.chance("entropies of the forward pass", 0.5),
+        "page": draw.one("loss of the page", [None, None, *MEANS_OF_THE_PAGE]),
     }
 
 

@@ -166,6 +166,9 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
     }
     if job["loss_masks"] in masks:
         samples["loss_masks"] = [masks[job["loss_masks"]](response) for _, response in lengths]
+    if job["objective"]["page"] is not None:  # samples of each lie on any ranks, in any steps
+        samples["uids"] = [i % 3 for i in range(len(lengths))]
+        samples["trajectory_ids"] = [i % 2 for i in range(len(lengths))]
     if job["turns"]:
         _begin_others(samples["tokens"], stream, lengths)
     if job["model"]["options"]["position_embedding_type"] == "mrope":

@@ -17,12 +17,19 @@ from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
 from kit.model import ROUTING, freeze, layer_spec, named_parameters, transformer_config
-from kit.objective import KL_WEIGHT, kl_terms, policy_terms
+from kit.objective import (
+    KL_WEIGHT,
+    MEANS_OF_THE_PAGE,
+    keys_of,
+    kl_terms,
+    policy_terms,
+    terms_by_hand,
+)
 from kit.reference import clip, hidden_states_kept, plain_adam, plain_model_of
 from kit.samples import multimodal_positions
 from mcore_batching.planning import ParallelDims
 
-WEIGHTS = {"policy": 1.0, "kl": KL_WEIGHT, "entropy": -0.2}
+WEIGHTS = {"policy": 1.0, "kl": KL_WEIGHT, "entropy": -0.2, "page": 0.2}
 """Of the terms in the loss."""
 
 
@@ -147,7 +154,8 @@ class RandomReference:
             trained samples, tokens); ``weights`` afterwards; where there are samples, else nothing
             is updated, ``gradients`` and ``grad_norm``.
         """
-        terms: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": []}
+        terms: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": [], "page": []}
+        page = self._objective["page"]
         masks, farthest = [], 1.0
         chosen = sorted(i for row in rows for i in row)
         routed: dict[int, list[Tensor]] = {}
@@ -158,10 +166,13 @@ class RandomReference:
             later.append([pair for kept in self._kept for pair in self._later(samples, i, kept)])
             farthest = max([farthest, *log_probs.detach().abs().tolist()])
             masks.append(trained_mask(samples, i).to(log_probs.device))
-            behaviour, advantages, anchor = (
+            behaviour, advantages, anchor, engine = (
                 samples[name][i].to(log_probs.device)
-                for name in ("behaviour", "advantages", "ref_log_probs")
+                for name in ("behaviour", "advantages", "ref_log_probs", "rollout_log_probs")
             )
+            if page is not None:
+                given = log_probs, behaviour, engine, advantages, masks[-1]
+                terms["page"].append(terms_by_hand(page, *given))
             is_policy = self._objective["terms"] == "policy"
             policy = policy_terms(log_probs, behaviour, advantages) if is_policy else -log_probs
             terms["policy"].append(policy)
@@ -173,6 +184,10 @@ class RandomReference:
             for name in ("policy", "kl", "entropy")
             if self._objective[name] is not None
         }
+        if page is not None:
+            mean = MEANS_OF_THE_PAGE[page]
+            keys = [keys_of(mean, samples, i) for i in chosen]
+            means["page"] = _mean_of_groups(keys, terms["page"], masks, farthest)
         means["loss"] = (
             sum(WEIGHTS[name] * value for name, (value, _) in means.items()),
             sum(abs(WEIGHTS[name]) * size for name, (_, size) in means.items()),
@@ -261,3 +276,14 @@ def _mean(
         for value, size, weight in zip(values, sizes, weights, strict=True)
     ]
     return tuple(sum(column) / (count or 1) for column in zip(*of_samples, strict=True)) or (0, 0)
+
+
+def _mean_of_groups(
+    keys: Sequence[Any], terms: Sequence[Tensor], masks: Sequence[Tensor], each: float
+) -> tuple[Any, float]:
+    """A mean over groups of the means over their tokens, and of sizes, as `_mean`."""
+    found = []
+    for key in {*keys}:
+        at = [i for i, other in enumerate(keys) if other == key]
+        found.append(_mean("token", [terms[i] for i in at], [masks[i] for i in at], each))
+    return tuple(sum(column) / len(found) for column in zip(*found, strict=True)) or (0, 0)

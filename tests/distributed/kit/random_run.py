@@ -20,7 +20,7 @@ from kit.model import (
     packed_model,
     transformer_config,
 )
-from kit.objective import MEANS, kl_terms, policy_terms
+from kit.objective import MEANS, kl_terms, policy_terms, share_of_the_page
 from kit.random_reference import WEIGHTS
 from kit.samples import take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, StepTotals
@@ -260,6 +260,11 @@ class RandomRun:
         if objective["kl"] is not None:
             terms = [kl_terms(*each) for each in zip(log_probs, row["ref_log_probs"], strict=True)]
             shares["kl"] = MEANS[objective["kl"]](terms, row, totals)
+        if objective["page"] is not None:
+            given = {"new": log_probs, "old": row[behaviour], "advantages": row["advantages"]}
+            shares["page"] = share_of_the_page(
+                objective["page"], **given, micro_batch=row, totals=totals
+            )
         if entropy is not None:
             shares["entropy"] = MEANS[objective["entropy"]](entropy, row, totals)
         weighted = [WEIGHTS[name] * share for name, share in shares.items()]
