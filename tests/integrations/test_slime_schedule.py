@@ -200,7 +200,6 @@ def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:
         ("pad_each_to", 8, "unset dynamic_batch_pad_each_to, and pad rows by dynamic_batch_pad_t"),
         ("context_parallel", 2, "unset dynamic_batch_context_parallel"),
         ("split_backward", "auto", "--dynamic-batch-split-backward is gone"),
-        ("cost_model", "auto", r"learns costs.* to a file"),
     ],
 )
 def test_options_of_the_engines_own_rows_and_step_are_refused(

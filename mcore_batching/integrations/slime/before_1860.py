@@ -23,6 +23,7 @@ from torch import Tensor
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row import Layout, RowBlock
+from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator
 from mcore_batching.integrations.slime.rollout_manager import option_problems
 from mcore_batching.megatron import compat
@@ -80,6 +81,10 @@ def get_data_iterator(
     problems = [*_layout_problems(*layout), *option_problems(args)]
     if getattr(args, "dynamic_batch_exchange", False):
         problems.append("samples stay on their rank: unset dynamic_batch_exchange")
+    if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
+        problems.append(
+            "no pass is timed here: set dynamic_batch_cost_model to fixed, or to a file"
+        )
     refuse("the hooked batching", problems)
     # A copy, since the framework goes on with its own.
     planning_args = copy.copy(args)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.replacements import (
     Function,
     Hook,
@@ -46,13 +47,20 @@ _MODEL = "backends.megatron_utils.model"
 
 
 def init(args: Any) -> None:
-    """`hook` the modules of slime or miles: for ``--custom-megatron-init-path``."""
-    del args
+    """`hook` the modules of slime or miles: for ``--custom-megatron-init-path``.
+
+    Under ``dynamic_batch_cost_model: auto`` it also times forward passes: see `.learning`.
+    """
     name = framework(_MODEL)
     if name == "miles":  # raises for an older one, which would silently train by its own plan
         planning_modules([name])
     modules = (f"{name}.{each}" for each in (_DATA[name], _MODEL))
-    print(hook(*map(importlib.import_module, modules)), flush=True)
+    hooked = hook(*map(importlib.import_module, modules))
+    if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
+        from mcore_batching.integrations.slime.trainer import timing_passes
+
+        hooked.add(timing_passes(args))
+    print(hooked, flush=True)
 
 
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:

@@ -12,7 +12,6 @@ Needs neither PyTorch nor Megatron: it runs in the rollout manager's process.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -27,8 +26,8 @@ from typing import Any
 from mcore_batching.flags import FIXED, LEARNT, PLANNER_DEFAULTS, removed_settings
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import Hook, HookError, is_replacement, replacing
+from mcore_batching.integrations.slime.learning import learnt_costs, shape_costs
 from mcore_batching.planning import (
-    ConfigError,
     CostModel,
     LastStep,
     ParallelDims,
@@ -37,7 +36,6 @@ from mcore_batching.planning import (
     group_steps,
     plan_batch,
 )
-from mcore_batching.planning.costs.layers_of import first_guess
 from mcore_batching.planning.files import read_document
 
 NAME = "build_dp_schedule"
@@ -193,10 +191,12 @@ def option_problems(args: Any) -> Iterator[str]:
     if getattr(args, "dynamic_batch_context_parallel", None) is not None:
         yield "the framework's context-parallel size is fixed: unset dynamic_batch_context_parallel"
     yield from removed_settings(args)
-    if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
+    is_learnt = getattr(args, "dynamic_batch_cost_model", None) == LEARNT
+    if is_learnt and (getattr(args, "expert_model_parallel_size", None) or 1) > 1:
         yield (
-            "the engine's own train_step alone learns costs: set dynamic_batch_cost_model to "
-            "fixed, or to a file of CostModel.to_json"
+            "costs are learnt from passes in which no rank waits, and expert-parallel ranks wait "
+            "for each other in every one: set dynamic_batch_cost_model to fixed, or to a file of "
+            "CostModel.to_json"
         )
 
 
@@ -214,13 +214,11 @@ def _planner_config(args: Any) -> PlannerConfig:
     return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **options)
 
 
-def _cost_model(args: Any) -> CostModel | None:
+def _cost_model(args: Any) -> CostModel:
     chosen = getattr(args, "dynamic_batch_cost_model", None)
     if chosen in (None, FIXED):
-        with contextlib.suppress(ConfigError, TypeError):  # no transformer's sizes: the defaults
-            return first_guess(vars(args))
-        return None
-    return CostModel.from_json(read_document(chosen))
+        return shape_costs(args)
+    return learnt_costs(args) if chosen == LEARNT else CostModel.from_json(read_document(chosen))
 
 
 def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:

@@ -14,18 +14,27 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+
 from mcore_batching.batch import OrderError, Schema, apply_order
-from mcore_batching.integrations.replacements import HookError
+from mcore_batching.integrations.dims import job_dims
+from mcore_batching.integrations.replacements import HookError, Replacement, in_place_of
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator, PlaceholderLengths
-from mcore_batching.megatron import compat
+from mcore_batching.integrations.slime.learning import shape_costs, trainers_costs
+from mcore_batching.megatron import compat, timing
 from mcore_batching.megatron.checks.settings import prepare_packed_model
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.forward_only import checked_outputs
 from mcore_batching.megatron.job import job_of, raise_first
 from mcore_batching.megatron.topology import model_chunks
+from mcore_batching.planning.costs.layer_costs import costs_of_stage
+from mcore_batching.planning.learn import LearntCosts, TimedRow
 
 _OPERATION = "forward_only"
 
@@ -159,6 +168,59 @@ class _Guarded:
                 f"{sorted(self.names)} for another: return the same names for all"
             )
         return values
+
+
+class _PassTimes:
+    """Forward passes of training on this rank, timed by row, and what was learnt from them."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        self._shape = shape_costs(args)
+        self._iterator: Any = None  # of the rollout that is being trained
+        self._seconds: dict[int, list[tuple[Any, Any]]] = {}  # marks of each of its micro-batches
+        self._is_warm = False
+
+    def forward_step(
+        self, original: Callable[..., Any], func: Any, data_iterator: Any, *given: Any, **named: Any
+    ) -> Any:
+        """Megatron's own, timed where it trains a row of the manager's plan."""
+        is_planned = isinstance(data_iterator, PlaceholderIterator)
+        if not (is_planned and torch.is_grad_enabled()):  # no log-probs: faster, without a graph
+            return original(func, data_iterator, *given, **named)
+        if self._iterator is None or self._iterator.rollout_data is not data_iterator.rollout_data:
+            self._send()
+            self._iterator = data_iterator
+        slot, before = data_iterator.offset, timing.mark()
+        made = original(func, data_iterator, *given, **named)
+        self._seconds.setdefault(slot, []).append((before, timing.mark()))
+        return made
+
+    def _send(self) -> None:
+        """Send what the last rollout's passes teach; all but the first, which compiles kernels."""
+        timed, self._seconds = self._seconds, {}
+        marks = [mark for of_row in timed.values() for pair in of_row for mark in pair]
+        if not self._is_warm or not all(map(timing.is_over, marks)):
+            self._is_warm |= bool(timed)
+            return
+        lengths = self._iterator.rollout_data["total_lengths"]
+        # What is fitted is a row's forward and backward pass together.
+        both, rows = 1.0 + self._shape.backward_ratio, []
+        for slot, of_row in timed.items():
+            samples = tuple(lengths[i] for i in self._iterator.micro_batch_indices[slot])
+            took = sum(itertools.starmap(timing.seconds_between, of_row))
+            rows.append(TimedRow(samples, both * took))
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        of_stage = costs_of_stage(self._shape, job_dims(), stage)
+        learnt = LearntCosts(shape=self._shape, cost_model=self._shape)
+        trainers_costs(self._shape).add.remote(learnt.evidence(rows, of_stage))
+
+
+def timing_passes(args: Any) -> Replacement:
+    """Megatron's ``forward_step`` with the times from which the manager's costs are learnt."""
+    times = _PassTimes(args)
+    original = schedules.forward_step
+    ours = functools.partial(times.forward_step, original)
+    return Replacement("forward_step", original, in_place_of(original, ours))
 
 
 def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,132 @@
+"""Costs that slime's rollout manager takes from its trainer's passes, through a Ray actor."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from slime_package import slime
+
+from mcore_batching.integrations.slime import HookError, init
+from mcore_batching.integrations.slime.learning import shape_costs, trainers_costs
+from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
+from mcore_batching.megatron import timing
+
+__all__ = ["slime"]
+
+ARGS = SimpleNamespace(
+    use_dynamic_batch_size=True,
+    max_tokens_per_gpu=40,
+    dynamic_batch_cost_model="auto",
+    hidden_size=64,
+    num_layers=2,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+)
+PLAN: dict[str, int | None] = {"dp_size": 1, "cp_size": 1, "vpp_size": None}
+PLAN["microbatch_group_size_per_vp_stage"] = None
+
+
+class Ray:
+    """Actors in this process, by name; calls return what they made."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Any] = {}
+
+    def get(self, made: Any) -> Any:
+        return made
+
+    def remote(self, kind: type) -> Any:
+        def options(*, name: str, get_if_exists: bool, num_cpus: int) -> Any:
+            assert (get_if_exists, num_cpus) == (True, 0)
+            return SimpleNamespace(remote=lambda *given: self._actor(name, kind, *given))
+
+        return SimpleNamespace(options=options)
+
+    def _actor(self, name: str, kind: type, *given: Any) -> Any:
+        own = self.actors.setdefault(name, kind(*given))
+        methods = ("add", "cost_model")
+        return SimpleNamespace(
+            **{each: SimpleNamespace(remote=getattr(own, each)) for each in methods}
+        )
+
+
+class Clock:
+    """Seconds that a row of so many tokens takes: far more a micro-batch than its shape says."""
+
+    now = 0.0
+
+    def forward_step(self, func: Any, data_iterator: Any, *given: Any) -> str:
+        del func, given
+        lengths = data_iterator.get_next(["total_lengths"])["total_lengths"]
+        self.now += 50e-3 + 1e-3 * sum(lengths)
+        return "made"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    made = Clock()
+    monkeypatch.setitem(sys.modules, "ray", Ray())
+    monkeypatch.setattr(schedules, "forward_step", made.forward_step)
+    monkeypatch.setattr(timing, "mark", lambda: made.now)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    trainers_costs.cache_clear()
+    yield made
+    trainers_costs.cache_clear()
+
+
+def run(lengths: list[int], micro_batches: list[list[int]]) -> None:
+    """Train a rollout as slime does: iterators are drawn from inside the forward step."""
+    data = importlib.import_module("slime.backends.megatron_utils.data")
+    tokens = [torch.zeros(n, dtype=torch.long) for n in lengths]
+    rollout = {"tokens": tokens, "total_lengths": lengths, "micro_batch_indices": micro_batches}
+    (iterator,) = data.get_data_iterator(rollout)
+    with torch.no_grad():
+        for _ in micro_batches:  # log-probs, which teach nothing
+            assert schedules.forward_step(None, iterator, "model") == "made"
+    iterator.reset()
+    for _ in micro_batches:
+        assert schedules.forward_step(None, iterator, "model") == "made"
+
+
+def planned(lengths: list[int]) -> int:
+    """Micro-batches of a step."""
+    rollouts = list(range(len(lengths)))
+    made = build_dp_schedule(
+        ARGS, PLAN, lengths, global_batch_size=len(lengths), rollout_indices=rollouts
+    )
+    return made[2][0]
+
+
+def test_costs_are_learnt_from_what_the_trainer_times(
+    slime: Path, clock: Clock, capfd: Any
+) -> None:
+    lengths = [10, 20, 30, 5]
+    before = shape_costs(ARGS)
+    init(ARGS)
+    assert "schedules.forward_step" in capfd.readouterr().out
+    for _ in range(4):
+        run(lengths, [[0, 1], [2], [3], []])
+        planned(lengths)
+    learnt = sys.modules["ray"].actors["mcore_batching learnt costs"].cost_model()
+    assert before.per_micro_batch / before.linear != pytest.approx(50, rel=0.5)
+    assert learnt.per_micro_batch / learnt.linear == pytest.approx(50, rel=0.15)
+
+
+def test_expert_parallel_ranks_teach_nothing() -> None:
+    with pytest.raises(HookError, match="wait for each other in every one: set dynamic_batch_cost"):
+        build_dp_schedule(
+            SimpleNamespace(**vars(ARGS) | {"expert_model_parallel_size": 2}),
+            PLAN,
+            [5],
+            global_batch_size=1,
+            rollout_indices=[0],
+        )
