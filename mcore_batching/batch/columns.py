@@ -25,7 +25,6 @@ from mcore_batching.batch.fields import (
     Kind,
     checked_values,
     declaration_line,
-    num_rows,
 )
 from mcore_batching.batch.row_index import Span
 from mcore_batching.batch.schema import Schema
@@ -172,7 +171,8 @@ class Columns(Mapping[str, list[Any]]):
         if key not in self._spans:
             own = self.response_lengths if is_response else self.total_lengths
             if self._samples is None:
-                self._spans[key] = Span.of([num_rows(length, offset) for length in own])
+                lengths = torch.tensor(own, dtype=torch.int64, device="cpu")
+                self._spans[key] = Span(lengths.add_(offset).clamp_(min=0))  # as `num_rows`
             else:
                 chosen = torch.tensor(self._samples, dtype=torch.int64, device="cpu")
                 self._spans[key] = self._all._span_of(*key).taken(chosen)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
@@ -62,7 +61,7 @@ class _PerSample(list[Tensor]):
     """Values of each sample's response tokens: views of one flat tensor."""
 
     def __init__(self, flat: Tensor, lengths: list[int]) -> None:
-        super().__init__(torch.split(flat, lengths))
+        super().__init__(flat.split_with_sizes(lengths))
         self.flat, self.lengths, self.views = flat, lengths, [*self]
 
 
@@ -93,9 +92,11 @@ def gather_own_values(
             f"{size}; set group to the context-parallel group"
         )
     responses = micro_batch.responses
-    flat = own_values.new_zeros((responses.owned.numel(), *own_values.shape[1:]))
+    flat, count = own_values, responses.owned.numel()
     # Zeros where another rank predicts the token, so the sum over ranks is the whole response.
-    flat = flat.index_copy(0, responses.owned_indices.to(own_values.device), own_values)
+    if len(own_values) < count:
+        flat = own_values.new_zeros((count, *own_values.shape[1:]))
+        flat = flat.index_copy(0, responses.owned_indices.to(own_values.device), own_values)
     # Without response tokens no rank of the row calls: all have the same lengths.
     if group is not None and size > 1 and flat.numel():
         flat = all_reduce(flat, group=group)  # type: ignore[no-untyped-call]

@@ -38,6 +38,9 @@ from mcore_batching.batch.row_index import Span, predicted_within
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key
 
+_EXACT_COUNTS = 2**24
+"""Single precision has every integer up to here."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTotals:
@@ -85,27 +88,25 @@ class SampleWeights:
 
     def __init__(self, columns: Columns, depths: int = 0, *, has_labels: bool = False) -> None:
         if has_labels:
-            span, weights = columns.token_span, columns.compact().flat("loss_mask")[:-1]
-            within = torch.arange(span.total, device="cpu")
-            within -= span.firsts.index_select(0, span.samples)
+            span, weights = columns.token_span, columns.compact().flat("loss_mask")[:-1].float()
         else:
             span, weights = columns.response_span, loss_weights(columns)
-            within = predicted_within(columns.token_span, span) if depths else weights
         padding = columns.get("is_padding") or [False] * len(span.counts)
         self.is_real = ~torch.tensor(padding, dtype=torch.bool, device="cpu")
-        # Sums of zeros and ones, as most masks hold, are counts, exact in single precision. Others
-        # are added up in double: micro-batches, and so packing, should not show in the sum.
-        if bool(((weights == 0) | (weights == 1)).all()):
-            counts = sums_of_samples(weights, span)
-            sums = [counts]
-        else:
-            weights = weights.double()
-            counts = sums_of_samples((weights != 0).double(), span)
-            sums = [sums_of_samples(weights, span)]
+        # Sums of zeros and ones, as most masks hold, are counts.
+        is_mask = _are_zeros_and_ones(weights)
+        sums = [_sums(weights, span, is_mask=is_mask)]
+        counts = sums[0] if is_mask else _sums((weights != 0).float(), span, is_mask=True)
         self.num_tokens = counts.long()
+        within = weights
+        if depths and has_labels:
+            within = torch.arange(span.total, device="cpu")
+            within -= span.firsts.index_select(0, span.samples)
+        elif depths:
+            within = predicted_within(columns.token_span, span)
         for depth in range(1, depths + 1):
-            sums.append(sums_of_samples(weights.masked_fill(within < depth, 0.0), span))
-        self.weights = torch.stack(sums).double()
+            sums.append(_sums(weights.masked_fill(within < depth, 0.0), span, is_mask=is_mask))
+        self.weights = torch.stack(sums)
         self._keys: list[list[Hashable] | None] = [None, None]
         # Ids that name no groups are no fault of a loss that has no use for groups.
         with contextlib.suppress(LengthError):
@@ -160,6 +161,25 @@ def _keys(columns: Columns, name: str) -> list[Hashable] | None:
     tags = columns.get("is_padding") or [False] * len(columns[name])
     values = enumerate(zip(columns[name], tags, strict=True))
     return [None if is_padding else group_key(value, i) for i, (value, is_padding) in values]
+
+
+def _are_zeros_and_ones(weights: Tensor) -> bool:
+    # w - w² is 0 of no other number; two comparisons and their union take four times as long.
+    rest = torch.addcmul(weights, weights, weights, value=-1).abs_()
+    return not rest.numel() or bool(rest.max() == 0)
+
+
+def _sums(values: Tensor, span: Span, *, is_mask: bool) -> Tensor:
+    """Sum of each sample's ``[R]`` values on the host, float64 ``[samples]``."""
+    if not values.numel():
+        return torch.zeros(len(span.counts), dtype=torch.float64, device="cpu")
+    # Single precision is exact for counts. Other values are added up in double: micro-batches, and
+    # so packing, should not show in the sum.
+    is_exact = is_mask and span.total <= _EXACT_COUNTS
+    running = values.cumsum(0, dtype=torch.float32 if is_exact else torch.float64)
+    ends = span.firsts + span.lengths
+    reached = running.index_select(0, (ends - 1).clamp_(min=0)).double().masked_fill_(ends == 0, 0)
+    return reached.diff(prepend=reached.new_zeros(1))
 
 
 def sums_of_samples(values: Tensor, span: Span) -> Tensor:
@@ -295,7 +315,9 @@ def _weighted_sum(per_token: Sequence[Tensor], row: PackedMicroBatch, weights: T
         _require_lengths(per_token, lengths)
         values = torch.cat([*per_token])
     # torch.where, since 0 · inf is NaN; not an index, since the host would wait for its size.
-    keep = row.responses.owned & (weights != 0)
+    keep = weights != 0
+    if row.context_parallel_size > 1:  # what one rank alone does not predict weighs nothing
+        keep = keep & row.responses.owned
     weighted = torch.where(keep, values.float(), 0.0) * weights
     # In double precision: packing, and so padding samples, should not show in the sum.
     return weighted.sum(dtype=torch.float64).float()

@@ -32,7 +32,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.gather import gather_own_values, per_sample
@@ -157,11 +156,14 @@ class _Softmax:
     def __init__(self, targets: Tensor, vocabulary: int, options: Options) -> None:
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.options = options
+        self.elsewhere: Tensor | None = None  # bool [positions, 1], if ranks share the vocabulary
+        if self.group.size() > 1:
+            targets = targets - self.group.rank() * vocabulary
+            self.elsewhere = ((targets < 0) | (targets >= vocabulary))[:, None]
         # A target of another rank's part is looked up anywhere, and masked.
-        targets = targets - self.group.rank() * vocabulary
-        self.elsewhere = (targets < 0) | (targets >= vocabulary)
-        self.targets = targets.masked_fill(self.elsewhere, 0)
-        starts = range(0, targets.numel(), options.chunk_tokens)
+        self.targets = targets[:, None].clamp(0, vocabulary - 1)
+        # One part at least: the tensors of no positions are results, too.
+        starts = range(0, max(targets.numel(), 1), options.chunk_tokens)
         self.parts = [slice(start, start + options.chunk_tokens) for start in starts]
 
     def measure(self, logits_of: Callable[[slice], Tensor]) -> Tensor:
@@ -169,40 +171,43 @@ class _Softmax:
 
         ``logits_of`` gives ``[part, local vocabulary]``, a copy that is written over.
         """
-        with_entropy = self.options.with_entropy
-        count = self.targets.numel()
-        highest = torch.empty(count, dtype=torch.float32, device=self.targets.device)
-        sums = highest.new_zeros(2 + with_entropy, count)
-        for part in self.parts:
-            x = self._scaled(logits_of(part))
-            # Not -inf, of which a rank's part may consist: the difference would be NaN.
-            highest[part] = x.amax(-1).clamp_(min=LOWEST)
-            x.sub_(highest[part, None])
-            sums[0, part] = x.gather(1, self.targets[part, None])[:, 0]
-            weights = x.exp() if with_entropy else x.exp_()
-            sums[1, part] = weights.sum(-1)
-            if with_entropy:
-                x.clamp_(min=_NEGLIGIBLE)  # 0 times the -inf of a masked entry would be NaN
-                sums[2, part] = torch.bmm(weights[:, None], x[:, :, None])[:, 0, 0]
-            del x, weights
+        found = [self._measured(part, logits_of(part)) for part in self.parts]
+        columns = found[0]
+        if len(found) > 1:
+            columns = [torch.cat(each) for each in zip(*found, strict=True)]
+        highest, target, total, *weighted = columns
         # Each rank's sums are relative to its own highest; scaled to the highest of all, they add.
-        if self.group.size() > 1 and count:
+        if self.elsewhere is not None and len(target):
             down = highest.clone()
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
             down.sub_(highest).clamp_(min=LOWEST)
-            sums[0] += down
-            if with_entropy:
-                # A part may be as low as numbers go: times its sum that would be none.
-                sums[2] += down.clamp(min=_NEGLIGIBLE) * sums[1]
-            sums[1:] *= down.exp()
-            sums[0].masked_fill_(self.elsewhere, 0.0)
+            target = (target + down).masked_fill_(self.elsewhere, 0.0)
+            # A part may be as low as numbers go: times its sum that would be none.
+            weighted = [each + down.clamp(min=_NEGLIGIBLE) * total for each in weighted]
+            scaled = [each * down.exp() for each in (total, *weighted)]
+            sums = torch.cat([target, *scaled], 1)
             dist.all_reduce(sums, group=self.group)
-        self.highest, self.totals = highest, sums[1]
-        found = [sums[0] - sums[1].log()]
-        if with_entropy:
-            self.entropy = sums[1].log() - sums[2] / sums[1]
-            found.append(self.entropy)
-        return torch.stack(found, 1)
+            target, total, *weighted = torch.split(sums, 1, dim=1)
+        self.highest, self.totals = highest, total
+        if not weighted:
+            return target - total.log()
+        self.entropy = total.log() - weighted[0] / total
+        return torch.cat([target - total.log(), self.entropy], 1)
+
+    def _measured(self, part: slice, logits: Tensor) -> list[Tensor]:
+        """Of a chunk the highest logit, and relative to it the target's, the sum of exponentials
+        and, for entropies, their sum weighted by the logits: ``[part, 1]`` each."""
+        x = self._scaled(logits)
+        del logits
+        # Not -inf, of which a rank's part may consist: the difference would be NaN.
+        highest = x.amax(-1, keepdim=True).clamp_(min=LOWEST)
+        target = x.sub_(highest).gather(1, self.targets[part])
+        if not self.options.with_entropy:
+            return [highest, target, x.exp_().sum(-1, keepdim=True)]
+        weights = x.exp()
+        x.clamp_(min=_NEGLIGIBLE)  # 0 times the -inf of a masked entry would be NaN
+        weighted = torch.bmm(weights[:, None], x[:, :, None])[:, 0]
+        return [highest, target, weights.sum(-1, keepdim=True), weighted]
 
     def gradient(self, part: slice, logits: Tensor, grads: Tensor) -> Tensor:
         """Gradient by a chunk's logits, as `measure` was given them, which are written over.
@@ -211,20 +216,22 @@ class _Softmax:
         """
         dtype = logits.dtype  # the gradient's, as autograd expects
         own = grads[part] / self.options.temperature
-        x = self._scaled(logits).sub_(self.highest[part, None])
+        x = self._scaled(logits).sub_(self.highest[part])
         del logits
-        totals = self.totals[part, None]
+        totals = self.totals[part]
         if self.options.with_entropy:
             log_p = x.clamp(min=_NEGLIGIBLE).sub_(totals.log())
             p = x.exp_().div_(totals)
-            log_p.add_(self.entropy[part, None]).mul_(own[:, 1:]).add_(own[:, :1])
+            log_p.add_(self.entropy[part]).mul_(own[:, 1:]).add_(own[:, :1])
             made = p.mul_(log_p).neg_()
             del p, log_p
         else:
             made = x.exp_().div_(totals).mul_(-own)
         # [i = target] of the first column's gradient, on the rank that has the target.
-        at_target = own[:, :1].masked_fill(self.elsewhere[part, None], 0.0)
-        return made.scatter_add_(1, self.targets[part, None], at_target).to(dtype)
+        at_target = own[:, :1]
+        if self.elsewhere is not None:
+            at_target = at_target.masked_fill(self.elsewhere[part], 0.0)
+        return made.scatter_add_(1, self.targets[part], at_target).to(dtype)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         x = logits.float()  # a copy, except of float32 logits: their chunk is one already
@@ -342,10 +349,6 @@ def _options(temperature: float, chunk_tokens: int | None, *, with_entropy: bool
     return options
 
 
-_readers: Any = WeakTensorKeyDictionary()  # its methods have no types
-"""Logits to one entry for each differentiable call on them."""
-
-
 def _gathered(
     logits: Logits, row: PackedMicroBatch, options: Options, overwrite_logits: bool
 ) -> Tensor:
@@ -376,7 +379,7 @@ def _gathered(
         # One entry for each call: two of them must not both write over the logits.
         readers: list[None] | None = None
         if overwrite_logits and logits.requires_grad and torch.is_grad_enabled():
-            readers = _readers.setdefault(logits, [])
+            readers = vars(logits).setdefault("differentiable_calls", [])
             readers.append(None)
         values = cast(Any, StatisticsOfLogits).apply(logits, positions, targets, options, readers)
     return gather_own_values(values, row, group=context_parallel_group(row))

@@ -58,7 +58,7 @@ def _scalar(name: str, value: Any, device: torch.device) -> Tensor:
             f"{name} must be a dense tensor of a real number, got {type(value).__name__} of "
             f"{value.dtype}, {value.layout}, {value.device}"
         )
-    return value.reshape(()).to(device)
+    return (value.reshape(()) if value.dim() else value).to(device)
 
 
 def attached(share: Tensor, *tensors: Tensor) -> Tensor:
