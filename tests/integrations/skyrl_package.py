@@ -59,6 +59,11 @@ class TokenBasedBatchIterator:
                 found.setdefault(name, {}).update(places)
         return {name: [values[i] for i in sorted(values)] for name, values in found.items()}
 
+    def reorder_and_combine_items(self, batches):
+        pairs = zip(self._microbatches, batches)
+        found = {i: item for samples, items in pairs for i, item in zip(samples, items)}
+        return [found[i] for i in sorted(found)]
+
 def get_microbatch_iterator(data, micro_batch_size, max_tokens_per_microbatch):
     return TokenBasedBatchIterator(data, max_tokens_per_microbatch=max_tokens_per_microbatch)
 """

@@ -131,6 +131,21 @@ def test_the_name_gives_our_packer_and_others_theirs(algorithms: Any) -> None:
     assert package.get_packer is algorithms.get_packer is own
 
 
+def test_versions_that_bound_the_samples_of_a_bin(algorithms: Any) -> None:
+    text = ALGORITHMS.replace(
+        "bin_count_multiple=None", "bin_count_multiple=None, max_sequences_per_bin=None"
+    )
+    text = text.replace("min_bin_count, bin_count_multiple\n", "max_sequences_per_bin\n")
+    exec(text, vars(algorithms))
+    vars(sys.modules["nemo_rl.data.packing"])["get_packer"] = algorithms.get_packer
+    with hook():
+        packer = algorithms.get_packer(ALGORITHM, 64, max_sequences_per_bin=2)
+        assert sorted(map(len, packer.pack([10] * 5))) == [1, 2, 2]
+        assert len(algorithms.get_packer(ALGORITHM, 64).pack([10] * 5)) == 1
+        given = algorithms.get_packer("first_fit_decreasing", 64, max_sequences_per_bin=3)
+        assert given == ("own", "first_fit_decreasing", 64, 3)
+
+
 @pytest.mark.parametrize("algorithms", ["small", "own"], indirect=True)
 def test_samples_cost_what_the_model_says(algorithms: Any, tmp_path: Path) -> None:
     config = {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 16}

@@ -108,6 +108,33 @@ def test_another_number_of_rows_is_an_error(workers: Any) -> None:
         check_faults(made, outputs, dict)
 
 
+def test_items_of_a_sample_too_few_are_an_error(workers: Any) -> None:
+    """A Megatron worker's micro-batches have rows behind their samples', which SkyRL drops."""
+    with hook():
+        made = workers.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
+        items = [[*samples, "padding"] for samples in made._microbatches]
+        assert made.reorder_and_combine_items(items) == list(range(len(LENGTHS)))
+        with pytest.raises(OrderError, match=r"micro-batch 1 has \d samples and \d items"):
+            made.reorder_and_combine_items([items[0], items[1][:-2], *items[2:]])
+        with pytest.raises(OrderError, match="outputs, got"):
+            made.reorder_and_combine_items(items[:-1])
+
+
+def test_the_cap_counts_tokens_as_skyrl_aligns_them(workers: Any) -> None:
+    path = Path(workers.__file__)
+    given = "data, max_tokens_per_microbatch"
+    aligned = f"{given}, sequence_length_multiple=1, packed_length_multiple=1):"
+    path.write_text(path.read_text().replace(f"self, {given}):", f"self, {aligned}"))
+    del sys.modules[workers.__name__]
+    importlib.invalidate_caches()
+    changed = importlib.import_module(workers.__name__)
+    with hook():
+        unaligned = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20)
+        of_samples = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20, 8)
+        of_rows = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20, packed_length_multiple=16)
+    assert [len(each) for each in (unaligned, of_samples, of_rows)] == [2, 4, 3]
+
+
 def test_another_number_of_rows_of_skyrls_own_is_an_error(own_workers: Any) -> None:
     """Its own takes rows too many for those of other samples, and leaves the last out."""
     with hook():

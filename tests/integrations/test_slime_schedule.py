@@ -249,6 +249,30 @@ def test_it_is_replaced_everywhere_and_put_back(slime: Path, capfd: Any) -> None
     )
 
 
+def test_images_are_packed_apart_by_slimes_own_rule(slime: Path) -> None:
+    """Versions that say which samples have images; only under an option of theirs it matters."""
+    module = importlib.import_module("slime.utils.dp_schedule")
+    source = Path(module.__file__ or "").read_text()
+    exec(
+        source.replace("rollout_indices)", "rollout_indices, sample_is_multimodal=None)"),
+        vars(module),
+    )
+    given: dict[str, Any] = {"global_batch_size": 2, "rollout_indices": [0, 1]}
+    images = [False, True]
+    with hook_schedule() or pytest.fail("nothing is hooked"):
+        for option, multimodal, is_ours in [
+            ("off", images, True),
+            ("separate", images, False),
+            ("separate", [False, False], True),
+            ("separate", None, True),
+        ]:
+            args = arguments(10, multimodal_aware_packing=option)
+            made = module.build_dp_schedule(
+                args, parallel(2), [5, 6], sample_is_multimodal=multimodal, **given
+            )
+            assert (made != "own") == is_ours
+
+
 def test_the_rollout_function_hooks_the_plan_of_its_process(slime: Path) -> None:
     wrapper = importlib.import_module("mcore_batching.integrations.slime.rollout")
     try:

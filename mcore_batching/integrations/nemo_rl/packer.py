@@ -4,7 +4,8 @@ NeMo-RL deals bins to the data-parallel ranks round-robin, and each rank runs it
 bin ``slot * ranks + rank`` is that rank's micro-batch in that slot.
 
 Guarantees
-- Every sample is in one bin, and no bin holds more than the capacity.
+- Every sample is in one bin, and no bin holds more than the capacity, or more samples than
+  ``max_sequences_per_bin``.
 - The number of bins is a multiple of the ranks, and valid for the interleaved schedule; no bin is
   empty, since NeMo-RL cannot run an empty micro-batch.
 - Contents and order are those with which the slowest rank's step ends first.
@@ -104,21 +105,28 @@ def _get_packer(
     collect_metrics: bool = False,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
+    max_sequences_per_bin: int | None = None,
 ) -> Any:
+    given = {
+        "collect_metrics": collect_metrics,
+        "min_bin_count": min_bin_count,
+        "bin_count_multiple": bin_count_multiple,
+    }
     # NeMo-RL's own are members of an enumeration, or their names in any case.
-    ours = isinstance(algorithm, str) and algorithm.lower() == ALGORITHM
-    make = packer if ours else functools.partial(original, algorithm)
-    return make(
-        bin_capacity,
-        collect_metrics=collect_metrics,
-        min_bin_count=min_bin_count,
-        bin_count_multiple=bin_count_multiple,
-    )
+    if isinstance(algorithm, str) and algorithm.lower() == ALGORITHM:
+        made = packer(bin_capacity, **given)
+        made.max_sequences_per_bin = max_sequences_per_bin
+        return made
+    if max_sequences_per_bin is not None:  # which older versions do not have
+        given["max_sequences_per_bin"] = max_sequences_per_bin
+    return original(algorithm, bin_capacity, **given)
 
 
 def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any:
     # Made here, since its base is there only where NeMo-RL is.
     class PipelinePacker(base):  # type: ignore[misc]
+        max_sequences_per_bin: int | None = None
+
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
             self._validate_sequence_lengths(sequence_lengths)
             if not sequence_lengths:
@@ -128,19 +136,25 @@ def _packer_class(base: Any, dims: ParallelDims, costs: CostModel | None) -> Any
             ranks = self.bin_count_multiple or 1
             experts = ranks if dims.in_lockstep else 1
             over_ranks = dataclasses.replace(dims, data_parallel=ranks, expert_parallel=experts)
-            return planned_bins(sequence_lengths, self.bin_capacity, over_ranks, costs)
+            return planned_bins(
+                sequence_lengths, self.bin_capacity, over_ranks, costs, self.max_sequences_per_bin
+            )
 
     return PipelinePacker
 
 
 def planned_bins(
-    lengths: list[int], capacity: int, dims: ParallelDims, costs: CostModel | None = None
+    lengths: list[int],
+    capacity: int,
+    dims: ParallelDims,
+    costs: CostModel | None = None,
+    most_samples: int | None = None,
 ) -> list[list[int]]:
     """The samples of each bin, in the order in which NeMo-RL deals bins to ranks.
 
     Lengths are padded; fewer samples than bins are a `LengthError`.
     """
-    config = PlannerConfig(max_tokens_per_gpu=capacity)
+    config = PlannerConfig(max_tokens_per_gpu=capacity, max_samples_per_row=most_samples)
     step = plan_step(lengths, dims, config, costs)
     if _has_placeholder(step):  # faster, but NeMo-RL cannot run it: every sample on its own rank
         step = plan_step(lengths, dims, dataclasses.replace(config, balance="cost"), costs)

@@ -103,11 +103,13 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: list[int],
+    sample_is_multimodal: list[bool] | None = None,
 ) -> Schedule:
     """The samples of each rank, and of each of its micro-batches.
 
     ``args`` have the planner's options, ``dynamic_batch_*`` from ``--custom-config-path``. A step
-    takes ``global_batch_size`` rollouts, each of one sample or more.
+    takes ``global_batch_size`` rollouts, each of one sample or more. ``sample_is_multimodal``
+    changes nothing here.
 
     Returns:
         samples of each rank [ranks][samples]; its micro-batches, as positions in these, [ranks]
@@ -254,7 +256,11 @@ def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
 def _in_place_of_own(original: Callable[..., Any], args: Any, *lengths: Any, **step: Any) -> Any:
     # Too few rollouts for a step are an error of the framework itself.
     has_step = len(set(step["rollout_indices"])) >= step["global_batch_size"]
-    plans = args.use_dynamic_batch_size and has_step
+    # Under this option micro-batches hold samples with images alone, or without: slime's own rule.
+    is_apart = any(step.get("sample_is_multimodal") or ()) and (
+        getattr(args, "multimodal_aware_packing", "off") != "off"
+    )
+    plans = args.use_dynamic_batch_size and has_step and not is_apart
     return (build_dp_schedule if plans else original)(args, *lengths, **step)
 
 
