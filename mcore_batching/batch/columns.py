@@ -265,7 +265,7 @@ def _joined(field: Field, rows: list[Tensor]) -> Tensor:
     )
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """A value with `change` made to the tensors in its dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return change(value)

@@ -131,12 +131,13 @@ class SampleWeights:
 
     def _by_group(self, chosen: Tensor) -> Iterator[dict[Hashable, float]]:
         """Sum of the loss weights of each trajectory's real samples, and of each prompt's."""
-        weights = self.weights[0, chosen].tolist()
+        weights = [*zip(chosen.tolist(), self.weights[0, chosen].tolist(), strict=True)]
         for keys in self._keys:
             found: dict[Hashable, float] = {}
-            for sample, weight in zip(chosen.tolist(), weights, strict=True):
-                if keys is not None and keys[sample] is not None:
-                    found[keys[sample]] = found.get(keys[sample], 0.0) + weight
+            for sample, weight in weights if keys else ():
+                key = keys[sample] if keys else None
+                if key is not None:
+                    found[key] = found.get(key, 0.0) + weight
             yield found
 
 

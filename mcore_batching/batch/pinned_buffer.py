@@ -17,7 +17,6 @@ from mcore_batching.batch.columns import map_tensors
 
 _ALIGNMENT_BYTES = 128
 """Start of each tensor, for kernels' vectorized loads; PyTorch's allocator aligns to 512."""
-_PADDING = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8, device="cpu")
 
 
 class PinnedBuffer:
@@ -29,44 +28,38 @@ class PinnedBuffer:
     """
 
     def __init__(self, value: Any, *, pin_memory: bool) -> None:
+        found: list[Tensor] = []
+        map_tensors(value, found.append)
+        copied = [tensor for tensor in found if _is_copied(tensor)]
+        self._kinds = [(tensor.dtype, tensor.shape) for tensor in copied]
         # Bytes of the first tensor, of the padding behind it, of the second tensor, ...
-        pieces = [torch.empty(0, dtype=torch.uint8, device="cpu")]
-
-        def note(tensor: Tensor) -> Tensor:
-            if _is_copied(tensor):
-                held = tensor.contiguous()
-                # A tensor of one value is contiguous at any stride, but has bytes at 1 alone.
-                held = held.as_strided((held.numel(),), (1,)).view(torch.uint8)
-                pieces.extend((held, _PADDING[: -tensor.nbytes % _ALIGNMENT_BYTES]))
-            return tensor
-
-        map_tensors(value, note)
-        self._sizes = [piece.numel() for piece in pieces[1:]]
+        sizes = [tensor.nbytes for tensor in copied]
+        self._sizes = [part for size in sizes for part in (size, -size % _ALIGNMENT_BYTES)]
         self._buffer = torch.empty(
             sum(self._sizes), dtype=torch.uint8, device="cpu", pin_memory=pin_memory
         )
-        torch.cat(pieces, out=self._buffer)
-        self.value = value
-        self.value = self._in(self._buffer)
+        views = self._views(self._buffer)
+        for view, tensor in zip(views, copied, strict=True):
+            view.copy_(tensor)
+        held = iter(views)
+        self.value = map_tensors(value, lambda each: next(held) if _is_copied(each) else each)
 
     def on(self, device: torch.device) -> Any:
         """The value with copies of its tensors on a device. The host does not wait for pinned
         memory."""
-        moved = self._in(self._buffer.to(device, non_blocking=True, copy=True))
+        moved = iter(self._views(self._buffer.to(device, non_blocking=True, copy=True)))
         # What was not copied follows by itself.
-        return map_tensors(moved, lambda tensor: tensor.to(device, non_blocking=True))
+        return map_tensors(
+            self.value,
+            lambda each: next(moved) if _is_copied(each) else each.to(device, non_blocking=True),
+        )
 
-    def _in(self, buffer: Tensor) -> Any:
-        """The value with views of the buffer in place of the tensors that are copied."""
+    def _views(self, buffer: Tensor) -> list[Tensor]:
         # unsafe_: views without a shared version counter. Otherwise autograd would take a change in
         # place of one tensor for a change of all.
-        parts = iter(torch.unsafe_split_with_sizes(buffer, self._sizes)[::2])
-
-        def view(tensor: Tensor) -> Tensor:
-            is_copied = _is_copied(tensor)
-            return next(parts).view(tensor.dtype).view(tensor.shape) if is_copied else tensor
-
-        return map_tensors(self.value, view)
+        parts = torch.unsafe_split_with_sizes(buffer, self._sizes)[::2]
+        kinds = zip(parts, self._kinds, strict=True)
+        return [part.view(dtype).view(shape) for part, (dtype, shape) in kinds]
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

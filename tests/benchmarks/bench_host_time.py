@@ -3,9 +3,10 @@
     python tests/benchmarks/bench_host_time.py [--repeats 20] [--profile]
 
 Processor time of one process with a model that does next to nothing: what is left is Python and
-launches. The plain loop is Megatron's schedule alone. The CPU stand-in for CUDA looks at every
-function of torch, so it is off while the clock runs. Medians of pairs of steps in turns. Most rows
-of a step are packed while the pipeline of its first epoch runs, and are there in later ones.
+launches. The plain loop is Megatron's schedule with the hooks that stock training gives it. The CPU
+stand-in for CUDA looks at every function of torch, so it is off while the clock runs. Medians of
+pairs of steps in turns. Most rows of a step are packed while the pipeline of its first epoch runs,
+and are there in later ones.
 """
 
 from __future__ import annotations
@@ -41,12 +42,17 @@ from mcore_batching.planning import ParallelDims
 from mcore_batching.tools.report import Table
 
 # isort: split
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 
 VOCABULARY = 8
 ROWS = 16
@@ -133,8 +139,8 @@ def plain_log_probs(
     return -(values * row["loss_masks"]).sum() / tokens, {}
 
 
-def plain_step(model: list[Any], rows: list[dict[str, Any]], loss: Loss) -> None:
-    """Megatron's schedule over rows packed by hand."""
+def plain_step(model: list[Any], rows: list[dict[str, Any]], loss: Loss, optimizer: Any) -> None:
+    """Megatron's schedule over rows packed by hand, with the hooks of ``megatron.training``."""
     trained = sum(float(row["loss_masks"].sum()) for row in rows)
 
     def forward_step(data: Iterator[dict[str, Any]], chunk: Any, *unused: Any) -> Any:
@@ -151,15 +157,20 @@ def plain_step(model: list[Any], rows: list[dict[str, Any]], loss: Loss) -> None
 
         return logits, made
 
-    schedules.get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(rows),
-        model=model[0],
-        num_microbatches=len(rows),
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    hooks = {
+        "finalize_model_grads_func": finalize_model_grads,
+        "grad_scale_func": optimizer.scale_loss,
+    }
+    with mock.patch.multiple(get_model_config(model[0]), **hooks):
+        schedules.get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(rows),
+            model=model[0],
+            num_microbatches=len(rows),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
 
 
 def _on_cpu(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -282,7 +293,7 @@ class Job:
             step = functools.partial(self._trained, ours, args, *rollout)
             with without_stand_in():
                 own = self.timed(step)
-                others = self.timed(lambda: plain_step(self.model, rows, plain))
+                others = self.timed(lambda: plain_step(self.model, rows, plain, self.optimizer))
             found.append((own[0] - others[0], own[1] - others[1]))
         return found[2:]
 
