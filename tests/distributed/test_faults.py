@@ -88,7 +88,7 @@ STEPS = "guarantees:several_steps"
 ROUTER = "guarantees:router_counts_real_tokens"
 NONFINITE = "nonfinite:error_or_skipped"
 UNTRAINED = "counted_steps:nothing_to_train"
-HOOKED = "hooking:equals_the_engine"
+HOOKED = "hooking:forward_equals_the_engines"
 JOBS = [
     *(
         job(
@@ -188,18 +188,16 @@ JOBS = [
         for spread in ("uneven", "empty")
         if name == "dp2" or spread == "uneven"
     ),
-    # The mean over samples takes another way through the loss alone, which no layout changes.
-    *(
-        job(f"hook-samples-{name}", HOOKED, dims, per_token_loss=False, long=name != "dp2")
-        for name, dims in (("dp2", DP2), ("pp2", PP2), ("cp2", CP2), ("tp2-sp", TP2_SP))
-    ),
     job(
         "hook-forward-cap",
         HOOKED,
         TP2_SP,
         dynamic_batch_forward_only_max_tokens_per_gpu=256,
     ),
-    job("hook-batches", "hooking:batches", DP2),
+    *(
+        job(f"hook-batches-{name}", "hooking:batches", dims)
+        for name, dims in (("dp2", DP2), ("cp2", CP2), ("tp2-sp", TP2_SP))
+    ),
     job("hook-positions", "hooking:positions", DP2),
     job("framework-shows-model", "hooking:framework_shows_model", PP2),
     job("framework-holds-model", "hooking:framework_holds_model", PP2),

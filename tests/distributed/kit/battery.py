@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-import mcore_batching
-from kit import planned_framework
+from kit import listed_batches
 from kit.calls import Calls, read_faults
 from kit.forked import at_fault
 from kit.objective import packed_objective
@@ -142,9 +141,8 @@ def framework_forward(calls: Calls, happens: Callable[..., Any] | None = None) -
     def f(logits: torch.Tensor, *, total_lengths: list[int], **unused: Any) -> Any:
         return logits.new_zeros(0), {"log_probs": [logits[0, 0] for _ in total_lengths]}
 
-    with mcore_batching.hook(planned_framework):
-        iterators = planned_framework.get_data_iterator(rollout)
-        return planned_framework.forward_only(f, calls.args, calls.model, iterators, [2])
+    iterators = listed_batches.iterators_of(rollout)
+    return listed_batches.forward_only(f, calls.args, calls.model, iterators, [2])
 
 
 FAULTS = {

@@ -13,12 +13,12 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
-import mcore_batching
-from kit import framework
 from kit.calls import Calls, Function, f_with, loss_with, read_faults, small_model
-from kit.exactness import arguments, log_probs_of
+from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
 from kit.model import named_parameters
 from kit.objective import packed_objective
+from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.integrations.slime import before_1860
 from mcore_batching.megatron import add_fields, response_log_probs
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -96,14 +96,15 @@ def gathered(logits: torch.Tensor) -> torch.Tensor:
     return tensor_parallel.gather_from_tensor_model_parallel_region(logits)
 
 
-def framework_plan(calls: Calls, data: Any = None, **flags: Any) -> Any:
+def slime_plan(calls: Calls, data: Any = None, **flags: Any) -> Any:
     args = arguments(calls.dims, **flags)
-    return framework.get_data_iterator(args, calls.model, data or calls.data)
+    data = data or calls.data
+    return before_1860.get_data_iterator(DEFAULT_SCHEMA, args, calls.model, data)
 
 
-def framework_pass(calls: Calls, iterators: Any, counts: Any, **flags: Any) -> Any:
+def slime_pass(calls: Calls, iterators: Any, counts: Any, **flags: Any) -> Any:
     args = arguments(calls.dims, **flags)
-    return framework.forward_only(framework.log_probs, args, calls.model, iterators, counts)
+    return before_1860.forward_only(log_probs_by_lengths, args, calls.model, iterators, counts)
 
 
 FAULTS = read_faults(
@@ -137,9 +138,7 @@ def faults(dims: dict[str, Any], reference: str, layout: str) -> dict[str, Any]:
         is_at_fault = fault.where in ("all", str(dist.get_rank()))
         call = fault.call if is_at_fault else fault.others
         try:
-            # Other layouts call nothing of the framework's.
-            with mcore_batching.hook(framework):
-                call(calls)
+            call(calls)
         except Exception as error:
             raised = error
         cause = getattr(raised, "__cause__", None)

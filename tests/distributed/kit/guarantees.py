@@ -23,7 +23,7 @@ from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.utils import get_model_config
 
 from kit.calls import Calls, loss_with, my_samples, small_model
-from kit.exactness import arguments, log_probs_of
+from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
 from kit.groups import keep_data_parallel_group, remake_groups
 from kit.model import adam, named_parameters
 from kit.objective import packed_objective
@@ -238,31 +238,13 @@ def later_steps(dims: dict[str, Any], reference: str) -> None:
 def found_by_lengths(dims: dict[str, Any], reference: str, pad_each_to: int) -> None:
     """slime's functions step through the logits by lengths: padded samples would shift them."""
     calls = Calls(dims, reference, dynamic_batch_pad_each_to=pad_each_to)
-
-    def walks(
-        logits: torch.Tensor,
-        *,
-        unconcat_tokens: list[torch.Tensor],
-        total_lengths: list[int],
-        response_lengths: list[int],
-        **unused: Any,
-    ) -> dict[str, list[torch.Tensor]]:
-        found, start = [], 0
-        for tokens, total, response in zip(
-            unconcat_tokens, total_lengths, response_lengths, strict=True
-        ):
-            predicted = torch.log_softmax(logits[0, start : start + total - 1], -1)
-            values = predicted.gather(1, tokens[1:, None])[:, 0]
-            whole = torch.cat((values.new_zeros(1), values))
-            found.append(whole[total - response :])
-            start += total
-        return {"log_probs": found}
-
     if "context_parallel" in dims:
         with pytest.raises(ValueError, match="let it take micro_batch"):
-            calls.forward(walks)
+            calls.forward(log_probs_by_lengths)
         return
-    pairs = zip(calls.forward(walks)["log_probs"], calls.forward()["log_probs"], strict=True)
+    pairs = zip(
+        calls.forward(log_probs_by_lengths)["log_probs"], calls.forward()["log_probs"], strict=True
+    )
     assert max(float((a - b).abs().max()) for a, b in pairs if a.numel()) < 1e-5
 
 

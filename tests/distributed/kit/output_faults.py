@@ -1,8 +1,8 @@
 """What comes of outputs that are too few, too many or of no sample, on the last rank alone.
 
-By every path on which they reach a user: `forward_only` of the engine, a hooked framework that
-plans where it trains (`kit.framework`), one that plans before it deals out samples
-(`kit.planned_framework`), and slime and miles from their checkouts.
+By every path on which they reach a user: `forward_only` of the engine; what replaces slime's where
+it plans as it trains, or before it deals out samples (`kit.listed_batches`); and slime and miles
+from their checkouts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 import mcore_batching
-from kit import framework, planned_framework
+from kit import listed_batches
 from kit.exactness import arguments as engine_arguments
-from kit.exactness import difference, log_probs_of
+from kit.exactness import difference, log_probs_by_lengths, log_probs_of
 from kit.harness import Job
 from kit.samples import make_samples, take
 from kit.shared_rows import mixed_sizes
 from kit.slime import SAMPLES, arguments, model_of, modules_of
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+from mcore_batching.integrations.slime import before_1860
 from mcore_batching.megatron import forward_only, get_data_iterator
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
@@ -209,39 +210,32 @@ def _path(of: str, source: str, shape: ParallelDims, planner: dict[str, Any]) ->
         shares_rows = "dynamic_batch_context_parallel" in planner
         path.hooked = mixed_sizes if shares_rows else contextlib.nullcontext
         return path
-    modules = _modules(of, source, shape, args)
     path.told = of not in ("unplanned", "slime unplanned")
-    path.f = modules.f
+    path.hooked = contextlib.nullcontext
+    if of == "unplanned":
+        path.f, path.forward = log_probs_by_lengths, before_1860.forward_only
+        path.iterators = functools.partial(before_1860.get_data_iterator, DEFAULT_SCHEMA)
+        return path
+    if of.startswith("planned"):
+        args.collects_outputs = of == "planned miles"
+        path.f, path.forward = _collected_log_probs, listed_batches.forward_only
+        path.iterators = _listed
+        return path
+    modules = modules_of(of, source, shape, args)
+    path.f, path.iterators = modules.loss.get_log_probs_and_entropy, modules.iterators
     path.options = {"rollout_id": 0} if of == "miles" else {}
-
-    def iterators(args: Any, model: Any, rollout: dict[str, Any]) -> tuple[Any, list[int]]:
-        if path.told and of != "miles":
-            return modules.data.get_data_iterator(rollout), rollout["num_microbatches"]
-        made: tuple[Any, list[int]] = modules.data.get_data_iterator(args, model, rollout)
-        return made
-
-    path.iterators = iterators
     path.forward = lambda *arguments, **options: modules.model.forward_only(*arguments, **options)
-    path.hooked = lambda: mcore_batching.hook(*dict.fromkeys([modules.data, modules.model]))
+    path.hooked = lambda: mcore_batching.hook(modules.data, modules.model)
     return path
 
 
-def _modules(of: str, source: str, shape: ParallelDims, args: Any) -> SimpleNamespace:
-    """The framework's ``data`` and ``model``, and ``f``, its function of the logits."""
-    if of == "unplanned":
-        return SimpleNamespace(data=framework, model=framework, f=framework.log_probs)
-    if of.startswith("planned"):
-        args.collects_outputs = of == "planned miles"
-        own = planned_framework
-        return SimpleNamespace(data=own, model=own, f=_collected_log_probs)
-    modules = modules_of(of, source, shape, args)
-    modules.f = modules.loss.get_log_probs_and_entropy
-    return modules
+def _listed(args: Any, model: Any, rollout: dict[str, Any]) -> tuple[Any, list[int]]:
+    return listed_batches.iterators_of(rollout), rollout["num_microbatches"]
 
 
 def _collected_log_probs(
     logits: torch.Tensor, *, non_loss_data: bool = False, **keywords: Any
 ) -> Any:
     """As Megatron's schedule takes them: collected, or behind a tensor as a loss would be."""
-    made = framework.log_probs(logits, **keywords)
+    made = log_probs_by_lengths(logits, **keywords)
     return made if non_loss_data else (logits.new_zeros(0), made)

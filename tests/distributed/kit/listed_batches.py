@@ -1,8 +1,5 @@
-"""A framework whose rollout data come with their micro-batches, for `mcore_batching.hook`.
-
-Its functions stay under the hook: the batching is as plain as in the field, and `forward_only` puts
-outputs into the samples' order by what it finds.
-"""
+"""A forward pass over the micro-batches that rollout data list, as slime's and miles' trainers run
+it: without placeholders, and with outputs put into the samples' order by what it finds."""
 
 from __future__ import annotations
 
@@ -15,7 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.integrations.slime import trainer
 from mcore_batching.megatron import compat
+
+LENGTHS = ("total_lengths", "response_lengths")
 
 
 class _Iterator:
@@ -33,49 +34,39 @@ class _Iterator:
         self.offset = 0
 
 
-def get_data_iterator(rollout_data: dict[str, Any]) -> list[_Iterator]:
-    return [_Iterator(rollout_data)]
+def iterators_of(rollout_data: dict[str, Any]) -> Any:
+    """With placeholders."""
+    return trainer.get_data_iterator(
+        lambda data: [_Iterator(data)], rollout_data, schema=DEFAULT_SCHEMA
+    )
 
 
-def get_batch(data_iterator: Any, keys: Sequence[str]) -> dict[str, Any]:
-    batch: dict[str, Any] = data_iterator.get_next(keys)
-    row = torch.cat([tokens.to(torch.cuda.current_device()) for tokens in batch["tokens"]])
-    multiple = parallel_state.get_tensor_model_parallel_world_size()
-    row = torch.nn.functional.pad(row, (0, -len(row) % multiple))
-    ends = [0, *torch.tensor(batch["total_lengths"]).cumsum(0).tolist()]
-    ends[-1] = len(row)
-    places = torch.tensor(ends, dtype=torch.int32, device=row.device)
-    batch["packed_seq_params"] = compat.packed_rows.packed_seq_params(places, len(row), ends)
-    return batch | {"row": row[None]}
-
-
-def forward_only(
+def _own_forward_only(
     f: Callable[..., Any],
     args: Any,
     model: list[Any],
     data_iterator: Sequence[Any],
     num_microbatches: Sequence[int],
-    store_prefix: str = "",
 ) -> dict[str, list[Tensor]]:
     for iterator in data_iterator:
         iterator.reset()
 
     def forward_step(iterator: Any, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
-        batch = get_batch(iterator, ["tokens", "total_lengths", "response_lengths"])
+        batch = iterator.get_next(["tokens", *LENGTHS])
+        row = torch.cat([tokens.to(torch.cuda.current_device()) for tokens in batch["tokens"]])
+        multiple = parallel_state.get_tensor_model_parallel_world_size()
+        row = torch.nn.functional.pad(row, (0, -len(row) % multiple))
+        ends = [0, *torch.tensor(batch["total_lengths"]).cumsum(0).tolist()]
+        ends[-1] = len(row)
+        places = torch.tensor(ends, dtype=torch.int32, device=row.device)
         output = chunk(
-            input_ids=batch["row"],
+            input_ids=row[None],
             position_ids=None,
             attention_mask=None,
-            packed_seq_params=batch["packed_seq_params"],
+            packed_seq_params=compat.packed_rows.packed_seq_params(places, len(row), ends),
         )
-        of_batch = functools.partial(
-            f,
-            args=args,
-            unconcat_tokens=batch["tokens"],
-            total_lengths=batch["total_lengths"],
-            response_lengths=batch["response_lengths"],
-        )
-        return output, of_batch
+        lengths = {name: batch[name] for name in LENGTHS}
+        return output, functools.partial(f, unconcat_tokens=batch["tokens"], **lengths)
 
     store: list[dict[str, list[Tensor]]] = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -93,8 +84,11 @@ def forward_only(
     made = {}
     for name in store[0]:
         values = [value for outputs in store for value in outputs[name]]
-        ordered: list[Any] = [None] * len(values)
+        made[name] = [None] * len(values)
         for sample, value in zip(samples, values, strict=False):
-            ordered[sample] = value
-        made[store_prefix + name] = ordered
+            made[name][sample] = value
     return made
+
+
+forward_only = functools.partial(trainer.forward_only, _own_forward_only)
+"""The same with `mcore_batching.hook`."""
