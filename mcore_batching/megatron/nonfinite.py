@@ -73,7 +73,36 @@ def faults(
     prepared: PreparedStep,
 ) -> tuple[str, str]:
     """Losses and gradients of this rank that are not finite, in words; each "" if all is well."""
-    return _loss_fault(collected, prepared), _gradient_fault(largest, model)
+    loss, gradient = _loss_fault(collected, prepared), _gradient_fault(largest, model)
+    fields = _fields_at_fault(prepared) if loss or gradient else ""
+    return loss and loss + fields, gradient and gradient + fields
+
+
+def _fields_at_fault(prepared: PreparedStep) -> str:
+    """The fields of this rank's samples that are not finite, each with the samples: one that is so
+    under a loss mask of 0 alone leaves the loss finite, but 0 times NaN is a gradient of NaN."""
+    schedule, columns = prepared.schedule, prepared.schedule.rollout_data
+    samples = sorted(i for row in schedule.steps[prepared.step] for i in row)
+    texts, masks = [], columns.get("loss_masks")
+    for name, values in columns.items():
+        is_finite = {i: _is_finite(values[i]) for i in samples}
+        bad = [i for i in samples if not is_finite[i].all()]
+        is_masked = masks is not None and all(
+            is_finite[i].shape[:1] == masks[i].shape
+            and bool(is_finite[i].reshape(len(masks[i]), -1).all(1)[masks[i] != 0].all())
+            for i in bad
+        )
+        if bad:
+            where = ", where the loss mask is 0: set numbers there" if is_masked else ""
+            texts.append(f"; {name} is not finite in {schedule.names_of(bad)}{where}")
+    return "".join(texts[:_NAMED])
+
+
+def _is_finite(value: Any) -> Tensor:
+    """True for each entry that is a finite number, or none."""
+    if isinstance(value, Tensor | float) and not getattr(value, "is_nested", False):
+        return torch.as_tensor(value).isfinite()
+    return torch.ones(1, dtype=torch.bool, device="cpu")
 
 
 def raise_on_all(job: Job, operation: str, found: tuple[str, str]) -> None:

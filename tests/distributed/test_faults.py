@@ -162,7 +162,7 @@ JOBS = [
     job("averaged-loss", "guarantees:averaged_loss_is_told", DP2),
     *(
         job(name, NONFINITE, DP2 | PP2, fault=name.partition("-")[0], overlap="-" in name)
-        for name in ("loss", "gradient", "gradient-overlapped")
+        for name in ("loss", "gradient", "gradient-overlapped", "field")
     ),
     job("loss-scaling", "nonfinite:loss_scaling", DP2 | PP2),
     job("other-names", "guarantees:placeholders_may_have_other_names", DP2 | PP2),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -31,6 +32,12 @@ def _infinite_gradient(share: torch.Tensor, logits: torch.Tensor) -> torch.Tenso
     """The share as it is, with a gradient of 1 / 0."""
     first = logits[0, 0, 0].float()
     return share + (first - first.detach()).sqrt()
+
+
+def _of_a_field(share: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The share as it is: at fault are advantages of NaN, of a token that is not trained."""
+    del logits
+    return share
 
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,7 +62,8 @@ def error_or_skipped(dims: dict[str, Any], reference: str, fault: str, overlap: 
 
     Also where Megatron's wrapper would raise on one rank, and leave the others waiting.
     """
-    change = {"loss": _nan_loss, "gradient": _infinite_gradient}[fault]
+    changes = {"loss": _nan_loss, "gradient": _infinite_gradient, "field": _of_a_field}
+    change = changes[fault]
     weights = torch.load(reference, weights_only=True)["weights"]
     # As ``megatron.training`` sets it by default: raises on one rank inside the pipeline.
     ddp = DistributedDataParallelConfig(
@@ -67,7 +75,11 @@ def error_or_skipped(dims: dict[str, Any], reference: str, fault: str, overlap: 
 
     def step(change: Change | None, **flags: Any) -> Any:
         args = arguments(ParallelDims(**dims), **flags)
-        planned = get_data_iterator(args, model, my_samples(dims))
+        samples = my_samples(dims)
+        if change is _of_a_field and parallel_state.get_data_parallel_rank() == 0:
+            first = int((samples["loss_masks"][2] == 0).nonzero()[0])
+            samples["advantages"][2][first] = math.nan
+        planned = get_data_iterator(args, model, samples)
         return train_step(_objective(change), args, model, *planned, optimizer)
 
     skipped = step(change, dynamic_batch_on_nonfinite="skip")
@@ -84,7 +96,12 @@ def error_or_skipped(dims: dict[str, Any], reference: str, fault: str, overlap: 
     if fault == "loss":
         assert "rank 2: the loss of micro-batch 1 (samples [" in said
         assert (found, named) == ({"2"}, 0)
+    elif fault == "field":
+        samples = "advantages is not finite in samples [2] of data-parallel rank 0"
+        assert f"; {samples}, where the loss mask is 0: set numbers there" in said
+        assert "the gradient of " in said
     else:
+        assert "is not finite in" not in said
         assert "rank 2: the gradient of " in said
         assert named == 3 * len(found)
         # Both stages of the replica, before gradients are added up.
