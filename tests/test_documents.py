@@ -45,6 +45,13 @@ def test_python_that_is_shown_can_be_imported(path: Path) -> None:
             assert [each.name for each in node.names if not hasattr(module, each.name)] == []
 
 
+@each_document
+def test_the_package_is_installed_from_a_checkout(path: Path) -> None:
+    """No package index has it."""
+    found = re.findall(r"pip install (?:-\S+ )*(\S+)", path.read_text(encoding="utf-8"))
+    assert [what for what in found if re.match(r"mcore[-_]batching", what)] == []
+
+
 def blocks_of_readme(language: str) -> list[str]:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)

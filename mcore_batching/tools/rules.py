@@ -62,7 +62,8 @@ def verl(problem: Problem) -> list[Bins]:
     """verl 0.9: samples to ranks, then to micro-batches, each by Karmarkar-Karp over work.
 
     Every rank gets equally many samples and parts them into ⌈tokens / cap⌉ micro-batches, the most
-    of any rank. They run with the costliest in the middle.
+    of any rank, or more, until all keep to the cap (as since its pull request 7553; before, parts
+    exceed it). They run with the costliest in the middle.
     """
     refuse_oversize(problem, "verl asserts that max_token_len is at least the longest sample")
     sizes, cap, group = problem.tokens, problem.capacity, problem.dims.slots_per_group
