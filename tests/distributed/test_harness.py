@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import harness
-from kit.harness import Job, JobFailedError, results, run_jobs
-from kit.patience import patience
+from kit.harness import Job, JobFailedError, run_jobs
 
 JOBS = [
     Job("hangs", "kit.harness_jobs:hangs", 2, seconds=3.0),
@@ -42,17 +37,3 @@ def test_crash_on_one_rank_fails_with_its_traceback(found: dict[str, Any]) -> No
     assert isinstance(failure, JobFailedError)
     assert "rank 1: Traceback" in str(failure)
     assert "on purpose" in str(failure)
-
-
-@pytest.mark.long
-def test_no_worker_outlives_its_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "START_SECONDS", 20.0)
-    job = Job("lingers", "kit.harness_jobs:lingers", 2, seconds=1.0)
-    workers = results(run_jobs([job], tmp_path)["lingers"])
-    given_up = time.monotonic() + patience(10.0)
-    for worker in workers:
-        # Killed already; whoever inherits it may take its time to reap it.
-        with pytest.raises(ProcessLookupError):  # noqa: PT012
-            while time.monotonic() < given_up:
-                os.kill(worker, 0)
-                time.sleep(0.1)

@@ -117,9 +117,7 @@ TRAINED: dict[str, tuple[str, int, bool]] = {
     "pp2-overlapped-reduction": ("pp2-padded", 5, True),
     "pp2-two-samples": ("pp2-two-samples-padded", 10, True),
     "pp2-ramp-up": ("pp2-ramp-up-padded", 7, True),
-    "pp2-blocking": ("pp2-padded", 10, True),
     "vpp2": ("vpp2-padded", 10, True),
-    "vpp2-blocking": ("vpp2-padded", 10, True),
     "vpp2-placeholders": ("vpp2-padded", 5, False),
     # Megatron's local attention refuses context parallelism: the reference is data-parallel.
     "tp2-cp2": ("dp4-padded", 10, False),

@@ -1,18 +1,10 @@
-"""Jobs for the harness's own tests: one that hangs, one that dies, one that stays."""
+"""Jobs for the harness's own tests: one that hangs, one that dies, one that returns."""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 
 import torch.distributed as dist
-
-
-def lingers() -> int:
-    """Returns at once, in a process that does not end by itself; its number."""
-    threading.Thread(target=time.sleep, args=(3600,)).start()
-    return os.getpid()
 
 
 def hangs() -> None:

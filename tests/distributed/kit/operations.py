@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
-from kit.blocking_p2p import blocking_p2p
 from kit.exactness import arguments
 from kit.model import quick_model
 from kit.samples import VOCABULARY
@@ -24,12 +23,6 @@ from mcore_batching.planning import ParallelDims
 
 Operation = list[Any]
 """``["F" or "B", model chunk, slot, start, end]``, times in seconds since the step began."""
-
-
-def operations_blocking(**parameters: Any) -> list[list[Operation]]:
-    """`operations`, where transfers between stages block as NCCL's do."""
-    with blocking_p2p():
-        return operations(**parameters)
 
 
 def operations(

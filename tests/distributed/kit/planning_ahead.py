@@ -13,7 +13,7 @@ from unittest import mock
 
 from megatron.core.pipeline_parallel import schedules
 
-from kit.stock import train, train_blocking
+from kit.stock import train
 from kit.workers import slow_planning, worker_with
 from mcore_batching.megatron.plan import Planner
 
@@ -22,23 +22,20 @@ Clocks = tuple[float, float]
 FAULTY_STEP = 3
 
 
-def train_ahead(
-    script: str, words: Sequence[str], fault: str | None = None, blocking: bool = False
-) -> dict[str, Any]:
-    """`train` (or `train_blocking`) with something that happens to the worker, of `worker_with`.
+def train_ahead(script: str, words: Sequence[str], fault: str | None = None) -> dict[str, Any]:
+    """`train` with something that happens to the worker, of `worker_with`.
 
     Args:
         script: as of `train`.
         words: as of `train`.
         fault: what happens, in the third step if it is a signal; "in line": no step is planned
             ahead; None: nothing.
-        blocking: transfers block as NCCL's do.
 
     Returns:
         its record, with what `worker_with` yields but for plans of evaluations.
     """
     with worker_with(fault, first=FAULTY_STEP) as made:
-        record = (train_blocking if blocking else train)(script, words)
+        record = train(script, words)
     return record | made
 
 

@@ -22,7 +22,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.transformer.moe import moe_logging
 from megatron.training import argument_utils, get_args, training
 
-from kit.blocking_p2p import blocking_p2p
 from kit.groups import release_groups
 from kit.harness import REPOSITORY
 from mcore_batching import run
@@ -78,12 +77,6 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
         _take_down()
         sys.argv, sys.path[:] = before
     return record
-
-
-def train_blocking(script: str, words: Sequence[str]) -> dict[str, Any]:
-    """`train`, where transfers between stages block as NCCL's do."""
-    with blocking_p2p():
-        return train(script, words)
 
 
 def train_and_resume(
