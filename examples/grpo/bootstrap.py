@@ -57,12 +57,15 @@ def initialize_model_parallel(
 ) -> None:
     """Make Megatron's process groups and seed its generators.
 
+    A ``data_parallel`` of 1, the default, becomes what the number of processes makes it.
+
     Raises:
         ParallelDimsError: torchrun started more or fewer processes than ``dims`` need.
     """
     model_parallel = dims.tensor_parallel * dims.pipeline_parallel * dims.context_parallel
     needed = dims.data_parallel * model_parallel
-    if needed != dist.get_world_size():
+    is_inferred = dims.data_parallel == 1 and dist.get_world_size() % needed == 0
+    if needed != dist.get_world_size() and not is_inferred:
         raise ParallelDimsError(
             f"the parallel dims need {needed} processes, torchrun started "
             f"{dist.get_world_size()}: set --nproc-per-node to {needed} or change the dims"

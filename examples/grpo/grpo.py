@@ -52,7 +52,13 @@ from rollouts import Rollout, read_groups
 from timeline import Span
 from training import train
 
+from mcore_batching.megatron import cpu_emulation
 from mcore_batching.planning import ParallelDims
+
+NEXT = """\
+next: bash examples/quickstart.sh --online    (the policy plays a game itself, and learns from it)
+      mcore-batching plan LENGTHS --max-tokens-per-gpu 16384 --dp 8 --pp 4    (your own lengths)
+      README.md, "Your own loop"; a script of yours: python -m mcore_batching.run script.py …"""
 
 
 def main() -> None:
@@ -88,6 +94,7 @@ def run_recorded(
         run(name, options, dims, reporter, train_this)
     if dist.get_rank() == 0:
         compare_runs(options.out, reporter)
+        reporter.say(NEXT)
 
 
 def run_online(options: argparse.Namespace, dims: ParallelDims) -> None:
@@ -148,11 +155,19 @@ def run(
         draw_micro_batches(
             spans,
             cap_tokens=options.max_tokens_per_gpu * dims.context_parallel,
-            title=f"one optimizer step of the {name} run",
+            title=f"one optimizer step of the {name} run{shared_cores()}",
             out=folder / "micro_batches.png",
         )
-        reporter.say(f"{folder}: metrics.jsonl, micro_batches.png")
+        reporter.say(f"{folder}: metrics.jsonl, settings.json, micro_batches.png")
     return done
+
+
+def shared_cores() -> str:
+    """What stretches passes on the CPU, where there are fewer cores than processes."""
+    cores, processes = len(os.sched_getaffinity(0)), dist.get_world_size()
+    if not cpu_emulation.is_enabled() or cores >= processes:
+        return ""
+    return f"; {processes} processes share {cores} cores: passes take longer while others run"
 
 
 def compare_runs(out: Path, reporter: Reporter) -> None:

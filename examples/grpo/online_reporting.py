@@ -1,4 +1,4 @@
-"""Line per iteration and final table of an online run."""
+"""Line per iteration and final sums of an online run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from metrics import OnlineMetrics
 from mcore_batching.tools.report import Table
 
 COLUMNS = (
-    "iteration",
+    "iterations",
     "reward",
     "games won",
     "turns",
@@ -52,9 +52,9 @@ def reward_summary(run: Sequence[OnlineMetrics]) -> str:
 
 
 def run_table(run: Sequence[OnlineMetrics]) -> Table:
-    """Table of all iterations, with their sums or means."""
+    """Sums or means of all iterations, of which each has had its line."""
     total = (
-        "all",
+        str(len(run)),
         f"{statistics.fmean(each.reward for each in run):.3f}",
         f"{sum(each.games_won for each in run) / sum(each.games for each in run):.0%}",
         str(sum(each.turns for each in run)),
@@ -69,23 +69,4 @@ def run_table(run: Sequence[OnlineMetrics]) -> Table:
         f"{sum(each.forward_only_seconds for each in run):.2f}",
         f"{sum(each.step_seconds for each in run):.2f}",
     )
-    return Table(columns=COLUMNS, rows=tuple(_row(each) for each in run), total=total)
-
-
-def _row(metrics: OnlineMetrics) -> tuple[str, ...]:
-    return (
-        str(metrics.iteration),
-        f"{metrics.reward:.3f}",
-        f"{metrics.games_won / metrics.games:.0%}",
-        str(metrics.turns),
-        str(metrics.samples),
-        str(len(metrics.steps)),
-        f"{metrics.mean('kl'):.4f}",
-        str(metrics.sampling_passes),
-        str(metrics.sampling_placeholders),
-        f"{metrics.sampling_seconds:.2f}",
-        str(metrics.num_microbatches),
-        str(metrics.placeholders),
-        f"{metrics.forward_only_seconds:.2f}",
-        f"{metrics.step_seconds:.2f}",
-    )
+    return Table(columns=COLUMNS, rows=(total,))

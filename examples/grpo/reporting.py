@@ -1,7 +1,8 @@
-"""Progress bar, line per iteration and final table of a run."""
+"""Progress bar, line per iteration and final sums of a run."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mcore_batching.tools.report import Table
 
 COLUMNS = (
-    "iteration",
+    "iterations",
     "loss",
     "KL",
     "entropy",
@@ -28,6 +29,9 @@ COLUMNS = (
     "steps s",
 )
 
+LOW_FILL = 0.75
+"""Below it a line says why micro-batches are not filled to the cap."""
+
 
 class Reporter:
     """Prints on rank 0, and nothing elsewhere.
@@ -35,7 +39,7 @@ class Reporter:
     Args:
         speaks: True on the process that prints.
         line: makes an iteration's line.
-        table: makes the table of a run.
+        table: makes the sums of a run.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class Reporter:
         self._progress.advance(self._progress.task_ids[0])
 
     def end(self, run: Sequence[IterationMetrics]) -> None:
-        """Stop the bar and print the table of the run."""
+        """Stop the bar and print the sums of the run."""
         assert self._progress is not None
         self._progress.stop()
         if self._speaks:
@@ -89,42 +93,36 @@ def iteration_line(metrics: IterationMetrics) -> str:
         f"KL {metrics.mean('kl'):.5f}  entropy {metrics.mean('entropy'):.3f}  "
         f"grad norm {metrics.mean('grad_norm'):.3f}  "
         f"{metrics.tokens} tokens  {metrics.num_microbatches} micro-batches/rank  "
-        f"fill {metrics.fill:.1%}  {metrics.placeholders} placeholders  "
+        f"fill {_shown_fill(metrics)}  {metrics.placeholders} placeholders  "
         f"balance {metrics.rank_balance:.3f}  {metrics.seconds:.2f} s"
     )
 
 
+def _shown_fill(metrics: IterationMetrics) -> str:
+    """Share of the cap that is filled and, where it is low, why."""
+    if not metrics.fill:
+        return "no cap (one sample each)"
+    # As many hold the tokens, whatever their samples: no plan has fewer.
+    least = math.ceil(metrics.fill * metrics.num_microbatches)
+    is_low = metrics.fill < LOW_FILL and least < metrics.num_microbatches
+    reason = f" ({least} full ones would end the steps later)" if is_low else ""
+    return f"{metrics.fill:.1%}{reason}"
+
+
 def run_table(run: Sequence[IterationMetrics]) -> Table:
-    """Table of all iterations, with their sums or means."""
+    """Sums or means of all iterations, of which each has had its line."""
     total = (
-        "all",
+        str(len(run)),
         f"{statistics.fmean(each.mean('loss') for each in run):+.5f}",
         f"{statistics.fmean(each.mean('kl') for each in run):.5f}",
         f"{statistics.fmean(each.mean('entropy') for each in run):.3f}",
         f"{statistics.fmean(each.mean('grad_norm') for each in run):.3f}",
         str(sum(each.tokens for each in run)),
         str(sum(each.num_microbatches for each in run)),
-        f"{statistics.fmean(each.fill for each in run):.1%}",
+        f"{statistics.fmean(each.fill for each in run):.1%}" if run[0].fill else "no cap",
         str(sum(each.placeholders for each in run)),
         f"{statistics.fmean(each.rank_balance for each in run):.3f}",
         f"{sum(each.forward_only_seconds for each in run):.2f}",
         f"{sum(each.step_seconds for each in run):.2f}",
     )
-    return Table(columns=COLUMNS, rows=tuple(_row(each) for each in run), total=total)
-
-
-def _row(metrics: IterationMetrics) -> tuple[str, ...]:
-    return (
-        str(metrics.iteration),
-        f"{metrics.mean('loss'):+.5f}",
-        f"{metrics.mean('kl'):.5f}",
-        f"{metrics.mean('entropy'):.3f}",
-        f"{metrics.mean('grad_norm'):.3f}",
-        str(metrics.tokens),
-        str(metrics.num_microbatches),
-        f"{metrics.fill:.1%}",
-        str(metrics.placeholders),
-        f"{metrics.rank_balance:.3f}",
-        f"{metrics.forward_only_seconds:.2f}",
-        f"{metrics.step_seconds:.2f}",
-    )
+    return Table(columns=COLUMNS, rows=(total,))

@@ -166,7 +166,7 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
             f"{step.dims.pipeline_parallel} stages makes it {legal}"
         )
     if step.num_microbatches > legal and step.config.searches:
-        reason += f"; {step.num_microbatches} end the step sooner"
+        reason += f"; {step.num_microbatches} end the step sooner, less full"
     elif step.num_microbatches != legal:
         reason += f"; this plan has {step.num_microbatches}"
     return reason

@@ -69,8 +69,9 @@ def add_lengths(parser: CommandParser) -> None:
     parser.add_argument("--column", help="column of a CSV file or key of JSON lines")
 
 
-def add_dims(parser: CommandParser) -> None:
+def add_dims(parser: Any) -> None:
     """The cap, and the sizes of the parallel groups."""
+    parser = parser.add_argument_group("cap, parallel sizes, steps")
     add_options(parser, "max_tokens_per_gpu", required=True)
     # Defaults are the library's, so that both plan the same.
     defaults = {option.name: option.default for option in fields(ParallelDims)}
@@ -98,9 +99,10 @@ def add_dims(parser: CommandParser) -> None:
 
 def add_search(parser: CommandParser) -> None:
     """The search's effort, its bound on samples, and its costs."""
-    add_options(parser, "plan_effort", "max_samples_per_row")
     refuse_removed(parser, "--")
-    parser.add_argument(
+    search = parser.add_argument_group("search")
+    add_options(search, "plan_effort", "max_samples_per_row")
+    search.add_argument(
         "--dynamic-cp",
         FLAG_OF["max_context_parallel"],
         dest="max_context_parallel",
@@ -109,14 +111,15 @@ def add_search(parser: CommandParser) -> None:
         help="choose a context-parallel size for each micro-batch, up to MAX of the data- and "
         "context-parallel ranks: a power of two, or all of them (default: --cp for all)",
     )
-    parser.add_argument(
+    costs = parser.add_argument_group("what samples cost")
+    costs.add_argument(
         "--cost-model",
         metavar="FILE",
         help="JSON of what samples and micro-batches cost: the cost_model.json that a job writes "
         "under --dynamic-batch-record (default: "
         "L + L²/24576 for a sample of L tokens, 256 for a micro-batch, backward twice forward)",
     )
-    parser.add_argument(
+    costs.add_argument(
         "--model",
         "--model-config",
         metavar="config.json",
@@ -126,7 +129,7 @@ def add_search(parser: CommandParser) -> None:
     )
 
 
-def add_options(parser: CommandParser, *names: str, required: bool = False) -> None:
+def add_options(parser: Any, *names: str, required: bool = False) -> None:
     """Options of the planner, by training jobs' flags with and without their prefix."""
     for name in names:
         flags = dict.fromkeys((f"--{name.replace('_', '-')}", FLAG_OF[name]))

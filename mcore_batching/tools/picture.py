@@ -217,7 +217,9 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
     if step.context_parallel is not None:
         handles.append(Patch(facecolor="none", edgecolor=BLOCK, label="ranks that share a row"))
     handles += [Patch(facecolor=IDLE, label="idle"), Patch(label="placeholder", **PLACEHOLDER)]
-    figure.legend(handles=handles, loc="upper right", ncols=len(handles), fontsize=8, frameon=False)
+    # Below: above, it would cover a long title.
+    place = "outside lower left"
+    figure.legend(handles=handles, loc=place, ncols=len(handles), fontsize=8, frameon=False)
 
 
 def _save(figure: Figure, path: str | Path) -> None:

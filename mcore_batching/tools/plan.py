@@ -41,27 +41,28 @@ def add_arguments(parser: CommandParser) -> None:
     parser.description = "Decide which samples share a micro-batch, on which rank, in which order."
     add_lengths(parser)
     add_dims(parser)
-    add_options(parser, "on_oversize", "fill", "packing", "balance")
+    add_options(parser.add_argument_group("packing"), "on_oversize", "fill", "packing", "balance")
     add_search(parser)
-    parser.add_argument(
+    output = parser.add_argument_group("what is planned, printed and written")
+    output.add_argument(
         "--forward-only",
         action="store_true",
         help="plan forward passes alone, as for old and reference log-probs",
     )
-    parser.add_argument(
+    output.add_argument(
         "--fuse-output-layer",
         action="store_true",
         help="estimate memory with log-probs that multiply by the output layer themselves "
         "(--dynamic-batch-fuse-output-layer)",
     )
-    parser.add_argument(
+    output.add_argument(
         "--no-advice",
         action="store_true",
         help="do not look for a cap and parallel sizes that would let the step end sooner, which "
         "takes at most as long as planning does",
     )
-    parser.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
-    parser.add_argument(
+    output.add_argument("--out", metavar="PLAN.json", help="write the plan to this file")
+    output.add_argument(
         "--plot",
         metavar="FILE",
         help="draw the first step's time line and the fill of each micro-batch, to a .png or "

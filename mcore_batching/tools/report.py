@@ -39,7 +39,8 @@ time/floor    predicted end of the step / the floor, before which no plan ends:
               {FLOOR}"""
 
 STEP_LEGEND = f"""\
-token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included)
+token fill    tokens of samples / (cap x micro-batches of all ranks, placeholders included);
+              low where more micro-batches end the step sooner (the line `count` below)
 padding       share of padding in the tokens of micro-batches that hold samples
 in flight     most tokens that a first pipeline stage holds activations of at a time
 rank balance  cost of the heaviest rank / mean over ranks; 1 is even

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
+import bootstrap
 import objective
 import warm_start
 from batches import group_advantages, rollout_data, share_of_rank
@@ -17,7 +18,7 @@ from rollouts import Rollout
 
 from mcore_batching.batch import DEFAULT_SCHEMA, pack
 from mcore_batching.batch.loss import SampleWeights
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
 def test_data_parallelism_is_what_the_other_sizes_leave_unless_given():
@@ -142,3 +143,17 @@ def test_imitation_is_the_mean_over_the_players_tokens(monkeypatch):
         torch.zeros(1), row, SampleWeights(row.fields).totals(range(row.num_samples))[0]
     )
     assert loss.item() == pytest.approx((1 + 2 + 6) / 3)
+
+
+def test_the_data_parallel_size_follows_from_the_number_of_processes(monkeypatch):
+    made = []
+    monkeypatch.setattr(bootstrap.dist, "get_world_size", lambda: 6)
+    groups = bootstrap.parallel_state
+    monkeypatch.setattr(groups, "initialize_model_parallel", lambda **sizes: made.append(sizes))
+    seeded = bootstrap.tensor_parallel
+    monkeypatch.setattr(seeded, "model_parallel_cuda_manual_seed", lambda seed: None)
+    bootstrap.initialize_model_parallel(ParallelDims(pipeline_parallel=2))
+    assert [sizes["pipeline_model_parallel_size"] for sizes in made] == [2]
+    for dims in ({"data_parallel": 2, "pipeline_parallel": 2}, {"pipeline_parallel": 4}):
+        with pytest.raises(ParallelDimsError, match="need 4 processes, torchrun started 6"):
+            bootstrap.initialize_model_parallel(ParallelDims(**dims))

@@ -42,7 +42,9 @@ def test_lines_and_table_are_printed_by_one_process_alone(speaks, capsys):
         reporter.iteration(each)
     reporter.end(DYNAMIC)
     printed = capsys.readouterr().out
-    assert printed.count("  loss +0.37500  ") == printed.count("\n      all") == int(speaks)
+    assert printed.count("  loss +0.37500  ") == printed.count("\niterations  ") == int(speaks)
+    assert printed.count("+0.37500") == int(speaks)
+    assert printed.count("fill 25.0% (2 full ones would end the steps later)") == 2 * speaks
     if not speaks:
         assert printed == ""
 

@@ -194,7 +194,7 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     foreign = replace(
         STEP, micro_batches=(((0,), (1,), (3,)), ((2,), (4,), (5,))), num_microbatches=3
     )
-    assert "2 per rank; 3 end the step sooner" in explain(foreign, LENGTHS)
+    assert "2 per rank; 3 end the step sooner, less full" in explain(foreign, LENGTHS)
     packed = replace(foreign, config=replace(foreign.config, balance="cost"))
     assert "2 per rank; this plan has 3" in explain(packed, LENGTHS)
 

@@ -117,6 +117,19 @@ def test_chunks_have_shades_and_names() -> None:
     assert "forward, odd chunk" in labels
 
 
+def test_the_legend_covers_no_title() -> None:
+    dims = ParallelDims(data_parallel=8, pipeline_parallel=4, virtual_pipeline=2)
+    config = PlannerConfig(max_tokens_per_gpu=4096, max_context_parallel=4, plan_effort=10)
+    lengths = list(range(100, 4000, 150))
+    figure = step_figure(plan_step(lengths, dims, config), lengths)
+    figure.canvas.draw()
+    (legend,), title = figure.legends, figure.texts[0]
+    assert title.get_text().startswith("DP8 x PP4 x VPP2, dynamic CP to 4")
+    assert not legend.get_window_extent().overlaps(title.get_window_extent())
+    for axes in figure.axes:
+        assert not legend.get_window_extent().overlaps(axes.get_tightbbox())
+
+
 def test_a_large_step_shows_three_ranks() -> None:
     lengths = [10 + i % 37 for i in range(200)]
     for ranks, shown in ((MOST_ROWS // 2, MOST_ROWS // 2), (MOST_ROWS, 3)):
