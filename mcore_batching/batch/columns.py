@@ -57,24 +57,16 @@ class Columns(Mapping[str, list[Any]]):
         self._samples: list[int] | None = None
 
     @classmethod
-    def of(cls, fields: Mapping[str, list[Any]], schema: Schema) -> Columns:
-        """Copies of values as `Schema.validate` returns them.
-
-        Raises:
-            SchemaError: a field's rows are of different shapes, or of types that have none in
-                common.
-        """
-        nothing = cls(schema, {}, fields["total_lengths"], fields["response_lengths"])
-        return nothing._with(fields, schema)
-
-    @classmethod
     def read(cls, batch: Mapping[str, Any], schema: Schema) -> Columns:
         """Copies of the fields of a batch that are not None, checked against their declarations.
 
         Raises:
-            SchemaError: as `Schema.validate`, and as `of`.
+            SchemaError: as `Schema.validate`, or a field's rows are of different shapes, or of
+                types that have none in common.
         """
-        return cls.of(schema.validate(batch), schema)
+        fields = schema.validate(batch)
+        nothing = cls(schema, {}, fields["total_lengths"], fields["response_lengths"])
+        return nothing._with(fields, schema)
 
     def extended(self, fields: Mapping[str, Any], schema: Schema) -> Columns:
         """These with further fields of the same samples, or with others in place of some.
@@ -115,8 +107,8 @@ class Columns(Mapping[str, list[Any]]):
         return made
 
     def __getitem__(self, name: str) -> list[Any]:
-        """One value per sample: views, or what stands in the list as it was given. A list of the
-        caller's own: what is put into it changes no column."""
+        """One value per sample: views, or what stands in the list. A list of the caller's own: what
+        is put into it changes no column."""
         if self._samples is not None:
             values = self._all[name]
             return [values[i] for i in self._samples]
@@ -134,6 +126,9 @@ class Columns(Mapping[str, list[Any]]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.fields)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.fields  # without views, which `Mapping` would make to find out
 
     def __len__(self) -> int:
         return len(self.fields)
@@ -221,23 +216,24 @@ class Columns(Mapping[str, list[Any]]):
         """The same samples with these fields alone, flat as `compact` gives them."""
         return Columns(self.schema, fields, self.total_lengths, self.response_lengths)
 
-    def with_copies(self) -> Columns:
-        """These fields with copies of the tensors in lists, which are the caller's own."""
-        fields = {
-            name: map_tensors(values, torch.clone) if isinstance(values, list) else values
-            for name, values in self.compact().fields.items()
-        }
-        return self.replaced(fields)
+    def alone(self) -> Columns:
+        """These samples without the declarations of fields that they do not have."""
+        own = self.compact()
+        schema = Schema(tuple(self.schema[name] for name in own))
+        return Columns(schema, own.fields, own.total_lengths, own.response_lengths)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without views and offsets, which are made anew on other ranks."""
-        return vars(self) | {"_spans": {}, "_views": {}}
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The fields of these samples; views and offsets are made anew on other ranks."""
+        own = self.compact()
+        return Columns, (own.schema, own.fields, own.total_lengths, own.response_lengths)
 
 
 def _column(field: Field, values: list[Any]) -> Tensor | list[Any]:
-    """Values as `Schema.validate` returns them: one flat tensor, or a list if they have no rows."""
+    """Copies of values as `Schema.validate` returns them: one flat tensor, or a list if they have
+    no rows."""
     if field.kind in WITHOUT_ROWS:
-        return values
+        copies: list[Any] = map_tensors(values, torch.clone)
+        return copies
     if field.kind is Kind.POSITION_IDS:  # [axes, tokens] -> [tokens, axes]
         values = [value.movedim(-1, 0) for value in values]
     return _joined(field, values)

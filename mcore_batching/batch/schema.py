@@ -108,8 +108,12 @@ class Schema(Mapping[str, Field]):
             SchemaError: a required field is absent, a length is no integer of 0 or more, a field is
                 not declared, or a value does not match its kind.
         """
+        for field in self.values():
+            if field.required and batch.get(field.name) is None:
+                found = "None" if field.name in batch else "no such field"
+                raise SchemaError(field.name, expected="one value per sample", found=found)
         # First, since all other fields are checked against them.
-        totals, responses = self.lengths_of(batch)
+        totals, responses = read_lengths(batch)
         lengths = {"total_lengths": totals, "response_lengths": responses}
         checked = {
             name: checked_values(self.declared(name), values, totals, responses)
@@ -117,15 +121,6 @@ class Schema(Mapping[str, Field]):
             if values is not None and name not in lengths  # None: absent for the whole batch
         }
         return lengths | checked
-
-    def lengths_of(self, batch: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """Total and response length of every sample of a batch with all required fields, in tokens;
-        a `SchemaError` where it lacks one, or a length is none."""
-        for field in self.values():
-            if field.required and batch.get(field.name) is None:
-                found = "None" if field.name in batch else "no such field"
-                raise SchemaError(field.name, expected="one value per sample", found=found)
-        return read_lengths(batch)
 
     def declared(self, name: str) -> Field:
         """The declaration of a field; a `SchemaError` if there is none."""

@@ -24,7 +24,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mcore_batching.batch import OrderError, Schema, SchemaError
+from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.batch.columns import Columns
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.serialize import (
@@ -178,15 +178,9 @@ class SampleMoves:
 def leaving(moves: SampleMoves, columns: Columns) -> tuple[Columns, list[Tensor]]:
     """The samples brought here that stay, and those for each data-parallel rank, serialized."""
     parts, own = moves.outgoing(columns), moves.own // moves.sharing
-    return parts[own].with_copies(), [
-        serialize(None if rank == own else _state(part)) for rank, part in enumerate(parts)
+    return parts[own], [
+        serialize(None if rank == own else part.alone()) for rank, part in enumerate(parts)
     ]
-
-
-def _state(columns: Columns) -> tuple[Any, ...]:
-    own = columns.compact()
-    declared = [own.schema[name] for name in own]
-    return declared, own.fields, own.total_lengths, own.response_lengths
 
 
 def receive_columns(
@@ -200,11 +194,7 @@ def receive_columns(
     with job.agreement(f"{stage}, received"):
         own, parts = moves.own // moves.sharing, []
         for rank, data in enumerate(arrived):
-            if rank == own:
-                parts.append(staying)
-                continue
-            declared, *state = deserialize(data)
-            parts.append(Columns(Schema(tuple(declared)), *state))
+            parts.append(staying if rank == own else deserialize(data))
         made, schema = moves.arranged(parts), staying.schema
         # Fields that were added by other ranks alone.
         for name in made.keys() - schema.keys():

@@ -259,12 +259,7 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> Rollout:
     tickets = [begin_plan(job, samples.request(step)) for step in later_steps]
     # Ranks compare the number of steps here, before collectives that follow from it.
     first = planned_step(samples, 0, ticket)
-    if not later_steps:
-        return Rollout(first)
-    with job.agreement("copying samples of later steps"):
-        # The caller may change its values before these are exchanged.
-        batch = dataclasses.replace(samples.batch, data=samples.batch.data.with_copies())
-        return Rollout(first, dataclasses.replace(samples, batch=batch), tickets)
+    return Rollout(first, samples if later_steps else None, tickets)
 
 
 def plan_forward_passes(rollout: Rollout, job: Job, model: Any) -> Rollout:

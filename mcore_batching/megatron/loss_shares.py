@@ -193,21 +193,21 @@ def agreed_shares(
     return names, not any_fault.value
 
 
-def summed_metrics(
+def summed_over_ranks(
     collected: Sequence[Mapping[str, Tensor]], names: Sequence[str]
-) -> dict[str, float]:
-    """Shares of all micro-batches, added up over them and over the last stage's ranks.
+) -> dict[str, Tensor]:
+    """Tensors of all micro-batches by name, added up over them and over the last stage's ranks.
 
     A collective over these; ``names`` are the same on every rank, in any order.
     """
     # Ranks may return them in different orders, and the reduction adds up by place.
     order = sorted(names)
     # In double precision: the sum should not depend on the packing.
-    sums = torch.stack(
-        [torch.stack([each[name].double() for each in collected]).sum() for name in order]
-    )
+    sums = [torch.stack([each[name].double() for each in collected]).sum(0) for name in order]
+    flat = torch.cat([each.flatten() for each in sums])
     # Context-parallel ranks hold shares of their parts of the rows.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    torch.distributed.all_reduce(sums, group=group)
-    total = dict(zip(order, sums.tolist(), strict=True))
+    torch.distributed.all_reduce(flat, group=group)
+    parts = torch.split(flat, [each.numel() for each in sums])
+    total = {n: part.view_as(own) for n, part, own in zip(order, parts, sums, strict=True)}
     return {name: total[name] for name in names}

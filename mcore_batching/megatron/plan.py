@@ -196,4 +196,4 @@ def plan_locally(samples: Samples) -> MicroBatchSchedule:
         # Stages and tensor-parallel ranks that ran other rows would send tensors of other shapes.
         agree.same("samples and plan (sha256)", digest_of([lengths, all_rows]), within="replica")
     digest = digest_of([*samples.digests.values(), counts.value])
-    return samples.scheduled(samples.batch.data.with_copies(), all_rows, hosts, digest)
+    return samples.scheduled(samples.batch.data, all_rows, hosts, digest)

@@ -49,7 +49,13 @@ _ALIKE = ("no_planned_shapes", "fuse_output_layer")
 
 class StepRows:
     """A step's rows on this rank, by slot, on the host: packed in blocks, when they are first asked
-    for, and kept for further epochs. None can fail: samples were checked as they became columns."""
+    for. None can fail: samples were checked as they became columns.
+
+    Rows are kept for further epochs as long as the schedule is: beside the samples' own columns (14
+    bytes a token of samples that are half response, with loss masks, advantages and log-probs) 54
+    bytes a token on the last pipeline stage, pinned where there is a GPU, and 17 on the others: 54
+    MB for 1,000,000 tokens.
+    """
 
     def __init__(
         self, schedule: MicroBatchSchedule, step: int, depths: int, *, has_labels: bool

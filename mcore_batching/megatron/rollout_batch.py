@@ -102,7 +102,7 @@ class RolloutBatch:
         """Fields and batch size that a rank without samples is to have of this batch."""
         return {
             "template": self.template,
-            "data": Columns.of({key: [] for key in self.template}, self.data.schema),
+            "data": Columns.read({key: [] for key in self.template}, self.data.schema),
             "global_batch_size": self.global_batch_size,
         }
 
@@ -111,7 +111,8 @@ def template_of(
     data: Columns, template: Mapping[str, list[Any]] | None = None
 ) -> dict[str, list[Any]]:
     """A fabricated sample like those in ``data``; where there are none, like another template."""
-    examples = {name: data[name][:1] or (template or {}).get(name) for name in data}
+    first = data.taken(range(min(1, len(data.total_lengths)))).compact()
+    examples = {name: first[name] or (template or {}).get(name) for name in data}
     return make_placeholder(data.schema, list(data), examples)
 
 

@@ -248,7 +248,7 @@ class MicroBatchSchedule:
         names, pad_token_id = list(self.template), self.pad_token_id
         schema = self.rollout_data.schema
         made = make_placeholder(schema, names, self.template, pad_token_id=pad_token_id)
-        return Columns.of(made, schema)
+        return Columns.read(made, schema)
 
     def totals(
         self, step: int, depths: int, *, has_labels: bool = False

@@ -37,7 +37,7 @@ from mcore_batching.megatron.loss_shares import (
     attached,
     check_trains,
     checked_shares,
-    summed_metrics,
+    summed_over_ranks,
     warn_of_unread_totals,
 )
 from mcore_batching.megatron.mtp import LaterLosses
@@ -247,7 +247,8 @@ def _trained(
     # Before the update, which no rank may do if another one's loss or gradient is at fault.
     names, are_finite = agreed_shares(job, _OPERATION, made, nonfinite)
     with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
-        metrics = summed_metrics(made.shares, names) if is_last_stage() else {}
+        sums = summed_over_ranks(made.shares, names) if is_last_stage() else {}
+        values = torch.stack([*sums.values()]).tolist() if sums else []
         # Without a sample there is no gradient, but weight decay and momentum would move weights,
         # and a step of padding alone is no step of the scheduler's.
         has_samples = prepared.totals.num_samples > 0
@@ -255,7 +256,7 @@ def _trained(
         is_skipped = not (has_samples and are_finite)
         update_successful, grad_norm = update.apply(model, counted, skip=is_skipped)
     return TrainStepResult(
-        metrics=metrics,
+        metrics=dict(zip(sums, values, strict=True)),
         grad_norm=grad_norm,
         update_successful=update_successful,
         totals=prepared.totals,

@@ -32,7 +32,7 @@ def batch_of(turns: Sequence[tuple[str, int]], **fields: Sequence[Any]) -> dict[
 
 
 def found(batch: dict[str, Any], steps: Steps | None = None) -> Hosts:
-    return find_hosts(Columns.of(batch, SCHEMA), steps=steps)
+    return find_hosts(Columns.read(batch, SCHEMA), steps=steps)
 
 
 def test_turns_are_computed_in_the_last_one() -> None:
@@ -98,7 +98,7 @@ def test_a_value_that_only_the_host_has_is_of_a_token_that_predicts_nothing(offs
     schema = SCHEMA.declare("recorded", Kind.ROUTED_EXPERTS, length_offset=offset)
     values = [torch.zeros(n + offset, 1, 1, dtype=torch.int64) for n in (3, 3, 5)]
     batch = batch_of([("abc", 1), ("abc", 0), ("abcde", 1)]) | {"recorded": values}
-    hosts = find_hosts(Columns.of(batch, schema))
+    hosts = find_hosts(Columns.read(batch, schema))
     assert hosts.host == ((2, 2, 2) if offset == -1 else (1, 1, 2))
 
 
@@ -239,5 +239,5 @@ def test_turns_are_found_among_eight_million_tokens() -> None:
         "total_lengths": [len(each) for each in tokens],
         "response_lengths": [100] * len(tokens),
     }
-    hosts = find_hosts(Columns.of({"tokens": tokens} | lengths, SCHEMA))
+    hosts = find_hosts(Columns.read({"tokens": tokens} | lengths, SCHEMA))
     assert (hosts.tokens, hosts.computed) == (8_400_000, 800_000)

@@ -57,7 +57,7 @@ def hosts_of(samples: dict[str, list[Any]], places: list[int]) -> Hosts:
     """Of some samples alone, as a rank that brings them finds them."""
     part = {name: [values[i] for i in places] for name, values in samples.items()}
     part["total_lengths"] = [len(tokens) for tokens in part["tokens"]]
-    return find_hosts(Columns.of(part, DEFAULT_SCHEMA))
+    return find_hosts(Columns.read(part, DEFAULT_SCHEMA))
 
 
 def planned(trajectories: Trajectories, name: str) -> tuple[str, ...]:

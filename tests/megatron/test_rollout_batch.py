@@ -105,16 +105,14 @@ def test_samples_are_tensors_in_lists_of_their_own() -> None:
         "returns": [torch.ones(2), torch.ones(2).double()],
         "multimodal_train_inputs": [{"pixels": torch.ones(2)}, None],
     }
-    read = batch(2, tokens=given, **mine)
-    copies = read.data.with_copies()
+    data = batch(2, tokens=given, **mine).data
     given.clear()
     map_tensors(mine, torch.Tensor.zero_)
-    assert [value.tolist() for value in read.data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
-    assert all(isinstance(value, torch.Tensor) for value in read.data["tokens"])
-    assert [value.tolist() for name in ("values", "returns") for value in copies[name]] == [
-        [1.0, 1.0]
-    ] * 4
-    assert copies["multimodal_train_inputs"][0]["pixels"].tolist() == [1.0, 1.0]
+    assert [value.tolist() for value in data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
+    assert all(isinstance(value, torch.Tensor) for value in data["tokens"])
+    values = [value.tolist() for name in ("values", "returns") for value in data[name]]
+    assert values == [[1.0, 1.0]] * 4
+    assert data["multimodal_train_inputs"][0]["pixels"].tolist() == [1.0, 1.0]
 
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:

@@ -108,7 +108,8 @@ def test_what_is_not_replayed_is_left_alone() -> None:
     for changes in ({"moe_enable_routing_replay": False}, {"num_moe_experts": None}):
         check(model(**changes), wrong)
     plain = schedule(torch.zeros(2, 9, 9).long())
-    plain.rollout_data = Columns.of({"total_lengths": [], "response_lengths": []}, DEFAULT_SCHEMA)
+    nothing = {name: [] for name in ("tokens", "total_lengths", "response_lengths")}
+    plain.rollout_data = Columns.read(nothing, DEFAULT_SCHEMA)
     check(model(), plain)
 
 

@@ -35,7 +35,7 @@ def schedule(packed: list[list[int]], sizes: tuple[int, ...] = (1,) * len(STEP))
     """Of one step; the slots of each block that is packed are noted."""
     columns = Columns.read(SAMPLES, DEFAULT_SCHEMA)
     template = make_placeholder(DEFAULT_SCHEMA, list(SAMPLES), SAMPLES)
-    placeholder = Columns.of(template, DEFAULT_SCHEMA)
+    placeholder = Columns.read(template, DEFAULT_SCHEMA)
 
     def rows(step: int, slots: list[int], depths: int, *, has_labels: bool) -> RowBlock:
         packed.append(slots)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
@@ -36,7 +35,7 @@ from mcore_batching.integrations.megatron_lm.unpadding import draw_batches, num_
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import Job, job_of, raise_first
-from mcore_batching.megatron.loss_shares import attached, check_trains
+from mcore_batching.megatron.loss_shares import attached, check_trains, summed_over_ranks
 from mcore_batching.megatron.model_inputs import changed_inputs, padding_mask
 from mcore_batching.megatron.mtp import (
     LaterLosses,
@@ -129,7 +128,7 @@ class PackedForwardBackward:
         if forward_only:
             with job.agreement_after_pipeline(operation):
                 raise_first(failed)
-            return summed_over_ranks(losses) if self._is_sft else losses
+            return _one_report(losses) if self._is_sft and losses else losses
         run = begun, mark()
         self._log(job, chunks, prepared.schedule, failed, run, ready - started, drawn() or ())
         # Megatron divides by the micro-batches that it was called with; other rows were run.
@@ -205,20 +204,14 @@ def with_deferred_errors(
     return forward_step
 
 
-def summed_over_ranks(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def _one_report(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """One report in place of all ranks' and rows', for evaluation under ``--sft``.
 
     Stock code takes a mean over reports there, in which a placeholder would count, and each token
     by what shares its row. A collective over the last stage's data- and context-parallel ranks.
     """
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    sums = {
-        key: torch.stack([report[key].float() for report in reports]).sum(0)
-        for key in (reports[0] if reports else {})
-    }
-    for each in sums.values():
-        dist.all_reduce(each, group=group)
-    return [sums] if sums else []
+    sums = summed_over_ranks(reports, [*reports[0]])
+    return [{name: each.float() for name, each in sums.items()}] if sums else []
 
 
 def check_loss(result: Any) -> None:
