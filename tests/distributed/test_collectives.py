@@ -69,26 +69,3 @@ def test_collectives_of_each_phase(job: Job, ranks: list[dict[str, Any]]) -> Non
         assert phases["forward_only"].pop("all_to_all_single") == 4
     for phases in ranks:
         assert phases == expected
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(
-            f"planned-together-dp2-pp2-{batch_size}",
-            "kit.collectives:planned_together",
-            4,
-            DP2_PP2,
-            {"dims": DP2_PP2, "reference": "dense", "batch_size": batch_size},
-        )
-        for batch_size in (2, 7)  # in seven steps, and in two
-    ],
-    ids=str,
-)
-def test_each_step_of_a_rollout_is_planned_once(job: Job, ranks: list[dict[str, Any]]) -> None:
-    """By the first of the four ranks, and it is the plan that `plan_step` makes."""
-    assert len(ranks[0]["plans"]) > 1
-    assert [rank["made"] for rank in ranks] == [len(ranks[0]["plans"]), 0, 0, 0]
-    for rank in ranks:
-        assert rank["plans"] == rank["alone"] == ranks[0]["plans"]
-        assert rank["error"] == "PlanningFailedError"

@@ -120,14 +120,6 @@ JOBS = [
         )
         for balancing in ("aux_loss", "seq_aux_loss")
     ),
-    job("empty-dp2-pp2", "guarantees:no_samples_anywhere", DP2 | PP2),
-    job("empty-shared", "guarantees:no_samples_anywhere", DP2 | PP2, **SHARED),
-    job("empty-vpp", "guarantees:no_samples_anywhere", DP2 | PP2 | {"virtual_pipeline": 2}),
-    job("empty-cp2", "guarantees:no_samples_anywhere", CP2),
-    job("some-dp2-pp2", "guarantees:data_on_some_ranks", DP2 | PP2),
-    job("some-pp4", "guarantees:data_on_some_ranks", {"pipeline_parallel": 4}),
-    job("some-tp2", "guarantees:data_on_some_ranks", TP2),
-    job("some-cp2", "guarantees:data_on_some_ranks", CP2),
     job("steps-equal", STEPS, DP2, sizes=[6, 6], batch=4),
     job("steps-short", STEPS, DP2, sizes=[5, 5], batch=4),
     job("steps-uneven", STEPS, DP2, sizes=[9, 1], batch=5),
@@ -181,7 +173,6 @@ JOBS = [
         for kind, count in (("hybrid-moe", 2), ("hybrid-mtp-moe", 3))
         if VERSION >= (0, 18)
     ),
-    job("fields", "guarantees:outputs_become_fields", DP2 | PP2),
     *(
         job(f"hook-{name}-{spread}", HOOKED, dims, spread=spread)
         for name, dims in (("dp2", DP2), ("pp2", PP2), ("cp2", CP2), ("tp2-sp", TP2_SP))

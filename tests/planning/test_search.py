@@ -168,46 +168,6 @@ PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
-    ("dims", "gain"),
-    [
-        (ParallelDims(data_parallel=8, pipeline_parallel=4), 1.2),
-        (ParallelDims(data_parallel=4, pipeline_parallel=8), 1.2),
-        (ParallelDims(data_parallel=8, pipeline_parallel=4, virtual_pipeline=2), 1.1),
-    ],
-    ids=["PP4", "PP8", "PP4 VPP2"],
-)
-def test_ends_much_sooner_than_full_micro_batches_in_a_deep_pipeline(
-    seed: int, dims: ParallelDims, gain: float
-) -> None:
-    """Least gain over micro-batches filled to the cap, at a fifth of the default effort."""
-    lengths = log_normal(512, seed, median=1024, sigma=0.8, cap=16384)
-    searched = plan_step(lengths, dims, CONFIG)
-    plain = plan_step(lengths, dims, replace(CONFIG, balance="tokens"))
-    ours, theirs = (predicted_step_time(step, lengths) for step in (searched, plain))
-    assert gain * ours < theirs
-
-
-def test_few_samples_on_a_deep_pipeline_are_spread_over_slots() -> None:
-    """Effort counts the passes of a candidate, too: 56 samples alone would buy no second one."""
-    dims = ParallelDims(data_parallel=24, pipeline_parallel=16)
-    step = plan_step([1024] * 56, dims, PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300))
-    assert step.num_microbatches == 3
-    assert all(len(samples) <= 1 for rank in step.micro_batches for samples in rank)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_without_a_pipeline_are_even(seed: int) -> None:
-    """Within 2 in a thousand of the mean, as no sample here is longer than a rank's share."""
-    lengths = log_normal(512, seed, median=2048, sigma=1, cap=16384)
-    dims = ParallelDims(data_parallel=8)
-    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384))
-    statistics = step_statistics(step, lengths)
-    assert statistics.rank_balance <= 1.002
-    assert statistics.slot_balance < 1.15
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_few_samples_a_rank_are_no_worse_than_dealt_out_by_differencing(seed: int) -> None:
     """Four on each of eight ranks, where the order of moves alone misses what a fold finds."""
@@ -234,38 +194,6 @@ def test_little_effort_sees_all_numbers_of_micro_batches(
     )
     end = predicted_step_time(much, lengths)
     assert predicted_step_time(little, lengths) < times * end
-
-
-def test_long_samples_pass_through_an_interleaved_pipeline_where_they_delay_least() -> None:
-    """Full slots of a few long samples, where all others are even, belong into the middle."""
-    lengths = [*range(400, 1400, 20), 2000, 2500, 3000, 4000, 5500, 7500]
-    dims = ParallelDims(pipeline_parallel=16, virtual_pipeline=2)
-    theirs = rule_plan(RULES["verl 0.9"], lengths, dims, CONFIG)
-    ours = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384))
-    assert predicted_step_time(ours, lengths) < 0.992 * predicted_step_time(theirs, lengths)
-
-
-def test_the_rank_with_a_very_long_sample_gets_less_other_work() -> None:
-    """Its way through all stages and back is as long as the step; equal sums would end late."""
-    lengths = [16000, *[400] * 300]
-    model = CostModel()
-    step = plan_step(lengths, PP4, CONFIG, model)
-    sums = [
-        sum(model.micro_batch([lengths[i] for i in samples]) for samples in rank)
-        for rank in step.micro_batches
-    ]
-    with_long = next(i for i, rank in enumerate(step.micro_batches) if any(0 in s for s in rank))
-    assert sums[with_long] < 0.9 * min(total for i, total in enumerate(sums) if i != with_long)
-    assert predicted_step_time(step, lengths) < 1.02 * 4 * 3 * model.micro_batch([16000])
-
-
-def test_micro_batches_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
-    lengths = [100] * 800
-    step = plan_step(lengths, PP4, CONFIG)
-    for rank in step.micro_batches:
-        sizes = [len(samples) for samples in rank]
-        assert len(sizes) > 8
-        assert max(sizes[0], sizes[-1]) < 0.5 * max(sizes)
 
 
 @pytest.mark.parametrize(("ranks", "cap", "share"), [(8, 100_000, 0.1), (2, 91_000, 1.0)])

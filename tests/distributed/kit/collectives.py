@@ -15,12 +15,11 @@ from kit.exactness import arguments, log_probs_of
 from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
-from kit.workers import worker_with
 from mcore_batching.batch.messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.megatron.consensus import JobConsensus
-from mcore_batching.planning import MCoreBatchingError, ParallelDims, plan_step
+from mcore_batching.planning import ParallelDims
 
 COUNTED: list[tuple[Any, str]] = [
     (RankMessages, "reduce"),
@@ -102,32 +101,6 @@ def stock_step(
         forward_only=forward_only,
         seq_length=1,
     )
-
-
-def planned_together(dims: dict[str, Any], reference: str, batch_size: int) -> dict[str, Any]:
-    """The plans that this rank makes of a rollout of several steps, and how all of them ended.
-
-    Returns:
-        ``made``, the number of plans by this rank; ``plans``, the digests of all steps' plans;
-        ``alone``, those of `plan_step` of the same lengths; ``error``, of a sample over the cap.
-    """
-    model, samples = small_model(dims, reference), my_samples(dims)
-    args = arguments(ParallelDims(**dims), global_batch_size=batch_size)
-    with worker_with("in line") as made:
-        schedule = schedule_of(get_data_iterator(args, model, samples)[0])
-    of_schedule = schedule.dims, schedule.config, schedule.cost_model
-    vars(args).update(max_tokens_per_gpu=3, dynamic_batch_on_oversize="error")
-    error = "none"
-    try:
-        get_data_iterator(args, model, samples)
-    except MCoreBatchingError as exception:
-        error = type(exception).__name__
-    return {
-        "made": made["in_line"],
-        "plans": [each.plan.digest() for each in schedule.plans],
-        "alone": [plan_step(each.lengths, *of_schedule).digest() for each in schedule.plans],
-        "error": error,
-    }
 
 
 def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dict[str, int]]:

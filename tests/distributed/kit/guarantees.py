@@ -29,10 +29,8 @@ from kit.model import adam, named_parameters
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from kit.workers import is_planning_rank
-from mcore_batching.batch import token_mean
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron import (
-    add_fields,
     forward_only,
     get_data_iterator,
     response_log_probs,
@@ -101,39 +99,6 @@ def _gradients(calls: Calls) -> tuple[list[torch.Tensor], dict[str, float]]:
     with calls.kept_weights():
         metrics = calls.train().metrics
     return [p.main_grad.clone() for _, p in named_parameters(calls.model)], metrics
-
-
-def no_samples_anywhere(dims: dict[str, Any], reference: str, **planner: Any) -> None:
-    """slime crashed in torch.cat of nothing; later it raises for samples < ranks × group.
-
-    A batch without a single sample goes through every collective and changes nothing.
-    """
-    calls = Calls(dims, reference, **planner)
-    before = [p.detach().clone() for _, p in named_parameters(calls.model)]
-    calls.data = take(make_samples(), [])
-    calls.iterators, counts = calls.plan()
-    calls.counts = counts
-    assert list(counts) == [dims.get("virtual_pipeline", 1)]
-    outputs, metrics = calls.forward(), calls.train().metrics
-    assert outputs == ({"log_probs": []} if is_last_stage() else {})
-    assert metrics == ({"loss": 0.0, "policy": 0.0, "kl": 0.0} if is_last_stage() else {})
-    assert equal([p.detach() for _, p in named_parameters(calls.model)], before)
-
-
-def data_on_some_ranks(dims: dict[str, Any], reference: str) -> None:
-    """Only the first rank of each replica holds the data."""
-    calls = Calls(dims, reference)
-    first = (
-        parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-        and parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_context_parallel_rank() == 0
-    )
-    expected = calls.forward().get("log_probs", [])
-    given = calls.data if first else None
-    calls.iterators, calls.counts = get_data_iterator(calls.args, calls.model, given)
-    found = calls.forward().get("log_probs", [])
-    assert equal(found, expected)
-    assert bool(found) == is_last_stage()
 
 
 def several_steps(
@@ -379,20 +344,6 @@ def _is_said_again(args: Any, model: Any) -> bool:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         get_data_iterator(tight, model, data)
     return "over the cap of 8" in said.getvalue()
-
-
-def outputs_become_fields(dims: dict[str, Any], reference: str) -> None:
-    """Before an update the ratio of new to old probabilities is 1, also where a rank is empty."""
-    calls = Calls(dims, reference, "empty")
-    add_fields(calls.iterators, calls.forward())
-
-    def ratio(logits: torch.Tensor, row: Any, totals: Any) -> tuple[torch.Tensor, dict[str, Any]]:
-        pairs = zip(response_log_probs(logits, row), row["log_probs"], strict=True)
-        return token_mean([(new - old).exp() for new, old in pairs], row, totals), {}
-
-    metrics = calls.train(ratio).metrics
-    if is_last_stage():
-        assert metrics["loss"] == pytest.approx(1.0, abs=1e-6)
 
 
 def freed_outputs_arrive_whole() -> None:

@@ -130,43 +130,6 @@ def there_and_back(
     }
 
 
-def scarce(dims: dict[str, Any], reference: str, what: str) -> dict[str, Any]:
-    """A step of samples of which there is little to share, on one rank each and on several.
-
-    Returns:
-        of both ("one rank", "mixed sizes") the metrics, the norm of the gradients, the tokens that
-        count, and the response log-probs of this rank's samples.
-    """
-    shape = ParallelDims(**dims)
-    data = my_samples(dims, "uneven" if what == "no responses" else "empty")
-    if what == "no responses":
-        data["response_lengths"] = [0] * len(data["tokens"])
-        for name in ("advantages", "rollout_log_probs", "ref_log_probs", "loss_masks"):
-            data[name] = [values[:0] for values in data[name]]
-    else:
-        first_is_mine = parallel_state.get_data_parallel_rank() == 0
-        chosen = [4] if what == "one token" else [6]
-        data = {name: [v[i] for i in chosen if first_is_mine] for name, v in data.items()}
-    found = {}
-    for name, planned in (("one rank", contextlib.nullcontext), ("mixed sizes", mixed_sizes)):
-        model = small_model(dims, reference)
-        most = 1 if name == "one rank" else shape.data_parallel
-        args = exactness.arguments(shape, dynamic_batch_context_parallel=most)
-        with planned():
-            iterators, counts = get_data_iterator(args, model, data)
-        outputs = forward_only(exactness.log_probs_of, args, model, iterators, counts)
-        optimizer = adam(model, distributed=False)
-        done = train_step(packed_objective, args, model, iterators, counts, optimizer)
-        found[name] = {
-            "metrics": done.metrics,
-            "grad_norm": done.grad_norm,
-            "num_tokens": done.totals.num_tokens,
-            "log_probs": [values.tolist() for values in outputs.get("log_probs", [])],
-            "sizes": list(schedule_of(iterators).row_sizes(0)),
-        }
-    return found
-
-
 def silent_placeholders(dims: dict[str, Any], reference: str) -> list[Any]:
     """The metrics of a step of one short sample, whose loss asks for nothing in placeholders, and
     the samples of each of this rank's rows."""
