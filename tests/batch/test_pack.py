@@ -177,53 +177,6 @@ def test_lists_arrays_and_tensors_make_the_same_row() -> None:
         assert all(type(length) is int for length in row.total_lengths)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("as_lists", [False, True])
-@pytest.mark.parametrize("axes", [(), (3,)])
-def test_position_ids_of_the_batch_are_used(
-    size: int, as_lists: bool, axes: tuple[int, ...]
-) -> None:
-    totals = [0, 5, 0, 3]
-    samples = make_samples([(total, 0) for total in totals])
-    ids = [torch.arange(math.prod(axes) * n).view(*axes, n) + 1 for n in totals]
-    samples["position_ids"] = [each.tolist() for each in ids] if as_lists else ids
-    rows = pack_on_all_ranks(samples, size)
-    starts = rows[0].host_cu_seqlens_padded
-    full = merge_packed([row.position_ids for row in rows], starts, -1)
-    assert full.shape == (*axes, 1, starts[-1])
-    for start, total, each in zip(starts, totals, ids, strict=False):
-        assert torch.equal(full[..., 0, start : start + total], each)
-    assert full.sum() == sum(each.sum() for each in ids)
-
-
-def test_lists_of_rows_are_packed_even_behind_a_sample_without_tokens() -> None:
-    samples = make_samples([(0, 0), (2, 1)]) | {"features": [[], [[1.0, 2.0], [3.0, 4.0]]]}
-    schema = DEFAULT_SCHEMA.declare("features", Kind.PER_TOKEN)
-    (row,) = pack_on_all_ranks(samples, schema=schema)
-    assert row.packed("features").tolist() == [[[0, 0], [1, 2], [3, 4]]]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([[], [0, 1], [0.5, 0.25]], [0, 1, 0.5, 0.25]),
-        ([[], [0.5, 0.25], [3, 2]], [0.5, 0.25, 3, 2]),
-        ([[], torch.tensor([7, 1], dtype=torch.uint8), torch.tensor([300, 2])], [7, 1, 300, 2]),
-    ],
-)
-def test_values_of_several_types_are_packed_in_one_that_holds_all(
-    values: list, expected: list
-) -> None:
-    samples = make_samples([(0, 0), (2, 1), (2, 1)]) | {"features": values}
-    schema = DEFAULT_SCHEMA.declare("features", Kind.PER_TOKEN)
-    (row,) = pack_on_all_ranks(samples, schema=schema)
-    assert row.packed("features").tolist() == [[0, *expected]]
-    # 8 bits are promoted to no other type.
-    small, wide = torch.ones(2, dtype=torch.float8_e4m3fn), torch.ones(2)
-    with pytest.raises(SchemaError, match=r"found torch.float32 and torch.float8_e4m3fn; make"):
-        pack_on_all_ranks(samples | {"features": [wide[:0], wide, small]}, schema=schema)
-
-
 def test_position_ids_must_agree() -> None:
     samples = make_samples([(4, 2), (4, 2)])
     samples["position_ids"] = [torch.arange(4), torch.zeros(3, 4, dtype=torch.int64)]
@@ -285,18 +238,6 @@ def test_routed_experts_are_padded_with_different_experts(size: int) -> None:
         assert torch.equal(full[offsets[i] : offsets[i] + len(value)], value)
     used = full[offsets[3] :].unique()
     assert len(used) == 8, "padding goes round over the experts, not to two of them"
-
-
-def test_routed_experts_of_placeholders_alone_are_padded_too() -> None:
-    samples = make_samples([(5, 2)])
-    samples["rollout_routed_experts"] = [torch.arange(24).view(4, 2, 3) % 8]
-    placeholder = make_placeholder(DEFAULT_SCHEMA, samples, samples)
-    (row,) = pack_on_all_ranks(
-        placeholder, sample_indices=(), is_placeholder=True, row_alignment_tokens=4
-    )
-    experts = row.packed("rollout_routed_experts")
-    assert experts.shape == (1, 4, 2, 3)
-    assert all(len(set(slots)) == 3 for token in experts[0].tolist() for slots in token)
 
 
 def test_what_cannot_be_packed_is_refused() -> None:

@@ -12,8 +12,8 @@ DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
 EXCHANGE = {"all_to_all_single": 2}
 # Reading, with all lengths; the plan, and its broadcast; its arrival; that all samples are here.
 PLAN = {"reduce": 4, "gather": 1, "broadcast_bytes": 1, **EXCHANGE}
-# With the next step's lengths; collating, and after the pipeline.
-STOCK_STEP = PLAN | {"reduce": 6, "gather": 2}
+# Collating, and after the pipeline; the next step's lengths, where there are any, are gathered too.
+STOCK_STEP = PLAN | {"reduce": 6}
 OF_ALL = {
     "plan": PLAN,
     # Collating, and after the pipeline.
@@ -43,7 +43,7 @@ EXPECTED = {
     "dp2-pp2": OF_ALL
     | {
         "plan, data on one rank of a replica": PLAN | {"reduce": 6, **SHARED},
-        "stock step, data on some ranks": STOCK_STEP | {"reduce": 8, **SHARED, "gather": 4},
+        "stock step, data on some ranks": STOCK_STEP | {"reduce": 8, **SHARED},
     },
 }
 
