@@ -176,7 +176,7 @@ def run(own_verl: Any, lengths: list[int], mode: str, **options: Any) -> dict[st
 def test_losses_gradients_and_order_are_those_of_verls_own(own_verl: Any, mode: str) -> None:
     theirs = run(own_verl, LENGTHS, mode)
     with hook() as hooked:
-        assert len(hooked.hooked) == 4
+        assert len(hooked.hooked) == 5
         runs = [
             run(own_verl, LENGTHS, mode),
             run(own_verl, LENGTHS, mode, num_batches_divided_by=8),

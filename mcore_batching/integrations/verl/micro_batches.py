@@ -74,7 +74,7 @@ def rearrange_micro_batches(
     # Every step below is agreed on: a rank that raised alone would leave the others waiting.
     consensus = Consensus(group)
     if agrees:
-        _check_model_of_engine()
+        check_model_of_engine()
     lengths = _checked_lengths(batch, max_token_len, consensus)
     dims, config = _settings(max_token_len, multiple, group)
     chosen = plan_locally(
@@ -118,7 +118,7 @@ def restore_dynamic_batch(
     return restored
 
 
-def _check_model_of_engine() -> None:
+def check_model_of_engine() -> None:
     """Raise where verl's Megatron engine calls and its model cannot run packed rows."""
     engine = caller_with("tf_config")
     if engine is not None and engine.engine_config.use_remove_padding:
