@@ -52,8 +52,8 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
             "most samples that share a micro-batch, for kernels and memory that go by their number"
         ),
         "share_prefixes": _flag(
-            "compute samples that begin others, as turns of a trajectory begin the next ones, in "
-            "those others' segments, once; each keeps its own response, fields, weight and outputs",
+            "compute what samples have in common at their beginnings once, as prompts of a group "
+            "and turns of a trajectory; each keeps its own response, fields, weight and outputs",
             action=argparse.BooleanOptionalAction,
             default=False,
         ),

@@ -87,7 +87,7 @@ class Update:
     def figures(self) -> dict[str, Any]:
         """What `IterationMetrics` tells of an update."""
         return {
-            "samples": self.statistics.num_samples + self.statistics.hosted_samples,
+            "samples": self.statistics.num_samples,
             "tokens": self.statistics.real_tokens,
             "num_microbatches": self.statistics.num_microbatches,
             "placeholders": self.statistics.num_placeholders,
@@ -209,9 +209,10 @@ def _statistics(iterators: Sequence[DataIterator]) -> StepStatistics:
 
 def _tokens_of_slots(iterators: Sequence[DataIterator], step: int) -> list[int]:
     schedule = schedule_of(iterators)
-    lengths = schedule.rollout_data["total_lengths"]
-    hosts = schedule.hosts or range(len(lengths))
-    return [sum(lengths[i] for i in row if hosts[i] == i) for row in schedule.steps[step]]
+    return [
+        tokens * size
+        for tokens, size in zip(schedule.row_tokens(step), schedule.row_sizes(step), strict=True)
+    ]
 
 
 def _on_host(outputs: Mapping[str, list[Tensor]]) -> dict[str, list[Tensor]]:

@@ -16,7 +16,8 @@ from mcore_batching.batch.loss import (
 )
 from mcore_batching.batch.order import apply_order, restore_order
 from mcore_batching.batch.placeholder import make_placeholder
-from mcore_batching.batch.row import PackedMicroBatch, pack
+from mcore_batching.batch.row import PackedMicroBatch
+from mcore_batching.batch.row_block import pack
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 
 __all__ = [

@@ -33,7 +33,8 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.gather import flat_values
 from mcore_batching.batch.pinned_buffer import sent
-from mcore_batching.batch.row import PackedMicroBatch, loss_weights
+from mcore_batching.batch.row import PackedMicroBatch
+from mcore_batching.batch.row_block import loss_weights
 from mcore_batching.batch.row_index import Span, predicted_within
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key

@@ -1,213 +1,206 @@
-"""Samples whose tokens begin another's, and in whose segment of a row each is computed.
+"""Samples that begin alike: hashes of their beginnings, and the forest that a row is made of.
 
-    sample    tokens                 host      responses in brackets
-    0         a [b]                  2
-    1         a b c [d]              2
-    2         a b c d e [f]          2, itself
-    3         a b c [d]              3: responses overlap, as 1 trains this d in the segment of 2
+    sample    tokens                 responses in brackets
+    0         a b [c d]              path  a      b c d
+    1         a b [e]                path  a      b e
+    2         a b [c]                path  a      b c d, of which it needs two tokens
 
-A causal model computes the same for a token whatever follows it, so the segment of ``a b c d e f``
-gives what samples 0, 1 and 2 need. Each stays a sample with fields, weights and outputs of its own.
+Ranks exchange hashes of beginnings, not tokens: hash p of a sample is a sum over its first p
+tokens, and over its fields with a value per token. So samples share a token only where these fields
+agree as well. Where samples have arrived, all that they share is compared value by value.
+
+Each stays a sample with fields, weights and outputs of its own.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+import zlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.errors import BatchError, SchemaError
+from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import Field, Kind
-from mcore_batching.batch.row_index import predicted_within
+from mcore_batching.batch.row_index import Span
+from mcore_batching.planning.prefix_trees import Forest, find_forest
 
 _OF_ROWS = (Kind.TOKENS, Kind.PER_TOKEN, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
-"""Kinds of fields that rows are made of: one value a token, whichever samples share it."""
+"""Kinds of fields that rows are made of: one value per token, whichever samples share it."""
+_ROWS_AT_ONCE = 1 << 14
+"""Rows that are hashed at once: recorded experts take kilobytes each."""
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """For each sample the one in whose segment it is computed.
+def hashes_of_beginnings(
+    columns: Columns, block: int = 1, *, by_fields: bool = True, units: Sequence[int] | None = None
+) -> list[bytes]:
+    """8 bytes for each beginning of `block`, `2 * block`, ... tokens of each sample [samples].
 
-    Attributes:
-        host: [samples] index of that sample; its own if it is computed itself.
-        alone: number of samples whose tokens begin another's but which are computed themselves all
-            the same, by the reason; without padding samples and those of 0 tokens.
-        tokens: of all samples.
-        computed: tokens of the hosts.
+    Equal bytes stand for equal tokens and equal fields per token, but for the fields' value at the
+    last token, which predicts nothing within it. Padding samples and samples with multimodal inputs
+    have none.
+
+    Args:
+        by_fields: False: tokens alone count.
+        units: a number for each sample; samples of different ones have nothing in common.
     """
-
-    host: tuple[int, ...]
-    alone: Mapping[str, int]
-    tokens: int
-    computed: int
-
-
-def find_hosts(columns: Columns, *, steps: Sequence[Sequence[int]] | None = None) -> Hosts:
-    """The fewest hosts such that every other sample is computed in the segment of one.
-
-    Samples with the same host are a chain: each one's tokens begin the next one's and end before
-    the next one's response begins, so that no two of them train the same token. They are of one
-    optimizer step (`steps` has the samples of each; None: all are of one), without multimodal
-    inputs, and their fields with a value per token agree where they share tokens.
-    """
-    totals, schema = columns.total_lengths, columns.schema
-    prompts = [total - own for total, own in zip(totals, columns.response_lengths, strict=True)]
-    keys = _as_bytes(columns["tokens"])
-    compared = [schema[name] for name in columns if name != "tokens" and _matters(schema[name])]
-    fields = [(field, columns[field.name]) for field in compared]
-    padding = columns.get("is_padding") or [False] * len(totals)
-    host = list(range(len(totals)))
-    alone: Counter[str] = Counter()
-    step_of = {i: n for n, step in enumerate(steps or [range(len(totals))]) for i in step}
-    # From the last to the first, so that what a sample begins stands right before it: of equal
-    # ones those with the longer prompt, which may be without a response.
-    order = [i for i in host if totals[i] and not padding[i]]
-    # Two stable sorts: by tokens, then by prompt.
-    order.sort(key=prompts.__getitem__, reverse=True)
-    order.sort(key=keys.__getitem__, reverse=True)
-    # Of every step the first samples of its chains so far, those that begin with the same tokens
-    # together. Whichever of those that fit a sample takes, the others fit the next sample as well.
-    open_chains: dict[int, list[tuple[bytes, list[_Head]]]] = {n: [] for n in step_of.values()}
-    before = b""
-    for i in order:
-        stack = open_chains[step_of[i]]
-        heads = _taken_off(stack, keys[i])
-        host[i], reason, unfit = _joined(i, totals[i], heads, host, fields)
-        if host[i] == i and before.startswith(keys[i]):
-            alone[reason] += 1
-        for head in (*unfit, (-prompts[i], i)):
-            heapq.heappush(heads, head)
-        stack.append((keys[i], heads))
-        before = keys[i]
-    computed = sum(total for i, total in enumerate(totals) if host[i] == i)
-    return Hosts(tuple(host), dict(alone), sum(totals), computed)
+    span = columns.token_span
+    within, tokens = span.within, _values(columns, "tokens")
+    # In parts that stay in the processor's cache.
+    starts = range(0, max(span.total, 1), _ROWS_AT_ONCE)
+    parts = [slice(start, start + _ROWS_AT_ONCE) for start in starts]
+    hashes = torch.cat([_mixed(tokens[part], within[part]) for part in parts])
+    for name in _compared(columns) if by_fields else ():
+        rows = columns.span(name)
+        # A sample may lack the values of its last tokens.
+        own = torch.full((span.total + 1,), -1, dtype=torch.int64, device="cpu")
+        first = span.firsts.index_select(0, rows.samples)
+        own[first + rows.within + 1] = _hashes_of_rows(name, _values(columns, name))
+        # A beginning is compared up to the token before its last.
+        hashes += own[:-1].masked_fill(within == 0, 0) * _ODD
+    sums = torch.zeros(span.total + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(hashes, 0, out=sums[1:])
+    counts = span.lengths // block
+    for sample, shares in enumerate(_can_share(columns)):
+        if not shares:
+            counts[sample] = 0
+    blocks = Span(counts)
+    first = span.firsts.index_select(0, blocks.samples)
+    found = sums.index_select(0, first + (blocks.within + 1) * block) - sums.index_select(0, first)
+    if units is not None:
+        of_sample = torch.tensor(units, dtype=torch.int64, device="cpu") + 1
+        found ^= (of_sample * _ODD).index_select(0, blocks.samples)
+    packed = found.numpy().tobytes()
+    ends = (blocks.firsts + counts).tolist()
+    return [
+        packed[8 * (end - count) : 8 * end] for end, count in zip(ends, blocks.counts, strict=True)
+    ]
 
 
-def samples_of_hosts(hosts: Sequence[int]) -> dict[int, list[int]]:
-    """The samples that are computed in each host's segment, itself among them, ascending."""
-    members: dict[int, list[int]] = {}
-    for sample, host in enumerate(hosts):
-        members.setdefault(host, []).append(sample)
-    return members
+def find_forest_of(
+    columns: Columns, units: Sequence[int], *, spare: int = 0, branches: bool = True
+) -> Forest:
+    """The forest of samples that are here, within the units [samples] that they were planned in;
+    `spare` and `branches` as of `find_forest`."""
+    hashes = hashes_of_beginnings(columns, units=units)
+    return find_forest(columns.total_lengths, hashes, spare=spare, branches=branches)
 
 
-def require_hosts(hosts: Sequence[int], columns: Columns) -> None:
-    """Refuse hosts in whose segments their samples cannot be computed.
+def require_shared(forest: Forest, columns: Columns) -> None:
+    """Refuse values of which a row could hold one sample's alone.
 
     Raises:
-        BatchError: they are not one per sample, places of samples that are their own hosts, or two
-            samples train the same token of a host.
-        SchemaError: a sample's values are not what its host's begin with.
+        SchemaError: samples that share tokens have different ones, or different values of a field
+            per token.
     """
-    count = len(columns.total_lengths)
-    is_place = [host in range(len(hosts)) and hosts[host] == host for host in hosts]
-    if len(hosts) != count or not all(is_place):
-        raise BatchError(
-            f"hosts must be {count} places of samples that are their own hosts, got {list(hosts)}"
+    lengths = forest.lengths
+    # This sample, the one with the node's tokens, and where the two are to agree.
+    pairs = [
+        (sample, node.sample, node.start, min(node.end, lengths[sample]))
+        for sample in range(len(lengths))
+        for node in map(forest.nodes.__getitem__, forest.path(sample))
+        if node.sample != sample
+    ]
+    for name in ("tokens", *_compared(columns)):
+        # What stands at a sample's last token takes no part in its results.
+        ends = [end if name == "tokens" else min(end, lengths[own] - 1) for own, _, _, end in pairs]
+        span, values = columns.span(name), _values(columns, name)
+        counts = span.counts
+        for (own, other, *_), end in zip(pairs, ends, strict=True):
+            if min(end, counts[own]) != min(end, counts[other]):
+                raise _differs(columns, name, own, other)
+        held = [
+            max(0, min(end, counts[own]) - start)
+            for (own, _, start, _), end in zip(pairs, ends, strict=True)
+        ]
+        first, second = (
+            _stretches(span, ((pair[which], pair[2]) for pair in pairs), held) for which in (0, 1)
         )
-    # Values replaced since hosts were found would, silently, be taken for the host's.
-    for i, host in enumerate(hosts):
-        for name, values in columns.items() if host != i else ():
-            if not agree(columns.schema[name], values[i], values[host]):
-                raise SchemaError(
-                    name,
-                    sample_index=i,
-                    expected=f"what its host, sample {host}, begins with",
-                    found="other values; give them to get_data_iterator, or declare the field as "
-                    "Kind.METADATA if no row is made of it",
-                )
-    # Gradients of tokens that are predicted at the same position would overwrite each other.
-    tokens, responses = columns.token_span, columns.response_span
-    own = torch.tensor(hosts, dtype=torch.int64, device="cpu")
-    host_of = own.index_select(0, responses.samples)
-    within = predicted_within(tokens, responses)
-    places = (tokens.firsts.index_select(0, host_of) + within)[within >= 0]
-    twice = (places.bincount(minlength=1) > 1).nonzero()
-    if twice.numel():
-        number = int(torch.searchsorted(tokens.firsts, twice[0], right=True)) - 1
-        raise BatchError(
-            f"two samples train the token behind token {int(twice[0] - tokens.firsts[number])} of "
-            f"sample {number}; end a response before the next one of its host begins, or set hosts "
-            "to None"
-        )
+        one, two = values.index_select(0, first), values.index_select(0, second)
+        is_equal = (one == two) | (one != one) & (two != two)  # NaN
+        if not is_equal.all():
+            place = int((~is_equal.reshape(len(first), -1).all(1)).nonzero()[0])
+            at = int(torch.searchsorted(torch.tensor(held).cumsum(0), place, right=True))
+            raise _differs(columns, name, *pairs[at][:2])
+    for name in columns:
+        if columns.schema[name].kind is Kind.MULTIMODAL:
+            for own, other, *_ in pairs:
+                if columns[name][own] or columns[name][other]:
+                    raise _differs(columns, name, own, other)
 
 
-_Head = tuple[int, int]
-"""A chain's first sample: its prompt's tokens, negative, since heaps give the least; its index."""
+def _differs(columns: Columns, name: str, sample: int, other: int) -> SchemaError:
+    return SchemaError(
+        name,
+        sample_index=sample,
+        expected=f"what sample {other}, with which it shares tokens, begins with",
+        found="other values; give them to get_data_iterator, or declare the field as "
+        "Kind.METADATA if no row is made of it",
+    )
 
 
-def _joined(
-    sample: int,
-    total: int,
-    heads: list[_Head],
-    host: Sequence[int],
-    fields: Sequence[tuple[Field, Sequence[Any]]],
-) -> tuple[int, str, list[_Head]]:
-    """The host of the first chain that a sample fits before; if none, itself, and why.
-
-    The third result are the heads that it does not fit; that of the chain it joins is taken out.
-    """
-    reason = "responses overlap" if heads else "another optimizer step"
-    unfit: list[_Head] = []
-    # Only chains whose prompt holds all of the sample: no token is then trained twice.
-    while heads and -heads[0][0] >= total:
-        head = heapq.heappop(heads)
-        found = host[head[1]]
-        differs = next((f for f, own in fields if not agree(f, own[sample], own[found])), None)
-        if differs is None:
-            return found, reason, unfit
-        is_multimodal = differs.kind is Kind.MULTIMODAL
-        reason = "multimodal inputs" if is_multimodal else f"field {differs.name!r} differs"
-        unfit.append(head)
-    return sample, reason, unfit
+def _stretches(span: Span, starts: Iterable[tuple[int, int]], counts: Sequence[int]) -> Tensor:
+    """Rows of a field's samples, given (sample, first row) and the number of rows of each
+    stretch."""
+    found, of_samples = Span.of(counts), span.firsts.tolist()
+    firsts = [of_samples[sample] + row for sample, row in starts]
+    return torch.tensor(firsts, dtype=torch.int64).index_select(0, found.samples) + found.within
 
 
-def _taken_off(stack: list[tuple[bytes, list[_Head]]], tokens: bytes) -> list[_Head]:
-    """The heads on the stack that begin with these tokens, in one heap."""
-    heads: list[_Head] = []
-    # The smaller heap goes into the larger one: each head is moved a logarithm of times at most.
-    while stack and stack[-1][0].startswith(tokens):
-        more = stack.pop()[1]
-        heads, fewer = (more, heads) if len(more) > len(heads) else (heads, more)
-        for head in fewer:
-            heapq.heappush(heads, head)
-    return heads
+def _values(columns: Columns, name: str) -> Tensor:
+    """The rows of these samples alone."""
+    return columns.compact([name]).flat(name)[:-1]
 
 
-def _as_bytes(tokens: Sequence[Tensor]) -> list[bytes]:
-    """Bytes of each sample: they begin another's where its tokens do."""
-    # Of one type, as bytes of 4 and 8 a token would begin each other by chance.
-    return [each.to(torch.int64).numpy().tobytes() for each in tokens]
+def _compared(columns: Columns) -> list[str]:
+    """Fields on which samples that share tokens must agree, beside the tokens."""
+    return sorted(
+        name for name in columns if name != "tokens" and _is_per_token(columns.schema[name])
+    )
 
 
-def agree(field: Field, values: Any, hosts: Any) -> bool:
-    """True if a sample that begins its host needs no other values than the host's."""
-    if field.kind is Kind.MULTIMODAL:
-        return not values and not hosts  # images fill places of the prompt that differ by sample
-    if not _matters(field):
-        return True
-    # A sample may lack a value of its last token alone, where it predicts nothing: what stands in
-    # for those of others is not what the host has.
-    if field.length_offset >= -1:
-        axis = -1 if field.kind is Kind.POSITION_IDS else 0
-        hosts = hosts.narrow(axis, 0, min(values.shape[axis], hosts.shape[axis]))
-    if not values.numel() and not hosts.numel():
-        return True
-    if values.shape != hosts.shape:
-        return False
-    if values.dtype == hosts.dtype and not values.is_floating_point():
-        return torch.equal(values, hosts)  # up to the first difference: recorded experts are large
-    return bool(((values == hosts) | (values != values) & (hosts != hosts)).all())  # NaN
-
-
-def _matters(field: Field) -> bool:
-    """True if samples that share a segment must agree on the field."""
+def _is_per_token(field: Field) -> bool:
     # Rows cannot be made of what has more values than tokens.
-    is_of_rows = field.kind in _OF_ROWS and field.length_offset <= 0
-    return is_of_rows or field.kind is Kind.MULTIMODAL
+    return field.kind in _OF_ROWS and field.length_offset <= 0
+
+
+def _can_share(columns: Columns) -> list[bool]:
+    """True for samples that are neither padding nor have multimodal inputs, as images fill places
+    of the prompt that differ by sample."""
+    shares = [not tag for tag in columns.get("is_padding") or [False] * len(columns.total_lengths)]
+    for name in columns:
+        if columns.schema[name].kind is Kind.MULTIMODAL:
+            shares = [each and not value for each, value in zip(shares, columns[name], strict=True)]
+    return shares
+
+
+# Odd constants of 64 bits, as Python's signed integers: the golden ratio, and two of SplitMix64's.
+_ODD, _FIRST, _SECOND = (
+    each - 2**64 for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def _mixed(values: Tensor, places: Tensor) -> Tensor:
+    """int64, the same for the same value at the same place, else as good as random."""
+    # A multiplication, a shift and another one, as in SplitMix64; integers wrap around.
+    mixed = values.to(torch.int64) * _ODD
+    mixed.add_(places, alpha=_FIRST).add_(_SECOND)
+    shifted = mixed >> 32
+    mixed.bitwise_xor_(shifted.bitwise_and_(2**32 - 1)).mul_(_SECOND)
+    torch.bitwise_right_shift(mixed, 29, out=shifted)
+    return mixed.bitwise_xor_(shifted.bitwise_and_(2**35 - 1))
+
+
+def _hashes_of_rows(name: str, values: Tensor) -> Tensor:
+    """int64 ``[rows]`` hashes of a field's rows, by their bytes."""
+    made = [torch.zeros(0, dtype=torch.int64, device="cpu")]
+    flat = values.reshape(len(values), math.prod(values.shape[1:]))
+    for first in range(0, len(values), _ROWS_AT_ONCE):
+        content = flat[first : first + _ROWS_AT_ONCE].contiguous().view(torch.uint8)
+        words = pad(content, (0, -content.shape[1] % 8)).view(torch.int64)
+        places = torch.arange(words.shape[1], device="cpu") + (zlib.crc32(name.encode()) << 16)
+        made.append(_mixed(words, places).sum(1))
+    return torch.cat(made)

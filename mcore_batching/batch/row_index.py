@@ -11,17 +11,24 @@ Under context parallelism each segment is cut by itself into 2·cp equal chunks;
 r and 2·cp−1−r, so that causal attention costs every rank the same. A sample without tokens takes
 one alignment unit, since attention kernels break on empty segments.
 
-Every layout of a row is arithmetic on these two: the place of each position's token in a flat field
-is the start of its sample there plus its place within the sample. Nothing loops over samples, and
-rows one behind the other are indexed as one long row.
+Samples that begin alike make a row of nodes (`planning.prefix_trees`), each with the tokens of one
+sample from some place on. For all but attention such a row is one segment: nodes are not padded.
+
+    nodes            a b c | d e f | d g h i      of samples 0, 0, 1
+    place in sample  0 1 2   3 4 5   3 4 5 6
+
+Every layout of a row is arithmetic on these: the place of each position's token in a flat field is
+the start of its sample there plus its place within the sample. Nothing loops over samples, and rows
+one behind the other are indexed as one long row.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -30,6 +37,7 @@ from torch.nn.functional import pad
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.planning.errors import named
 from mcore_batching.planning.integers import at_least, round_up
+from mcore_batching.planning.prefix_trees import Forest
 
 
 def padded_offsets(
@@ -38,7 +46,7 @@ def padded_offsets(
     """Offsets of the padded samples in a row, whose own padding is one more segment; a `BatchError`
     if it is too long for int32 offsets."""
     padded = (round_up(max(length, 1), sample_alignment_tokens) for length in total_lengths)
-    offsets = [*itertools.accumulate(padded, initial=0)]
+    offsets = [*accumulate(padded, initial=0)]
     end = round_up(offsets[-1], row_alignment_tokens)
     if end >= 2**31:
         raise BatchError(
@@ -108,6 +116,12 @@ class Span:
         return torch.repeat_interleave(self.lengths, output_size=self.total)
 
     @functools.cached_property
+    def within(self) -> Tensor:
+        """Place of each row in its sample, int64 ``[total]``."""
+        rows = torch.arange(self.total, device="cpu")
+        return rows - self.firsts.index_select(0, self.samples)
+
+    @functools.cached_property
     def places(self) -> Tensor:
         """Places of all samples' rows, and that of padding, int64 ``[total + 1]``."""
         places = torch.arange(self.total + 1, device="cpu")
@@ -120,8 +134,8 @@ def predicted_within(totals: Span, responses: Span) -> Tensor:
     """Place in its sample at which each response token is predicted, int64 ``[R]``; -1 for the
     first of a sample without a prompt, which nothing predicts."""
     # Response token j of a sample with p prompt tokens is predicted at place p − 1 + j.
-    first = totals.lengths - responses.lengths - 1 - responses.firsts
-    return torch.arange(responses.total, device="cpu") + first.index_select(0, responses.samples)
+    first = totals.lengths - responses.lengths - 1
+    return first.index_select(0, responses.samples) + responses.within
 
 
 class Slice:
@@ -141,7 +155,7 @@ class Slice:
         self.offsets, self.size, self.rank = tuple(offsets), size, rank
         if not 0 <= rank < size:
             raise BatchError(f"expected a rank below context_parallel_size={size}, got {rank}")
-        for start, end in itertools.pairwise(self.offsets) if size > 1 else ():
+        for start, end in pairwise(self.offsets) if size > 1 else ():
             chunk, rest = divmod(end - start, 2 * size)
             if rest:
                 raise BatchError(
@@ -179,7 +193,7 @@ class Slice:
         """Positions at which the segment starts, and at which the chunk starts and ends, of each
         chunk of this slice; of one rank each segment is one."""
         held, size = [], self.size
-        for start, end in itertools.pairwise(self.offsets):
+        for start, end in pairwise(self.offsets):
             chunk = (end - start) // (2 * size) if size > 1 else end - start
             for place in (self.rank, 2 * size - 1 - self.rank)[: 2 if size > 1 else 1]:
                 held.append((start, start + place * chunk, start + (place + 1) * chunk))
@@ -190,18 +204,132 @@ class Slice:
         """Positions of the full row that this rank holds, int64 ``[T_local]``, ascending."""
         return self._starts.index_select(0, self.segment) + self.within
 
-    def local(self, segment: Tensor, within: Tensor) -> Tensor:
-        """Places in the slice of the tokens ``within`` a ``segment``: int64, -1 where another rank
-        holds them, or where ``within`` is negative."""
-        held = self._local_starts.index_select(0, segment) + within
-        is_held = within >= 0
-        if self.size > 1:
-            chunk = self._lengths.index_select(0, segment) // (2 * self.size)
-            number = within.div(chunk.clamp(min=1), rounding_mode="floor")
-            is_first = number == self.rank
-            is_held &= is_first | (number == 2 * self.size - 1 - self.rank)
-            held -= torch.where(is_first, self.rank, self._skipped_by_second) * chunk
-        return held.masked_fill_(~is_held, -1)
+    def local(self, positions: Tensor) -> Tensor:
+        """Places in the slice of positions of the full row: int64, -1 where another rank holds
+        them, or where a position is negative."""
+        if self.size == 1:
+            return positions.clamp(min=-1)
+        return self._places.index_select(0, positions.clamp(min=-1) + 1)
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        """Place in the slice of each position of the full row, behind a -1."""
+        places = torch.full((self.offsets[-1] + 1,), -1, dtype=torch.int64, device="cpu")
+        places[self.positions + 1] = torch.arange(self.num_local, device="cpu")
+        return places
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """What a row is made of: stretches of samples, one behind the other.
+
+    Attributes:
+        samples: place of the sample that has a node's tokens [nodes]; the number of samples for a
+            row's padding.
+        starts: place in that sample of a node's first token [nodes].
+        parents: the node before each one [nodes]; -1 if it begins a sample.
+        offsets: positions of the full row at which nodes start, and at which the last one ends
+            [nodes + 1]; padding of a node's own is part of it.
+        paths: the nodes of each sample, from its first token on; none for one without tokens.
+        segments: offsets of what context parallelism cuts by itself, and positions count in: the
+            nodes, or the row if it has branches.
+    """
+
+    samples: tuple[int, ...]
+    starts: tuple[int, ...]
+    parents: tuple[int, ...]
+    offsets: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]
+    segments: tuple[int, ...]
+
+    @property
+    def has_branches(self) -> bool:
+        """True if a node has a parent."""
+        return self.segments != self.offsets
+
+    @property
+    def is_shared(self) -> bool:
+        """True if samples have tokens in common."""
+        nodes = [node for path in self.paths for node in path]
+        return len(set(nodes)) < len(nodes)
+
+    @classmethod
+    def of(
+        cls,
+        total_lengths: Sequence[int],
+        samples: Sequence[int],
+        forest: Forest | None,
+        sample_alignment_tokens: int,
+        row_alignment_tokens: int,
+    ) -> Nodes:
+        """The nodes of a row of some samples, numbered as they are in the row.
+
+        Args:
+            total_lengths: tokens of each sample of which these are some.
+            samples: those of the row, whole trees.
+            forest: of all samples; None: they have nothing in common.
+            sample_alignment_tokens: each sample is padded to a multiple of this, or the row if it
+                has branches.
+            row_alignment_tokens: the row is padded to a multiple of this.
+
+        Raises:
+            BatchError: the row is too long.
+        """
+        alignments = sample_alignment_tokens, row_alignment_tokens
+        place = {sample: number for number, sample in enumerate(samples)}
+        paths = [[] if forest is None else forest.path(sample) for sample in samples]
+        held = [] if forest is None else [*map(forest.nodes.__getitem__, sorted({*chain(*paths)}))]
+        if any(node.parent >= 0 for node in held):
+            number = {node: count for count, node in enumerate(sorted({*chain(*paths)}))}
+            of_samples = [tuple(number[node] for node in path) for path in paths]
+            lengths = (node.end - node.start for node in held)
+            offsets = (*accumulate(lengths, initial=0),)
+            *_, end = padded_offsets([offsets[-1]], *alignments)
+            padding = (end,) if end > offsets[-1] else ()
+            return cls(
+                (*(place[node.sample] for node in held), *[len(samples)] * len(padding)),
+                (*(node.start for node in held), *[0] * len(padding)),
+                (*(number.get(node.parent, -1) for node in held), *[-1] * len(padding)),
+                offsets + padding,
+                tuple(of_samples),
+                (0, end),
+            )
+        # Samples in the order given; those that begin another lie in its node.
+        hosts = [*range(len(samples))]
+        for own, path in enumerate(paths):
+            if forest is not None and path:
+                hosts[own] = place[forest.nodes[path[0]].sample]
+        apart = [own for own, host in enumerate(hosts) if host == own]
+        number = {own: node for node, own in enumerate(apart)}
+        offsets = padded_offsets([total_lengths[samples[own]] for own in apart], *alignments)
+        count = len(offsets) - 1
+        return cls(
+            (*apart, *[len(samples)] * (count - len(apart))),
+            (0,) * count,
+            (-1,) * count,
+            offsets,
+            tuple((number[host],) for host in hosts),
+            offsets,
+        )
+
+    @classmethod
+    def joined(cls, rows: Sequence[Nodes]) -> Nodes:
+        """The nodes of rows one behind the other, as those of one row."""
+        samples, parents = list[int](), list[int]()
+        offsets, segments = [0], [0]
+        paths = list[tuple[int, ...]]()
+        count = sum(len(row.paths) for row in rows)
+        for row in rows:
+            nodes, first, start = len(samples), len(paths), offsets[-1]
+            padding = len(row.paths)
+            samples += [count if i == padding else first + i for i in row.samples]
+            parents += [parent if parent < 0 else nodes + parent for parent in row.parents]
+            paths += [tuple(nodes + node for node in path) for path in row.paths]
+            offsets += [start + offset for offset in row.offsets[1:]]
+            segments += [start + offset for offset in row.segments[1:]]
+        starts = tuple(start for row in rows for start in row.starts)
+        made = tuple(samples), starts, tuple(parents), tuple(offsets)
+        return cls(*made, tuple(paths), tuple(segments))
 
 
 class RowIndex(Slice):
@@ -210,9 +338,7 @@ class RowIndex(Slice):
     Args:
         totals: tokens of each sample.
         responses: response tokens of each sample.
-        offsets: of the segments, of all rows one behind the other.
-        segments: the sample laid out in each segment; the number of samples for a row's padding.
-        hosts: for each sample the one in whose segment it lies; its own place if it has one.
+        nodes: of all rows one behind the other.
         size: context-parallel ranks that share the rows.
         rank: this one of them.
 
@@ -221,22 +347,13 @@ class RowIndex(Slice):
     """
 
     def __init__(
-        self,
-        totals: Span,
-        responses: Span,
-        offsets: Sequence[int],
-        segments: Sequence[int],
-        hosts: Sequence[int],
-        size: int = 1,
-        rank: int = 0,
+        self, totals: Span, responses: Span, nodes: Nodes, size: int = 1, rank: int = 0
     ) -> None:
-        super().__init__(offsets, size, rank)
-        self._totals = totals
-        self._segments = torch.tensor(segments, dtype=torch.int64, device="cpu")
-        number = {sample: place for place, sample in enumerate(segments)}
-        own = torch.tensor([number[host] for host in hosts], dtype=torch.int64, device="cpu")
-        self._predicted_segment = own.index_select(0, responses.samples)
-        self._predicted_within = predicted_within(totals, responses)
+        super().__init__(nodes.segments, size, rank)
+        self._totals, self._responses, self._nodes = totals, responses, nodes
+        self._samples = torch.tensor(nodes.samples, dtype=torch.int64, device="cpu")
+        self._offsets = torch.tensor(nodes.offsets, dtype=torch.int64, device="cpu")
+        self._first = torch.tensor(nodes.starts, dtype=torch.int64, device="cpu")
         self._spans: dict[Span, tuple[Tensor, Tensor]] = {}
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -253,32 +370,72 @@ class RowIndex(Slice):
 
     def counted(self, later: int) -> Tensor:
         """Place in its sample of the token ``later`` places on, int64 ``[T_local]``; 0 if none."""
-        return (self.within + later).masked_fill_(self._of_span(self._totals)[1] <= later, 0)
+        return (self._depth + later).masked_fill_(self._of_span(self._totals)[1] <= later, 0)
 
     def is_beyond(self, later: int) -> Tensor:
-        """Bool ``[T_local]``: True where the place ``later`` tokens on is not of the segment."""
-        return self.within + later >= self._lengths.index_select(0, self.segment)
+        """Bool ``[T_local]``: True where the place ``later`` tokens on is neither of the sample nor
+        of its node's padding."""
+        node, within = self._node
+        is_outside = within + later >= self._offsets.diff().index_select(0, node)
+        return is_outside & (self._of_span(self._totals)[1] <= later)
 
     def predicting(self, later: int = 0) -> tuple[Tensor, Tensor]:
         """Response tokens that are predicted ``later`` places behind a position of this slice.
 
         Returns:
-            int64 ``[held]`` places among the rows' response tokens, ascending; those positions.
+            int64 ``[held]`` places among the rows' response tokens, ascending; those positions,
+            some of them several times where samples share tokens.
         """
         if later not in self._held:
-            places = self.local(self._predicted_segment, self._predicted_within - later)
+            places = self.local(self._predicted_at(later))
             held = (places >= 0).nonzero().squeeze(1)
             self._held[later] = held, places.index_select(0, held)
         return self._held[later]
 
+    def _predicted_at(self, later: int) -> Tensor:
+        """Position of the full row ``later`` places before the one that predicts each response
+        token, int64 ``[R]``; -1 where there is none."""
+        within = predicted_within(self._totals, self._responses) - later
+        node = self._node_of(self._responses.samples, within)
+        at = self._offsets.index_select(0, node) + within - self._first.index_select(0, node)
+        return at.masked_fill_(within < 0, -1)
+
+    def _node_of(self, samples: Tensor, within: Tensor) -> Tensor:
+        """The node that holds a place of a sample; the first for a place before it."""
+        paths = self._nodes.paths
+        path = torch.tensor([*chain(*paths)], dtype=torch.int64, device="cpu")
+        counts = torch.tensor([len(each) for each in paths], dtype=torch.int64, device="cpu")
+        if self._nodes.has_branches:
+            # Sorted by sample and by start: the last node that starts at or before the place.
+            scale = int(self._totals.lengths.max()) + 1
+            of_path = torch.repeat_interleave(counts) * scale + self._first.index_select(0, path)
+            wanted = samples * scale + within.clamp(min=0)
+            return path.index_select(0, torch.searchsorted(of_path, wanted, right=True) - 1)
+        return path.index_select(0, (counts.cumsum(0) - counts).index_select(0, samples))
+
+    @functools.cached_property
+    def _node(self) -> tuple[Tensor, Tensor]:
+        """The node of each position, and its place within it; both int64 ``[T_local]``."""
+        if not self._nodes.has_branches:
+            return self.segment, self.within
+        of_row = torch.repeat_interleave(self._offsets.diff(), output_size=self.offsets[-1])
+        node = of_row.index_select(0, self.positions)
+        return node, self.positions - self._offsets.index_select(0, node)
+
+    @functools.cached_property
+    def _depth(self) -> Tensor:
+        """Place of each position in its sample, int64 ``[T_local]``."""
+        node, within = self._node
+        return within + self._first.index_select(0, node) if self._nodes.has_branches else within
+
     def _of_span(self, span: Span) -> tuple[Tensor, Tensor]:
         """At each position the place of its own value, and how many the sample has from there."""
         if span not in self._spans:
-            base = self._of_positions(span.starts).add_(self.within)
-            self._spans[span] = base, self._of_positions(span.lengths).sub_(self.within)
+            base = self._of_positions(span.starts).add_(self._depth)
+            self._spans[span] = base, self._of_positions(span.lengths).sub_(self._depth)
         return self._spans[span]
 
     def _of_positions(self, values: Tensor) -> Tensor:
         # The rows' own padding is of no sample.
-        of_segments = pad(values, (0, 1)).index_select(0, self._segments)
-        return of_segments.index_select(0, self.segment)
+        of_nodes = pad(values, (0, 1)).index_select(0, self._samples)
+        return of_nodes.index_select(0, self._node[0])

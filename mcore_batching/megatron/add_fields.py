@@ -9,7 +9,7 @@ from typing import Any
 from mcore_batching.batch import Field, SchemaError
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.fields import require_one_per_sample
-from mcore_batching.batch.prefix_tree import require_hosts
+from mcore_batching.batch.prefix_tree import require_shared
 from mcore_batching.megatron.exchange import leaving, receive_columns
 from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import job_of
@@ -76,8 +76,8 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
         added = receive_columns(job, moves, staying, parts, _ADDING)
     with job.agreement(f"{_ADDING} to the others"):
         data = present.beside(added)
-        if schedule.hosts is not None:
-            require_hosts(schedule.hosts, data)
+        if schedule.forest is not None:
+            require_shared(schedule.forest, data)
         # On a rank without samples the template is all there is to copy a placeholder from.
         template = template_of(data, schedule.template)
     rollout.replace(dataclasses.replace(schedule, rollout_data=data, template=template))

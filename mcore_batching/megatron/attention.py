@@ -200,7 +200,7 @@ class KernelRow:
         keys = [run.key_end - run.key_start for run in runs]
         self._key_index: Tensor | None = None
         # Runs of a context-parallel rank share keys; the kernel wants a copy for each run.
-        if queries != keys:
+        if [run.key_start for run in runs] != [0, *(run.key_end for run in runs)][:-1]:
             index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
             self._key_index = sent(index, device)
         offsets = [
@@ -365,8 +365,11 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         # Under dynamic CP every row has its own group, of more or fewer ranks than the model's.
         group: dist.ProcessGroup = packed_seq_params.cp_group or self.cp_group
         geometry = _geometry(packed_seq_params, group, query.device)
-        if group.size() > 1:
-            key, value = _gathered(key, value, geometry.restore_index, group)
+        # A row of size 1 without a group has its keys already (`prefix_attention`).
+        own_size = getattr(packed_seq_params, "local_cp_size", None)
+        has_keys = packed_seq_params.cp_group is None and own_size == 1
+        if group.size() > 1 and not has_keys:
+            key, value = gathered(key, value, geometry.restore_index, group)
         # The kernel has neither dropout, which training from scratch may ask for, nor sinks.
         sinks = self.softmax_offset
         reason = why_not_variable_length(query, value) or ("dropout" if dropout else "")
@@ -394,7 +397,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return out.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
 
 
-def _gathered(
+def gathered(
     key: Tensor, value: Tensor, restore: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole row, in its order, from this rank's slice of them."""

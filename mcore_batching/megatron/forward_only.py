@@ -109,8 +109,8 @@ def _why_no_plain_layout(
     """Why rows do not hold sample behind sample as slime's do, and the mend; empty if they do."""
     if schedule.has_sizes_of_rows:
         return "rows are cut in other ways", "unset --dynamic-batch-context-parallel"
-    if schedule.hosts is not None:
-        return "samples share segments", "unset --dynamic-batch-share-prefixes"
+    if schedule.forest is not None:
+        return "samples share tokens", "unset --dynamic-batch-share-prefixes"
     if size > 1 and padded_to != 2 * size:
         mend = "turn off sequence parallelism and --dynamic-batch-pad-each-to"
         return f"samples are padded to {padded_to}, not {2 * size}", mend

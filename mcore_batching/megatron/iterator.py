@@ -21,7 +21,7 @@ from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.plan import begin_plan, plan_locally, planned_step
 from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.samples import Samples, Share, numbered, read_samples
+from mcore_batching.megatron.samples import Samples, Share, numbered, read_samples, with_beginnings
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel
@@ -123,14 +123,14 @@ class DataIterator:
 
         Raises:
             IndexError: all micro-batches have been drawn; `reset` starts again.
-            DynamicBatchArgumentError: samples share segments, or the step is not planned yet.
+            DynamicBatchArgumentError: samples share tokens, or the step is not planned yet.
         """
         keys = list(keys)
         schedule = self._rollout.schedule
         # Whoever lays them out by their lengths would give each a segment of its own, over the cap.
-        if schedule.hosts is not None:
+        if schedule.forest is not None:
             raise DynamicBatchArgumentError(
-                "samples that share segments cannot be drawn; give the iterators to forward_only "
+                "samples that share tokens cannot be drawn; give the iterators to forward_only "
                 f"and train_step, or unset {FLAGS['share_prefixes']}"
             )
         micro_batches = schedule.micro_batches
@@ -288,7 +288,7 @@ def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
         prepare_model(chunks, settings.dims, settings.config)
         for name, value in settings.comparable().items():
             agree.same(name, value)
-        lengths, hosts = shared.own_lengths, shared.hosts
+        lengths = shared.own_lengths
         steps = [sorted(i for row in step for i in row) for step in shared.steps]
         batch = RolloutBatch(
             shared.rollout_data,
@@ -299,12 +299,9 @@ def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
             shared.vocabulary_size,
         )
         shares = agree.gather("samples", Share(lengths, steps, shared.samples_per_step))
-        of_ranks = agree.gather("hosts", None if hosts is None else list(hosts))
     samples = numbered(job, settings, batch, shares.values, forward_only=True)
-    if hosts is not None:
-        each = zip(samples.first, of_ranks.values, strict=False)
-        all_hosts = [start + host for start, of_rank in each for host in of_rank or ()]
-        samples = dataclasses.replace(samples, hosts=all_hosts)
+    if shared.forest is not None:
+        samples = with_beginnings(samples, chunks)
     return dataclasses.replace(samples, before=shared.moves, fields_were_compared=True)
 
 

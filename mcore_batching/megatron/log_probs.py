@@ -370,7 +370,9 @@ def _gathered(
         )
     # Only the response tokens that this context-parallel rank holds; the others' values come in
     # `gather_own_values`.
-    positions = row.responses.owned_positions.to(whole.device)
+    responses, repeated = row.responses, row.responses.distinct_positions
+    positions = responses.owned_positions if repeated is None else repeated
+    positions = positions.to(whole.device)
     targets = row.labels[0].index_select(0, positions)
     if isinstance(logits, FusedLogits):
         product = cast(Any, StatisticsOfProduct)
@@ -382,6 +384,9 @@ def _gathered(
             readers = vars(logits).setdefault("differentiable_calls", [])
             readers.append(None)
         values = cast(Any, StatisticsOfLogits).apply(logits, positions, targets, options, readers)
+    # Samples that share a position have its values each; their gradients add up there.
+    if responses.distinct_indices is not None:
+        values = values.index_select(0, responses.distinct_indices.to(values.device))
     return gather_own_values(values, row, group=context_parallel_group(row))
 
 

@@ -8,34 +8,38 @@
     plan: rank 0 runs ((1, 4),), rank 1 ((0, 3), (2,))
     moved: 4 to rank 0, 0 and 2 to rank 1
 
-Samples that share a segment move together, and the plan is of their hosts alone. Hosts are found on
-the rank that brings the samples: turns of a trajectory that several ranks bring are in as many
-segments. Samples that stay on their rank are not planned together: `plan_locally` applies one rule
-on each.
+Samples that share tokens move together; the plan has the trees that it put into a micro-batch, and
+the rank that runs them finds the nodes. Samples that stay on their rank are not planned together:
+`plan_locally` applies one rule on each.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import time
+from collections.abc import Sequence
 
 from megatron.core import parallel_state
 
-from mcore_batching.batch.prefix_tree import samples_of_hosts
 from mcore_batching.megatron.exchange import SampleMoves, leaving, receive_columns
 from mcore_batching.megatron.job import Job, say
 from mcore_batching.megatron.samples import Samples
 from mcore_batching.megatron.schedule import (
     GlobalPlan,
     MicroBatchSchedule,
-    computed_alone,
-    with_hosted,
 )
 from mcore_batching.megatron.serialize import digest_of
 from mcore_batching.megatron.topology import make_row_groups
 from mcore_batching.megatron.watch import POLL_SECONDS
-from mcore_batching.planning import Problem, StepPlan, validate_plan
+from mcore_batching.planning import (
+    Problem,
+    StepPlan,
+    sample_multiple_tokens,
+    validate_plan,
+)
 from mcore_batching.planning.local import fill_local, least_count, pack_local
+from mcore_batching.planning.plans.statistics import shared_tokens, sharing
+from mcore_batching.planning.prefix_trees import PrefixTree, parts_of
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 
 _STAGE = "exchanging samples"
@@ -110,15 +114,20 @@ def planned_step(
     with job.agreement(_STAGE):
         plan = _checked_plan(samples, step, data)
         moves = _moves(samples, plan)
-        place, hosts = moves.places, None
-        if samples.hosts is not None:
-            # A host is always here as well: the samples of a segment move together.
-            hosts = [place[samples.hosts[number]] for number in moves.held]
+        place = moves.places
         rows = tuple(tuple(place[n] for n in row) for row in plan.rows_on(moves.own))
         staying, parts = leaving(moves, batch.data)
     columns = receive_columns(job, moves, staying, parts, _STAGE)
-    steps, digest = with_hosted((rows,), hosts), digest_of(plan.plan.digest())
-    return samples.scheduled(columns, steps, hosts, digest, moves=moves, plans=(plan,))
+    forest = None
+    if samples.beginnings is not None:
+        with job.agreement(f"{_STAGE}, those that begin alike"):
+            trees = plan.trees_among(place)
+            forest = samples.beginnings.forest_here(columns, trees)
+        saved = sharing(*shared_tokens(plan.plan, plan.lengths))
+        if saved:
+            job.say_once("prefixes are shared", saved)
+    digest = digest_of(plan.plan.digest())
+    return samples.scheduled(columns, (rows,), forest, digest, moves=moves, plans=(plan,))
 
 
 def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> bytes:
@@ -129,7 +138,7 @@ def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> by
         samples.compare(agree)
         data = b""
         if is_planning_rank(job):
-            with samples.naming(samples.computed(step)):
+            with samples.naming(samples.steps[step]):
                 plan = job.memory.only(Planner).plan(job, samples.request(step), ticket)
             data = plan.to_json().encode()
         size = agree.max("bytes of the plan", len(data))
@@ -137,13 +146,11 @@ def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> by
 
 
 def _checked_plan(samples: Samples, step: int, data: bytes) -> GlobalPlan:
-    computed = samples.computed(step)
-    lengths = [samples.lengths[number] for number in computed]
-    plan = samples.request(step).read(data)
+    numbers = samples.steps[step]
+    lengths = [samples.lengths[number] for number in numbers]
+    plan = samples.request(step, plans=False).read(data)
     validate_plan(plan, lengths)
-    hosted = tuple(samples.lengths[number] for number in samples.hosted(step))
-    plan = dataclasses.replace(plan, hosted_lengths=hosted)
-    return GlobalPlan(plan, computed, lengths)
+    return GlobalPlan(plan, list(numbers), lengths)
 
 
 def _moves(samples: Samples, made: GlobalPlan) -> SampleMoves:
@@ -153,14 +160,9 @@ def _moves(samples: Samples, made: GlobalPlan) -> SampleMoves:
     num_ranks = len(plan.micro_batches)
     sharing = num_ranks // plan.dims.data_parallel
     own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
-    hosts = samples.hosts
-    members = None if hosts is None else samples_of_hosts(hosts)
-    runs_on = []
-    for rank in range(num_ranks):
-        planned = [number for row in made.rows_on(rank) for number in row]
-        # By their host: the plan names hosts alone, and what they host has to follow them.
-        runs = planned if members is None else [n for host in planned for n in members[host]]
-        runs_on.append(sorted(runs))
+    runs_on = [
+        sorted(number for row in made.rows_on(rank) for number in row) for rank in range(num_ranks)
+    ]
     lengths = samples.batch.total_lengths, samples.batch.data.response_lengths
     return SampleMoves(own, samples.first, runs_on, lengths, sharing, samples.before)
 
@@ -171,29 +173,61 @@ def plan_locally(samples: Samples) -> MicroBatchSchedule:
     job, settings = samples.job, samples.settings
     with job.agreement("packing") as agree:
         samples.compare(agree)
-        hosts, lengths = samples.own_hosts, samples.batch.total_lengths
-        # Samples in a host's segment take no room in a row, and come back below.
-        steps = computed_alone(tuple(map(tuple, samples.own_steps)), hosts)
+        lengths, trees = samples.batch.total_lengths, list[PrefixTree]()
+        steps = list[list[PrefixTree | int]]()
         problems = list[Problem]()
-        for indices in steps:
+        dims, config, costs = settings.dims, settings.config, settings.cost_model
+        for indices in samples.own_steps:
+            units = _local_units(samples, indices)
+            trees += [unit for unit in units if isinstance(unit, PrefixTree)]
+            steps.append(units)
             with samples.naming(indices):
-                of_step = [lengths[i] for i in indices]
-                dims, config, costs = settings.dims, settings.config, settings.cost_model
-                problems.append(
-                    Problem.of(of_step, dims, config, costs, forward_only=samples.forward_only)
+                problem = Problem.of(
+                    [lengths[each] if isinstance(each, int) else each.size for each in units],
+                    dims,
+                    config,
+                    costs,
+                    forward_only=samples.forward_only,
+                    trees=[None if isinstance(each, int) else each for each in units],
                 )
+            problems.append(problem)
         packed = [pack_local(problem) for problem in problems]
         counts = agree.max("micro-batches", [*map(least_count, problems, packed)])
 
     with job.agreement("filling") as agree:
         filled = []
-        for indices, problem, bins, count in zip(
-            steps, problems, packed, counts.value, strict=True
-        ):
+        for units, problem, bins, count in zip(steps, problems, packed, counts.value, strict=True):
             rows = fill_local(problem, bins, count)
-            filled.append(tuple(tuple(indices[place] for place in row) for row in rows))
-        all_rows = with_hosted(tuple(filled), hosts)
+            filled.append(tuple(_samples_of([units[place] for place in row]) for row in rows))
         # Stages and tensor-parallel ranks that ran other rows would send tensors of other shapes.
-        agree.same("samples and plan (sha256)", digest_of([lengths, all_rows]), within="replica")
+        agree.same("samples and plan (sha256)", digest_of([lengths, filled]), within="replica")
+        columns = samples.batch.data
+        forest = None
+        if samples.beginnings is not None:
+            forest = samples.beginnings.forest_here(columns, trees)
     digest = digest_of([*samples.digests.values(), counts.value])
-    return samples.scheduled(samples.batch.data, all_rows, hosts, digest)
+    return samples.scheduled(columns, tuple(filled), forest, digest, trees=tuple(trees))
+
+
+def _local_units(samples: Samples, indices: Sequence[int]) -> list[PrefixTree | int]:
+    """This rank's samples of a step: parts of prefix trees, as large as the cap lets them be, and
+    samples."""
+    if samples.beginnings is None:
+        return [*indices]
+    first, config, dims = samples.own.start, samples.settings.config, samples.settings.dims
+    forest = samples.beginnings.forest(samples.lengths, [first + index for index in indices])
+    multiple = sample_multiple_tokens(dims, config)
+    most = config.cap_tokens(dims) // multiple * multiple
+    units = list[PrefixTree | int]()
+    for part in parts_of(forest, samples.settings.cost_model, most):
+        tree = forest.tree(part)
+        named = tuple(indices[place] for place in part)
+        is_shared = len(part) > 1
+        units.append(PrefixTree(tuple(sorted(named)), tree.nodes) if is_shared else named[0])
+    units += [indices[place] for place, leaf in enumerate(forest.last) if leaf < 0]
+    return sorted(units, key=lambda each: each if isinstance(each, int) else each.samples[0])
+
+
+def _samples_of(units: Sequence[PrefixTree | int]) -> tuple[int, ...]:
+    found = ((each,) if isinstance(each, int) else each.samples for each in units)
+    return tuple(sorted(itertools.chain.from_iterable(found)))

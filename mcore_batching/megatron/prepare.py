@@ -21,13 +21,18 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.batch import Kind, PackedMicroBatch, StepTotals
 from mcore_batching.batch.consensus import Reduction
-from mcore_batching.batch.row import RowBlock
+from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.flags import FLAGS
-from mcore_batching.megatron.checks.features import check_shared_prefixes, let_rows_have_groups
+from mcore_batching.megatron.checks.features import (
+    check_branches,
+    check_shared_prefixes,
+    let_rows_have_groups,
+)
 from mcore_batching.megatron.checks.settings import check_logits
 from mcore_batching.megatron.consensus import Gathered, JobAgreement
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job import Job
+from mcore_batching.megatron.prefix_attention import attend_to_paths
 from mcore_batching.megatron.routing import check_replay
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks, prediction_depths
@@ -36,6 +41,7 @@ MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens_padded")
 _LOSS_INPUTS = (
     *("labels", "loss_mask", "loss_masks"),
     *("owned", "owned_indices", "owned_positions"),
+    *("distinct_positions", "distinct_indices"),
 )
 _FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
 _BLOCK_TOKENS = 65_536
@@ -186,8 +192,11 @@ def collated(
     config = get_model_config(chunks[0])  # raises for what is no model of Megatron's
     check_logits(job.options, chunks)
     # The model need not be the one planned with: a reference model runs the same rows.
-    if schedule.hosts is not None:
+    if schedule.forest is not None:
         check_shared_prefixes(chunks)
+        if schedule.forest.has_branches:
+            check_branches(chunks, schedule.spare)
+            attend_to_paths(chunks)
     if schedule.has_sizes_of_rows:
         let_rows_have_groups(chunks)
     depths = 0 if forward_only else prediction_depths(config)

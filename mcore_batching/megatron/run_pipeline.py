@@ -28,11 +28,12 @@ from mcore_batching.megatron.log_probs import Logits, chunks_of_tokens, output_l
 from mcore_batching.megatron.model_inputs import joined_multimodal_inputs, padding_mask
 from mcore_batching.megatron.mtp import LaterLosses, predict_later_tokens
 from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.prefix_attention import Paths
 from mcore_batching.megatron.prepare import PreparedStep
 from mcore_batching.megatron.routing import replayed, replayed_step
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.timing import learners_of
-from mcore_batching.megatron.topology import row_group
+from mcore_batching.megatron.topology import context_parallel_group, row_group
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.schedule import Kind, Schedule
 
@@ -142,10 +143,13 @@ def run_for_losses(
             row_group(row.context_parallel_size),
         ),
     }
+    params = arguments["packed_seq_params"]
+    if row.nodes.has_branches:
+        params.paths = Paths(row, context_parallel_group(row))
     # Routers balance experts by the tokens they count: padding must not be among them.
     if get_model_config(chunk).num_moe_experts:
         arguments["padding_mask"] = padding_mask(chunk, row)
-    predict_later_tokens(arguments["packed_seq_params"], chunk, row, later)
+    predict_later_tokens(params, chunk, row, later)
     # Else the wrapper copies logits to float32. The model inside would refuse the argument.
     if options.keeps_logits_in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ from megatron.core import parallel_state
 from mcore_batching.batch import Schema
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.consensus import Reduction
-from mcore_batching.batch.prefix_tree import find_hosts
 from mcore_batching.flags import FLAGS
+from mcore_batching.megatron.beginnings import Beginnings, find_beginnings
 from mcore_batching.megatron.checks.features import check_shared_prefixes
 from mcore_batching.megatron.checks.settings import prepare_model
 from mcore_batching.megatron.consensus import Gathered, JobAgreement, JobConsensus
@@ -36,10 +35,8 @@ from mcore_batching.megatron.serialize import digest_of
 from mcore_batching.megatron.timing import learners_of
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel, Problem
+from mcore_batching.planning.prefix_trees import Forest, PrefixTree
 from mcore_batching.planning.worker import PlanRequest
-
-_SAVED = "prefixes are shared"
-"""A key of `JobMemory.said`, as are reasons why samples are alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +50,7 @@ class Samples:
         lengths: of all samples, in tokens.
         first: number of each data-parallel rank's first sample, and the number of all samples.
         steps: numbers of each step's samples, ascending.
-        hosts: for each sample the one in whose segment it is computed, itself if in its own; None:
-            all samples have segments of their own.
+        beginnings: what samples have in common; None: they share no tokens.
         forward_only: they are planned for forward passes alone.
         before: the exchange by which they came to the ranks that bring them here, if one did.
         fields_were_compared: the fields of a batch that was planned before; stages may have been
@@ -67,7 +63,7 @@ class Samples:
     lengths: Sequence[int]
     first: Sequence[int]
     steps: Sequence[Sequence[int]]
-    hosts: Sequence[int] | None = None
+    beginnings: Beginnings | None = None
     forward_only: bool = False
     before: SampleMoves | None = None
     fields_were_compared: bool = False
@@ -78,7 +74,7 @@ class Samples:
         each gathered their own counterparts' lengths."""
         return {
             "lengths of all samples (sha256)": digest_of([*self.lengths, *self.first]),
-            "hosts of all samples (sha256)": digest_of([*(self.hosts or ())]),
+            "beginnings of all samples (sha256)": self.beginnings.digest if self.beginnings else "",
         }
 
     def compare(self, agree: JobAgreement) -> None:
@@ -106,32 +102,23 @@ class Samples:
         own = self.own
         return [[number - own.start for number in step if number in own] for step in self.steps]
 
-    @property
-    def own_hosts(self) -> list[int] | None:
-        """`hosts` of this rank's samples, by local indices."""
-        own = self.own
-        return None if self.hosts is None else [self.hosts[n] - own.start for n in own]
-
-    def computed(self, step: int) -> list[int]:
-        """The samples of a step that have segments of their own, which the plan is made of."""
-        return [n for n in self.steps[step] if self.hosts is None or self.hosts[n] == n]
-
-    def hosted(self, step: int) -> list[int]:
-        """The samples of a step that are computed in the segments of others."""
-        return [n for n in self.steps[step] if self.hosts is not None and self.hosts[n] != n]
-
-    def request(self, step: int) -> PlanRequest:
-        """A step's part of the planner's input."""
-        lengths = tuple(self.lengths[number] for number in self.computed(step))
-        return self.settings.request(lengths, forward_only=self.forward_only)
+    def request(self, step: int, *, plans: bool = True) -> PlanRequest:
+        """A step's part of the planner's input; without ``plans`` as far as its plan is read."""
+        samples = self.steps[step]
+        lengths = tuple(self.lengths[number] for number in samples)
+        made = self.settings.request(lengths, forward_only=self.forward_only)
+        if self.beginnings is None or not plans:
+            return made
+        return dataclasses.replace(made, forest=self.beginnings.forest(self.lengths, samples))
 
     def scheduled(
         self,
         rollout_data: Columns,
         steps: tuple[MicroBatches, ...],
-        hosts: Sequence[int] | None,
+        forest: Forest | None,
         plan_digest: str,
         *,
+        trees: tuple[PrefixTree, ...] = (),
         moves: SampleMoves | None = None,
         plans: tuple[GlobalPlan, ...] = (),
     ) -> MicroBatchSchedule:
@@ -141,7 +128,9 @@ class Samples:
             rollout_data=rollout_data,
             template=batch.template,
             steps=steps,
-            hosts=hosts,
+            forest=forest,
+            spare=0 if self.beginnings is None else self.beginnings.spare,
+            trees=trees,
             dims=settings.dims,
             config=settings.config,
             cost_model=settings.cost_model,
@@ -199,7 +188,7 @@ def read_samples(
         learnt = learners_of(job).of(model).learn(evidence.value)
         settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
     samples = numbered(job, settings, *shared(job, settings, batch, found))
-    return _with_hosts(samples) if job.options.share_prefixes else samples
+    return with_beginnings(samples, model) if job.options.share_prefixes else samples
 
 
 def read_step(
@@ -395,37 +384,8 @@ def steps_by_size(shares: Sequence[int], size: int | None) -> list[list[int]]:
     return [sorted(order[start : start + size]) for start in starts]
 
 
-def _with_hosts(samples: Samples) -> Samples:
-    """The samples, where those that begin others are computed in these. A collective; what sharing
-    saves is printed once a job, and so is each reason why samples that begin others are alone."""
-    job, batch = samples.job, samples.batch
-    with job.agreement("finding shared prefixes") as agree:
-        found = find_hosts(batch.data, steps=samples.own_steps)
-        of_ranks = agree.gather("hosts", list(found.host))
-        computed = agree.sum("tokens of hosts", found.computed)
-        # None: nothing new, else all ranks gather what each found.
-        said = job.memory.said
-        new = {reason: count for reason, count in found.alone.items() if reason not in said}
-        reasons = agree.every("reasons", new, wanted=bool(new))
-    hosts = [
-        start + host
-        for start, each in zip(samples.first, of_ranks.values, strict=False)
-        for host in each
-    ]
-    tokens, num_hosts = sum(samples.lengths), sum(host == n for n, host in enumerate(hosts))
-    if num_hosts < len(hosts):
-        fewer = f"{tokens / max(computed.value, 1):.1f}x fewer"
-        text = (
-            f"{len(hosts):,} samples in {num_hosts:,} rows' worth of tokens: {computed.value:,}, "
-            f"{fewer}"
-        )
-        job.say_once(_SAVED, text)
-    alone = Counter[str]()
-    # One rank of each replica: the others have the same samples.
-    for replica in job.consensus.replicas:
-        alone.update(reasons.by_rank.get(replica[0]) or {})
-    for reason, count in sorted(alone.items()):
-        job.say_once(
-            reason, f"{count:,} samples that begin others are computed by themselves: {reason}"
-        )
-    return dataclasses.replace(samples, hosts=hosts)
+def with_beginnings(samples: Samples, model: Any) -> Samples:
+    """The samples with what they have in common. A collective."""
+    given = samples.batch.data, samples.own_steps, sum(samples.lengths)
+    found = find_beginnings(samples.job, model_chunks(model), *given)
+    return dataclasses.replace(samples, beginnings=found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -12,9 +12,8 @@ from megatron.core import parallel_state
 from mcore_batching.batch import StepTotals, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
-from mcore_batching.batch.prefix_tree import samples_of_hosts
-from mcore_batching.batch.row import Layout, RowBlock
-from mcore_batching.batch.row_index import padded_offsets
+from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_index import Nodes
 from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.exchange import SampleMoves
 from mcore_batching.megatron.serialize import digest_of
@@ -27,28 +26,9 @@ from mcore_batching.planning import (
     sample_multiple_tokens,
 )
 from mcore_batching.planning.learn import LearntCosts
+from mcore_batching.planning.prefix_trees import Forest, PrefixTree
 
 MicroBatches = tuple[tuple[int, ...], ...]
-
-
-def computed_alone(micro_batches: MicroBatches, hosts: Sequence[int] | None) -> MicroBatches:
-    """The samples of each micro-batch that have segments of their own."""
-    if hosts is None:
-        return micro_batches
-    return tuple(tuple(i for i in indices if hosts[i] == i) for indices in micro_batches)
-
-
-def with_hosted(
-    steps: tuple[MicroBatches, ...], hosts: Sequence[int] | None
-) -> tuple[MicroBatches, ...]:
-    """Steps of hosts with the samples that are computed in their segments, ascending."""
-    if hosts is None:
-        return steps
-    members = samples_of_hosts(hosts)
-    return tuple(
-        tuple(tuple(i for h in indices for i in members[h]) for indices in micro_batches)
-        for micro_batches in steps
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,32 +37,30 @@ class Shard:
 
     lengths: list[int]
     steps: tuple[MicroBatches, ...]
-    hosts: Sequence[int] | None = None
+    trees: tuple[PrefixTree, ...] = ()
 
 
 def joined_step(
     shards: Sequence[Shard], step: int
-) -> tuple[tuple[MicroBatches, ...], list[int], tuple[int, ...]]:
+) -> tuple[tuple[MicroBatches, ...], list[int], tuple[PrefixTree, ...]]:
     """One step of all ranks as one plan counts it, samples rank after rank.
 
     Returns:
-        micro-batches of each rank, of samples that have segments of their own; total length of each
-        of these, and of those that lie in their segments.
+        micro-batches of each rank; total length of each sample; the trees that samples are in.
     """
     lengths: list[int] = []
-    hosted: list[int] = []
+    trees: list[PrefixTree] = []
     ranks = []
     for shard in shards:
-        rows = computed_alone(shard.steps[step], shard.hosts)
+        rows = shard.steps[step]
         # In the order of the rollout data, so that a plan of the same samples reads the same.
         held = sorted(i for micro_batch in rows for i in micro_batch)
         number = {local: len(lengths) + place for place, local in enumerate(held)}
         lengths += [shard.lengths[local] for local in held]
-        # Of the step's tokens, for figures of what sharing saved; they take no part in costs.
-        everyone = [i for micro_batch in shard.steps[step] for i in micro_batch]
-        hosted += [shard.lengths[local] for local in everyone if local not in number]
         ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
-    return tuple(ranks), lengths, tuple(hosted)
+        of_step = (tree for tree in shard.trees if tree.samples[0] in number)
+        trees += [PrefixTree(tuple(number[i] for i in t.samples), t.nodes) for t in of_step]
+    return tuple(ranks), lengths, tuple(trees)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +70,14 @@ class GlobalPlan:
     plan: StepPlan  # its samples are places in `numbers`
     numbers: list[int]  # of each sample of the step, over all ranks and steps
     lengths: list[int]  # total length of each of them, in tokens
+
+    def trees_among(self, place: Mapping[int, int]) -> list[PrefixTree]:
+        """The trees that run on a rank, given the local index of each number there."""
+        here = [tree for tree in self.plan.trees if self.numbers[tree.samples[0]] in place]
+        return [
+            PrefixTree(tuple(place[self.numbers[i]] for i in tree.samples), tree.nodes)
+            for tree in here
+        ]
 
     def rows_on(self, rank: int) -> MicroBatches:
         """A rank's micro-batches, as numbers of samples."""
@@ -107,8 +93,9 @@ class MicroBatchSchedule:
         template: values of one sample, from a rank that has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
-        hosts: for each sample the one in whose segment it is computed, itself if in its own; both
-            are in the same micro-batch. None: all samples have segments of their own.
+        forest: nodes that samples of a micro-batch share; None: samples share none.
+        spare: further tokens that shared nodes end short, as of `find_forest`.
+        trees: samples that were planned together; without an exchange.
         vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
         learnt: of which the cost model is a part, where costs are learnt; else None.
@@ -130,7 +117,9 @@ class MicroBatchSchedule:
     cost_model: CostModel
     learnt: LearntCosts | None = None
     samples_per_step: int | None = None
-    hosts: Sequence[int] | None = None
+    forest: Forest | None = None
+    spare: int = 0
+    trees: tuple[PrefixTree, ...] = ()
     moves: SampleMoves | None = None
     plans: tuple[GlobalPlan, ...] = ()
 
@@ -138,7 +127,7 @@ class MicroBatchSchedule:
     def shards(self) -> tuple[Shard, ...]:
         """The shard of every data-parallel rank. A collective over all ranks the first time."""
         # For statistics and records: in training no rank waits for the others' plans.
-        own = Shard(self.own_lengths, self.steps, self.hosts)
+        own = Shard(self.own_lengths, self.steps, self.trees)
         what = "gathering the plans of all ranks"
         with self.consensus.agreement(what) as agree:
             gathered = agree.gather("plans", own)
@@ -191,8 +180,7 @@ class MicroBatchSchedule:
     def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:
         """One step's plan over all data-parallel ranks, and the lengths that it refers to.
 
-        Of samples that share segments, the hosts. The same on every rank. A collective over all
-        ranks the first time, whatever the step.
+        The same on every rank. A collective over all ranks the first time, whatever the step.
 
         Returns:
             the plan; total length of each sample of the step [samples], in tokens, rank after
@@ -201,7 +189,7 @@ class MicroBatchSchedule:
         # Under an exchange every rank has planned all samples, and there is nothing to gather.
         if self.plans:
             return self.plans[step].plan, self.plans[step].lengths
-        micro_batches, lengths, hosted_lengths = joined_step(self.shards, step)
+        micro_batches, lengths, trees = joined_step(self.shards, step)
         plan = StepPlan(
             micro_batches=micro_batches,
             num_microbatches=len(self.steps[step]),
@@ -210,7 +198,7 @@ class MicroBatchSchedule:
             config=self.config,
             scope="local",
             cost_model=self.cost_model,
-            hosted_lengths=hosted_lengths,
+            trees=trees,
         )
         return plan, lengths
 
@@ -222,15 +210,15 @@ class MicroBatchSchedule:
         steps = self.steps + tuple(
             tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
         )
-        hosts = None
-        if self.hosts is not None and later.hosts is not None:
-            hosts = [*self.hosts, *(held + host for host in later.hosts)]
+        forest = None
+        if self.forest is not None and later.forest is not None:
+            forest = self.forest.joined(later.forest)
         plans = self.plans + later.plans
         return dataclasses.replace(
             self,
             rollout_data=Columns.joined([self.rollout_data, later.rollout_data]),
             steps=steps,
-            hosts=hosts,
+            forest=forest,
             plan_digest=digest_of([self.plan_digest, later.plan_digest]),
             moves=self.moves.followed_by(later.moves),
             plans=plans,
@@ -279,15 +267,20 @@ class MicroBatchSchedule:
 
     def row_tokens(self, step: int) -> list[int]:
         """Tokens of this rank's slice of each row of a step, padding included."""
-        sizes, alone = self.row_sizes(step), computed_alone(self.steps[step], self.hosts)
-        tokens = []
-        for indices, size in zip(alone, sizes, strict=True):
-            lengths = [self.own_lengths[i] for i in indices] or [1]
-            dims = self.dims.for_rows_on(size)
-            of_sample = sample_multiple_tokens(dims, self.config)
-            offsets = padded_offsets(lengths, of_sample, row_multiple_tokens(dims, self.config))
-            tokens.append(offsets[-1] // size)
-        return tokens
+        rows = zip(self.steps[step], self.row_sizes(step), strict=True)
+        return [self.nodes(indices, size).segments[-1] // size for indices, size in rows]
+
+    def nodes(self, indices: Sequence[int], size: int) -> Nodes:
+        """What a row of some samples, or of one fabricated sample, is made of on this many
+        context-parallel ranks."""
+        dims = self.dims.for_rows_on(size)
+        alignments = (
+            sample_multiple_tokens(dims, self.config),
+            row_multiple_tokens(dims, self.config),
+        )
+        if not indices:
+            return Nodes.of([1], [0], None, *alignments)
+        return Nodes.of(self.own_lengths, indices, self.forest, *alignments)
 
     @property
     def has_sizes_of_rows(self) -> bool:
@@ -331,6 +324,6 @@ class MicroBatchSchedule:
             [[0]] * len(slots) if is_placeholder else indices,
             layout,
             sample_indices=indices,
-            hosts=None if is_placeholder else self.hosts,
+            forest=None if is_placeholder else self.forest,
             is_placeholder=is_placeholder,
         )

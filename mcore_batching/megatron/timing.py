@@ -25,7 +25,7 @@ from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.prepare import PreparedStep
-from mcore_batching.megatron.schedule import MicroBatchSchedule, computed_alone
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.costs.layer_costs import costs_of_stage
@@ -149,11 +149,14 @@ class CostLearner:
 
 
 def rows_alone(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:
-    """Lengths of the sequences of each of this rank's rows; () where ranks share the row."""
-    rows = computed_alone(schedule.steps[step], schedule.hosts)
+    """Lengths of the sequences of each of this rank's rows; () where ranks share the row, or
+    samples tokens: what such a row costs is not a matter of lengths."""
+    rows = schedule.steps[step]
     sizes = schedule.row_sizes(step) if schedule.has_sizes_of_rows else [1] * len(rows)
     return [
-        tuple(schedule.own_lengths[i] for i in indices) if size == 1 else ()
+        tuple(schedule.own_lengths[i] for i in indices)
+        if size == 1 and not schedule.nodes(indices, size).is_shared
+        else ()
         for indices, size in zip(rows, sizes, strict=True)
     ]
 

@@ -141,7 +141,7 @@ class InvariantError(PlanningError):
     """A plan that breaks one of the invariants.
 
     Attributes: `invariant`, its name ("exact cover", "cap", "equal count", "split before
-    placeholder" or, under dynamic CP, "blocks"); `indices` of the samples
+    placeholder", "prefix trees" or, under dynamic CP, "blocks"); `indices` of the samples
     concerned; `step`, `rank` and `slot`, each None where the fault is not in one place.
     """
 

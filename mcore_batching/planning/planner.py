@@ -84,16 +84,17 @@ def plan_batch(
     samples_of_steps = steps_of_batch(
         problem.num_samples, samples_per_step, groups, groups_per_step
     )
-    _check_search(config, max(map(len, samples_of_steps)))
+    check_search(config, max(map(len, samples_of_steps)))
     steps: list[StepPlan] = []
     for samples in samples_of_steps:
-        steps.append(_plan_samples(problem, samples))
+        steps.append(plan_samples(problem, samples))
         if on_step is not None:
             on_step(len(steps), len(samples_of_steps))
     return Plan(steps=tuple(steps), num_samples=problem.num_samples)
 
 
-def _check_search(config: PlannerConfig, num_samples: int) -> None:
+def check_search(config: PlannerConfig, num_samples: int) -> None:
+    """Refuse a search that would take hours (`ConfigError`)."""
     if config.searches and num_samples * config.plan_effort > MAX_SEARCHED_PASSES:
         raise ConfigError(
             f"{named('plan_effort', config.plan_effort)} is too much for {num_samples} samples in "
@@ -102,7 +103,7 @@ def _check_search(config: PlannerConfig, num_samples: int) -> None:
         )
 
 
-def _plan_samples(batch: Problem, samples: Sequence[int]) -> StepPlan:
+def plan_samples(batch: Problem, samples: Sequence[int]) -> StepPlan:
     """The plan of one step: of `samples` of the batch, ascending."""
     problem, sizes = batch.subset(samples), None
     if batch.config.max_context_parallel is None:

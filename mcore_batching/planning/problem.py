@@ -29,6 +29,7 @@ from mcore_batching.planning.costs.layer_costs import costs_of_chunks
 from mcore_batching.planning.errors import ConfigError, OversizeSampleError, named
 from mcore_batching.planning.integers import check_lengths, require_bool, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.prefix_trees import PrefixTree
 from mcore_batching.planning.schedule import Schedule
 
 
@@ -49,6 +50,9 @@ class Problem:
     """Costs of samples and micro-batches."""
     forward_only: bool
     """True for forward passes alone, as for old and reference log-probs."""
+    trees: tuple[PrefixTree | None, ...] = ()
+    """The tree that each sample [samples] stands for, None for a sample of its own; its length is
+    then the tree's `size`. Empty: all are samples."""
 
     @classmethod
     def of(
@@ -59,6 +63,7 @@ class Problem:
         cost_model: CostModel | None = None,
         *,
         forward_only: bool = False,
+        trees: Sequence[PrefixTree | None] = (),
     ) -> Problem:
         """The problem of these samples, its parts checked against each other.
 
@@ -78,7 +83,8 @@ class Problem:
                 what = f" must be a {kind.__name__}, got {value!r:.60}; pass {kind.__name__}(…)"
                 raise ConfigError(f"{named(name)}{what}")
         config.check_max_context_parallel(dims)  # the config alone does not know the ranks
-        problem = cls(tuple(check_lengths(lengths)), dims, config, costs, forward_only)
+        checked = tuple(check_lengths(lengths))
+        problem = cls(checked, dims, config, costs, forward_only, tuple(trees))
         if config.max_context_parallel is not None:
             _ = problem.on_ranks[1].capacity  # raises where no token fits
         if problem.oversize and config.on_oversize == "error":
@@ -88,7 +94,8 @@ class Problem:
     def subset(self, samples: Sequence[int]) -> Problem:
         """The problem of some of the samples; its sample i is `samples[i]` of this one."""
         lengths = tuple(self.lengths[sample] for sample in samples)
-        return dataclasses.replace(self, lengths=lengths)
+        trees = tuple(self.trees[sample] for sample in samples) if self.trees else ()
+        return dataclasses.replace(self, lengths=lengths, trees=trees)
 
     @property
     def num_samples(self) -> int:
@@ -112,7 +119,7 @@ class Problem:
         kinds, _ = costs_of_chunks(self.cost_model, self.dims)
         if len(kinds) == 1:
             return [(self.cost_model.per_micro_batch, self.costs)]
-        return [(kind.per_micro_batch, [kind.sample(n) for n in self.lengths]) for kind in kinds]
+        return [(kind.per_micro_batch, self._costs_by(kind)) for kind in kinds]
 
     @cached_property
     def capacity(self) -> int:
@@ -139,8 +146,16 @@ class Problem:
     @cached_property
     def costs(self) -> list[float]:
         """Forward cost of each sample on a mean stage [samples]."""
-        cost = self.cost_model.sample
-        return [cost(length) for length in self.lengths]
+        return self._costs_by(self.cost_model)
+
+    def _costs_by(self, model: CostModel) -> list[float]:
+        cost = model.sample
+        if not self.trees:
+            return [cost(length) for length in self.lengths]
+        return [
+            cost(length) if tree is None else tree.cost(model)
+            for length, tree in zip(self.lengths, self.trees, strict=True)
+        ]
 
     @cached_property
     def on_ranks(self) -> dict[int, Problem]:
@@ -153,7 +168,7 @@ class Problem:
 
         def as_if(size: int) -> Problem:
             dims, cost_model = self.dims.for_rows_on(size), self.cost_model.on_ranks(size)
-            return Problem(self.lengths, dims, config, cost_model, self.forward_only)
+            return Problem(self.lengths, dims, config, cost_model, self.forward_only, self.trees)
 
         return {size: as_if(size) for size in self.dims.row_sizes(most)}
 

@@ -32,6 +32,8 @@ from mcore_batching.planning.errors import PlanFormatError, PlanningError
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import plan_step
 from mcore_batching.planning.plans.plan import StepPlan
+from mcore_batching.planning.prefix_trees import Forest
+from mcore_batching.planning.tree_planner import plan_forest
 
 WAIT_SECONDS = 30.0
 """How long a plan is awaited by default before it is made in line."""
@@ -74,17 +76,20 @@ serve()
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """Arguments of `plan_step`; equal requests have equal plans."""
+    """Arguments of `plan_step`, or of `plan_forest`; equal requests have equal plans."""
 
     lengths: tuple[int, ...]
     dims: ParallelDims
     config: PlannerConfig
     cost_model: CostModel
     forward_only: bool = False
+    forest: Forest | None = None
 
     def plan(self) -> StepPlan:
         """Plan in this process; raises what `plan_step` does."""
         settings = self.dims, self.config, self.cost_model
+        if self.forest is not None:
+            return plan_forest(self.forest, *settings, forward_only=self.forward_only)
         return plan_step(self.lengths, *settings, forward_only=self.forward_only)
 
     def read(self, document: bytes) -> StepPlan:

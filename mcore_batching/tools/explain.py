@@ -35,7 +35,7 @@ from mcore_batching.planning.errors import named, shortened
 from mcore_batching.planning.plans.plan import counted, rank_noun
 from mcore_batching.planning.plans.statistics import micro_batch_costs
 from mcore_batching.tools.picture import step_timeline
-from mcore_batching.tools.report import FLOOR, sharing
+from mcore_batching.tools.report import FLOOR
 
 Changes = tuple[tuple[str, int], ...]  # arguments to set together, with their new values
 # What changes, and what to plan with.
@@ -97,7 +97,7 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], advice_seconds: float)
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
-        *filter(None, [sharing(statistics)]),
+        *filter(None, [statistics.sharing]),
         f"count: {_count(step, problem, ranks)}",
         f"filled by: {real} micro-batches with samples, {placeholders} placeholders",
     ]

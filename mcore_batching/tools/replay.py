@@ -236,7 +236,7 @@ def _print_steps(steps: Sequence[ReplayedStep], factor: float | None) -> None:
     plan = steps[0].record.plan
     print(f"{counted(len(steps), 'recorded step')}, {report.dims_line(plan.dims, plan.config)}")
     print(step_table(steps, factor))
-    shared = report.sharing(total_statistics([step.statistics for step in steps]))
+    shared = total_statistics([step.statistics for step in steps]).sharing
     if shared:
         print(shared)
     if factor is None:  # a job that was stopped in its first step, say

@@ -126,14 +126,3 @@ def dims_line(dims: ParallelDims, config: PlannerConfig) -> str:
         return f"{line}, cap {config.cap_tokens(dims)} tokens{per_gpu}"
     cap = f"cap {config.max_tokens_per_gpu} tokens per rank"
     return f"{line}, dynamic CP to {config.max_context_parallel}, {cap}"
-
-
-def sharing(statistics: StepStatistics) -> str:
-    """The tokens saved by samples that share segments, in words; empty where none do."""
-    if not statistics.hosted_samples:
-        return ""
-    samples = statistics.num_samples + statistics.hosted_samples
-    return (
-        f"{samples:,} samples in {statistics.num_samples:,} rows' worth of tokens: "
-        f"{statistics.times_fewer_tokens:.1f}x fewer"
-    )

@@ -22,6 +22,7 @@ from mcore_batching.batch import (
 )
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.prefix_tree import find_forest_of
 
 STREAMS = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
 
@@ -266,7 +267,8 @@ def test_a_row_goes_to_a_device_with_all_its_tensors() -> None:
     for name in (*STREAMS, "cu_seqlens_padded"):
         assert getattr(moved, name).device.type == "meta", name
     for each in (moved.responses, moved.later[0]):
-        assert all(value.device.type == "meta" for value in vars(each).values())
+        tensors = [value for value in vars(each).values() if value is not None]
+        assert all(value.device.type == "meta" for value in tensors)
     assert moved["tokens"][0].device.type == "meta"
     assert moved["multimodal_train_inputs"][0]["pixels"].device.type == "meta"
     assert moved["rewards"] == [0.5]
@@ -320,79 +322,96 @@ def test_columns_are_not_validated_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(row.tokens, expected.tokens)
 
 
-TURNS = [(8, 3), (5, 2), (12, 4), (4, 4)]
-HOSTS = [2, 1, 2, 2]
-"""Samples 0 and 3 begin sample 2. The response of 3 is all of it; that of 0 ends at 2's."""
 MARKED = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN)
+DEPTHS = 2
 
 
-def turns(shapes: list[tuple[int, int]] = TURNS) -> dict:
+def branches() -> dict[str, list]:
+    """Samples that begin alike at three places, two of them turns, two that train one token."""
+    shapes = [(8, 3), (5, 2), (12, 4), (4, 4), (14, 7), (14, 6), (3, 0)]
     samples = make_samples(shapes)
-    samples["mark"] = [torch.arange(total) for total, _ in shapes]
-    for turn in (0, 3):
-        samples["tokens"][turn] = samples["tokens"][2][: shapes[turn][0]].clone()
+    tokens = samples["tokens"]
+    for sample, other, common in ((0, 2, 8), (3, 2, 4), (4, 2, 9), (5, 4, 12), (6, 1, 3)):
+        tokens[sample] = torch.cat((tokens[other][:common], tokens[sample][common:]))
+    samples["mark"] = [each * 2 for each in tokens]
     return samples
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_samples_that_begin_another_lie_in_its_segment(size: int) -> None:
-    samples = turns()
-    rows = pack_on_all_ranks(samples, size, hosts=HOSTS, schema=MARKED, depths=2)
-    _, sums = SampleWeights(rows[0].fields, depths=2).totals(range(len(HOSTS)))
-    masks = [rows[0].loss_mask, *(each.loss_mask for each in rows[0].later)]
-    assert size > 1 or sums == [float(mask.sum()) for mask in masks]
-    hosts = {name: [values[i] for i in (1, 2)] for name, values in samples.items()}
-    alone = pack_on_all_ranks(hosts, size, schema=MARKED)
-    for name in ("tokens", "labels", "position_ids", "padding_mask"):
-        assert merged(rows, name) == merged(alone, name), name
-    assert rows[0].host_cu_seqlens_padded == alone[0].host_cu_seqlens_padded
-    for row, expected in zip(rows, alone, strict=True):
-        assert row.packed("mark").tolist() == expected.packed("mark").tolist()
-        assert row.total_lengths == samples["total_lengths"]
-    # Wherever a token of a response is predicted, it is the label, and its weight the mask.
-    wanted = torch.cat([t[-n:] for t, n in zip(samples["tokens"], (3, 2, 4, 4), strict=True)])
+def test_samples_that_begin_alike_are_laid_out_once(size: int) -> None:
+    samples = branches()
+    tokens, responses = samples["tokens"], samples["response_lengths"]
+    columns = Columns.read(samples, MARKED)
+    forest = find_forest_of(columns, [0] * len(tokens), spare=DEPTHS)
+    assert forest.has_branches
+    rows = pack_on_all_ranks(samples, size, schema=MARKED, forest=forest, depths=DEPTHS)
+    assert forest.tokens < sum(map(len, tokens))
+    assert sum(row.tokens.numel() for row in rows) == -(-forest.tokens // (2 * size)) * 2 * size
+    assert all(row.cu_seqlens_padded.tolist() == [0, row.tokens.numel() * size] for row in rows)
+    # Each row's own padding, with what stands there, and no token elsewhere.
+    held = {name: merged(rows, name) for name in ("tokens", "position_ids", "padding_mask")}
+    marks = merge_packed([row.packed("mark")[0] for row in rows], rows[0].host_cu_seqlens_padded)
+    nodes = rows[0].nodes
+    for sample, path in enumerate(nodes.paths):
+        places = [place for node in path for place in range(*nodes.offsets[node : node + 2])]
+        own = places[: len(tokens[sample])]
+        assert [held["tokens"][place] for place in own] == tokens[sample].tolist()
+        assert [held["position_ids"][place] for place in own] == [*range(len(own))]
+        assert not any(held["padding_mask"][place] for place in own)
+        assert marks[own].tolist() == samples["mark"][sample].tolist()
+    assert sum(held["padding_mask"]) == len(held["tokens"]) - forest.tokens
+    # Wherever a token of a response is predicted, at any depth, it is the label.
+    first = [len(each) - own for each, own in zip(tokens, responses, strict=True)]
+    wanted = [t[p:] for t, p in zip(tokens, first, strict=True)]
     weights = torch.cat(samples["loss_masks"]).float()
-    is_predicted = torch.ones(13, dtype=torch.bool)
-    is_predicted[9] = False  # the first of a response without a prompt
-    found, masks = torch.zeros(13, dtype=torch.int64), torch.zeros(13)
+    is_predicted = torch.ones(len(weights), dtype=torch.bool)
+    is_predicted[sum(responses[:3])] = False  # the first of a response without a prompt
+    labels, predicted = torch.zeros(len(weights), dtype=torch.int64), is_predicted & False
     for row in rows:
         places, positions = row.responses.owned_indices, row.responses.owned_positions
-        found[places] += row.labels[0, positions]
-        masks[places] += row.loss_mask[0, positions]
-    assert found.tolist() == (wanted * is_predicted).tolist()
-    assert masks.tolist() == (weights * is_predicted).tolist()
-    assert sum(map(sum, (row.loss_mask.tolist()[0] for row in rows))) == sum(masks.tolist())
+        labels[places] += row.labels[0, positions]
+        assert not predicted[places].any()
+        predicted[places] = True
+        distinct, at = row.responses.distinct_positions, row.responses.distinct_indices
+        assert distinct is not None
+        assert at is not None
+        assert distinct.tolist() == sorted(set(positions.tolist()))
+        assert distinct[at].equal(positions)
+    assert predicted.equal(is_predicted)
+    assert labels.equal(torch.cat(wanted) * is_predicted)
+    # What several samples train weighs as much as in all of them.
+    _, sums = SampleWeights(rows[0].fields, depths=DEPTHS).totals(range(len(tokens)))
+    masks = [[row.loss_mask, *(each.loss_mask for each in row.later)] for row in rows]
+    assert [sum(float(mask.sum()) for mask in each) for each in zip(*masks, strict=True)] == sums
+    for depth in range(DEPTHS):
+        stream = merge_packed(
+            [r.later[depth].labels[0] for r in rows], rows[0].host_cu_seqlens_padded
+        )
+        for sample, path in enumerate(nodes.paths):
+            places = [place for node in path for place in range(*nodes.offsets[node : node + 2])]
+            reach = len(tokens[sample]) - 2 - depth
+            expected = tokens[sample][2 + depth :].tolist()
+            assert stream[places[: max(reach, 0)]].tolist() == expected
 
 
-def test_two_samples_of_a_host_never_train_the_same_token() -> None:
-    shapes = [(8, 3), (5, 2), (12, 5), (4, 4)]  # the last turn's response begins a token early
-    with pytest.raises(BatchError, match="train the token behind token 6 of sample 2;"):
-        pack_on_all_ranks(turns(shapes), hosts=HOSTS, schema=MARKED)
+def test_only_turns_keep_a_segment_for_each_sample() -> None:
+    samples = make_samples([(8, 3), (5, 2), (12, 4), (4, 4)])
+    for turn in (0, 3):
+        samples["tokens"][turn] = samples["tokens"][2][: len(samples["tokens"][turn])].clone()
+    forest = find_forest_of(Columns.read(samples, DEFAULT_SCHEMA), [0] * 4)
+    (row,) = pack_on_all_ranks(samples, forest=forest)
+    assert row.host_cu_seqlens_padded == (0, 5, 17)
+    assert row.nodes.paths == ((1,), (0,), (1,), (1,))
+    # Responses of two samples overlap.
+    assert row.responses.distinct_positions is not None
 
 
-def test_samples_of_one_token_that_nothing_predicts_may_share_a_host() -> None:
-    samples = make_samples([(1, 1), (1, 1), (5, 2), (4, 2)])
-    for turn in (0, 1):
-        samples["tokens"][turn] = samples["tokens"][3][:1].clone()
-    (row,) = pack_on_all_ranks(samples, hosts=[3, 3, 2, 3])
-    assert row.host_cu_seqlens_padded == (0, 5, 9)
-    assert row.responses.loss_masks[:2].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("hosts", [[2, 1, 2], [2, 1, 2, 4], [3, 1, 2, 2], [2, 1, 2, -1]])
-def test_hosts_have_segments_of_their_own(hosts: list[int]) -> None:
-    with pytest.raises(BatchError, match="hosts must be 4 places of samples that are their own"):
-        pack_on_all_ranks(turns(), hosts=hosts, schema=MARKED)
-
-
-@pytest.mark.parametrize("name", ["tokens", "mark", "position_ids", "rollout_routed_experts"])
-def test_values_that_differ_from_the_hosts_are_named(name: str) -> None:
-    samples = turns()
-    samples["position_ids"] = [torch.arange(total).expand(3, -1) for total, _ in TURNS]
-    samples["rollout_routed_experts"] = [torch.zeros(t - 1, 2, 1).long() for t, _ in TURNS]
-    samples = MARKED.validate(samples)
-    pack_on_all_ranks(samples, hosts=HOSTS, schema=MARKED)
-    samples[name][0] = samples[name][0].clone()
-    samples[name][0].view(-1)[-1] += 1
-    with pytest.raises(SchemaError, match=f"field '{name}', sample 0: expected what its host, "):
-        pack_on_all_ranks(samples, hosts=HOSTS, schema=MARKED)
+def test_a_forest_of_other_samples_is_refused() -> None:
+    forest = find_forest_of(Columns.read(make_samples([(8, 3)]), DEFAULT_SCHEMA), [0])
+    with pytest.raises(BatchError, match="forest must be of these samples"):
+        pack_on_all_ranks(make_samples([(9, 3)]), forest=forest)
+    samples = make_samples([(8, 3), (9, 3)])
+    same = samples | {"tokens": [torch.ones(8).long(), torch.ones(9).long()]}
+    forest = find_forest_of(Columns.read(same, DEFAULT_SCHEMA), [0, 0])
+    with pytest.raises(SchemaError, match="field 'tokens', sample 0: expected what sample 1"):
+        pack_on_all_ranks(samples, forest=forest)

@@ -1,11 +1,10 @@
-"""Hosts of samples that begin others, against the definition and exact matching."""
+"""Forests of samples that begin alike, against the definition, token by token."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,12 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.prefix_tree import Hosts, find_hosts
+from mcore_batching.batch.prefix_tree import (
+    find_forest_of,
+    hashes_of_beginnings,
+    require_shared,
+)
+from mcore_batching.planning.prefix_trees import Forest, find_forest
 
 SCHEMA = DEFAULT_SCHEMA.declare("weights", Kind.PER_TOKEN)
-Steps = list[list[int]]
 
 
 def batch_of(turns: Sequence[tuple[str, int]], **fields: Sequence[Any]) -> dict[str, Any]:
@@ -31,110 +34,133 @@ def batch_of(turns: Sequence[tuple[str, int]], **fields: Sequence[Any]) -> dict[
     return SCHEMA.validate(batch | fields)
 
 
-def found(batch: dict[str, Any], steps: Steps | None = None) -> Hosts:
-    return find_hosts(Columns.read(batch, SCHEMA), steps=steps)
+def found(batch: dict[str, Any], units: Sequence[int] | None = None, **options: Any) -> Forest:
+    columns = Columns.read(batch, SCHEMA)
+    forest = find_forest_of(columns, units or [0] * len(batch["tokens"]), **options)
+    require_shared(forest, columns)
+    return forest
 
 
-def test_turns_are_computed_in_the_last_one() -> None:
-    hosts = found(batch_of([("ab", 1), ("abcdef", 1), ("abcd", 2), ("ax", 1), ("", 0)]))
-    assert hosts == Hosts(host=(1, 1, 1, 3, 4), alone={}, tokens=14, computed=8)
+def spelt(forest: Forest, batch: dict[str, Any]) -> list[str]:
+    """The tokens of each node, in brackets behind those of its parents."""
+    texts = ["".join(map(chr, tokens.tolist())) for tokens in batch["tokens"]]
+    made: list[str] = []
+    for node in forest.nodes:
+        before = "" if node.parent < 0 else made[node.parent].replace("[", "").replace("]", "")
+        made.append(f"{before}[{texts[node.sample][node.start : node.end]}]")
+    return made
 
 
-def test_a_turn_that_was_sampled_twice_has_another_host() -> None:
-    turns = [("ab", 1), ("ab", 1), ("abcd", 1), ("abcd", 1), ("abcdef", 1), ("abcdef", 1)]
-    hosts = found(batch_of(turns))
-    assert (len(set(hosts.host)), hosts.computed, hosts.alone) == (2, 12, {"responses overlap": 1})
+def test_a_shared_node_ends_one_token_short_of_what_is_common() -> None:
+    batch = batch_of([("abcdghi", 3), ("abcdef", 2), ("x", 0), ("", 0)])
+    forest = found(batch)
+    assert spelt(forest, batch) == ["[abc]", "abc[dghi]", "abc[def]", "[x]"]
+    assert [forest.path(sample) for sample in range(4)] == [[0, 1], [0, 2], [3], []]
+    deeper = found(batch, spare=1)
+    assert spelt(deeper, batch) == ["[ab]", "ab[cdghi]", "ab[cdef]", "[x]"]
 
 
-def test_responses_that_share_a_token_stay_apart() -> None:
-    for responses in ((1, 3), (0, 3), (2, 4)):
-        own, others = responses
-        hosts = found(batch_of([("ab", own), ("abcd", others)]))
-        assert (hosts.host, hosts.alone) == ((0, 1), {"responses overlap": 1})
+def test_turns_and_equal_samples_are_computed_in_the_longest() -> None:
+    batch = batch_of([("ab", 1), ("abcdef", 1), ("abcd", 4), ("abcdef", 2), ("b", 1)])
+    forest = found(batch)
+    assert spelt(forest, batch) == ["[abcdef]", "[b]"]
+    assert forest.last == (0, 0, 0, 0, 1)
+    assert not forest.has_branches
 
 
-def test_a_step_ends_a_chain() -> None:
-    batch = batch_of([("ab", 1), ("abcd", 1), ("abcdef", 1), ("abcdefgh", 1)])
-    hosts = found(batch, [[0, 1], [2, 3]])
-    assert (hosts.host, hosts.alone) == ((1, 1, 3, 3), {"another optimizer step": 1})
+def test_without_branches_only_turns_share() -> None:
+    batch = batch_of([("abcd", 1), ("abce", 1), ("ab", 1)])
+    forest = found(batch, branches=False)
+    assert (forest.tokens, forest.has_branches) == (8, False)
+
+
+def test_samples_of_different_units_share_nothing() -> None:
+    batch = batch_of([("abcd", 1), ("abcd", 1), ("abce", 1)])
+    assert found(batch, [0, 1, 1]).tokens == 4 + 6
 
 
 AGREEING: dict[str, list[list[Any]]] = {
-    "weights": [[1.0, 2.0], [1.0, 2.0, 3.0]],
-    "position_ids": [[[0, 1], [5, 6]], [[0, 1, 2], [5, 6, 7]]],
-    "rollout_routed_experts": [[[[1]]], [[[1]], [[2]]]],
+    "weights": [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0]],
+    "position_ids": [[[0, 1, 2], [5, 6, 7]], [[0, 1, 2, 3], [5, 6, 7, 8]]],
+    "rollout_routed_experts": [[[[1]], [[1]]], [[[1]], [[1]], [[2]]]],
 }
 
 
 @pytest.mark.parametrize("name", AGREEING)
 def test_values_per_token_must_agree_where_tokens_are_shared(name: str) -> None:
-    turns = [("ab", 1), ("abc", 1)]
+    turns = [("abc", 1), ("abcd", 1)]
     fields = AGREEING[name]
-    assert found(batch_of(turns, **{name: fields})).host == (1, 1)
+    assert found(batch_of(turns, **{name: fields})).tokens == 4
     other = torch.tensor(fields[0])
-    other.view(-1)[-1] += 1
-    hosts = found(batch_of(turns, **{name: [other, fields[1]]}))
-    assert (hosts.host, hosts.alone) == ((0, 1), {f"field {name!r} differs": 1})
+    other.view(-1)[1] += 1  # of the second token
+    batch = batch_of(turns, **{name: [other, fields[1]]})
+    forest = found(batch)
+    assert spelt(forest, batch) == ["[a]", "a[bc]", "a[bcd]"]
+    # Of a forest that was found before.
+    same = found(batch_of(turns, **{name: fields}))
+    with pytest.raises(SchemaError, match=f"field '{name}', sample 0: expected what sample 1, "):
+        require_shared(same, Columns.read(batch, SCHEMA))
+
+
+def test_what_stands_at_the_last_token_need_not_agree() -> None:
+    weights = [[1.0, 2.0, 9.0], [1.0, 2.0, 3.0, 4.0]]
+    assert found(batch_of([("abc", 1), ("abcd", 1)], weights=weights)).tokens == 4
 
 
 def test_values_of_other_kinds_need_not_agree() -> None:
     fields = {"log_probs": [[0.1], [0.2]], "rewards": [0.0, 1.0], "uids": ["a", "b"]}
-    assert found(batch_of([("ab", 1), ("abc", 1)], **fields)).host == (1, 1)
+    assert found(batch_of([("ab", 1), ("abc", 1)], **fields)).tokens == 3
 
 
-def test_no_values_agree_with_no_values_and_types_need_not_agree() -> None:
-    for dtype in (torch.float64, torch.float32):
-        weights = [torch.tensor([1, math.nan]), torch.tensor([1, math.nan, 3], dtype=dtype)]
-        assert found(batch_of([("ab", 1), ("abc", 1)], weights=weights)).host == (1, 1)
-
-
-def test_a_sample_of_one_token_has_no_recorded_experts_to_agree() -> None:
+def test_no_value_agrees_with_no_value_and_nan_with_nan() -> None:
+    weights = [torch.tensor([1, math.nan, 2]), torch.tensor([1, math.nan, 2, 3])]
+    assert found(batch_of([("abc", 1), ("abcd", 1)], weights=weights)).tokens == 4
     fields = {"rollout_routed_experts": [[], [[[1]]]]}
-    assert found(batch_of([("a", 0), ("ab", 1)], **fields)).host == (1, 1)
+    assert found(batch_of([("a", 0), ("ab", 1)], **fields)).tokens == 2
 
 
-@pytest.mark.parametrize("offset", [-1, -2])
-def test_a_value_that_only_the_host_has_is_of_a_token_that_predicts_nothing(offset: int) -> None:
-    schema = SCHEMA.declare("recorded", Kind.ROUTED_EXPERTS, length_offset=offset)
-    values = [torch.zeros(n + offset, 1, 1, dtype=torch.int64) for n in (3, 3, 5)]
+def test_a_value_that_a_sample_lacks_is_another_value() -> None:
+    schema = SCHEMA.declare("recorded", Kind.ROUTED_EXPERTS, length_offset=-2)
+    values = [torch.zeros(n - 2, 1, 1, dtype=torch.int64) for n in (3, 3, 5)]
     batch = batch_of([("abc", 1), ("abc", 0), ("abcde", 1)]) | {"recorded": values}
-    hosts = find_hosts(Columns.read(batch, schema))
-    assert hosts.host == ((2, 2, 2) if offset == -1 else (1, 1, 2))
+    columns = Columns.read(batch, schema)
+    forest = find_forest_of(columns, [0, 0, 0])
+    require_shared(forest, columns)
+    assert (forest.tokens, forest.last[0]) == (1 + 2 + 4, forest.last[1])
+    without = {name: value for name, value in batch.items() if name != "recorded"}
+    same = found(without)
+    with pytest.raises(SchemaError, match="field 'recorded'"):
+        require_shared(same, columns)
 
 
-def test_multimodal_samples_stay_alone_and_are_counted() -> None:
-    image = {"pixel_values": torch.ones(1)}
+def test_padding_and_multimodal_samples_stay_alone() -> None:
     turns = [("ab", 1), ("abcd", 1), ("abcdef", 1)]
-    for given_, host in (([image, {}, None], (0, 2, 2)), ([None, {}, image], (1, 1, 2))):
-        hosts = found(batch_of(turns, multimodal_train_inputs=given_))
-        assert (hosts.host, hosts.alone) == (host, {"multimodal inputs": 1})
-
-
-def test_padding_samples_stay_alone_in_silence() -> None:
-    hosts = found(batch_of([("ab", 1), ("abcd", 1), ("abcdef", 1)], is_padding=[1, 0, 0]))
-    assert (hosts.host, hosts.alone) == ((0, 2, 2), {})
+    assert found(batch_of(turns, is_padding=[1, 0, 0])).tokens == 2 + 6
+    image = {"pixel_values": torch.ones(1)}
+    plain = found(batch_of(turns))
+    for images, tokens in (([image, {}, None], 2 + 6), ([None, {}, image], 4 + 6)):
+        batch = batch_of(turns, multimodal_train_inputs=images)
+        assert found(batch).tokens == tokens
+        with pytest.raises(SchemaError, match="field 'multimodal_train_inputs'"):
+            require_shared(plain, Columns.read(batch, SCHEMA))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_tokens_of_any_integer_type(dtype: torch.dtype) -> None:
     batch = batch_of([("ab", 1), ("abcd", 1), ("b", 1)])
     batch["tokens"] = [batch["tokens"][0].to(dtype), *batch["tokens"][1:]]
-    assert found(batch).host == (1, 1, 2)
+    assert found(batch).tokens == 5
 
 
-def drawn(seed: int) -> tuple[dict[str, Any], Steps]:
-    """A few trajectories' turns, shuffled, some twice, some that differ in a field."""
+def drawn(seed: int) -> dict[str, Any]:
+    """Samples that branch from one another at any place, some that differ in a field."""
     random_ = random.Random(seed)
-    turns: list[tuple[str, int]] = []
-    for _ in range(random_.randint(1, 3)):
-        text = ""
-        for _ in range(random_.randint(1, 5)):
-            text += "".join(random_.choices("ab", (4, 1), k=random_.randint(0, 2)))
-            response = random_.choice((0, 1, 1, 2))
-            text += "".join(random_.choices("ab", (4, 1), k=response))
-            response = random_.choice((response, random_.randint(0, len(text))))
-            turns += [(text, response)] * random_.choice((1, 1, 1, 2))
-    turns = random_.sample(turns, min(len(turns), 10))
+    texts = [""]
+    for _ in range(random_.randint(1, 12)):
+        begun = random_.choice(texts)
+        begun = begun[: random_.randint(0, len(begun))]
+        texts.append(begun + "".join(random_.choices("ab", (3, 1), k=random_.randint(0, 5))))
+    turns = [(text, random_.randint(0, len(text))) for text in texts]
     rare = random_.choice((0, 0.1))
 
     def values(*trailing: int, fewer: int = 0) -> list[torch.Tensor]:
@@ -146,7 +172,7 @@ def drawn(seed: int) -> tuple[dict[str, Any], Steps]:
             made.append(value)
         return made
 
-    batch = batch_of(
+    return batch_of(
         turns,
         weights=values(),
         position_ids=[each.long().T for each in values(2)],
@@ -154,81 +180,71 @@ def drawn(seed: int) -> tuple[dict[str, Any], Steps]:
         multimodal_train_inputs=[{"x": 1} if random_.random() < rare else None for _ in turns],
         is_padding=[random_.random() < rare for _ in turns],
     )
-    num_steps = random_.choice((1, 1, 2))
-    steps: Steps = [[] for _ in range(num_steps)]
-    for i in range(len(turns)):
-        steps[random_.randrange(num_steps)].append(i)
-    return batch, steps
 
 
-def may_follow(batch: dict[str, Any], steps: Steps, i: int, j: int) -> bool:
-    """True if sample i may come before sample j in a chain; by the definition, token by token."""
-    total = batch["total_lengths"][i]
-    prompt = batch["total_lengths"][j] - batch["response_lengths"][j]
-    same = (total, batch["response_lengths"][i]) == (
-        batch["total_lengths"][j],
-        batch["response_lengths"][j],
-    )
-    if i == j or (same and i > j) or not 0 < total <= prompt:
-        return False
-    return (
-        any({i, j} <= set(step) for step in steps)
-        and not any(batch["is_padding"][k] or batch["multimodal_train_inputs"][k] for k in (i, j))
-        and all(
-            batch["tokens"][i][t] == batch["tokens"][j][t]
-            and batch["weights"][i][t] == batch["weights"][j][t]
-            and batch["position_ids"][i][:, t].equal(batch["position_ids"][j][:, t])
-            for t in range(total)
-        )
-        and all(
-            batch["rollout_routed_experts"][i][t].equal(batch["rollout_routed_experts"][j][t])
-            for t in range(total - 1)
-        )
-    )
+def common(batch: dict[str, Any], i: int, j: int) -> int:
+    """Tokens that two samples may share, and the one behind them; by the definition."""
+    if any(batch["is_padding"][k] or batch["multimodal_train_inputs"][k] for k in (i, j)):
+        return 0
+    for place in range(min(batch["total_lengths"][i], batch["total_lengths"][j])):
+        before = place - 1
+        if batch["tokens"][i][place] != batch["tokens"][j][place] or (
+            before >= 0
+            and not (
+                batch["weights"][i][before] == batch["weights"][j][before]
+                and batch["position_ids"][i][:, before].equal(batch["position_ids"][j][:, before])
+                and batch["rollout_routed_experts"][i][before].equal(
+                    batch["rollout_routed_experts"][j][before]
+                )
+            )
+        ):
+            return place
+    return min(batch["total_lengths"][i], batch["total_lengths"][j])
 
 
-def least(batch: dict[str, Any], steps: Steps) -> tuple[int, int]:
-    """Fewest possible hosts and their tokens.
-
-    Chains that cover an order are the pairs of a matching, and longest samples first, augmenting
-    paths leave the fewest tokens unmatched.
-    """
+def fewest(batch: dict[str, Any], spare: int) -> int:
+    """Tokens that must be computed: each sample's own, behind what it shares with one before it."""
     totals = batch["total_lengths"]
-    count = range(len(totals))
-    next_of = {i: [j for j in count if may_follow(batch, steps, i, j)] for i in count}
-    taken: dict[int, int] = {}
-
-    def is_matched(i: int, tried: set[int]) -> bool:
-        for j in next_of[i]:
-            if j not in tried:
-                tried.add(j)
-                if j not in taken or is_matched(taken[j], tried):
-                    taken[j] = i
-                    return True
-        return False
-
-    for i in sorted(count, key=totals.__getitem__, reverse=True):
-        is_matched(i, set())
-    alone = [totals[i] for i in count if i not in taken.values()]
-    return len(alone), sum(alone)
+    kept = [
+        i
+        for i in range(len(totals))
+        # Of equal samples the last stands for all.
+        if not any(
+            common(batch, i, j) == totals[i] and (totals[j] > totals[i] or j > i)
+            for j in range(len(totals))
+            if j != i and totals[i]
+        )
+    ]
+    shared = [
+        max((max(0, common(batch, i, j) - 1 - spare) for j in kept[:place]), default=0)
+        for place, i in enumerate(kept)
+    ]
+    return sum(totals[i] for i in kept) - sum(shared)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_hosts_obey_the_rule_and_are_the_fewest_possible(seed: int) -> None:
-    batch, steps = drawn(seed)
-    hosts = found(batch, steps)
-    totals, count = batch["total_lengths"], range(len(batch["tokens"]))
-    for host in set(hosts.host):
-        assert hosts.host[host] == host
-        chain = sorted(
-            (i for i in count if hosts.host[i] == host),
-            key=lambda i: (totals[i], -batch["response_lengths"][i], i),
-        )
-        for own, following in pairwise(chain):
-            assert may_follow(batch, steps, own, following)
-    assert (len(set(hosts.host)), hosts.computed) == least(batch, steps)
-    assert hosts.tokens == sum(totals)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2), st.integers(1, 4))
+def test_any_forest_spells_its_samples_with_one_label_a_position(
+    seed: int, spare: int, block: int
+) -> None:
+    batch = drawn(seed)
+    totals, tokens = batch["total_lengths"], batch["tokens"]
+    forest = found(batch, spare=spare)
+    for sample, total in enumerate(totals):
+        place = 0
+        for node in map(forest.nodes.__getitem__, forest.path(sample)):
+            assert node.start == place < node.end
+            place = node.end
+            end = min(node.end + 1 + spare, total) if place < total else total
+            # The tokens, and the labels of as many depths, of whichever sample they are taken from.
+            assert tokens[node.sample][node.start : end].equal(tokens[sample][node.start : end])
+        assert place >= total
+    assert forest.tokens == fewest(batch, spare)
+    # By blocks of several tokens less is shared, never more.
+    hashes = hashes_of_beginnings(Columns.read(batch, SCHEMA), block)
+    coarse = find_forest(totals, hashes, block=block, spare=spare)
+    assert coarse.tokens >= forest.tokens
+    assert block > 1 or coarse == find_forest(totals, hashes, spare=spare)
 
 
 def test_turns_are_found_among_eight_million_tokens() -> None:
@@ -239,5 +255,5 @@ def test_turns_are_found_among_eight_million_tokens() -> None:
         "total_lengths": [len(each) for each in tokens],
         "response_lengths": [100] * len(tokens),
     }
-    hosts = find_hosts(Columns.read({"tokens": tokens} | lengths, SCHEMA))
-    assert (hosts.tokens, hosts.computed) == (8_400_000, 800_000)
+    columns = Columns.read({"tokens": tokens} | lengths, SCHEMA)
+    assert find_forest_of(columns, [0] * len(tokens)).tokens == 800_000

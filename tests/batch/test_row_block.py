@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, pack
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row import Layout, RowBlock
+from mcore_batching.batch.row_block import Layout, RowBlock
 
 CPU = torch.device("cpu")
 Shapes = list[tuple[int, int]]

@@ -40,9 +40,9 @@ def test_merge_undoes_slice_for_any_segments(row: tuple[int, tuple[int, ...]], d
     for rank, each in enumerate(slices):
         held = [place for _, first, end in each.chunks for place in range(first, end)]
         assert each.positions.tolist() == held
-        assert each.local(each.segment, each.within).tolist() == list(range(each.num_local))
+        assert each.local(each.positions).tolist() == list(range(each.num_local))
         for other in slices[:rank]:
-            assert (other.local(each.segment, each.within) == -1).all()
+            assert (other.local(each.positions) == -1).all()
 
 
 @settings(max_examples=200, deadline=None)

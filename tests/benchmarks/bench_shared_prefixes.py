@@ -1,12 +1,15 @@
-"""Turns of an agent's trajectories: each computed by itself, in shared segments, or merged.
+"""Samples that begin alike: each computed by itself, sharing tokens, or merged.
 
     python tests/benchmarks/bench_shared_prefixes.py [--data ../shared/data] [--trajectories 6]
 
-The first table is planned: tokens, work and predicted end of a step of all recorded turns on
-DP8×PP4 with the default costs, apart over shared. The second trains the first trajectories, each a
-sixteenth as long, on one process of the CPU: processor time of a step, and how far its gradient is
-from that of turns apart, with random advantages, the same for a token either way. Frameworks that
-merge change advantages besides, or weigh anew.
+The first table is planned on DP8×PP4 with the default costs, apart over shared: tokens, work and
+predicted end of a step; and the end where only turns share (chains) over shared. Groups have random
+tokens, a prompt and responses of these lengths; solutions are four of each question, four
+characters a token; turns are recorded ones with random tokens, behind the same first 1,400. The
+second table trains the first trajectories, each a sixteenth as long, on one process of the CPU:
+processor time of a step, and how far its gradient is from that of turns apart, with random
+advantages, the same for a token either way. Frameworks that merge change advantages besides, or
+weigh anew.
 """
 
 from __future__ import annotations
@@ -18,68 +21,102 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 
-from benchmark_cases import PP4, parser_of
+from benchmark_cases import PP4, SOLVERS, parser_of
 from kit.harness import Job, results, run_jobs
 
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.prefix_tree import Hosts, find_hosts
-from mcore_batching.planning import CostModel, PlannerConfig, plan_step
-from mcore_batching.planning.plans.statistics import predicted_step_time
+from mcore_batching.batch.prefix_tree import hashes_of_beginnings
+from mcore_batching.planning import CostModel, PlannerConfig, plan_step, step_statistics
+from mcore_batching.planning.prefix_trees import find_forest
+from mcore_batching.planning.tree_planner import plan_forest
 from mcore_batching.tools.report import Table
 
-CAP = 16384
+CAPS = {"16k": 16384, "32k": 32768}
+CAP = CAPS["16k"]
 VOCABULARY = 150_000
+SYSTEM = 1400
+"""Tokens that all trajectories begin with."""
+GROUPS = (
+    *((256, 2000, 8, 64), (1000, 1000, 8, 64), (8000, 1000, 8, 64), (8000, 1000, 8, 16)),
+    *((12000, 300, 8, 64), (8000, 1000, 16, 64)),
+)
+"""Tokens of the prompt and of each response, responses of a prompt, prompts."""
 SHORTER = 16
 """Turns that are trained are shorter by this factor, so that a step takes seconds."""
 Trajectories = list[list[tuple[int, int]]]
 """Prompt and response tokens of each turn."""
+Case = tuple[str, list[torch.Tensor], str]
+"""Name, tokens of each sample, cap."""
 
 
-def drawn(trajectories: Trajectories) -> dict[str, list[Any]]:
-    """Samples of random tokens, turn after turn, each beginning the next."""
+def random_tokens(count: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (count,), generator=generator)
+
+
+def groups(prompt: int, response: int, size: int, count: int) -> list[torch.Tensor]:
+    """Samples of groups with a prompt in common."""
     generator = torch.Generator().manual_seed(0)
-    samples: dict[str, list[Any]] = {"tokens": [], "response_lengths": []}
-    for turns in trajectories:
-        whole = torch.randint(VOCABULARY, (max(map(sum, turns)),), generator=generator)
-        samples["tokens"] += [whole[: sum(turn)].clone() for turn in turns]
-        samples["response_lengths"] += [response for _, response in turns]
-    return samples
+    prompts = [random_tokens(prompt, generator) for _ in range(count)]
+    return [
+        torch.cat((p, random_tokens(response, generator))) for p in prompts for _ in range(size)
+    ]
 
 
-def hosts_of(samples: dict[str, list[Any]], places: list[int]) -> Hosts:
-    """Of some samples alone, as a rank that brings them finds them."""
-    part = {name: [values[i] for i in places] for name, values in samples.items()}
-    part["total_lengths"] = [len(tokens) for tokens in part["tokens"]]
-    return find_hosts(Columns.read(part, DEFAULT_SCHEMA))
+def turns(trajectories: Trajectories) -> list[torch.Tensor]:
+    """Turn after turn of each trajectory, each beginning the next."""
+    generator = torch.Generator().manual_seed(0)
+    system = random_tokens(SYSTEM, generator)
+    made: list[torch.Tensor] = []
+    for each in trajectories:
+        whole = torch.cat((system, random_tokens(max(map(sum, each)) - SYSTEM, generator)))
+        made += [whole[: sum(turn)].clone() for turn in each]
+    return made
 
 
-def planned(trajectories: Trajectories, name: str) -> tuple[str, ...]:
+def solutions(file: Path, questions: int) -> list[torch.Tensor]:
+    """Four solutions of each question, four characters a token."""
+    made = []
+    for line in file.read_text("utf-8").splitlines()[:questions]:
+        row = json.loads(line)
+        for solver in SOLVERS:
+            text = f"{row['question']}\n{row[solver]['solution']}".encode()
+            text += b" " * (-len(text) % 4)
+            made.append(torch.frombuffer(bytearray(text), dtype=torch.int32))
+    return made
+
+
+def planned(name: str, tokens: list[torch.Tensor], cap: str) -> tuple[str, ...]:
     """A row of the first table."""
-    samples = drawn(trajectories)
-    lengths, count = [len(tokens) for tokens in samples["tokens"]], len(samples["tokens"])
-    shuffled = random.Random(0).sample(range(count), count)
+    shuffled = random.Random(0).sample(tokens, len(tokens))
+    lengths = [len(each) for each in shuffled]
+    fields = {"tokens": shuffled, "total_lengths": lengths, "response_lengths": [1] * len(lengths)}
+    columns = Columns.read(fields, DEFAULT_SCHEMA)
     started = time.process_time()
-    hosts = hosts_of(samples, shuffled)
+    hashes = hashes_of_beginnings(columns)
+    forest = find_forest(lengths, hashes)
     seconds = time.process_time() - started
-    own = [lengths[i] for place, i in enumerate(shuffled) if hosts.host[place] == place]
-    model, config = CostModel(), PlannerConfig(max_tokens_per_gpu=CAP)
-    work, times = [], []
-    for each in (lengths, own):
-        work.append(sum(map(model.sample, each)))
-        times.append(predicted_step_time(plan_step(each, PP4, config, model), each))
+    settings = PP4, PlannerConfig(max_tokens_per_gpu=CAPS[cap]), CostModel()
+    started = time.process_time()
+    shared = plan_forest(forest, *settings)
+    planning = time.process_time() - started
+    chains = plan_forest(find_forest(lengths, hashes, branches=False), *settings)
+    found, by_chains, apart = (
+        step_statistics(plan, lengths) for plan in (shared, chains, plan_step(lengths, *settings))
+    )
     return (
-        *(name, f"{count:,}", f"{len(own):,}", f"{hosts.tokens:,}", f"{hosts.computed:,}"),
-        f"{hosts.tokens / hosts.computed:.1f}",
-        f"{work[0] / work[1]:.1f}",
-        f"{times[0] / times[1]:.1f}",
-        f"{seconds:.2f} s",
+        *(name, cap, f"{len(lengths):,}", f"{found.sample_tokens:,}", f"{found.real_tokens:,}"),
+        f"{found.times_fewer_tokens:.2f}",
+        f"{found.keys_per_token:.1f}",
+        f"{apart.mean_rank_cost / found.mean_rank_cost:.2f}",
+        f"{apart.step_time / found.step_time:.2f}",
+        f"{by_chains.step_time / found.step_time:.2f}",
+        f"{seconds:.2f} + {planning:.2f} s",
     )
 
 
@@ -119,9 +156,18 @@ def main() -> None:
     if not file.exists():
         raise SystemExit(f"there is no {file}: set --data to its folder")
     read = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-    rows = [planned(read[:n], f"{n} trajectories") for n in (len(read), 64)]
-    columns = ("", "samples", "hosts", "tokens", "computed", "x", "work x", "predicted step x")
-    columns = (*columns, "found in")
+    cases: list[Case] = [
+        (f"{prompt:,}/{response:,} × {size} × {count}", groups(prompt, response, size, count), cap)
+        for prompt, response, size, count in GROUPS
+        for cap in CAPS
+    ]
+    answers = options.data / "gsm8k_example_model_solutions.jsonl"
+    if answers.exists():
+        cases.append(("256 questions × 4 solutions", solutions(answers, 256), "16k"))
+    cases.append((f"{len(read)} trajectories", turns(read), "16k"))
+    rows = [planned(*case) for case in cases if options.only in case[0]]
+    columns = ("", "cap", "samples", "tokens", "computed", "x", "keys a token", "work x", "step x")
+    columns = (*columns, "step over chains x", "found + planned in")
     print(Table(columns=columns, rows=tuple(rows)))
     columns = ("", "samples", "tokens", "micro-batches", "step", "sample mean: off by, cosine")
     columns = (*columns, "token mean")

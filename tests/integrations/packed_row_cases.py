@@ -9,7 +9,7 @@ import torch
 
 from mcore_batching.batch import PackedMicroBatch, make_placeholder
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row import Layout, RowBlock
+from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA
 

@@ -10,7 +10,7 @@ import torch
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, make_placeholder
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row import Layout, RowBlock
+from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.megatron import prepare
 from mcore_batching.megatron.prepare import PreparedStep, StepRows
 
@@ -71,7 +71,7 @@ def tensors_of(row: PackedMicroBatch) -> dict[str, torch.Tensor]:
     names = ("tokens", "position_ids", "padding_mask", "cu_seqlens_padded", "labels")
     return {
         **{name: getattr(row, name) for name in (*names, "loss_mask")},
-        **vars(row.responses),
+        **{name: value for name, value in vars(row.responses).items() if value is not None},
     }
 
 

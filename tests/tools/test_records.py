@@ -25,9 +25,10 @@ from mcore_batching.planning.plans.records import (
     read_records,
 )
 from mcore_batching.planning.plans.statistics import total_statistics
+from mcore_batching.planning.prefix_trees import PrefixTree, forest_of_groups
+from mcore_batching.planning.tree_planner import plan_forest
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.replay import replay
-from mcore_batching.tools.report import sharing
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -51,16 +52,19 @@ def test_learnt_costs_are_recorded_with_their_unit(tmp_path: Path) -> None:
     assert CostModel.from_json((tmp_path / COST_MODEL_FILE).read_text()) == models[-1]
 
 
-def test_samples_that_share_segments_are_recorded_beside_the_plan(tmp_path: Path) -> None:
-    plan = replace(plan_step([50, 60], DIMS, CONFIG, COSTS), hosted_lengths=(30, 41, 40))
-    (record,) = recorded(tmp_path, (plan, [50, 60], 1.0, None))
-    assert (record.lengths, record.plan.hosted_lengths) == ((50, 60), (30, 41, 40))
+def test_samples_that_share_tokens_are_recorded_with_the_plan(tmp_path: Path) -> None:
+    lengths = [50, 60, 70]
+    forest = forest_of_groups(lengths, [41, 41, 41], "aab")
+    plan = plan_forest(forest, DIMS, replace(CONFIG, max_tokens_per_gpu=100), COSTS)
+    (record,) = recorded(tmp_path, (plan, lengths, 1.0, None))
+    assert (record.lengths, record.plan) == ((50, 60, 70), plan)
+    assert plan.trees == (PrefixTree((0, 1), ((0, 40), (40, 50), (40, 60))),)
     statistics = total_statistics([step.statistics for step in replay([record, record])])
-    assert (statistics.num_samples, statistics.hosted_samples) == (4, 6)
-    text = "5 samples in 2 rows' worth of tokens: 2.0x fewer"
-    assert text in explain(plan, [50, 60])
-    assert sharing(step_statistics(plan, [50, 60])) == text
-    assert sharing(step_statistics(replace(plan, hosted_lengths=()), [50, 60])) == ""
+    assert (statistics.num_samples, statistics.real_tokens) == (6, 2 * 140)
+    text = "180 tokens of samples computed as 140: 1.3x fewer, 1.6 keys per token"
+    assert text in explain(plan, lengths)
+    assert step_statistics(plan, lengths).sharing == text
+    assert step_statistics(replace(plan, trees=()), lengths).sharing == ""
 
 
 @given(case=cases(dynamic=True))

@@ -81,7 +81,7 @@ class PackedRows(Iterator[PackedMicroBatch]):
     def _counted_cu_seqlens(self, row: PackedMicroBatch) -> torch.Tensor:
         """int32 ``[1, samples + 1]``, from which stock code counts FLOPs."""
         # Stock code reads lengths off as differences: a sample that counts twice is listed twice.
-        lengths = [row.total_lengths[i] for i, host in enumerate(row.hosts) if host == i]
+        lengths = row.total_lengths
         offsets = [0]  # no sample: stock code counts nothing
         if self._counts_flops:
             times = 0 if row.is_placeholder else _times_counted(row)

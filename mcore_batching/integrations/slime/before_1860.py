@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row import Layout, RowBlock
+from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator
 from mcore_batching.integrations.slime.rollout_manager import option_problems

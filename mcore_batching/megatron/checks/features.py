@@ -16,6 +16,7 @@ from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention import CAUSAL, PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, one_of_each_problem, refuse
+from mcore_batching.megatron.prefix_attention import why_no_branches
 from mcore_batching.megatron.topology import prediction_depths
 from mcore_batching.planning import PlannerConfig
 
@@ -80,6 +81,25 @@ _POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
 def check_shared_prefixes(chunks: list[Any]) -> None:
     """Refuse models of which samples cannot share segments."""
     refuse(_SHARE_PREFIXES, sharing_problems(chunks))
+
+
+def check_branches(chunks: list[Any], spare: int) -> None:
+    """Refuse models that cannot run rows with branches, as they were planned for another model.
+
+    ``spare``: tokens that shared nodes end short for labels of multi-token prediction.
+    """
+    reason = why_no_branches(chunks)
+    depths = prediction_depths(get_model_config(chunks[0]))
+    is_trained = any(chunk.training for chunk in chunks)
+    problems = []
+    if reason:
+        problems.append(f"{reason}: give get_data_iterator this model, or unset {_SHARE_PREFIXES}")
+    if is_trained and depths > spare:
+        problems.append(
+            f"it predicts {depths} further tokens, and the rows were planned for {spare}: give "
+            "get_data_iterator this model"
+        )
+    refuse(_SHARE_PREFIXES, problems)
 
 
 def sharing_problems(chunks: list[Any]) -> Iterator[str]:

@@ -32,6 +32,11 @@ def is_engines_attention(module: Any) -> bool:
     return isinstance(module, TEDotProductAttention)
 
 
+def has_engines_attention(model: Any) -> bool:
+    """True if a module of the model is Megatron's wrapper of Transformer Engine's attention."""
+    return HAVE_TRANSFORMER_ENGINE and any(map(is_engines_attention, model.modules()))
+
+
 def class_of_forward(layer: Any) -> str:
     """Name of the Megatron class that has the layer's forward pass; empty if none has it."""
     forward = type(layer).forward

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from mcore_batching.planning.config import PlannerConfig
@@ -15,6 +16,7 @@ from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import LengthError, PlanFormatError, shortened
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.plans import plan_document
+from mcore_batching.planning.prefix_trees import PrefixTree
 
 Scope = Literal["global", "local"]
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -67,14 +69,28 @@ class StepPlan:
     """The costs it was made by; in neither the digest nor the JSON."""
     forward_only: bool = field(default=False, compare=False)
     """Made for forward passes alone; in neither the digest nor the JSON."""
-    hosted_lengths: tuple[int, ...] = field(default=(), compare=False)
-    """Total length of each further sample, which is computed in the segment of one of these; in
-    neither the digest nor the JSON."""
+    trees: tuple[PrefixTree, ...] = ()
+    """Samples that are computed together; each tree is in one micro-batch. Further samples are
+    computed by themselves."""
 
     @property
     def num_samples(self) -> int:
         """Samples this step must cover."""
         return len(self.sample_indices)
+
+    @cached_property
+    def _tree_of(self) -> dict[int, PrefixTree]:
+        return {sample: tree for tree in self.trees for sample in tree.samples}
+
+    def units(self, samples: Sequence[int]) -> list[int | PrefixTree]:
+        """What is computed for some samples, whole micro-batches of them: trees and samples."""
+        # A tree stands where its first sample does.
+        found = ((sample, self._tree_of.get(sample)) for sample in samples)
+        return [
+            sample if tree is None else tree
+            for sample, tree in found
+            if tree is None or tree.samples[0] == sample
+        ]
 
     def row_size(self, rank: int, slot: int) -> int:
         """Context-parallel size of a micro-batch."""
@@ -248,6 +264,11 @@ def document_of(steps: Sequence[StepPlan], num_samples: int) -> dict[str, Any]:
         documents.append({"num_microbatches": step.num_microbatches, "ranks": ranks})
         if step.context_parallel is not None:
             documents[-1]["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
+        if step.trees:
+            documents[-1]["trees"] = [
+                [list(tree.samples), [place for node in tree.nodes for place in node]]
+                for tree in step.trees
+            ]
     return {
         "format": plan_document.FORMAT,
         "version": plan_document.VERSION,

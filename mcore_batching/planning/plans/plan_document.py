@@ -9,6 +9,8 @@ Optional keys:
 - `sample_indices` of a step: the samples of one step out of a batch;
 - `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
   micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
+- `trees` of a step: samples that are computed together, each tree as its samples and the places at
+  which its nodes start and end `[[samples], [start, end, start, end, ...]]`;
 - `lengths_digest`: SHA-256 of the lengths, by which `check` compares them with others; not covered
   by `digest`.
 """
@@ -26,6 +28,7 @@ from mcore_batching.planning.errors import PlanFormatError, PlanningError
 from mcore_batching.planning.files import parse_json_dict
 from mcore_batching.planning.integers import as_integer, check_lengths
 from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.prefix_trees import PrefixTree
 
 FORMAT = "mcore-batching/plan"
 VERSION = 1
@@ -157,7 +160,22 @@ def _read_step(raw: Any, index: int, of_all: dict[str, Any]) -> dict[str, Any]:
         "sample_indices": (
             None if samples is None else _indices(samples, f'{where}, "sample_indices"')
         ),
+        "trees": tuple(
+            _read_tree(tree, f'{where}, "trees" {number}')
+            for number, tree in enumerate(_json(raw.get("trees", []), list, f'{where}, "trees"'))
+        ),
     }
+
+
+def _read_tree(raw: Any, where: str) -> PrefixTree:
+    if len(_json(raw, list, where)) != 2:
+        raise PlanFormatError(f"{where} must hold samples and places of nodes, got {raw!r:.80}")
+    samples, places = (_indices(each, where) for each in raw)
+    if not samples or len(places) % 2:
+        raise PlanFormatError(
+            f"{where} must have samples, and a start and an end for each node, got {raw!r:.80}"
+        )
+    return PrefixTree(samples, tuple(zip(places[::2], places[1::2], strict=True)))
 
 
 def _read_sizes(

@@ -6,8 +6,7 @@ A job writes one file of JSON lines into a folder, a step each:
      "lengths": [...], "plan": {a plan of one step}, "cost_model": {...}}
 
 Samples are numbered from 0 in each step; under learnt costs `seconds_per_unit` is the time of one
-token's work on a mean stage; `hosted_lengths` are those of further samples, computed in the
-segments of these. Beside the file lies `cost_model.json`, the last step's cost model.
+token's work on a mean stage. Beside the file lies `cost_model.json`, the last step's cost model.
 
 A step is flushed before `append` returns, so a killed job loses no earlier one; a last line that
 was cut short is left out on reading. A record that cannot be written is a warning, and the job goes
@@ -118,8 +117,6 @@ class StepRecorder:
             "plan": json.loads(plan.to_json()),
             "cost_model": asdict(model),
         }
-        if plan.hosted_lengths:
-            step["hosted_lengths"] = plan.hosted_lengths
         if seconds_per_unit is not None:
             step["seconds_per_unit"] = seconds_per_unit
         try:
@@ -196,7 +193,6 @@ def _record(raw: Mapping[str, Any]) -> StepRecord:
     plan = replace(
         StepPlan.from_json(json.dumps(raw["plan"])),
         cost_model=CostModel(**raw["cost_model"]),
-        hosted_lengths=tuple(check_lengths(raw.get("hosted_lengths", ()))),
     )
     # A broken plan, or one of some of the samples, would break a reader much later.
     validate_plan(Plan(steps=(plan,), num_samples=plan.num_samples), lengths)

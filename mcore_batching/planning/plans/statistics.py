@@ -27,7 +27,7 @@ class StepStatistics:
     """Sums over one step, or over several added together with `+`."""
 
     num_samples: int
-    """Samples of the step over all ranks, those that are computed in others' segments aside."""
+    """Samples of the step over all ranks."""
     num_microbatches: int
     """Micro-batches of each rank, placeholders included."""
     num_placeholders: int
@@ -35,7 +35,7 @@ class StepStatistics:
     num_oversize: int
     """Samples that exceed the cap on their own."""
     real_tokens: int
-    """Tokens of these samples."""
+    """Tokens that are computed: of the samples, those that several share counted once."""
     padded_tokens: int
     """Tokens of all micro-batches that hold samples, padding included."""
     offered_tokens: int
@@ -58,10 +58,10 @@ class StepStatistics:
     largest_row_tokens: int
     """Padded tokens of the largest micro-batch, over the same ranks; the last stage makes its
     logits."""
-    hosted_samples: int = 0
-    """Further samples, each of which is computed in the segment of one that it begins."""
-    hosted_tokens: int = 0
-    """Tokens of these."""
+    sample_tokens: int = 0
+    """Tokens of all samples."""
+    keys: int = 0
+    """Keys that attention reads: those of the tokens that are computed, and of their paths."""
 
     @property
     def fill(self) -> float:
@@ -71,7 +71,17 @@ class StepStatistics:
     @property
     def times_fewer_tokens(self) -> float:
         """Tokens of all samples over those that are computed; 1 where no samples share any."""
-        return _ratio(self.real_tokens + self.hosted_tokens, self.real_tokens)
+        return _ratio(self.sample_tokens, self.real_tokens)
+
+    @property
+    def keys_per_token(self) -> float:
+        """Keys that attention reads over tokens that are computed; 1 without shared beginnings."""
+        return _ratio(self.keys, self.real_tokens)
+
+    @property
+    def sharing(self) -> str:
+        """What samples that begin alike save, in words; empty where none do."""
+        return sharing(self.sample_tokens, self.real_tokens, self.keys)
 
     @property
     def padding(self) -> float:
@@ -112,7 +122,9 @@ def step_statistics(
 ) -> StepStatistics:
     """Statistics of a valid plan, given the total length of each sample of the whole batch
     [samples] in tokens; by the plan's own costs if None are given."""
+    lengths = entries("lengths", lengths, LengthError)
     problem, ranks = step_problem(step, lengths, cost_model)
+    sample_tokens, tokens, keys = shared_tokens(step, lengths)
     costs = micro_batch_costs(step, problem, ranks)
     rank_costs = [ordered_sum(rank) for rank in costs]
     rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
@@ -123,7 +135,7 @@ def step_statistics(
         num_microbatches=step.num_microbatches,
         num_placeholders=sum(not samples for _, samples in rows),
         num_oversize=len(problem.oversize),
-        real_tokens=sum(problem.lengths),
+        real_tokens=tokens,
         padded_tokens=sum(of_size.row_tokens(samples) for of_size, samples in rows),
         # Under dynamic CP as well: each rank of a cap's has its part of it.
         offered_tokens=step.num_microbatches
@@ -137,9 +149,33 @@ def step_statistics(
         peak_inflight_tokens=_most_held(problem, held, 0),
         last_stage_inflight_tokens=_most_held(problem, held, last),
         largest_row_tokens=max(map(max, held)),
-        hosted_samples=len(step.hosted_lengths),
-        hosted_tokens=sum(step.hosted_lengths),
+        sample_tokens=sample_tokens,
+        keys=keys,
     )
+
+
+def sharing(sample_tokens: int, tokens: int, keys: int) -> str:
+    """What samples that begin alike save, in words; empty where none do.
+
+    Args: tokens of the samples; tokens that are computed; keys that attention reads.
+    """
+    if tokens == sample_tokens:
+        return ""
+    return (
+        f"{sample_tokens:,} tokens of samples computed as {tokens:,}: "
+        f"{sample_tokens / tokens:.1f}x fewer, {keys / tokens:.1f} keys per token"
+    )
+
+
+def shared_tokens(step: StepPlan, lengths: Sequence[int]) -> tuple[int, int, int]:
+    """Arguments of `sharing` for a valid plan, given the total length of each sample of the whole
+    batch [samples] in tokens."""
+    units = step.units(step.sample_indices)
+    own = [lengths[unit] for unit in units if isinstance(unit, int)]
+    trees = [unit for unit in units if not isinstance(unit, int)]
+    tokens = sum(own) + sum(tree.tokens for tree in trees)
+    keys = sum(own) + sum(tree.keys for tree in trees)
+    return sum(lengths[sample] for sample in step.sample_indices), tokens, keys
 
 
 def total_statistics(statistics: Iterable[StepStatistics]) -> StepStatistics:
@@ -167,7 +203,8 @@ def step_problem(
         cost_model: the plan's own if None.
 
     Returns:
-        the problem of the step's samples; samples of each micro-batch [ranks][slots].
+        the problem of the step's samples, a tree as one of them; samples of each micro-batch
+        [ranks][slots].
 
     Raises:
         LengthError: there are fewer lengths than the step's samples need.
@@ -179,16 +216,22 @@ def step_problem(
             f"lengths has {len(lengths)} entries, but the step runs sample {last}; pass the whole "
             "batch's"
         )
-    # Plans name samples by their place in the batch, problems by their place in the step.
-    number = {sample: position for position, sample in enumerate(step.sample_indices)}
+    # Plans name samples by their place in the batch, problems units by their place in the step.
+    units = step.units(step.sample_indices)
+    number = {unit: position for position, unit in enumerate(units)}
+    trees = [None if isinstance(unit, int) else unit for unit in units]
     problem = Problem.of(
-        [lengths[sample] for sample in step.sample_indices],
+        [lengths[unit] if isinstance(unit, int) else unit.size for unit in units],
         step.dims,
         step.config,
         cost_model or step.cost_model,
         forward_only=step.forward_only,
+        trees=trees if step.trees else (),
     )
-    ranks = [[[number[i] for i in samples] for samples in rank] for rank in step.micro_batches]
+    ranks = [
+        [[number[unit] for unit in step.units(samples)] for samples in rank]
+        for rank in step.micro_batches
+    ]
     return problem, ranks
 
 

@@ -3,6 +3,7 @@
 A plan that passes
 - covers every sample exactly once;
 - keeps every micro-batch to the cap and to `max_samples_per_row`;
+- has the samples of a prefix tree in one micro-batch, of as many tokens as they may share;
 - gives every rank the same number of micro-batches, one that the schedule can run;
 - has no placeholder on a rank that could split a micro-batch, but under `fill="placeholder"`;
 - under dynamic CP: ranks that share a row of size c are a block from a multiple of c on and list
@@ -69,6 +70,7 @@ def _validate_step(step: StepPlan, lengths: Sequence[int], broken: Broken) -> No
     _check_blocks(step, broken)
     _check_cover(_placed(step), step.sample_indices, "in the step", broken)
     _check_equal_count(step, broken)
+    _check_trees(step, lengths, broken)
     _check_cap(step, lengths, broken)
     if step.config.fill == "split":
         _check_split_before_placeholder(step, broken)
@@ -160,6 +162,27 @@ def _check_equal_count(step: StepPlan, broken: Broken) -> None:
         )
 
 
+def _check_trees(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
+    together = [sample for tree in step.trees for sample in tree.samples]
+    if len(set(together)) < len(together):
+        raise broken("prefix trees", "a sample is in two trees", indices=tuple(together))
+    row_of = {sample: row for row in step.rows() for sample in row.samples}
+    for tree in step.trees:
+        rows = {row_of.get(sample) for sample in tree.samples}
+        own = [lengths[sample] for sample in tree.samples if sample in row_of]
+        ends = [end for start, end in tree.nodes if 0 <= start < end]
+        if None in rows or len(rows) > 1:
+            fault = "share tokens, but not a micro-batch"
+        elif len(ends) < len(tree.nodes) or max(ends, default=0) != max(own):
+            fault = f"share tokens, but their nodes are {tree.nodes!r:.80}"
+        elif not max(own) <= tree.tokens <= sum(own):
+            fault = f"have {sum(own)} tokens, {max(own)} the longest, but as a tree {tree.tokens}"
+        else:
+            continue
+        fault = f"samples {shortened(tree.samples)} {fault}"
+        raise broken("prefix trees", fault, indices=tree.samples)
+
+
 def _check_cap(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
     # Written out, not taken from `Problem`: the planner must not be checked by its own sums.
     config, largest = step.config, step.config.max_context_parallel
@@ -167,7 +190,8 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
     of_size = {size: step.dims.for_rows_on(size) for size in sizes}
 
     def row_tokens(samples: Sequence[int], size: int) -> int:
-        padded = (padded_sample_tokens(lengths[i], of_size[size], config) for i in samples)
+        room = [lengths[i] if isinstance(i, int) else i.size for i in step.units(samples)]
+        padded = (padded_sample_tokens(tokens, of_size[size], config) for tokens in room)
         return padded_row_tokens(sum(padded), of_size[size], config)
 
     for rank, slot, size, samples in step.rows():
@@ -175,12 +199,12 @@ def _check_cap(step: StepPlan, lengths: Sequence[int], broken: Broken) -> None:
         tokens, cap = row_tokens(samples, size), config.cap_tokens(of_size[size])
         # A sample over the cap of every size may be alone in its row.
         if tokens > cap and not (
-            len(samples) == 1
+            len(step.units(samples)) == 1
             and config.on_oversize == "own-bin"
             and all(row_tokens(samples, each) > config.cap_tokens(of_size[each]) for each in sizes)
         ):
             fault = f"take {tokens} padded tokens, the cap is {cap}"
-        elif most is not None and len(samples) > most:
+        elif most is not None and len(step.units(samples)) > most:
             fault = f"share a row, max_samples_per_row={most}"
         else:
             continue
@@ -194,7 +218,7 @@ def _check_split_before_placeholder(step: StepPlan, broken: Broken) -> None:
             continue
         for slot, samples in enumerate(micro_batches):
             # A row over several ranks cannot be split on one of them alone.
-            if len(samples) > 1 and (
+            if len(step.units(samples)) > 1 and (
                 step.context_parallel is None or step.row_size(rank, slot) == 1
             ):
                 fault = f"slot {micro_batches.index(())} is a placeholder, but samples "

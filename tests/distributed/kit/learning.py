@@ -9,6 +9,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,6 @@ from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import get_data_iterator, schedule_of, timing, train_step
-from mcore_batching.megatron.schedule import computed_alone
 from mcore_batching.planning import CostModel, ParallelDims
 
 CAP = 96
@@ -46,8 +46,13 @@ class HiddenCosts:
 
     def follow(self, schedule: Any, model: CostModel) -> None:
         """From now on passes are of this schedule's first step, at these costs."""
-        rows = computed_alone(schedule.steps[0], schedule.hosts)
-        self.rows = [tuple(schedule.own_lengths[i] for i in indices) for indices in rows]
+        rows = zip(schedule.steps[0], schedule.row_sizes(0), strict=True)
+        nodes = [schedule.nodes(indices, size) for indices, size in rows]
+        # Tokens of each node; padding is none of a sample.
+        self.rows = [
+            tuple(end - start for start, end in pairwise(each.offsets))[: len(each.paths)]
+            for each in nodes
+        ]
         self.sizes, self.model = schedule.row_sizes(0), model
 
     def perf_counter(self) -> float:

@@ -18,7 +18,7 @@ from kit.model import MAX_SEQUENCE_LENGTH, model_options, transformer_config
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY, make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals
-from mcore_batching.batch.row import pack
+from mcore_batching.batch.row_block import pack
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import (
     forward_only,

@@ -1,4 +1,4 @@
-"""Turns of trajectories that share segments: what is said of them, and reported."""
+"""Turns of trajectories, and branches, that share tokens: what is printed of them, and reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from mcore_batching.megatron.timing import rows_alone
 from mcore_batching.planning import ParallelDims, step_statistics
 
 TOTALS = [4, 9, 15, 24]
-"""Turns of each trajectory, in tokens; every other one is shuffled."""
+"""Turns of each trajectory, in tokens."""
+BRANCH = 20
+"""Tokens of a further sample of each trajectory, the first 15 of them those of a turn."""
 TRAJECTORIES = 3
 """Of each rank."""
 
@@ -49,14 +51,20 @@ def turns() -> dict[str, list[Any]]:
     before = [0, *TOTALS[:-1]]
     responses = [total - prompt - 1 for total, prompt in zip(TOTALS, before, strict=True)]
     return {
-        "tokens": [tokens[:total].clone() for tokens in whole for total in TOTALS],
-        "total_lengths": TOTALS * TRAJECTORIES,
-        "response_lengths": responses * TRAJECTORIES,
+        "tokens": [part for tokens in whole for part in _samples(tokens)],
+        "total_lengths": [*TOTALS, BRANCH] * TRAJECTORIES,
+        "response_lengths": [*responses, BRANCH - 5] * TRAJECTORIES,
     }
 
 
+def _samples(tokens: torch.Tensor) -> list[torch.Tensor]:
+    branch = tokens[:BRANCH].clone()
+    branch[TOTALS[-2] :] = (branch[TOTALS[-2] :] + 1) % VOCABULARY
+    return [*(tokens[:total].clone() for total in TOTALS), branch]
+
+
 def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
-    """What planning prints, and what plans, learnt costs and errors know of samples and hosts."""
+    """What planning prints, and what plans, learnt costs and errors have of samples and trees."""
     shape, model = ParallelDims(**dims), small_model(dims, reference)
     # A row holds two trajectories.
     off, on = (
@@ -68,7 +76,7 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         )
         for flag in (False, True)
     )
-    data, count = turns(), len(TOTALS) * TRAJECTORIES
+    data, count = turns(), (len(TOTALS) + 1) * TRAJECTORIES
     printed = {"off": _printed(lambda: get_data_iterator(off, model, data)[1])}
     printed["on"] = _printed(lambda: get_data_iterator(on, model, data)[1])
     marks = [torch.zeros(total) for total in data["total_lengths"]]
@@ -78,10 +86,10 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     printed["mark"] = _printed(
         lambda: get_data_iterator(on, model, data | {"mark": marks}, schema=marked)[1]
     )
-    seconds = [list(range(0, count, 4)) + list(range(1, count, 4))]
-    seconds.append([i for i in range(count) if i not in seconds[0]])
-    printed["cut"] = _printed(lambda: get_data_iterator(on, model, data, steps=seconds)[0])
+    seconds = [[i for i in range(count) if i % 5 < 2], [i for i in range(count) if i % 5 >= 2]]
     cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
+    moved = arguments(shape, max_tokens_per_gpu=2 * TOTALS[-1], dynamic_batch_share_prefixes=True)
+    printed["exchanged"] = _printed(lambda: get_data_iterator(moved, model, data)[1])
     iterators, counts = get_data_iterator(on, model, data)
     schedule = schedule_of(iterators)
     plan, lengths = schedule.step_plan(0)
@@ -119,11 +127,11 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         errors[name] = added or _raised(lambda: step(_nothing))
     return {
         "printed": printed,
-        "hosts": list(schedule.hosts or ()),
-        "cut hosts": list(cut.hosts or ()),
+        "last": list(schedule.forest.last if schedule.forest else ()),
+        "cut": 0 if cut.forest is None else cut.forest.tokens,
         "rows": rows_alone(schedule, 0),
-        "samples": [statistics.num_samples, statistics.hosted_samples],
-        "tokens": [statistics.real_tokens, statistics.hosted_tokens],
+        "samples": statistics.num_samples,
+        "tokens": [statistics.real_tokens, statistics.sample_tokens, statistics.keys],
         "errors": errors,
     }
 

@@ -187,7 +187,8 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
 def _begin_others(
     values: list[torch.Tensor], stream: str, lengths: Sequence[tuple[int, int]]
 ) -> None:
-    """Let some samples' values per token begin another's prompt: turns of trajectories, and forks.
+    """Let some samples begin like another: whole turns of trajectories, and branches at any place,
+    within prompts and within responses.
 
     Args:
         values: of every sample, changed.
@@ -198,10 +199,11 @@ def _begin_others(
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i][0])
     for place, turn in enumerate(order):
         total = lengths[turn][0]
-        longer = [i for i in order[:place] if total <= lengths[i][0] - lengths[i][1]]
-        if longer and drawn.random() < 0.7:
-            begun = values[drawn.choice(longer)]
-            values[turn] = begun[: len(values[turn])].clone()
+        if place and drawn.random() < 0.8:
+            begun = values[drawn.choice(order[:place])]
+            common = total if drawn.random() < 0.4 else drawn.randint(0, total)
+            common = min(common, len(values[turn]))
+            values[turn] = torch.cat((begun[:common], values[turn][common:]))
 
 
 def _reference_of(

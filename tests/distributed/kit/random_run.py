@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,7 +38,6 @@ from mcore_batching.megatron import (
 )
 from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
 from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.schedule import computed_alone
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 from mcore_batching.rl import pad_batch
@@ -277,20 +277,24 @@ class RandomRun:
         pads = pads or any("pad_" in name or "context" in name for name in args)
         if pads or not seen or "mtp_num_layers" in self._job["model"]["settings"]:
             return []
-        rows = computed_alone(schedule.steps[step], schedule.hosts)
         # A placeholder has one token.
-        return [seen, sum(sum(schedule.own_lengths[i] for i in row) or 1 for row in rows)]
+        return [seen, sum(schedule.nodes(row, 1).offsets[-1] for row in schedule.steps[step])]
 
     def _fullest(self, schedule: Any, step: int, cap: float) -> float:
         """The largest part of the cap that several samples of a row take."""
-        rows = computed_alone(schedule.steps[step], schedule.hosts)
-        sizes = schedule.row_sizes(step)
-        taken = [
-            sum(schedule.own_lengths[i] for i in row) / size / cap
-            for row, size in zip(rows, sizes, strict=True)
-            if len(row) > 1 and not self._job["mixed_sizes"]
-        ]
-        return max(taken, default=0.0)
+        taken = [0.0]
+        for row, size in zip(schedule.steps[step], schedule.row_sizes(step), strict=True):
+            nodes = schedule.nodes(row, size)
+            # A sample may be over the cap alone, or with those that begin it.
+            if len({path[-1] for path in nodes.paths if path}) > 1 and not self._job["mixed_sizes"]:
+                lengths = zip(nodes.starts, nodes.samples, pairwise(nodes.offsets), strict=True)
+                real = (
+                    min(end - start, schedule.own_lengths[row[sample]] - first)
+                    for first, sample, (start, end) in lengths
+                    if sample < len(row)
+                )
+                taken.append(sum(real) / size / cap)
+        return max(taken)
 
     def _gradients(self) -> list[tuple[str, Tensor, Tensor]]:
         """Name, places in the whole, and this rank's part; none where ranks reduce parts alone."""

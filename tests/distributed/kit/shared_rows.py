@@ -40,6 +40,7 @@ from mcore_batching.megatron import (
 from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import (
     ParallelDims,
@@ -126,8 +127,14 @@ def there_and_back(
         "trained": [result.totals.num_samples for result in trained],
         "forward_rows": sum(bool(row) for row in forward.schedule.micro_batches),
         "moved": len(set(held) - set(data["source"])),
-        "hosted": sum(i != host for i, host in enumerate(schedule_of(iterators).hosts or ())),
+        "hosted": _saved(schedule_of(iterators)),
     }
+
+
+def _saved(schedule: MicroBatchSchedule) -> int:
+    """Tokens that this rank does not compute, as samples share them."""
+    forest = schedule.forest
+    return 0 if forest is None else sum(schedule.own_lengths) - forest.tokens
 
 
 def silent_placeholders(dims: dict[str, Any], reference: str) -> list[Any]:

@@ -1,0 +1,348 @@
+"""Rows of a step, packed in blocks: laid out one behind the other, and then cut.
+
+So each operation is launched once for several rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.errors import BatchError
+from mcore_batching.batch.pinned_buffer import PinnedBuffer
+from mcore_batching.batch.prefix_tree import require_shared
+from mcore_batching.batch.row import LaterTokens, PackedMicroBatch, ResponseTokens, packed_field
+from mcore_batching.batch.row_index import Nodes, RowIndex, Span, require_alignment
+from mcore_batching.batch.schema import Schema
+from mcore_batching.batch.values import read_indices, require_token_id
+from mcore_batching.planning.prefix_trees import Forest
+
+_STREAMS = ("tokens", "labels", "position_ids", "loss_mask")
+_TENSORS = (*_STREAMS, "padding_mask", "cu_seqlens_padded")
+_RESPONSES = ("loss_masks", "owned", "owned_indices", "owned_positions")
+_DISTINCT = ("distinct_positions", "distinct_indices")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How rows are padded and cut; attributes as arguments of `pack`.
+
+    Attributes:
+        has_labels: True: labels and loss masks are the samples' own fields ``labels`` and
+            ``loss_mask``, with a value per token.
+    """
+
+    sample_alignment_tokens: int = 1
+    row_alignment_tokens: int = 1
+    context_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    pad_token_id: int = 0
+    depths: int = 0
+    has_labels: bool = False
+
+
+class RowBlock:
+    """Rows of some samples, packed at once on the host; `rows` cuts them.
+
+    Args:
+        columns: samples, those of the rows among them.
+        rows: places of each row's samples.
+        layout: of all rows.
+        sample_indices: of each row, as of `pack`.
+        forest: of the columns' samples, whole trees in one row; None: they have nothing in common.
+        is_placeholder: True if the samples are fabricated.
+
+    Attributes:
+        fields: of the rows' samples, row after row.
+        owned_num_tokens: of each row, as of `PackedMicroBatch`.
+
+    Raises:
+        BatchError: a row is too long, or cannot be cut.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        rows: Sequence[Sequence[int]],
+        layout: Layout,
+        *,
+        sample_indices: Sequence[tuple[int, ...]],
+        forest: Forest | None = None,
+        is_placeholder: bool = False,
+    ) -> None:
+        self._layout, self._is_placeholder = layout, is_placeholder
+        self._sample_indices = sample_indices
+        chosen = [sample for row in rows for sample in row]
+        self.fields = columns.taken(chosen)
+        totals = columns.total_lengths
+        alignments = layout.sample_alignment_tokens, layout.row_alignment_tokens
+        self._nodes = [Nodes.of(totals, row, forest, *alignments) for row in rows]
+        # First sample of each row, and behind the last one's.
+        self._samples = [*accumulate(map(len, rows), initial=0)]
+        self._tensors: dict[tuple[str, int], Tensor] = {}  # by name and depth
+        self._cuts: dict[str, list[int]] = {}
+        self._buffer: PinnedBuffer | None = None
+        self._device = torch.device("cpu")
+        index = self._lay_out()
+        self._add_responses(index)
+        for depth, stream in enumerate(self._streams(index)):
+            self._tensors |= {(name, depth): value for name, value in stream.items()}
+
+    def _lay_out(self) -> RowIndex:
+        """The index of all rows, and their offsets."""
+        layout, fields = self._layout, self.fields
+        size, rank = layout.context_parallel_size, layout.context_parallel_rank
+        flat = [offset for nodes in self._nodes for offset in nodes.segments]
+        self._tensors["cu_seqlens_padded", 0] = torch.tensor(flat, dtype=torch.int32, device="cpu")
+        self._cuts["cu_seqlens_padded"] = [len(nodes.segments) for nodes in self._nodes]
+        tokens = [nodes.segments[-1] // size for nodes in self._nodes]
+        self._cuts |= dict.fromkeys((*_STREAMS, "padding_mask"), tokens)
+        spans = fields.token_span, fields.response_span
+        return RowIndex(*spans, Nodes.joined(self._nodes), size, rank)
+
+    def _add_responses(self, index: RowIndex) -> None:
+        """Loss weights of the response tokens, and the positions that predict them."""
+        lengths = self.fields.response_lengths
+        of_rows = Span.of([sum(lengths[a:b]) for a, b in pairwise(self._samples)])
+        weights = loss_weights(self.fields).clone()  # not those of the field itself
+        if self._is_placeholder:
+            weights = torch.zeros_like(weights)
+        held, positions = index.predicting()
+        row, count = of_rows.samples.index_select(0, held), len(of_rows.counts)
+        tokens = Span.of(self._cuts["tokens"])
+        is_trained = (weights.index_select(0, held) != 0).float()
+        trained = row.bincount(is_trained, minlength=count)
+        self.owned_num_tokens: list[int] = trained.long().tolist()
+        made = {
+            "loss_masks": weights,
+            "owned": torch.zeros_like(weights, dtype=torch.bool).index_fill_(0, held, True),
+            "owned_indices": held - of_rows.firsts.index_select(0, row),
+            "owned_positions": positions - tokens.firsts.index_select(0, row),
+        }
+        if any(nodes.is_shared for nodes in self._nodes):
+            distinct, indices = torch.unique(positions, return_inverse=True)
+            of_row = tokens.samples.index_select(0, distinct)
+            counts = of_row.bincount(minlength=count)
+            firsts = counts.cumsum(0) - counts
+            made["distinct_positions"] = distinct - tokens.firsts.index_select(0, of_row)
+            made["distinct_indices"] = indices - firsts.index_select(0, row)
+            self._cuts["distinct_positions"] = counts.tolist()
+            self._cuts["distinct_indices"] = row.bincount(minlength=count).tolist()
+        self._tensors |= {(name, 0): value for name, value in made.items()}
+        self._cuts |= dict.fromkeys(_RESPONSES[:2], of_rows.counts)
+        self._cuts |= dict.fromkeys(_RESPONSES[2:], row.bincount(minlength=count).tolist())
+        tags = self.fields.get("is_padding")
+        # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
+        padding = None if tags is None else torch.tensor(tags, dtype=torch.bool, device="cpu")
+        self._tensors["padding_mask", 0] = ~index.is_real(padding)[None]
+
+    def _streams(self, index: RowIndex) -> Iterator[dict[str, Tensor]]:
+        """Tokens, labels, position ids and loss masks ``[..., 1, T_local]``, at each depth."""
+        fields, layout = self.fields, self._layout
+        ids, end = fields.flat("tokens"), fields.token_span.end
+        weights, axes = self._tensors["loss_masks", 0], fields.position_ids
+        places = [index.places(fields.token_span, later) for later in range(layout.depths + 2)]
+        # A label is the next depth's token, but for what stands behind the end of a segment.
+        padded = [ids.index_select(0, at).long() for at in places]
+        if layout.pad_token_id:  # the place of padding holds a 0
+            for each, at in zip(padded, places, strict=True):
+                each.masked_fill_(at == end, layout.pad_token_id)
+        for depth in range(layout.depths + 1):
+            stream = {"tokens": padded[depth], "labels": padded[depth + 1]}
+            if depth:
+                beyond = index.is_beyond(depth)
+                stream = {name: each.masked_fill(beyond, 0) for name, each in stream.items()}
+            if axes is None:
+                stream["position_ids"] = index.counted(depth)
+            else:
+                own = fields.flat(axes).index_select(0, places[depth])
+                stream["position_ids"] = own.long().movedim(0, -1)
+            stream = {name: each.unsqueeze(-2) for name, each in stream.items()}
+            if layout.has_labels:
+                for name in ("labels", "loss_mask"):
+                    stream[name] = packed_field(index, fields, fields.schema[name], 0, depth)
+            else:
+                held, positions = index.predicting(depth)
+                mask = weights.new_zeros(1, index.num_local)
+                mask[0].index_add_(0, positions, weights.index_select(0, held))
+                stream["loss_mask"] = mask
+            yield stream
+
+    def pinned(
+        self,
+        device: torch.device,
+        names: Collection[str] | None = None,
+        fields: Collection[str] | None = None,
+    ) -> RowBlock:
+        """These rows, ready for `on_device`, in one buffer: attributes by these names
+        (the others stay on the host), and these fields alone; None: all."""
+        own = self.fields.compact(fields).fields
+        moved = {k: v for k, v in self._tensors.items() if names is None or k[0] in names}
+        # From pageable memory the host would wait for the copy.
+        buffer = PinnedBuffer((moved, own), pin_memory=device.type == "cuda")
+        made = self._with(*buffer.value)
+        made._buffer, made._device = buffer, device
+        return made
+
+    def on_device(self) -> RowBlock:
+        """These `pinned` rows on their device, by one copy that the host does not wait for."""
+        assert self._buffer is not None
+        return self._with(*self._buffer.on(self._device))
+
+    def _with(
+        self, tensors: dict[tuple[str, int], Tensor], fields: dict[str, Tensor | list[Any]]
+    ) -> RowBlock:
+        made = copy.copy(self)
+        made._tensors, made.fields = self._tensors | tensors, self.fields.replaced(fields)
+        return made
+
+    def rows(self) -> list[PackedMicroBatch]:
+        """Each of them; views."""
+        # unsafe_: see `PinnedBuffer`.
+        parts = {
+            key: torch.unsafe_split_with_sizes(tensor, self._cuts[key[0]], dim=-1)
+            for key, tensor in self._tensors.items()
+        }
+        layout, made = self._layout, list[PackedMicroBatch]()
+        for number, (first, last) in enumerate(pairwise(self._samples)):
+            own = {key: part[number] for key, part in parts.items()}
+            nodes, fields = self._nodes[number], self.fields.taken(range(first, last))
+            repeated = {name: own[name, 0] for name in _DISTINCT if (name, 0) in own}
+            later = [
+                LaterTokens(**{name: own[name, depth] for name in _STREAMS})
+                for depth in range(1, layout.depths + 1)
+            ]
+            row = PackedMicroBatch(
+                **{name: own[name, 0] for name in _TENSORS},
+                host_cu_seqlens_padded=nodes.segments,
+                max_seqlen=max(end - start for start, end in pairwise(nodes.segments)),
+                total_lengths=fields.total_lengths,
+                response_lengths=fields.response_lengths,
+                sample_indices=self._sample_indices[number],
+                nodes=nodes,
+                is_placeholder=self._is_placeholder,
+                responses=ResponseTokens(**{name: own[name, 0] for name in _RESPONSES}, **repeated),
+                fields=fields,
+                context_parallel_size=layout.context_parallel_size,
+                context_parallel_rank=layout.context_parallel_rank,
+                owned_num_tokens=self.owned_num_tokens[number],
+                later=tuple(later),
+            )
+            made.append(row)
+        return made
+
+
+def loss_weights(columns: Columns) -> Tensor:
+    """Loss weights of the response tokens, float32 ``[R]``: all ones if ``loss_masks`` is absent, 0
+    in padding samples, and in the first token of a sample without a prompt, which nothing
+    predicts."""
+    span, tags = columns.response_span, columns.get("is_padding") or ()
+    if "loss_masks" in columns:
+        weights = columns.compact(["loss_masks"]).flat("loss_masks")[:-1].float()
+    else:
+        weights = torch.ones(span.total, device="cpu")
+    has_no_prompt = (span.lengths == columns.token_span.lengths) & (span.lengths > 0)
+    if has_no_prompt.any():
+        weights = weights.index_fill(0, span.firsts[has_no_prompt], 0.0)
+    if any(tags):
+        is_padding = torch.tensor(tags, dtype=torch.bool, device="cpu")
+        weights = weights.masked_fill(is_padding.index_select(0, span.samples), 0.0)
+    return weights
+
+
+def pack(
+    samples: Mapping[str, Any],
+    *,
+    schema: Schema,
+    sample_indices: Sequence[int],
+    sample_alignment_tokens: int = 1,
+    row_alignment_tokens: int = 1,
+    context_parallel_size: int = 1,
+    context_parallel_rank: int = 0,
+    pad_token_id: int = 0,
+    is_placeholder: bool = False,
+    forest: Forest | None = None,
+    depths: int = 0,
+    device: torch.device | str | None = None,
+) -> PackedMicroBatch:
+    """Pack samples into one row, and take a context-parallel rank's slice of it.
+
+    Args:
+        samples: field name to one value per sample: ``tokens``, ``total_lengths``,
+            ``response_lengths`` and others; or `Columns`, which are checked already.
+            ``loss_masks`` are all ones if absent.
+        schema: the kind of every field.
+        sample_indices: origin index of each sample, empty for a placeholder.
+        sample_alignment_tokens: each sample is padded to a multiple of this. Under context
+            parallelism it must be a multiple of ``2 * context_parallel_size``.
+        row_alignment_tokens: the row is padded to a multiple of this.
+        context_parallel_size: ranks that share the row.
+        context_parallel_rank: this rank among them.
+        pad_token_id: fills padding, and labels where there is no next token.
+        is_placeholder: True if the one sample is fabricated; its loss mask is all zero.
+        forest: of these samples, as `find_forest_of` finds it; None: each has a segment.
+        depths: of multi-token prediction; 0: none.
+        device: where the row is to be; None: where the first sample's tokens are.
+
+    Returns:
+        the row, of copies.
+
+    Raises:
+        SchemaError: a field is not declared, or a value does not match its kind.
+        BatchError: no samples, not one index per sample, alignments that do not divide, a
+            ``pad_token_id`` that is no integer, or a forest of other samples.
+    """
+    require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
+    columns = samples if isinstance(samples, Columns) else Columns.read(samples, schema)
+    count = len(columns.total_lengths)
+    indices = _read_indices(sample_indices, count, is_placeholder)
+    if forest is not None:
+        if forest.lengths != tuple(columns.total_lengths):
+            raise BatchError("forest must be of these samples; find_forest_of(columns, ...) is")
+        require_shared(forest, columns)
+    layout = Layout(
+        sample_alignment_tokens=sample_alignment_tokens,
+        row_alignment_tokens=row_alignment_tokens,
+        context_parallel_size=context_parallel_size,
+        context_parallel_rank=context_parallel_rank,
+        pad_token_id=require_token_id("pad_token_id", pad_token_id),
+        depths=depths,
+    )
+    made = RowBlock(
+        columns,
+        [range(count)],
+        layout,
+        sample_indices=[indices],
+        forest=forest,
+        is_placeholder=is_placeholder,
+    )
+    if device is None:
+        tokens = samples["tokens"][0]
+        device = tokens.device if isinstance(tokens, Tensor) else "cpu"
+    if torch.device(device).type != "cpu":
+        made = made.pinned(torch.device(device)).on_device()
+    return made.rows()[0]
+
+
+def _read_indices(
+    sample_indices: Sequence[int], num_samples: int, is_placeholder: bool
+) -> tuple[int, ...]:
+    indices = tuple(read_indices("sample_indices", sample_indices))
+    if not num_samples:
+        raise BatchError(
+            "expected at least one sample; pack make_placeholder(...) with is_placeholder=True"
+        )
+    expected = 0 if is_placeholder else num_samples
+    if len(indices) != expected:
+        raise BatchError(
+            f"expected {expected} sample_indices with is_placeholder={is_placeholder}, got "
+            f"{len(indices)}; give one per real sample",
+        )
+    return indices

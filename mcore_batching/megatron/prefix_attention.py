@@ -1,0 +1,251 @@
+"""Attention of rows with branches: each node of a prefix tree attends to its path.
+
+    row    a b c | d e f | d g h i     a b c is the beginning of both branches
+
+    queries    keys
+    a b c      a b c
+    d e f      a b c d e f
+    d g h i    a b c d g h i
+
+For the model such a row is one sequence, so that context parallelism and rotary embeddings take it
+as any other. Three hooks of the model change that where samples matter, and follow the parameters
+of the row, as recomputed layers run again in the backward pass:
+
+- core attention gets keys and values gathered along the paths, and offsets of these stretches: the
+  last query is aligned to the last key;
+- rotary embeddings are gathered by each token's place in its sample;
+- the owner of a rotary embedding says which row it is for.
+
+Gathered keys take memory: about `StepStatistics.keys_per_token` times those of a row without
+branches, in each layer whose attention is not recomputed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mcore_batching.batch.pinned_buffer import sent
+from mcore_batching.batch.row import PackedMicroBatch
+from mcore_batching.batch.row_index import Slice
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.attention import KernelRow, Run, gathered, zigzag_restore_index
+
+_CHAINS_ONLY = {
+    "MambaMixer": "runs its state on from branch to branch",
+    "GatedDeltaNet": "runs its state on from branch to branch",
+    "GatedDeltaNet2": "runs its state on from branch to branch",
+    "GatedDeltaProductMixer": "runs its state on from branch to branch",
+    "DSAttention": "chooses keys by more than the keys",
+}
+"""Layers, by the class that has their forward pass, that cannot run rows with branches."""
+
+
+def why_no_branches(chunks: Sequence[Any]) -> str:
+    """Why samples of a model share tokens only where one begins another; empty if branches, too."""
+    for chunk in chunks:
+        for name, layer in unwrap_model(chunk).named_modules():
+            reason = _CHAINS_ONLY.get(compat.layers.class_of_forward(layer))
+            if reason is not None:
+                return f"{name} {reason}"
+            fuses = getattr(getattr(layer, "config", None), "apply_rope_fusion", False)
+            if isinstance(layer, MultiLatentAttention) and fuses:
+                return f"{name} fuses its rotary embedding (set --no-rope-fusion)"
+    return ""
+
+
+class _GatherStretches(torch.autograd.Function):
+    """``[tokens, ...]`` to its stretches one behind the other, which may overlap."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, stretches: Sequence[tuple[int, int]]) -> Tensor:
+        ctx.stretches, ctx.shape = stretches, rows.shape
+        return torch.cat([rows[start:end] for start, end in stretches])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Many branches add to a beginning: in float32, and in the same order every time.
+        (grad,) = grads
+        summed = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
+        place = 0
+        for start, end in ctx.stretches:
+            summed[start:end] += grad[place : place + end - start]
+            place += end - start
+        return summed.to(grad.dtype), None
+
+
+class _BottomRight:
+    """A mask type of Transformer Engine, which reads the name alone; Megatron's enum lacks it."""
+
+    name = "padding_causal_bottom_right"
+
+
+class Paths:
+    """What the queries of one rank's slice of a row attend to.
+
+    Attributes:
+        positions: place of each token of the full row in its sample, int64 ``[T]`` on the device.
+        params: the row's stretches as a core attention takes them.
+    """
+
+    def __init__(self, row: PackedMicroBatch, group: dist.ProcessGroup | None) -> None:
+        nodes, device = row.nodes, row.tokens.device
+        size = row.context_parallel_size
+        self._group = group if size > 1 else None
+        self._restore: Tensor | None = None
+        if self._group is not None:
+            self._restore = sent(zigzag_restore_index(nodes.segments, size), device)
+        self._stretches, self._runs = list[tuple[int, int]](), list[Run]()
+        query = key = 0
+        held = Slice(nodes.segments, size, row.context_parallel_rank).chunks
+        for node, first, end in _pieces(nodes.offsets, held):
+            path = self._path(nodes.offsets, nodes.parents, node, end)
+            keys = sum(stop - start for start, stop in path)
+            self._stretches += path
+            self._runs.append(Run(query, query + end - first, key, key + keys))
+            query, key = query + end - first, key + keys
+        lengths = torch.tensor(nodes.offsets, device="cpu").diff()
+        firsts = torch.tensor(nodes.starts, device="cpu") - torch.tensor(nodes.offsets[:-1])
+        places = torch.arange(nodes.offsets[-1], device="cpu")
+        self.positions = sent(places + firsts.repeat_interleave(lengths), device)
+        self.params = self._parameters(device)
+
+    @staticmethod
+    def _path(
+        offsets: Sequence[int], parents: Sequence[int], node: int, end: int
+    ) -> list[tuple[int, int]]:
+        """Stretches of the row from a node's root on, up to the position ``end`` in the node."""
+        stretches = [(offsets[node], end)]
+        while parents[node] >= 0:
+            node = parents[node]
+            start, stop = offsets[node], offsets[node + 1]
+            # A first child stands right behind its parent.
+            if stop == stretches[-1][0]:
+                stretches[-1] = start, stretches[-1][1]
+            else:
+                stretches.append((start, stop))
+        return stretches[::-1]
+
+    def _parameters(self, device: torch.device) -> PackedSeqParams:
+        queries = [0, *(run.query_end for run in self._runs)]
+        keys = [0, *(run.key_end for run in self._runs)]
+        of_queries, of_keys = (
+            sent(torch.tensor(offsets, dtype=torch.int32), device) for offsets in (queries, keys)
+        )
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=of_queries,
+            cu_seqlens_kv=of_keys,
+            max_seqlen_q=max(run.query_end - run.query_start for run in self._runs),
+            max_seqlen_kv=max(run.key_end - run.key_start for run in self._runs),
+        )
+        # For `PackedAttention`, and for Transformer Engine, which then gathers nothing itself.
+        params.attention_geometry = self
+        params.host_cu_seqlens = tuple(queries)
+        params.local_cp_size = 1
+        return params
+
+    @property
+    def runs(self) -> list[Run]:
+        """The stretches, as `PackedAttention` takes them."""
+        return self._runs
+
+    @property
+    def kernel_row(self) -> KernelRow:
+        """The stretches, as the variable-length kernel takes them."""
+        if self._kernel_row is None:
+            self._kernel_row = KernelRow(self._runs, self.positions.device)
+        return self._kernel_row
+
+    _kernel_row: KernelRow | None = None
+
+    def keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[keys, heads, dim]`` of all paths, from this rank's slice."""
+        if self._group is not None and self._restore is not None:
+            key, value = gathered(key, value, self._restore, self._group)
+        gather = cast(Any, _GatherStretches).apply
+        return gather(key, self._stretches), gather(value, self._stretches)
+
+
+def _pieces(
+    offsets: Sequence[int], chunks: Sequence[tuple[int, int, int]]
+) -> Iterator[tuple[int, int, int]]:
+    """Node, first and last position of each stretch of a slice's chunks that lies in one node."""
+    for _, first, end in chunks:
+        for node, (start, stop) in enumerate(itertools.pairwise(offsets)):
+            if max(first, start) < min(end, stop):
+                yield node, max(first, start), min(end, stop)
+
+
+def attend_to_paths(chunks: Sequence[Any]) -> None:
+    """Let a model run rows with branches; other rows run as before. Once for each model."""
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        if getattr(model, "attends_to_paths", False):
+            continue
+        model.attends_to_paths = True
+        for module in model.modules():
+            core = getattr(module, "core_attention", None)
+            if core is not None:
+                core.register_forward_pre_hook(_gather_keys, with_kwargs=True)
+                if compat.layers.is_engines_attention(core):
+                    core.register_forward_hook(_end_paths, with_kwargs=True, always_call=True)
+            rotary = getattr(module, "rotary_pos_emb", None)
+            # Multimodal ones go by the row's position ids.
+            if rotary is not None and compat.layers.class_of_forward(rotary) in _ROTARY:
+                rotary.positions_of_rows = []
+                module.register_forward_pre_hook(_begin_row, with_kwargs=True)
+                module.register_forward_hook(_end_row, always_call=True)
+                rotary.register_forward_hook(_gather_rotations)
+
+
+_ROTARY = ("RotaryEmbedding", "YarnRotaryEmbedding")
+
+
+def _gather_keys(
+    _: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    paths: Paths | None = getattr(named.get("packed_seq_params"), "paths", None)
+    if paths is None:
+        return None
+    query, key, value, *rest = arguments
+    changed = {"packed_seq_params": paths.params, "attn_mask_type": _BottomRight}
+    return (query, *paths.keys(key, value), *rest), named | changed
+
+
+def _end_paths(core: Any, _: Any, named: dict[str, Any], *unused: Any) -> None:
+    """Let Transformer Engine's attention have the model's ranks again."""
+    group = parallel_state.get_context_parallel_group()
+    is_of_paths = isinstance(
+        getattr(named.get("packed_seq_params"), "attention_geometry", None), Paths
+    )
+    if is_of_paths and group.size() > 1:
+        ranks = dist.get_process_group_ranks(group)
+        core.set_context_parallel_group(group, ranks, type(core).cp_stream, core.cp_comm_type)
+
+
+def _begin_row(owner: Any, _: Any, named: dict[str, Any]) -> None:
+    paths = getattr(named.get("packed_seq_params"), "paths", None)
+    owner.rotary_pos_emb.positions_of_rows.append(None if paths is None else paths.positions)
+
+
+def _end_row(owner: Any, *unused: Any) -> None:
+    owner.rotary_pos_emb.positions_of_rows.pop()
+
+
+def _gather_rotations(rotary: Any, _: Any, output: Any) -> Any:
+    positions = rotary.positions_of_rows[-1] if rotary.positions_of_rows else None
+    if positions is None:
+        return None
+    if isinstance(output, tuple):  # YaRN's factor beside it
+        return output[0].index_select(0, positions), *output[1:]
+    return output.index_select(0, positions)

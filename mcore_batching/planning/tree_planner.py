@@ -1,0 +1,90 @@
+"""Plans of samples that begin alike: which parts of their prefix trees are computed together.
+
+Larger parts save more tokens, smaller ones leave the search more to choose from. So several ways to
+cut the trees are planned, and the plan with the least predicted step is taken. One of the ways is
+not to share any branches, so a step never ends later for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mcore_batching.planning.config import PlannerConfig, sample_multiple_tokens
+from mcore_batching.planning.costs.cost import CostModel, ordered_sum
+from mcore_batching.planning.parallel_dims import ParallelDims
+from mcore_batching.planning.planner import check_search, plan_samples
+from mcore_batching.planning.plans.plan import StepPlan
+from mcore_batching.planning.plans.statistics import step_clocks
+from mcore_batching.planning.prefix_trees import Forest, PrefixTree, parts_of
+from mcore_batching.planning.problem import Problem
+
+
+def plan_forest(
+    forest: Forest,
+    dims: ParallelDims,
+    config: PlannerConfig,
+    cost_model: CostModel | None = None,
+    *,
+    forward_only: bool = False,
+) -> StepPlan:
+    """Plan one optimizer step of samples that begin alike; arguments and errors as `plan_step`.
+
+    Returns:
+        The plan that ends first of those tried; its `trees` are samples to be computed together.
+    """
+    costs = CostModel() if cost_model is None else cost_model
+    best: tuple[float, StepPlan] | None = None
+    for trees in _candidates(forest, dims, config, costs):
+        check_search(config, len(trees))
+        problem = Problem.of(
+            [tree.size for tree in trees],
+            dims,
+            config,
+            costs,
+            forward_only=forward_only,
+            trees=trees,
+        )
+        plan = plan_samples(problem, range(len(trees)))
+        clocks = step_clocks(plan, problem, plan.micro_batches)
+        end = max(clock.end for clock in clocks)
+        if best is None or end < best[0]:
+            best = end, _of_samples(plan, trees)
+    assert best is not None
+    return best[1]
+
+
+def _candidates(
+    forest: Forest, dims: ParallelDims, config: PlannerConfig, costs: CostModel
+) -> list[list[PrefixTree]]:
+    """Ways to cut the trees, each as units that cover all samples."""
+    empty = [(sample,) for sample, leaf in enumerate(forest.last) if leaf < 0]
+    chains = [*forest.samples_of_leaves.values()]
+    ways = [chains]
+    if len(forest.nodes) > len(chains):  # there are branches
+        multiple = sample_multiple_tokens(dims, config)
+        cap = config.cap_tokens(dims) // multiple * multiple
+        whole = parts_of(forest, costs, cap)
+        work = ordered_sum(forest.tree(samples).cost(costs) for samples in whole)
+        # At most half of what a stage of the pipeline would take if work were even.
+        share = work / (2 * dims.data_parallel * dims.pipeline_parallel)
+        ways += [whole, parts_of(forest, costs, cap // 2), parts_of(forest, costs, cap, share)]
+    distinct = {tuple(sorted(each for each in (*way, *empty))) for way in ways}
+    return [
+        [forest.tree(samples) if forest.last[samples[0]] >= 0 else PrefixTree(samples, ((0, 0),))
+         for samples in way]
+        for way in sorted(distinct, key=len, reverse=True)
+    ]  # fmt: skip
+
+
+def _of_samples(plan: StepPlan, trees: list[PrefixTree]) -> StepPlan:
+    """The plan of trees as one of their samples."""
+    micro_batches = tuple(
+        tuple(tuple(sorted(i for unit in row for i in trees[unit].samples)) for row in rank)
+        for rank in plan.micro_batches
+    )
+    return dataclasses.replace(
+        plan,
+        micro_batches=micro_batches,
+        sample_indices=tuple(range(sum(len(tree.samples) for tree in trees))),
+        trees=tuple(tree for tree in trees if len(tree.samples) > 1),
+    )
