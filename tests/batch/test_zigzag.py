@@ -45,20 +45,6 @@ def test_merge_undoes_slice_for_any_segments(row: tuple[int, tuple[int, ...]], d
             assert (other.local(each.positions) == -1).all()
 
 
-@settings(max_examples=200, deadline=None)
-@given(rows())
-def test_causal_attention_costs_every_rank_the_same(row: tuple[int, tuple[int, ...]]) -> None:
-    size, offsets = row
-    starts = torch.tensor(offsets)
-
-    def cost(rank: int) -> int:
-        held = Slice(offsets, size, rank).positions
-        segment = torch.searchsorted(starts[1:], held, right=True)
-        return int((held - starts[segment] + 1).sum())
-
-    assert len({cost(rank) for rank in range(size)}) == 1
-
-
 def test_one_rank_holds_the_row_as_it_is_of_any_length() -> None:
     assert Slice((0, 7)).positions.tolist() == list(range(7))
 

@@ -134,34 +134,3 @@ def test_blocks_end_where_the_context_parallel_size_changes_or_they_are_long(
     assert StepRows(schedule([]), 0, 0, has_labels=False).blocks == [[0], [1, 2], [3], [4]]
     sizes = (1, 1, 2, 2, 2)
     assert StepRows(schedule([], sizes), 0, 0, has_labels=False).blocks == [[0], [1], [2], [3], [4]]
-
-
-def test_rows_of_a_block_are_those_packed_alone() -> None:
-    step = prepared(schedule([]))
-    (rows,) = (list(each) for each in step.iterators(1))
-    assert step.rows.owned_num_tokens == [3, 3, 0, 0, 4]
-    for row, indices in zip(rows, STEP, strict=True):
-        if not indices:
-            assert not row.loss_mask.any()
-            continue
-        own = {name: [values[i] for i in indices] for name, values in SAMPLES.items()}
-        alone = prepare_alone(own)
-        assert row.host_cu_seqlens_padded == alone.host_cu_seqlens_padded
-        assert row.max_seqlen == alone.max_seqlen
-        assert row.owned_num_tokens == alone.owned_num_tokens
-        for name, value in tensors_of(alone).items():
-            assert torch.equal(tensors_of(row)[name], value), name
-        assert torch.equal(row.index.positions, alone.index.positions)
-        assert torch.equal(row.packed("tokens"), alone.packed("tokens"))
-
-
-def prepare_alone(samples: dict[str, Any]) -> PackedMicroBatch:
-    columns = Columns.read(samples, DEFAULT_SCHEMA)
-    count = len(columns.total_lengths)
-    block = RowBlock(
-        columns,
-        [range(count)],
-        Layout(sample_alignment_tokens=4),
-        sample_indices=[tuple(range(count))],
-    )
-    return block.rows()[0]

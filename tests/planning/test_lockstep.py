@@ -23,7 +23,6 @@ from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.planning.schedule import Schedule
 from mcore_batching.planning.search import Objective
-from mcore_batching.planning.search.moves import improve
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384)
 MODEL = CostModel()
@@ -73,24 +72,6 @@ def test_pipelines_in_lockstep_end_near_their_bound(
     assert end <= most * step_time_floor(Problem.of(lengths, dims, config))
 
 
-@pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("seed", range(3))
-def test_ends_sooner_than_evenly_packed_micro_batches(seed: int, stages: int) -> None:
-    lengths = lengths_of(seed)
-    dims = ParallelDims(data_parallel=32, expert_parallel=8, pipeline_parallel=stages)
-    searched = predicted_step_time(plan_step(lengths, dims, CONFIG), lengths)
-    for balance in ("cost", "tokens"):
-        plain = plan_step(lengths, dims, replace(CONFIG, balance=balance))
-        assert 1.03 * searched < predicted_step_time(plain, lengths)
-
-
-def test_slots_are_small_at_both_ends_of_a_pipeline_s_step() -> None:
-    lengths = [200 + 10 * (i % 40) for i in range(900)]
-    dims = ParallelDims(data_parallel=4, expert_parallel=4, pipeline_parallel=4)
-    costs = [max(slot) for slot in slot_costs(plan_step(lengths, dims, CONFIG), lengths)]
-    assert max(costs[0], costs[-1]) < min(costs[4:-4])
-
-
 @examples(60)
 @given(cases(fill=("split",)))
 def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> None:
@@ -101,15 +82,3 @@ def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> 
     expected = Clock(slowest, Schedule(dims=dims)).end
     assert objective.step(step.micro_batches).end == pytest.approx(expected, rel=1e-9)
     assert predicted_step_time(step, case.lengths) == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_improving_evens_out_slots_of_few_samples(seed: int, stages: int) -> None:
-    """By a fiftieth of the step and more, over micro-batches packed full."""
-    lengths = lengths_of(seed, 48)
-    dims = ParallelDims(data_parallel=4, expert_parallel=4, pipeline_parallel=stages)
-    step = plan_step(lengths, dims, replace(CONFIG, balance="tokens"))
-    objective = Objective(Problem.of(lengths, dims, CONFIG, MODEL))
-    before = objective.step(step.micro_batches)
-    assert improve(before, objective).end < 0.98 * before.end

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from planning_cases import broken_invariants, examples, log_normal
+from planning_cases import broken_invariants
 from test_dynamic_cp import LAYOUTS, long_tailed
-from test_search import PP4, Step, as_tuples, problems
+from test_search import as_tuples
 
 from mcore_batching.planning import (
     CostModel,
@@ -124,25 +122,6 @@ def test_paths_refuse_only_what_ends_no_sooner(
     assert ends == pytest.approx(anew, rel=1e-9)
 
 
-@examples(250)
-@given(problems())
-def test_improving_never_ends_a_step_later(problem: Step) -> None:
-    """And leaves as many slots and placeholders or fewer, the same samples, and ends that are those
-    of its slots."""
-    plain = problem.plan(balance="tokens")
-    objective = problem.objective()
-    before = objective.step(plain.micro_batches)
-    after = improve(before, objective)
-    assert after.end <= before.end
-    assert after.ends == pytest.approx(objective.step(after.ranks).ends, rel=1e-12)
-    assert before.ends == objective.step(plain.micro_batches).ends
-    for old, new in zip(before.ranks, after.ranks, strict=True):
-        assert new[-1] or not any(new)
-        assert sum(map(bool, new)) >= sum(map(bool, old))
-    improved = replace(plain, micro_batches=as_tuples(after.ranks))
-    assert broken_invariants(improved, problem.lengths) == set()
-
-
 @pytest.mark.parametrize("dims", LAYOUTS)
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_moves_between_shared_rows_end_steps_sooner(dims: ParallelDims, forward_only: bool) -> None:
@@ -168,57 +147,6 @@ def test_moves_between_shared_rows_end_steps_sooner(dims: ParallelDims, forward_
     validate_plan(plan, LENGTHS)
     assert broken_invariants(plan, LENGTHS) == set()
     assert predicted_step_time(plan, LENGTHS) == pytest.approx(after.end, rel=1e-12)
-
-
-def test_no_move_makes_the_step_end_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By more than the power allows, though most change two ranks, of which one may end later than
-    before; and the same moves are made again."""
-    ends = []
-    try_one = Moves.try_one
-
-    def watched(tried: Moves) -> None:
-        try_one(tried)
-        ends.append(tried.slowest.end)
-
-    monkeypatch.setattr(Moves, "try_one", watched)
-    config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300)
-    lengths = log_normal(128, 1, median=2048, sigma=1, cap=16384)
-    step, objective = packed(Problem.of(lengths, PP4, config))
-    found = improve(step, objective)
-    assert all(later <= end * 1.001 for end, later in itertools.pairwise(ends))
-    assert ends[-1] < 0.95 * ends[0]
-    assert found.end == pytest.approx(ends[-1], rel=1e-12)
-    assert improve(step, Objective(objective.problem)) == found
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_rank_takes_a_further_sample_in_its_placeholder(stages: int) -> None:
-    lengths = [100] * 10
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=stages)
-    config = PlannerConfig(max_tokens_per_gpu=1000)
-    objective = Objective(Problem.of(lengths, dims, config))
-    step = objective.step([[[0, 1, 2], [3, 4, 5], [6, 7]], [[], [8], [9]]])
-    tried = Moves(step, objective)
-    for _ in range(300):
-        tried.try_one()
-        counts = [len(row.samples) for row in tried._ranks[1]]
-        assert min(counts) or max(counts) == 1
-    assert min(counts)
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_rank_of_placeholders_takes_its_first_sample_last(stages: int) -> None:
-    """The last micro-batch touches every parameter, so it is real if any is."""
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=stages)
-    config = PlannerConfig(max_tokens_per_gpu=1000)
-    objective = Objective(Problem.of([100] * 9, dims, config))
-    step = objective.step([[[0, 1, 2], [3, 4, 5], [6, 7, 8]], [[], [], []]])
-    tried = Moves(step, objective)
-    for _ in range(300):
-        tried.try_one()
-        rows = [row.samples for row in tried._ranks[1]]
-        assert rows[-1] or not any(rows)
-    assert all(rows)
 
 
 def test_ranks_whose_passes_cost_nothing_are_planned_too() -> None:

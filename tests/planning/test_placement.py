@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from planning_cases import log_normal
 
 from mcore_batching.planning import (
     CostModel,
@@ -12,7 +11,6 @@ from mcore_batching.planning import (
     Problem,
     StepPlan,
     plan_step,
-    step_statistics,
 )
 from mcore_batching.planning.placement import largest_first, place
 
@@ -46,17 +44,6 @@ def test_a_rank_may_take_more_micro_batches_where_that_evens_out_ranks() -> None
     problem = Problem.of(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
     ranks = place(problem, [(sample,) for sample in range(6)], 5)
     assert sorted(len(list(filter(None, rank))) for rank in ranks) == [1, 5]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_experts_even_out_slots_and_others_ranks(seed: int) -> None:
-    lengths = log_normal(256, seed, median=2000, sigma=1, cap=16384)
-    config = PlannerConfig(max_tokens_per_gpu=16384)
-    dense = plan_step(lengths, ParallelDims(data_parallel=4), config)
-    experts = plan_step(lengths, ParallelDims(data_parallel=4, expert_parallel=4), config)
-    of_dense, of_experts = step_statistics(dense, lengths), step_statistics(experts, lengths)
-    assert of_experts.slot_balance < of_dense.slot_balance
-    assert of_dense.rank_balance < of_experts.rank_balance
 
 
 @pytest.mark.parametrize(

@@ -179,23 +179,6 @@ def test_few_samples_a_rank_are_no_worse_than_dealt_out_by_differencing(seed: in
     assert predicted_step_time(ours, lengths) <= predicted_step_time(theirs, lengths)
 
 
-@pytest.mark.parametrize(
-    ("count", "ranks", "effort", "seed", "times"), [(96, 16, 50, 2, 1.01), (512, 4, 250, 0, 1.03)]
-)
-def test_little_effort_sees_all_numbers_of_micro_batches(
-    count: int, ranks: int, effort: int, seed: int, times: float
-) -> None:
-    """One in four of them is judged whatever that takes, before steps of any are made."""
-    lengths = log_normal(count, seed, median=800, sigma=0.9, cap=16384)
-    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=8)
-    little, much = (
-        plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384, plan_effort=each))
-        for each in (effort, 1500)
-    )
-    end = predicted_step_time(much, lengths)
-    assert predicted_step_time(little, lengths) < times * end
-
-
 @pytest.mark.parametrize(("ranks", "cap", "share"), [(8, 100_000, 0.1), (2, 91_000, 1.0)])
 def test_little_is_looked_at_where_a_step_can_hardly_end_sooner(
     ranks: int, cap: int, share: float
@@ -208,20 +191,6 @@ def test_little_is_looked_at_where_a_step_can_hardly_end_sooner(
     found = objective.step(search(objective, []))
     assert found.end <= (1 + 1e-4) * way_of_longest(objective.problem)
     assert effort - objective.budget < share * effort
-
-
-@examples(200)
-@given(problems())
-def test_the_result_is_legal_and_no_later_than_any_start(problem: Step) -> None:
-    starts = [problem.plan(balance=balance).micro_batches for balance in ("none", "tokens")]
-    objective = problem.objective()
-    found = search(objective, starts)
-    for slots in found:
-        assert slots[-1] or not any(slots)
-    for start in starts:
-        assert objective.step(found).end <= objective.step(start).end
-    step = replace(problem.plan(), micro_batches=as_tuples(found), num_microbatches=len(found[0]))
-    assert broken_invariants(step, problem.lengths) == set()
 
 
 def as_tuples(ranks: list[list[list[int]]]) -> tuple[tuple[tuple[int, ...], ...], ...]:

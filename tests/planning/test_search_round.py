@@ -1,4 +1,5 @@
-"""Samples assigned to targets, against the same rule stated as a scan."""
+"""One round of the search: target sizes of slots, and samples assigned to them, against the same
+rule stated as a scan."""
 
 from __future__ import annotations
 
@@ -11,7 +12,67 @@ from hypothesis import strategies as st
 from planning_cases import examples
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
+from mcore_batching.planning.search.rounds import Rounds
+from mcore_batching.planning.search.targets import Targets
+
+PIPELINES = [
+    ParallelDims(pipeline_parallel=4),
+    ParallelDims(pipeline_parallel=4, virtual_pipeline=2),
+    # 24 micro-batches in groups of 7: the last has 3.
+    ParallelDims(pipeline_parallel=4, virtual_pipeline=2, microbatch_group_size=7),
+]
+
+
+def targets_of(dims: ParallelDims, count: int, model: CostModel | None = None) -> Targets:
+    config = PlannerConfig(max_tokens_per_gpu=100_000)
+    return Targets(Problem.of([100], dims, config, model), count, 300.0)
+
+
+@pytest.mark.parametrize("dims", PIPELINES)
+@pytest.mark.parametrize("times", [1.5, 4.0, 20.0])
+def test_a_long_sample_is_the_plateau(dims: ParallelDims, times: float) -> None:
+    """Others add up to what is left, as long as each has a small sample; then some have none."""
+    count = dims.round_up_num_microbatches(24)
+    targets = targets_of(dims, count)
+    work = 10_000.0 * count
+    longest = times * targets.plateau(work)
+    sizes, long = targets.of_rank(max(work, longest), longest)
+    assert long
+    assert max(sizes) == longest
+    assert sizes.count(longest) == 1 or dims.virtual_pipeline == 1
+    assert sum(sizes) == pytest.approx(max(work, longest + (count - 1) * 256.0), rel=0.05)
+    assert min(sizes) >= 300.0 or longest + 300.0 * (count - 1) > work
+
+
+def test_a_late_fall_is_made_of_any_number_of_slots() -> None:
+    """The powers of its decay are 0 from some thousand slots on, and were divided by."""
+    layers = (("a", 1.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
+    model = CostModel(layers="aaaV", layer_costs=layers)
+    sizes = targets_of(ParallelDims(pipeline_parallel=2), 1200, model).usual
+    assert max(sizes) == sizes[600] == 1.0 > sizes[-1]
+
+
+def test_sizes_are_reversed_where_backward_passes_are_the_cheaper_ones() -> None:
+    """A step run backwards is one with forward and backward exchanged."""
+
+    def sizes(ratio: float) -> list[float]:
+        model = CostModel(per_micro_batch=0.0, backward_ratio=ratio)
+        targets = targets_of(ParallelDims(pipeline_parallel=4), 12, model)
+        return targets.of_rank(40_000.0, 0.0)[0]
+
+    assert sizes(0.5) == sizes(2.0)[::-1] != sizes(2.0)
+
+
+def test_placeholders_come_first() -> None:
+    """With fewer samples than slots, where they delay others least while the pipeline fills."""
+    dims = ParallelDims(data_parallel=2, pipeline_parallel=4)
+    config = PlannerConfig(max_tokens_per_gpu=100_000)
+    rounds = Rounds(Objective(Problem.of([900, 800, 700, 600, 500], dims, config)))
+    rounds.make(8)
+    for slots in rounds.best[8].ranks:
+        assert list(map(bool, slots)) == sorted(map(bool, slots))
 
 
 @dataclass(frozen=True)
@@ -88,29 +149,6 @@ def test_samples_go_where_most_is_lacking(filling: Filling, most: int | None) ->
     assert sorted(s for samples in slots for s in samples) == list(range(len(filling.lengths)))
     assert [] not in slots or max(map(len, slots)) <= 1
     assert slots[-1] or not any(slots)
-
-
-@examples(300)
-@given(fillings(longest=0.5))
-def test_slots_that_have_room_for_all_are_filled(filling: Filling) -> None:
-    """No sample is over half the cap: were there room in no slot, all would be over half full.
-    Slots whose target is no more than their overhead are to stay empty."""
-    tokens = sum(max(length, 1) for length in filling.lengths)
-    fixed = filling.problem().cost_model.per_micro_batch
-    may_hold = sum(size > fixed for size in filling.targets()) or len(filling.sizes)
-    if 2 * tokens <= filling.cap * may_hold:
-        assert filling.assigned() is not None
-
-
-@pytest.mark.parametrize("smallest", [1.0, 0.3, 0.1])
-def test_small_samples_follow_the_targets(smallest: float) -> None:
-    """With the overhead of a micro-batch, and to within two samples."""
-    filling = Filling([1] * 2000, 2000, [smallest, 0.4, 0.7, *[1.0] * 8, 0.5])
-    problem, slots = filling.problem(), filling.assigned()
-    assert slots is not None
-    costs = [problem.cost(samples) for samples in slots]
-    wanted = [sum(costs) * size / sum(filling.sizes) for size in filling.sizes]
-    assert costs == pytest.approx([max(size, problem.cost([0])) for size in wanted], abs=2)
 
 
 def test_nothing_is_assigned_where_a_target_is_negative() -> None:
