@@ -31,6 +31,8 @@ COLUMNS = (
 
 LOW_FILL = 0.75
 """Below it a line says why micro-batches are not filled to the cap."""
+LEAST_FILL = 1e-3
+"""Below it are micro-batches of the baseline alone, under a cap that no sample comes near."""
 
 
 class Reporter:
@@ -100,7 +102,7 @@ def iteration_line(metrics: IterationMetrics) -> str:
 
 def _shown_fill(metrics: IterationMetrics) -> str:
     """Share of the cap that is filled and, where it is low, why."""
-    if not metrics.fill:
+    if metrics.fill < LEAST_FILL:
         return "no cap (one sample each)"
     # As many hold the tokens, whatever their samples: no plan has fewer.
     least = math.ceil(metrics.fill * metrics.num_microbatches)
@@ -119,7 +121,9 @@ def run_table(run: Sequence[IterationMetrics]) -> Table:
         f"{statistics.fmean(each.mean('grad_norm') for each in run):.3f}",
         str(sum(each.tokens for each in run)),
         str(sum(each.num_microbatches for each in run)),
-        f"{statistics.fmean(each.fill for each in run):.1%}" if run[0].fill else "no cap",
+        f"{statistics.fmean(each.fill for each in run):.1%}"
+        if run[0].fill > LEAST_FILL
+        else "no cap",
         str(sum(each.placeholders for each in run)),
         f"{statistics.fmean(each.rank_balance for each in run):.3f}",
         f"{sum(each.forward_only_seconds for each in run):.2f}",

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from comparison import compare
 from metrics import IterationMetrics, StepMetrics, append, read
-from reporting import Reporter
+from reporting import Reporter, iteration_line, run_table
 
 STEP = dict.fromkeys(
     ("policy_loss", "kl", "clipped", "entropy", "grad_norm", "learning_rate"), 0.1 + 0.2
@@ -47,6 +47,9 @@ def test_lines_and_table_are_printed_by_one_process_alone(speaks, capsys):
     assert printed.count("fill 25.0% (2 full ones would end the steps later)") == 2 * speaks
     if not speaks:
         assert printed == ""
+    baseline = [dataclasses.replace(each, fill=1e-8) for each in BASELINE]
+    assert "  fill no cap (one sample each)  " in iteration_line(baseline[0])
+    assert " no cap " in str(run_table(baseline))
 
 
 def test_comparison_leaves_the_warm_up_out_of_times_but_not_of_losses():
