@@ -6,15 +6,12 @@ feature, and of a model and a feature; see `kit.covering`. Tolerances: `kit.rand
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from kit.covering import covered_by, is_late, to_be_covered
-from kit.harness import Job, results, run_jobs
+from kit.harness import Job
 from kit.random_draw import drawn_job
 from kit.random_verdict import job_of, report, verdict
 from kit.samples import SHAPES
@@ -203,29 +200,6 @@ def test_ranks_of_a_replica_need_not_ask_for_the_same_log_probs(job: Job, ranks:
     (first, rows), (second, no_rows) = ranks
     assert sorted([rows, no_rows]) == [[0], [1]]
     assert first == second
-
-
-CHECKOUTS = os.environ.get("MCORE_BATCHING_MEGATRON_LM")
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not CHECKOUTS, reason="MCORE_BATCHING_MEGATRON_LM is not set")
-@pytest.mark.parametrize("release", ["core_v0.17.1", "core_v0.18.2", "main"])
-def test_further_tokens_in_other_releases(release: str, tmp_path: Path) -> None:
-    checkout = Path(CHECKOUTS or "") / release
-    if not checkout.is_dir():
-        pytest.skip(f"no {checkout}")
-    jobs = [job for job in ARRAY if "mtp_num_layers" in job.parameters["job"]["model"]["settings"]]
-    kinds = []
-    with mock.patch.dict(os.environ, {"PYTHONPATH": str(checkout)}):
-        for nproc in sorted({job.nproc for job in jobs}):
-            together = [job for job in jobs if job.nproc == nproc]
-            found = run_jobs(together, tmp_path / f"{nproc}")
-            for job in together:
-                kind, said = verdict(job, results(found[job.name]))
-                assert kind in ("equal", "not built", "refused"), report(job, said)
-                kinds.append(kind)
-    assert kinds.count("equal") > len(kinds) / 3
 
 
 @pytest.mark.parametrize(

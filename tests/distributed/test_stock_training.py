@@ -195,23 +195,6 @@ def test_conversations_of_a_row_are_samples_of_their_own(records: list[Ranks]) -
 
 
 @pytest.mark.long
-@runs("pp2-padded", "pp2-learnt")
-def test_learnt_costs_change_no_loss(records: list[Ranks]) -> None:
-    padded, learnt = records
-    assert_same_training(learnt, padded, 5)
-    costs, predicted = (
-        [[step["batching"].get(name) for step in record["steps"]] for record in last_stage(learnt)]
-        for name in ("micro-batch cost", "predicted step seconds")
-    )
-    assert all(each == costs[0] for each in costs)
-    # The first step counts for nothing, and the second is read when the third is planned.
-    assert costs[0][0] == costs[0][1] != costs[0][2]
-    # The plan of the third was made ahead, of what was known then: the fourth is the first by them.
-    assert all(each[3:] == predicted[0][3:] for each in predicted)
-    assert all(predicted[0][3:])
-
-
-@pytest.mark.long
 @runs("pp2-padded", "pp2-shared", "cp2-shared", "dp4-padded", "dp4-shared", "pp2")
 def test_rows_of_several_sizes(records: list[Ranks]) -> None:
     """Dynamic CP in a stock script; a token counts once, however many ranks share its row."""

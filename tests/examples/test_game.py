@@ -1,6 +1,7 @@
 """The game that the policy plays: its rules, its samples, and how tokens are drawn."""
 
 import pytest
+import torch
 from byte_tokens import BEGIN, text_of
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,3 +91,16 @@ def test_turns_and_whole_games_train_the_same_tokens(seed, slip):
     whole = trained(games, step_wise=False)
     assert trained(games, step_wise=True) == whole
     assert len(whole) == sum(len(turn) for game in games for turn in game.turns)
+
+
+def test_a_token_is_the_first_whose_share_of_the_probability_holds_its_number():
+    pytest.importorskip("megatron.core")
+    from sampling import draw, uniform
+
+    logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(5, 3)
+    tokens, log_probs = draw(logits, [0.0, 0.49, 0.51, 0.76, 1 - 2.0**-53])
+    assert tokens.tolist() == [0, 0, 1, 2, 2]
+    assert log_probs.exp().tolist() == pytest.approx([0.5, 0.5, 0.25, 0.25, 0.25])
+    numbers = [uniform(f"{game}/{place}") for game in "ab" for place in range(200)]
+    assert len(set(numbers)) == 400
+    assert 0.45 < sum(numbers) / 400 < 0.55

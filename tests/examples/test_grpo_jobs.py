@@ -164,7 +164,6 @@ def test_turns_and_whole_games_train_alike(online):
     assert whole.steps[1].loss == pytest.approx(turns.steps[1].loss, abs=1e-3)
 
 
-@pytest.mark.long
 def test_what_was_drawn_is_what_is_trained_from_the_warm_started_reference(online):
     for first, second in online:
         # Float32 log-probabilities of tokens, with other games in the row.

@@ -43,7 +43,6 @@ SHARED = [
     "--dynamic-batch-context-parallel",
 ]
 """Samples of up to 192 tokens do not fit on one rank."""
-LEARNT = ["--dynamic-batch-cost-model", "auto"]
 
 
 def steps(number: int, *, micro_batch_size: int = 1, evaluations: int = 1) -> list[str]:
@@ -127,7 +126,6 @@ JOBS = {
             *(*steps(5), *PP2, *FLAG, "--overlap-grad-reduce"),
             *("--use-distributed-optimizer", "--overlap-param-gather"),
         ),
-        job("pp2-learnt", *steps(5), *PP2, *FLAG, *LEARNT),
         job("pp2-two-samples-padded", *steps(10, micro_batch_size=2), *PP2),
         job("pp2-two-samples", *steps(10, micro_batch_size=2), *PP2, *FLAG),
         job("pp2-ramp-up-padded", *RAMP_UP, *PP2),
