@@ -8,6 +8,7 @@
 # there are enough, on the CPU otherwise. --dp, --pp, --vpp, --tp and --cp change the layout, and
 # with it the number of processes; --rollouts FILE takes other rollouts; --short runs for seconds;
 # --hybrid-layer-pattern '*-*-|*-*-' trains a HybridModel of these layers in place of a GPTModel.
+# What samples of a group have in common is computed once (--no-dynamic-batch-share-prefixes: not).
 #
 # --online runs, instead, a policy that plays a game of several turns itself and learns from what it
 # won (minutes; the reward's curve is in runs/quickstart/online/reward.png). With --step-wise, too,
@@ -76,5 +77,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS=1
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 export PYTHONPATH="$mcb_root${PYTHONPATH:+:$PYTHONPATH}"
 "$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc" "$here/grpo/grpo.py" \
-    --out "$out" "${chosen[@]}" \
+    --out "$out" "${chosen[@]}" --dynamic-batch-share-prefixes \
     ${length[@]+"${length[@]}"} ${given[@]+"${given[@]}"}

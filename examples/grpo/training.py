@@ -80,5 +80,6 @@ def baseline_arguments(options: argparse.Namespace) -> argparse.Namespace:
     args = copy.copy(options)
     args.use_dynamic_batch_size = False
     args.dynamic_batch_context_parallel = None
+    args.dynamic_batch_share_prefixes = False
     args.micro_batch_size = 1
     return args

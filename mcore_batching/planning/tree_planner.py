@@ -8,14 +8,18 @@ not to share any branches, so a step never ends later for them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 
 from mcore_batching.planning.config import PlannerConfig, sample_multiple_tokens
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
+from mcore_batching.planning.errors import LengthError
+from mcore_batching.planning.groups import steps_of_batch
+from mcore_batching.planning.integers import check_lengths, one_per_sample
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import check_search, plan_samples
-from mcore_batching.planning.plans.plan import StepPlan
+from mcore_batching.planning.plans.plan import Plan, StepPlan
 from mcore_batching.planning.plans.statistics import step_clocks
-from mcore_batching.planning.prefix_trees import Forest, PrefixTree, parts_of
+from mcore_batching.planning.prefix_trees import Forest, PrefixTree, forest_of_groups, parts_of
 from mcore_batching.planning.problem import Problem
 
 
@@ -53,6 +57,53 @@ def plan_forest(
     return best[1]
 
 
+def plan_groups(
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    groups: Sequence[Hashable],
+    dims: ParallelDims,
+    config: PlannerConfig,
+    cost_model: CostModel | None = None,
+    *,
+    samples_per_step: int | None = None,
+    forward_only: bool = False,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Plan the steps of a batch in which samples of a group have their prompt in common.
+
+    Args:
+        lengths: total length of each sample [samples], in tokens.
+        prompts: tokens of each sample's prompt [samples]; what its group has in common.
+        groups: the group of each sample [samples].
+        dims, config, cost_model, samples_per_step, forward_only, on_step: as in `plan_batch`.
+
+    Raises:
+        As `plan_batch`; LengthError also for prompts that are longer than their samples.
+    """
+    lengths, prompts = check_lengths(lengths), check_lengths(prompts)
+    groups = one_per_sample("groups", groups, len(lengths))
+    one_per_sample("prompts", prompts, len(lengths))
+    for sample, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        if prompt > length:
+            raise LengthError(
+                f"sample {sample} has {length} tokens, its prompt {prompt}; give total lengths",
+                index=sample,
+            )
+    steps = list[StepPlan]()
+    samples_of_steps = steps_of_batch(len(lengths), samples_per_step, None, None)
+    for samples in samples_of_steps:
+        forest = forest_of_groups(
+            [lengths[i] for i in samples],
+            [prompts[i] for i in samples],
+            [groups[i] for i in samples],
+        )
+        plan = plan_forest(forest, dims, config, cost_model, forward_only=forward_only)
+        steps.append(_renumbered(plan, samples))
+        if on_step is not None:
+            on_step(len(steps), len(samples_of_steps))
+    return Plan(steps=tuple(steps), num_samples=len(lengths))
+
+
 def _candidates(
     forest: Forest, dims: ParallelDims, config: PlannerConfig, costs: CostModel
 ) -> list[list[PrefixTree]]:
@@ -68,12 +119,20 @@ def _candidates(
         # At most half of what a stage of the pipeline would take if work were even.
         share = work / (2 * dims.data_parallel * dims.pipeline_parallel)
         ways += [whole, parts_of(forest, costs, cap // 2), parts_of(forest, costs, cap, share)]
-    distinct = {tuple(sorted(each for each in (*way, *empty))) for way in ways}
-    return [
-        [forest.tree(samples) if forest.last[samples[0]] >= 0 else PrefixTree(samples, ((0, 0),))
-         for samples in way]
-        for way in sorted(distinct, key=len, reverse=True)
-    ]  # fmt: skip
+    distinct = {tuple(sorted((*way, *empty))) for way in ways}
+    return [[*map(forest.tree, way)] for way in sorted(distinct, key=len, reverse=True)]
+
+
+def _renumbered(plan: StepPlan, samples: Sequence[int]) -> StepPlan:
+    """The plan of a step out of a batch, of which the step's samples are these."""
+    trees = (PrefixTree(tuple(samples[i] for i in tree.samples), tree.nodes) for tree in plan.trees)
+    ranks = (
+        tuple(tuple(samples[i] for i in row) for row in micro_batches)
+        for micro_batches in plan.micro_batches
+    )
+    return dataclasses.replace(
+        plan, micro_batches=tuple(ranks), sample_indices=tuple(samples), trees=tuple(trees)
+    )
 
 
 def _of_samples(plan: StepPlan, trees: list[PrefixTree]) -> StepPlan:

@@ -98,6 +98,7 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], advice_seconds: float)
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
         *filter(None, [statistics.sharing]),
+        *(["below, samples that share tokens count as one"] if step.trees else []),
         f"count: {_count(step, problem, ranks)}",
         f"filled by: {real} micro-batches with samples, {placeholders} placeholders",
     ]
@@ -123,7 +124,8 @@ def _explain_step(step: StepPlan, lengths: Sequence[int], advice_seconds: float)
         of_size = [f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes))]
         lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
     # Advice plans anew with samples on any rank, which a local plan may not do.
-    if step.scope == "global" and advice_seconds > 0:
+    # Other settings would be planned without what samples share.
+    if step.scope == "global" and advice_seconds > 0 and not step.trees:
         lines.append(f"would help: {_advice(step, lengths, advice_seconds)}")
     return "\n  ".join(lines)
 

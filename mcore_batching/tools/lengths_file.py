@@ -12,10 +12,10 @@ import errno
 import io
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from mcore_batching.planning import MAX_LENGTH_TOKENS, MCoreBatchingError
 from mcore_batching.planning.files import (
@@ -32,6 +32,7 @@ MAX_LINES = 2**23
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _COLUMN = "column (--column)"
+_Value = TypeVar("_Value", int, str)
 
 
 class LengthsFileError(MCoreBatchingError, ValueError):
@@ -46,6 +47,18 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
             `.ndjson`) or text with one integer per line; `-` for text on standard input.
         column: the CSV column or JSON key; may be left out for a CSV with a single column.
     """
+    return _values(source, column, _length)
+
+
+def read_groups(source: str, column: str) -> list[str]:
+    """The group of each sample, in file order, from a column of the file of lengths; arguments as
+    of `read_lengths`."""
+    return _values(source, column, _group)
+
+
+def _values(
+    source: str, column: str | None, read: Callable[[Any, str, int], _Value]
+) -> list[_Value]:
     suffix = Path(source).suffix.lower()
     name = "<stdin>" if source == "-" else source
     if column is not None and suffix not in (".csv", *_JSON_SUFFIXES):
@@ -59,7 +72,7 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
                 values = partial(_csv_values, name=name, column=column)
             elif suffix in _JSON_SUFFIXES:
                 values = partial(_json_values, name=name, column=column)
-            return [_length(value, name, number) for number, value in values(lines)]
+            return [read(value, name, number) for number, value in values(lines)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise LengthsFileError(f"cannot read {name}: {error}") from error
 
@@ -133,6 +146,14 @@ def _no_column(place: str, column: str | None, known: Iterable[str]) -> LengthsF
     choices = f" to one of {', '.join(map(repr, known)) or 'none'}"
     missing = "no column is named" if column is None else f"there is no column {column!r}"
     return LengthsFileError(f"{place}: {missing}; set {_COLUMN}{choices}")
+
+
+def _group(value: Any, name: str, line: int) -> str:
+    if not isinstance(value, str | int) or value == "":
+        raise LengthsFileError(
+            f"{name}:{line}: expected a group, text or an integer, got {value!r:.60}"
+        )
+    return str(value)
 
 
 def _length(value: Any, name: str, line: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mcore_batching.planning import (
+    ConfigError,
     ParallelDims,
     Plan,
     PlannerConfig,
@@ -18,9 +19,10 @@ from mcore_batching.planning import (
 from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 from mcore_batching.planning.plans.statistics import total_statistics
+from mcore_batching.planning.tree_planner import plan_groups
 from mcore_batching.tools import report
 from mcore_batching.tools.explain import explain
-from mcore_batching.tools.lengths_file import read_lengths
+from mcore_batching.tools.lengths_file import read_groups, read_lengths
 from mcore_batching.tools.options import (
     CommandParser,
     add_dims,
@@ -43,6 +45,15 @@ def add_arguments(parser: CommandParser) -> None:
     add_dims(parser)
     add_options(parser.add_argument_group("packing"), "on_oversize", "fill", "packing", "balance")
     add_search(parser)
+    shared = parser.add_argument_group(
+        "beginnings that samples of a group share (--dynamic-batch-share-prefixes)"
+    )
+    shared.add_argument(
+        "--group-column", help="column or key with the group (uid) of each sample; with the next"
+    )
+    shared.add_argument(
+        "--prompt-column", help="column or key with the prompt's tokens, the same for a group"
+    )
     output = parser.add_argument_group("what is planned, printed and written")
     output.add_argument(
         "--forward-only",
@@ -82,17 +93,22 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         check_picture(options.plot)
     lengths = read_lengths(options.lengths, options.column)
+    shares = options.group_column is not None
+    if shares != (options.prompt_column is not None):
+        raise ConfigError("--group-column and --prompt-column need each other; set both or none")
     started = time.process_time()
     with progress("planning") as on_step:
-        plan = plan_batch(
-            lengths,
-            dims,
-            config,
-            cost_model,
-            samples_per_step=options.samples_per_step,
-            forward_only=options.forward_only,
-            on_step=on_step,
-        )
+        settings = {
+            "samples_per_step": options.samples_per_step,
+            "forward_only": options.forward_only,
+            "on_step": on_step,
+        }
+        if shares:
+            prompts = read_lengths(options.lengths, options.prompt_column)
+            groups = read_groups(options.lengths, options.group_column)
+            plan = plan_groups(lengths, prompts, groups, dims, config, cost_model, **settings)
+        else:
+            plan = plan_batch(lengths, dims, config, cost_model, **settings)
     advice_seconds = 0.0 if options.no_advice else time.process_time() - started
     # The checker shares no code with the planner: a plan that it refuses is never written.
     validate_plan(plan, lengths)

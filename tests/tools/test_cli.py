@@ -226,3 +226,25 @@ def test_bad_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[s
         main(arguments)
     assert caught.value.code == 2
     assert "usage: mcore-batching" in capsys.readouterr().err
+
+
+def test_groups_with_a_prompt_in_common_are_planned_as_trees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, plan = str(tmp_path / "groups.csv"), str(tmp_path / "plan.json")
+    rows = [f"{9000 - i},8000,{i % 2}" for i in range(8)]
+    Path(table).write_text("\n".join(["tokens,prompt,uid", *rows]))
+    given = ("plan", table, "--max-tokens-per-gpu", "20000", "--group-column", "uid")
+    columns = ("--column", "tokens", "--prompt-column", "prompt")
+    assert main([*given, *columns, "--out", plan]) == 0
+    text = capsys.readouterr().out
+    assert "71,972 tokens of samples computed as 23,978: 3.0x fewer, 3.7 keys per token" in text
+    assert "below, samples that share tokens count as one" in text
+    assert main(["check", plan, table, "--column", "tokens"]) == 0
+    for wrong, message in (
+        (("--column", "tokens"), "--group-column and --prompt-column need each other"),
+        (("--column", "tokens", "--prompt-column", "uids"), "there is no column 'uids'"),
+        (("--column", "prompt", "--prompt-column", "tokens"), "its prompt"),
+    ):
+        assert main([*given, *wrong]) == 2
+        assert message in capsys.readouterr().err

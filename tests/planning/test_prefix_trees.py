@@ -1,0 +1,248 @@
+"""Prefix trees as units of a plan: parts, costs, the plan that ends first, and its checks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_cases import examples
+
+from mcore_batching.planning import (
+    ConfigError,
+    CostModel,
+    InvariantError,
+    LengthError,
+    ParallelDims,
+    Plan,
+    PlanFormatError,
+    PlannerConfig,
+    StepPlan,
+    plan_step,
+    predicted_step_time,
+    step_statistics,
+    validate_plan,
+)
+from mcore_batching.planning.prefix_trees import (
+    KEYS_PER_TOKEN,
+    Forest,
+    Node,
+    PrefixTree,
+    forest_of_groups,
+    parts_of,
+)
+from mcore_batching.planning.tree_planner import plan_forest, plan_groups
+from mcore_batching.planning.worker import PlanRequest
+
+PP2 = ParallelDims(data_parallel=2, pipeline_parallel=2)
+CONFIG = PlannerConfig(max_tokens_per_gpu=64, on_oversize="own-bin", plan_effort=10)
+MODEL = CostModel(per_micro_batch=8.0, quadratic=0.01)
+
+
+def forest_of(nodes: list[tuple[int, int]], samples: list[int]) -> Forest:
+    """Nodes of (tokens, parent), one sample for each of these leaves."""
+    made: list[Node] = []
+    for tokens, parent in nodes:
+        start = 0 if parent < 0 else made[parent].end
+        leaf = len(made)
+        while leaf not in samples:  # any sample below
+            leaf = next(k for k in range(leaf + 1, len(nodes)) if nodes[k][1] == leaf)
+        made.append(Node(samples.index(leaf), start, start + tokens, parent))
+    return Forest(tuple(made[leaf].end for leaf in samples), tuple(made), tuple(samples))
+
+
+def drawn(seed: int, largest: int = 30) -> Forest:
+    """A forest that branches at several depths, with samples that begin others, and empty ones."""
+    draw = random.Random(seed)
+    nodes: list[tuple[int, int]] = []
+    leaves: list[int] = []
+
+    def grow(parent: int, depth: int) -> None:
+        number = len(nodes)
+        nodes.append((draw.randint(1, largest), parent))
+        children = draw.choice([0, 2, 2, 3]) if depth < 4 else 0
+        if not children:
+            leaves.append(number)
+        for _ in range(children):
+            grow(number, depth + 1)
+
+    for _ in range(draw.randint(1, 6)):
+        grow(-1, 0)
+    made = forest_of(nodes, leaves)
+    begun = [draw.choice(range(len(leaves))) for _ in range(draw.randint(0, 3))]
+    lengths = [draw.randint(1, made.lengths[i]) for i in begun]
+    empty = draw.choice([0, 0, 2])
+    return Forest(
+        (*made.lengths, *lengths, *[0] * empty),
+        made.nodes,
+        (*made.last, *(made.last[i] for i in begun), *[-1] * empty),
+    )
+
+
+def tokens_of(forest: Forest, samples: tuple[int, ...]) -> int:
+    """Tokens of the nodes on some samples' paths, to their leaves."""
+    held = set()
+    for sample in samples:
+        node = forest.last[sample]
+        while node >= 0:
+            held.add(node)
+            node = forest.nodes[node].parent
+    return sum(forest.nodes[node].end - forest.nodes[node].start for node in held)
+
+
+def test_a_tree_costs_what_its_nodes_add() -> None:
+    tree = PrefixTree((0, 1), ((0, 3), (3, 6), (3, 7)))
+    assert (tree.tokens, tree.keys, tree.size) == (10, 16, 10)
+    of_samples = MODEL.sample(6) + MODEL.sample(7)
+    assert tree.cost(MODEL) == pytest.approx(of_samples - MODEL.sample(3))
+    # Pairs beyond a window are no more than they are alone.
+    windowed = replace(MODEL, window=2)
+    expected = windowed.sample(6) + windowed.sample(7) - windowed.sample(3)
+    assert tree.cost(windowed) == pytest.approx(expected)
+    # Short branches of a long beginning: their keys take the room.
+    many = PrefixTree(tuple(range(100)), ((0, 1000), *[(1000, 1001)] * 100))
+    assert many.size == -(-(1000 + 100 * 1001) // KEYS_PER_TOKEN) > many.tokens
+
+
+def test_a_part_has_the_nodes_that_its_samples_would_have_alone() -> None:
+    forest = forest_of([(3, -1), (2, 0), (4, 1), (5, 1), (6, 0)], [2, 3, 4])
+    assert forest.tree((0, 1, 2)).nodes == ((0, 3), (3, 5), (5, 9), (5, 10), (3, 9))
+    assert forest.tree((0, 1)).nodes == ((0, 5), (5, 9), (5, 10))
+    assert forest.tree((1,)).nodes == ((0, 10),)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 150))
+@examples(300)
+def test_parts_cover_all_and_keep_to_their_limits(seed: int, most: int) -> None:
+    forest = drawn(seed)
+    parts = parts_of(forest, MODEL, most)
+    found = sorted(itertools.chain.from_iterable(parts))
+    assert found == [i for i, leaf in enumerate(forest.last) if leaf >= 0]
+    for part in parts:
+        tree = forest.tree(part)
+        assert tree.tokens == tokens_of(forest, part)
+        is_one_leaf = len({forest.last[i] for i in part}) == 1
+        assert is_one_leaf or (tree.tokens <= most and tree.keys <= KEYS_PER_TOKEN * most)
+    for part in parts_of(forest, MODEL, float("inf"), float(most)):
+        is_one_leaf = len({forest.last[i] for i in part}) == 1
+        assert is_one_leaf or forest.tree(part).cost(MODEL) <= most * (1 + 1e-9)
+    # Whole trees, where nothing is in the way.
+    roots = sum(node.parent < 0 for node in forest.nodes)
+    deepest = max(tree.keys for tree in map(forest.tree, parts_of(forest, MODEL, 1e9)))
+    assert len(parts_of(forest, MODEL, 1e9)) == roots or deepest > 1e9
+
+
+def test_parts_of_equal_leaves_are_as_few_as_fit() -> None:
+    forest = forest_of_groups([18] * 16, [9] * 16, [0] * 16)  # 8 shared, 10 of its own each
+    assert sorted(map(len, parts_of(forest, MODEL, 48))) == [4, 4, 4, 4]
+    assert sorted(map(len, parts_of(forest, MODEL, 58))) == [1, 5, 5, 5]
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]))
+@examples(60)
+def test_no_plan_of_trees_ends_later_than_one_of_turns(seed: int, stages: int) -> None:
+    forest, dims = drawn(seed), replace(PP2, pipeline_parallel=stages)
+    plan = plan_forest(forest, dims, CONFIG, MODEL)
+    validate_plan(plan, forest.lengths)
+    assert StepPlan.from_json(plan.to_json()) == plan
+    leaves = sorted(set(forest.last) - {-1})
+    turns = [forest.nodes[leaf].end for leaf in leaves] + [0] * forest.last.count(-1)
+    ends = predicted_step_time(plan, forest.lengths, MODEL)
+    by_turns = predicted_step_time(plan_step(turns, dims, CONFIG, MODEL), turns, MODEL)
+    assert ends <= by_turns * (1 + 1e-9)
+    statistics = step_statistics(plan, forest.lengths)
+    assert statistics.sample_tokens == sum(forest.lengths)
+    computed = sum(tree.tokens for tree in plan.trees)
+    alone = set(range(len(forest.lengths))) - {i for tree in plan.trees for i in tree.samples}
+    assert statistics.real_tokens == computed + sum(forest.lengths[i] for i in alone)
+    assert forest.tokens <= statistics.real_tokens <= sum(forest.lengths)
+
+
+def test_a_group_is_planned_as_one_where_that_ends_sooner() -> None:
+    lengths, prompts = [900] * 32, [800] * 32
+    groups = [i // 8 for i in range(32)]
+    config = replace(CONFIG, max_tokens_per_gpu=2000)
+    plan = plan_groups(lengths, prompts, groups, PP2, config, MODEL)
+    validate_plan(plan, lengths)
+    (step,) = plan.steps
+    assert step_statistics(step, lengths).times_fewer_tokens > 3
+    apart = plan_step(lengths, PP2, config, MODEL)
+    assert predicted_step_time(step, lengths) < 0.5 * predicted_step_time(apart, lengths)
+    # Step by step, each with its own samples' numbers.
+    cut = plan_groups(lengths, prompts, groups, PP2, config, MODEL, samples_per_step=16)
+    validate_plan(cut, lengths)
+    assert Plan.from_json(cut.to_json()) == cut
+    assert {i for tree in cut.steps[1].trees for i in tree.samples} <= set(range(16, 32))
+
+
+def test_a_window_counts_in_trees() -> None:
+    forest = forest_of_groups([900] * 8, [800] * 8, [0] * 8)
+    config, model = replace(CONFIG, max_tokens_per_gpu=2000), replace(MODEL, window=10)
+    wide, narrow = (
+        predicted_step_time(plan_forest(forest, PP2, config, each), forest.lengths, each)
+        for each in (MODEL, model)
+    )
+    assert narrow < 0.5 * wide
+
+
+def test_wrong_prompts_and_much_effort_are_refused() -> None:
+    with pytest.raises(LengthError, match="sample 1 has 5 tokens, its prompt 6; give total"):
+        plan_groups([5, 5], [5, 6], ["a", "a"], PP2, CONFIG)
+    with pytest.raises(LengthError, match="groups"):
+        plan_groups([5, 5], [5, 5], ["a"], PP2, CONFIG)
+    forest = forest_of_groups([5] * 4, [4] * 4, "abcd")
+    with pytest.raises(ConfigError, match="plan_effort"):
+        plan_forest(forest, PP2, replace(CONFIG, plan_effort=10**9))
+
+
+GROUP = plan_groups(
+    [20, 21, 22, 9], [15] * 3 + [4], list("aaab"), ParallelDims(), CONFIG, MODEL
+).steps[0]
+TREE = GROUP.trees[0]
+BROKEN = {
+    "in two trees": ((TREE, TREE), "a sample is in two trees"),
+    "another sample": ((replace(TREE, samples=(0, 1, 5)),), "share tokens, but not a micro-batch"),
+    "no nodes": ((replace(TREE, nodes=()),), "but their nodes are"),
+    "backwards": ((replace(TREE, nodes=((0, 22), (22, 3))),), "but their nodes are"),
+    "too short": ((replace(TREE, nodes=((0, 21),)),), "but their nodes are"),
+    "too long": ((replace(TREE, nodes=((0, 22), (0, 22), (0, 22))),), "but as a tree 66"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_trees_are_named(name: str) -> None:
+    """Invariant: the samples of a tree are in one micro-batch, with tokens that they may share."""
+    assert TREE.samples == (0, 1, 2)
+    trees, text = BROKEN[name]
+    with pytest.raises(InvariantError, match=text) as raised:
+        validate_plan(replace(GROUP, trees=trees), [20, 21, 22, 9])
+    assert raised.value.invariant == "prefix trees"
+
+
+def test_a_tree_over_two_micro_batches_or_over_the_cap_is_refused() -> None:
+    rows = (((0, 1), (2, 3)),)
+    apart = replace(GROUP, micro_batches=rows, num_microbatches=2)
+    with pytest.raises(InvariantError, match="not a micro-batch"):
+        validate_plan(apart, [20, 21, 22, 9])
+    small = replace(GROUP, config=replace(CONFIG, max_tokens_per_gpu=30))
+    with pytest.raises(InvariantError, match="the cap is 30"):
+        validate_plan(small, [20, 21, 22, 9])
+
+
+@pytest.mark.parametrize("trees", ["{}", "[[[0, 1]]]", "[[[], [0, 3]]]", "[[[0, 1], [0, 3, 5]]]"])
+def test_malformed_trees_are_refused(trees: str) -> None:
+    text = GROUP.to_json()
+    start, end = text.index('"trees": ') + len('"trees": '), text.rindex("}]}")
+    with pytest.raises(PlanFormatError, match="trees"):
+        StepPlan.from_json(text[:start] + trees + text[end:], verify_digest=False)
+
+
+def test_a_request_with_a_forest_is_planned_by_it() -> None:
+    forest = forest_of_groups([20, 21, 22, 9], [15] * 3 + [4], list("aaab"))
+    request = PlanRequest(forest.lengths, ParallelDims(), CONFIG, MODEL, forest=forest)
+    plan = request.plan()
+    assert plan == GROUP
+    assert replace(request, forest=None).read(plan.to_json().encode()) == plan
