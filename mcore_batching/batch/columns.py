@@ -175,7 +175,8 @@ class Columns(Mapping[str, list[Any]]):
 
     def taken(self, samples: Sequence[int]) -> Columns:
         """The fields of some samples, in this order; nothing is copied."""
-        if [*samples] == [*range(len(self.total_lengths))]:
+        count = len(self.total_lengths)
+        if len(samples) == count and [*samples] == [*range(count)]:
             return self
         lengths = self.total_lengths, self.response_lengths
         made = Columns(self.schema, self.fields, *([own[i] for i in samples] for own in lengths))
