@@ -115,14 +115,17 @@ class RowBlock:
         if self._is_placeholder:
             weights = torch.zeros_like(weights)
         held, positions = index.predicting()
-        row, count = of_rows.samples.index_select(0, held), len(of_rows.counts)
+        row, owned = of_rows.samples, torch.ones_like(weights, dtype=torch.bool)
+        own, count = weights, len(of_rows.counts)
+        if len(held) < len(weights):
+            row, own = row.index_select(0, held), weights.index_select(0, held)
+            owned = torch.zeros_like(owned).index_fill_(0, held, True)
         tokens = Span.of(self._cuts["tokens"])
-        is_trained = (weights.index_select(0, held) != 0).float()
-        trained = row.bincount(is_trained, minlength=count)
+        trained = row.bincount((own != 0).float(), minlength=count)
         self.owned_num_tokens: list[int] = trained.long().tolist()
         made = {
             "loss_masks": weights,
-            "owned": torch.zeros_like(weights, dtype=torch.bool).index_fill_(0, held, True),
+            "owned": owned,
             "owned_indices": held - of_rows.firsts.index_select(0, row),
             "owned_positions": positions - tokens.firsts.index_select(0, row),
         }
@@ -141,7 +144,7 @@ class RowBlock:
         tags = self.fields.get("is_padding")
         # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
         padding = None if tags is None else torch.tensor(tags, dtype=torch.bool, device="cpu")
-        self._tensors["padding_mask", 0] = ~index.is_real(padding)[None]
+        self._tensors["padding_mask", 0] = index.is_padding(padding)[None]
 
     def _streams(self, index: RowIndex) -> Iterator[dict[str, Tensor]]:
         """Tokens, labels, position ids and loss masks ``[..., 1, T_local]``, at each depth."""

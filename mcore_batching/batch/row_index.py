@@ -276,9 +276,13 @@ class Nodes:
             BatchError: the row is too long.
         """
         alignments = sample_alignment_tokens, row_alignment_tokens
+        if forest is None:
+            apart = [*range(len(samples))]
+            offsets = padded_offsets([total_lengths[sample] for sample in samples], *alignments)
+            return cls._of_samples(apart, offsets, [(own,) for own in apart])
         place = {sample: number for number, sample in enumerate(samples)}
-        paths = [[] if forest is None else forest.path(sample) for sample in samples]
-        held = [] if forest is None else [*map(forest.nodes.__getitem__, sorted({*chain(*paths)}))]
+        paths = [forest.path(sample) for sample in samples]
+        held = [*map(forest.nodes.__getitem__, sorted({*chain(*paths)}))]
         if any(node.parent >= 0 for node in held):
             number = {node: count for count, node in enumerate(sorted({*chain(*paths)}))}
             of_samples = [tuple(number[node] for node in path) for path in paths]
@@ -297,20 +301,21 @@ class Nodes:
         # Samples in the order given; those that begin another lie in its node.
         hosts = [*range(len(samples))]
         for own, path in enumerate(paths):
-            if forest is not None and path:
+            if path:
                 hosts[own] = place[forest.nodes[path[0]].sample]
         apart = [own for own, host in enumerate(hosts) if host == own]
         number = {own: node for node, own in enumerate(apart)}
         offsets = padded_offsets([total_lengths[samples[own]] for own in apart], *alignments)
+        return cls._of_samples(apart, offsets, [(number[host],) for host in hosts])
+
+    @classmethod
+    def _of_samples(
+        cls, apart: Sequence[int], offsets: tuple[int, ...], paths: list[tuple[int, ...]]
+    ) -> Nodes:
+        """Nodes that are whole samples, and the row's padding if there is any."""
         count = len(offsets) - 1
-        return cls(
-            (*apart, *[len(samples)] * (count - len(apart))),
-            (0,) * count,
-            (-1,) * count,
-            offsets,
-            tuple((number[host],) for host in hosts),
-            offsets,
-        )
+        samples = (*apart, *[len(paths)] * (count - len(apart)))
+        return cls(samples, (0,) * count, (-1,) * count, offsets, tuple(paths), offsets)
 
     @classmethod
     def joined(cls, rows: Sequence[Nodes]) -> Nodes:
@@ -324,7 +329,7 @@ class Nodes:
             padding = len(row.paths)
             samples += [count if i == padding else first + i for i in row.samples]
             parents += [parent if parent < 0 else nodes + parent for parent in row.parents]
-            paths += [tuple(nodes + node for node in path) for path in row.paths]
+            paths += [tuple([nodes + node for node in path]) for path in row.paths]
             offsets += [start + offset for offset in row.offsets[1:]]
             segments += [start + offset for offset in row.segments[1:]]
         starts = tuple(start for row in rows for start in row.starts)
@@ -352,32 +357,42 @@ class RowIndex(Slice):
         super().__init__(nodes.segments, size, rank)
         self._totals, self._responses, self._nodes = totals, responses, nodes
         self._samples = torch.tensor(nodes.samples, dtype=torch.int64, device="cpu")
-        self._offsets = torch.tensor(nodes.offsets, dtype=torch.int64, device="cpu")
-        self._first = torch.tensor(nodes.starts, dtype=torch.int64, device="cpu")
+        self._offsets = self._starts
+        if nodes.has_branches:
+            self._offsets = torch.tensor(nodes.offsets, dtype=torch.int64, device="cpu")
+            self._first = torch.tensor(nodes.starts, dtype=torch.int64, device="cpu")
         self._spans: dict[Span, tuple[Tensor, Tensor]] = {}
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        self._absent: dict[int, Tensor] = {}
 
     def places(self, span: Span, later: int = 0) -> Tensor:
         """Places of the values ``later`` tokens on in a field with these rows, int64 ``[T_local]``;
         ``span.end`` where the sample has none."""
         base, left = self._of_span(span)
-        return (base + later).masked_fill_(left <= later, span.end)
+        absent = self.is_absent(later) if span is self._totals else left <= later
+        return (base + later if later else base).masked_fill(absent, span.end)
 
-    def is_real(self, is_padding: Tensor | None = None) -> Tensor:
-        """Bool ``[T_local]``: True for tokens, but for those of samples that are ``is_padding``."""
-        is_token = self._of_span(self._totals)[1] > 0
-        return is_token if is_padding is None else is_token & ~self._of_positions(is_padding)
+    def is_absent(self, later: int = 0) -> Tensor:
+        """Bool ``[T_local]``: True where the sample has no token ``later`` places on."""
+        if later not in self._absent:
+            self._absent[later] = self._of_span(self._totals)[1] <= later
+        return self._absent[later]
+
+    def is_padding(self, is_fabricated: Tensor | None = None) -> Tensor:
+        """Bool ``[T_local]``: True for padding, and for all tokens of ``is_fabricated`` samples."""
+        absent = self.is_absent()
+        return absent if is_fabricated is None else absent | self._of_positions(is_fabricated)
 
     def counted(self, later: int) -> Tensor:
         """Place in its sample of the token ``later`` places on, int64 ``[T_local]``; 0 if none."""
-        return (self._depth + later).masked_fill_(self._of_span(self._totals)[1] <= later, 0)
+        return (self._depth + later if later else self._depth).masked_fill(self.is_absent(later), 0)
 
     def is_beyond(self, later: int) -> Tensor:
         """Bool ``[T_local]``: True where the place ``later`` tokens on is neither of the sample nor
         of its node's padding."""
         node, within = self._node
         is_outside = within + later >= self._offsets.diff().index_select(0, node)
-        return is_outside & (self._of_span(self._totals)[1] <= later)
+        return is_outside & self.is_absent(later)
 
     def predicting(self, later: int = 0) -> tuple[Tensor, Tensor]:
         """Response tokens that are predicted ``later`` places behind a position of this slice.
@@ -387,31 +402,37 @@ class RowIndex(Slice):
             some of them several times where samples share tokens.
         """
         if later not in self._held:
-            places = self.local(self._predicted_at(later))
-            held = (places >= 0).nonzero().squeeze(1)
-            self._held[later] = held, places.index_select(0, held)
+            prompts = self._totals.lengths - self._responses.lengths
+            has_all = not bool((prompts <= later).any())
+            at = self._predicted_at(later)
+            if not has_all:
+                at.masked_fill_(predicted_within(self._totals, self._responses) < later, -1)
+            if has_all and self.size == 1:  # as in most rows
+                self._held[later] = torch.arange(len(at), device="cpu"), at
+            else:
+                places = self.local(at)
+                held = (places >= 0).nonzero().squeeze(1)
+                self._held[later] = held, places.index_select(0, held)
         return self._held[later]
 
     def _predicted_at(self, later: int) -> Tensor:
         """Position of the full row ``later`` places before the one that predicts each response
-        token, int64 ``[R]``; -1 where there is none."""
-        within = predicted_within(self._totals, self._responses) - later
-        node = self._node_of(self._responses.samples, within)
-        at = self._offsets.index_select(0, node) + within - self._first.index_select(0, node)
-        return at.masked_fill_(within < 0, -1)
-
-    def _node_of(self, samples: Tensor, within: Tensor) -> Tensor:
-        """The node that holds a place of a sample; the first for a place before it."""
-        paths = self._nodes.paths
+        token, int64 ``[R]``; any where the sample has no token there."""
+        totals, responses, paths = self._totals, self._responses, self._nodes.paths
         path = torch.tensor([*chain(*paths)], dtype=torch.int64, device="cpu")
+        if not self._nodes.has_branches:  # of each sample one node
+            first = self._offsets.index_select(0, path) + totals.lengths - responses.lengths
+            first -= responses.firsts + (1 + later)
+            at = first.index_select(0, responses.samples)
+            return at.add_(torch.arange(responses.total, device="cpu"))
+        # Sorted by sample and by start: the last node that starts at or before the place.
+        within = predicted_within(totals, responses) - later
         counts = torch.tensor([len(each) for each in paths], dtype=torch.int64, device="cpu")
-        if self._nodes.has_branches:
-            # Sorted by sample and by start: the last node that starts at or before the place.
-            scale = int(self._totals.lengths.max()) + 1
-            of_path = torch.repeat_interleave(counts) * scale + self._first.index_select(0, path)
-            wanted = samples * scale + within.clamp(min=0)
-            return path.index_select(0, torch.searchsorted(of_path, wanted, right=True) - 1)
-        return path.index_select(0, (counts.cumsum(0) - counts).index_select(0, samples))
+        scale = int(totals.lengths.max()) + 1
+        of_path = torch.repeat_interleave(counts) * scale + self._first.index_select(0, path)
+        wanted = responses.samples * scale + within.clamp(min=0)
+        node = path.index_select(0, torch.searchsorted(of_path, wanted, right=True) - 1)
+        return self._offsets.index_select(0, node) + within - self._first.index_select(0, node)
 
     @functools.cached_property
     def _node(self) -> tuple[Tensor, Tensor]:
