@@ -34,12 +34,11 @@ from mcore_batching.megatron.watch import POLL_SECONDS
 from mcore_batching.planning import (
     Problem,
     StepPlan,
-    sample_multiple_tokens,
     validate_plan,
 )
 from mcore_batching.planning.local import fill_local, least_count, pack_local
 from mcore_batching.planning.plans.statistics import shared_tokens, sharing
-from mcore_batching.planning.prefix_trees import PrefixTree, parts_of
+from mcore_batching.planning.prefix_trees import PrefixTree, most_tokens_of_part, parts_of
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 
 _STAGE = "exchanging samples"
@@ -216,8 +215,7 @@ def _local_units(samples: Samples, indices: Sequence[int]) -> list[PrefixTree | 
         return [*indices]
     first, config, dims = samples.own.start, samples.settings.config, samples.settings.dims
     forest = samples.beginnings.forest(samples.lengths, [first + index for index in indices])
-    multiple = sample_multiple_tokens(dims, config)
-    most = config.cap_tokens(dims) // multiple * multiple
+    most = most_tokens_of_part(dims, config)
     units = list[PrefixTree | int]()
     for part in parts_of(forest, samples.settings.cost_model, most):
         tree = forest.tree(part)

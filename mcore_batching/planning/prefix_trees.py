@@ -23,7 +23,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mcore_batching.planning.config import (
+    PlannerConfig,
+    row_capacity_tokens,
+    sample_multiple_tokens,
+)
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
+from mcore_batching.planning.parallel_dims import ParallelDims
 
 KEYS_PER_TOKEN = 8
 """Gathered keys that a token's room in a micro-batch holds. Keys and values of a key take about a
@@ -281,6 +287,17 @@ class _Limits:
         """True if a part may be this large."""
         size = max(piece.tokens, piece.keys / KEYS_PER_TOKEN)
         return size <= self.tokens and piece.cost <= self.cost
+
+
+def most_tokens_of_part(dims: ParallelDims, config: PlannerConfig) -> int:
+    """Room of a micro-batch for one part, in tokens; a `ConfigError` if there is none."""
+    if config.max_context_parallel is not None:
+        # Rows may be kept to fewer ranks than the layout has for each.
+        sizes = dims.row_sizes(config.max_context_parallel)
+        dims = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
+    # It is padded as a sample, and then as a row.
+    multiple = sample_multiple_tokens(dims, config)
+    return row_capacity_tokens(dims, config) // multiple * multiple
 
 
 def parts_of(

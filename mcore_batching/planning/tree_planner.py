@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
-from mcore_batching.planning.config import PlannerConfig, sample_multiple_tokens
+from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.groups import steps_of_batch
@@ -19,7 +19,13 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import check_search, plan_samples
 from mcore_batching.planning.plans.plan import Plan, StepPlan
 from mcore_batching.planning.plans.statistics import step_clocks
-from mcore_batching.planning.prefix_trees import Forest, PrefixTree, forest_of_groups, parts_of
+from mcore_batching.planning.prefix_trees import (
+    Forest,
+    PrefixTree,
+    forest_of_groups,
+    most_tokens_of_part,
+    parts_of,
+)
 from mcore_batching.planning.problem import Problem
 
 
@@ -112,8 +118,7 @@ def _candidates(
     chains = [*forest.samples_of_leaves.values()]
     ways = [chains]
     if len(forest.nodes) > len(chains):  # there are branches
-        multiple = sample_multiple_tokens(dims, config)
-        cap = config.cap_tokens(dims) // multiple * multiple
+        cap = most_tokens_of_part(dims, config)
         whole = parts_of(forest, costs, cap)
         work = ordered_sum(forest.tree(samples).cost(costs) for samples in whole)
         # At most half of what a stage of the pipeline would take if work were even.
