@@ -104,6 +104,15 @@ def find_beginnings(
             f"{apart.value:,} tokens that samples have in common are computed for each, as their "
             "fields per token differ: declare fields that no row is made of as Kind.METADATA",
         )
+    config = get_model_config(chunks[0])
+    # Its keys have as many heads as its queries: several of them for each token of a row are large.
+    is_latent = getattr(config, "multi_latent_attention", False)
+    if not reason and is_latent and config.recompute_granularity is None:
+        job.say_once(
+            "latent attention",
+            "multi-latent attention holds the keys that samples share for each of them: set "
+            "--recompute-granularity selective (--recompute-modules core_attn)",
+        )
     if not reason and any(map(compat.layers.has_engines_attention, chunks)):
         job.say_once("untested", "shared prefixes on Transformer Engine are untested on a GPU")
     found = [each for of_rank in hashes.values for each in of_rank]

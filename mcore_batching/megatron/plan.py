@@ -180,15 +180,16 @@ def plan_locally(samples: Samples) -> MicroBatchSchedule:
             units = _local_units(samples, indices)
             trees += [unit for unit in units if isinstance(unit, PrefixTree)]
             steps.append(units)
-            with samples.naming(indices):
-                problem = Problem.of(
-                    [lengths[each] if isinstance(each, int) else each.size for each in units],
-                    dims,
-                    config,
-                    costs,
-                    forward_only=samples.forward_only,
-                    trees=[None if isinstance(each, int) else each for each in units],
-                )
+            with samples.naming(indices):  # before trees are, which have numbers of their own
+                Problem.of([lengths[i] for i in indices], dims, config, costs)
+            problem = Problem.of(
+                [lengths[each] if isinstance(each, int) else each.size for each in units],
+                dims,
+                config,
+                costs,
+                forward_only=samples.forward_only,
+                trees=[None if isinstance(each, int) else each for each in units],
+            )
             problems.append(problem)
         packed = [pack_local(problem) for problem in problems]
         counts = agree.max("micro-batches", [*map(least_count, problems, packed)])

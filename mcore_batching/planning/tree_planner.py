@@ -15,6 +15,7 @@ from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import LengthError
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.integers import check_lengths, one_per_sample
+from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import check_search, plan_samples
 from mcore_batching.planning.plans.plan import Plan, StepPlan
@@ -43,20 +44,22 @@ def plan_forest(
         The plan that ends first of those tried; its `trees` are samples to be computed together.
     """
     costs = CostModel() if cost_model is None else cost_model
+    settings = dims, config, costs
+    # What is wrong with a sample is named by its own number.
+    Problem.of(forest.lengths, *settings, forward_only=forward_only)
     best: tuple[float, StepPlan] | None = None
-    for trees in _candidates(forest, dims, config, costs):
+    ways = list[tuple[float, Problem, list[PrefixTree]]]()
+    for trees in _candidates(forest, *settings):
         check_search(config, len(trees))
-        problem = Problem.of(
-            [tree.size for tree in trees],
-            dims,
-            config,
-            costs,
-            forward_only=forward_only,
-            trees=trees,
-        )
+        sizes = [tree.size for tree in trees]
+        problem = Problem.of(sizes, *settings, forward_only=forward_only, trees=trees)
+        ways.append((step_time_floor(problem), problem, trees))
+    # The most promising first: those that cannot end sooner are not planned.
+    for floor, problem, trees in sorted(ways, key=lambda way: way[0]):
+        if best is not None and floor >= best[0]:
+            continue
         plan = plan_samples(problem, range(len(trees)))
-        clocks = step_clocks(plan, problem, plan.micro_batches)
-        end = max(clock.end for clock in clocks)
+        end = max(clock.end for clock in step_clocks(plan, problem, plan.micro_batches))
         if best is None or end < best[0]:
             best = end, _of_samples(plan, trees)
     assert best is not None

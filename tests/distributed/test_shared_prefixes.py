@@ -60,7 +60,8 @@ def test_what_is_printed_and_reported_of_samples_and_trees(
         assert "samples [0, 1, 2, 3" in errors["not finite"]
         # The first trajectory's last turn, as its samples are numbered.
         for exchanges in (False, True):
-            assert f"has {TOTALS[-1]} tokens" in errors[f"oversize, {exchanges}"]
+            text = f"sample {len(TOTALS) - 1} has {TOTALS[-1]} tokens"
+            assert text in errors[f"oversize, {exchanges}"]
         assert errors["agreeing field"] == errors["evaluated"] == ""
         assert errors["other field"].startswith("PlanningFailedError")
         assert "field 'beside', sample " in errors["other field"]
