@@ -1,4 +1,6 @@
-"""verl's plugin, and verl's own functions around micro-batches of this package.
+"""verl's plugin, in a small verl and in its own; its own tests with micro-batches of this package.
+
+That its engine's loop gives the same with them is shown in `tests/distributed/test_hooked.py`.
 
 verl's own functions take part where ``MCORE_BATCHING_VERL_SOURCE`` names a folder with verl, an
 unpacked wheel of 0.9.1 or a checkout, and tensordict is installed.
@@ -117,85 +119,6 @@ def test_verl_loads_the_plugin_on_import(
     assert f"replaced {replaced}" in done.stdout
     assert ("hooked verl.utils.seqlen_balancing" in done.stdout) == replaced
     assert ("must be 1, 0 or unset" in done.stderr) == (value == "2")
-
-
-def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def tensordict_of(own_verl: Any, lengths: list[int], cap: int) -> Any:
-    generator = torch.Generator().manual_seed(5)
-    tokens = [torch.randint(16, (length,), generator=generator) for length in lengths]
-    masks = [torch.rand(length, generator=generator) > 0.3 for length in lengths]
-    batch = own_verl.tensors.get_tensordict(
-        {"input_ids": nested(tokens), "loss_mask": nested(masks)}
-    )
-    own_verl.tensors.assign_non_tensor(batch, use_dynamic_bsz=True, max_token_len_per_gpu=cap)
-    return batch
-
-
-LENGTHS = [61, 3, 45, 17, 90, 12, 33, 28, 71, 9, 54, 20]
-
-
-def run(own_verl: Any, lengths: list[int], mode: str, **options: Any) -> dict[str, Any]:
-    """verl's micro-batches through a small model, as its engines loop over them."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 1)).double()
-    batch = tensordict_of(own_verl, lengths, 100)
-    tokens = int(batch["loss_mask"].values().sum())
-    own_verl.tensors.assign_non_tensor(batch, batch_num_tokens=tokens)
-    made, indices = own_verl.engine.prepare_micro_batches(batch, **options)
-    outputs, total = [], 0.0
-    for micro_batch in made:
-        values = nested([model(row).squeeze(-1) for row in micro_batch["input_ids"].unbind()])
-        width = max(lengths)
-        mask = micro_batch["loss_mask"].to_padded_tensor(0.0, (len(values), width))
-        loss = own_verl.algorithms.agg_loss(
-            values.to_padded_tensor(0.0, (len(values), width)).square(),
-            mask,
-            mode,
-            batch_num_tokens=tokens,
-            global_batch_size=len(lengths),
-        )
-        loss.backward()
-        total += float(loss.detach())
-        outputs.append({"model_output": {"values": nested(list(values.detach().unbind()))}})
-    restored = own_verl.engine.postprocess_batch_func(outputs, indices, batch)
-    return {
-        "count": len(made),
-        "indices": indices,
-        "loss": total,
-        "gradients": [parameter.grad for parameter in model.parameters()],
-        "values": restored["model_output"]["values"].unbind(),
-        "rows": [row.tolist() for row in batch["input_ids"].unbind()],
-        "model": model,
-    }
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_losses_gradients_and_order_are_those_of_verls_own(own_verl: Any, mode: str) -> None:
-    theirs = run(own_verl, LENGTHS, mode)
-    with hook() as hooked:
-        assert len(hooked.hooked) == 5
-        runs = [
-            run(own_verl, LENGTHS, mode),
-            run(own_verl, LENGTHS, mode, num_batches_divided_by=8),
-            run(own_verl, LENGTHS, mode, num_batches_divided_by=16),  # four samples run twice
-        ]
-    assert [each["count"] % 8 for each in runs[1:]] == [0, 0]
-    assert runs[2]["count"] == 16
-    for ours in runs:
-        # Sums of the same float64 terms in another order.
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-12)
-        for one, other in zip(ours["gradients"], theirs["gradients"], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-        for row, one, other in zip(ours["rows"], ours["values"], theirs["values"], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-            expected = ours["model"](torch.tensor(row)).squeeze(-1)
-            torch.testing.assert_close(one, expected, rtol=1e-12, atol=1e-12)
-    again = run(own_verl, LENGTHS, mode)
-    assert again["indices"] == theirs["indices"]
-    assert again["loss"] == theirs["loss"]
 
 
 def test_verls_own_tests_pass_with_ours(own_verl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
