@@ -197,27 +197,6 @@ def test_a_mask_of_two_dimensions_is_refused() -> None:
         pack_on_all_ranks(samples)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("trailing", [(), (3,), (2, 2)])
-def test_packed_fields_lie_like_the_tokens(size: int, trailing: tuple[int, ...]) -> None:
-    shapes = [(5, 2), (0, 0), (9, 9), (1, 0)]
-    samples = make_samples(shapes)
-    samples["features"] = [torch.rand(total, *trailing) for total, _ in shapes]
-    schema = DEFAULT_SCHEMA.declare("features", Kind.PER_TOKEN)
-    rows = pack_on_all_ranks(samples, size, schema=schema)
-    offsets = rows[0].host_cu_seqlens_padded
-    parts = [row.packed("features", pad_value=-1.0)[0] for row in rows]
-    assert parts[0].shape == (rows[0].tokens.shape[1], *trailing)
-    full = merge_packed(parts, offsets)
-    for i, value in enumerate(samples["features"]):
-        assert torch.equal(full[offsets[i] : offsets[i] + len(value)], value)
-        assert bool((full[offsets[i] + len(value) : offsets[i + 1]] == -1).all())
-    assert torch.equal(
-        torch.cat([row.packed("tokens", PAD) for row in rows]),
-        torch.cat([row.tokens for row in rows]),
-    )
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_routed_experts_are_padded_with_different_experts(size: int) -> None:
     """All-zero rows would send every slot of every padding token to expert 0."""
@@ -415,3 +394,23 @@ def test_a_forest_of_other_samples_is_refused() -> None:
     forest = find_forest_of(Columns.read(same, DEFAULT_SCHEMA), [0, 0])
     with pytest.raises(SchemaError, match="field 'tokens', sample 0: expected what sample 1"):
         pack_on_all_ranks(samples, forest=forest)
+
+
+def test_the_given_masks_are_neither_changed_nor_shared() -> None:
+    samples = make_samples([(3, 3), (4, 2)])
+    samples["loss_masks"] = [torch.ones(3), torch.ones(2)]
+    (row,) = pack_on_all_ranks(samples | {"is_padding": [False, True]}, 1)
+    assert [mask.tolist() for mask in samples["loss_masks"]] == [[1.0] * 3, [1.0] * 2]
+    samples["loss_masks"][0].fill_(7.0)
+    assert row.responses.loss_masks[:3].tolist() == [0.0, 1.0, 1.0]
+
+
+def test_the_weights_travel_with_the_row() -> None:
+    samples = make_samples([(5, 3), (4, 4)])
+    (row,), (on_meta,) = (pack_on_all_ranks(samples, device=name) for name in ("cpu", "meta"))
+    moved = on_meta.responses
+    tensors = [value for value in vars(moved).values() if value is not None]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert vars(moved).keys() == vars(row.responses).keys()
+    assert moved.loss_masks.shape == (7,)
+    assert row.responses.loss_masks.dtype == torch.float32
