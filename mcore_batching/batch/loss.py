@@ -28,6 +28,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.errors import BatchError
@@ -39,8 +40,8 @@ from mcore_batching.batch.row_index import Span, predicted_within
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key
 
-_EXACT_COUNTS = 2**24
-"""Single precision has every integer up to here."""
+_BLOCK = 64
+"""Values that are added up at once: sums of as many zeros and ones are exact in any precision."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,10 +95,15 @@ class SampleWeights:
             span, weights = columns.response_span, loss_weights(columns)
         padding = columns.get("is_padding") or [False] * len(span.counts)
         self.is_real = ~torch.tensor(padding, dtype=torch.bool, device="cpu")
-        # Sums of zeros and ones, as most masks hold, are counts.
-        is_mask = _are_zeros_and_ones(weights)
-        sums = [_sums(weights, span, is_mask=is_mask)]
-        counts = sums[0] if is_mask else _sums((weights != 0).float(), span, is_mask=True)
+        sums = [_sums(weights, span)]
+        # Of numbers up to 1 only ones add up to how many are not 0, as in most masks. Others are
+        # added up in double: micro-batches, and so packing, should not show in the sum.
+        total = float(sums[0].sum())
+        if weights.numel() and weights.max() <= 1 and total == int(weights.count_nonzero()):
+            counts = sums[0].round()
+        else:
+            counts, weights = _sums((weights != 0).float(), span), weights.double()
+            sums = [_sums(weights, span)]
         self.num_tokens = counts.long()
         within = weights
         if depths and has_labels:
@@ -106,7 +112,7 @@ class SampleWeights:
         elif depths:
             within = predicted_within(columns.token_span, span)
         for depth in range(1, depths + 1):
-            sums.append(_sums(weights.masked_fill(within < depth, 0.0), span, is_mask=is_mask))
+            sums.append(_sums(weights.masked_fill(within < depth, 0.0), span))
         self.weights = torch.stack(sums)
         self._keys: list[list[Hashable] | None] = [None, None]
         # Ids that name no groups are no fault of a loss that has no use for groups.
@@ -165,23 +171,21 @@ def _keys(columns: Columns, name: str) -> list[Hashable] | None:
     return [None if is_padding else group_key(value, i) for i, (value, is_padding) in values]
 
 
-def _are_zeros_and_ones(weights: Tensor) -> bool:
-    # w - w² is 0 of no other number; two comparisons and their union take four times as long.
-    rest = torch.addcmul(weights, weights, weights, value=-1).abs_()
-    return not rest.numel() or bool(rest.max() == 0)
+def _sums(values: Tensor, span: Span) -> Tensor:
+    """Sum of each sample's ``[R]`` values on the host, float64 ``[samples]``.
 
-
-def _sums(values: Tensor, span: Span, *, is_mask: bool) -> Tensor:
-    """Sum of each sample's ``[R]`` values on the host, float64 ``[samples]``."""
-    if not values.numel():
+    What stands before a sample's end is whole blocks, which vectors add up without a copy of the
+    values, and part of the next one.
+    """
+    if not len(values):
         return torch.zeros(len(span.counts), dtype=torch.float64, device="cpu")
-    # Single precision is exact for counts. Other values are added up in double: micro-batches, and
-    # so packing, should not show in the sum.
-    is_exact = is_mask and span.total <= _EXACT_COUNTS
-    running = values.cumsum(0, dtype=torch.float32 if is_exact else torch.float64)
     ends = span.firsts + span.lengths
-    reached = running.index_select(0, (ends - 1).clamp_(min=0)).double().masked_fill_(ends == 0, 0)
-    return reached.diff(prepend=reached.new_zeros(1))
+    number = ends // _BLOCK
+    blocks = values[: len(values) // _BLOCK * _BLOCK].view(-1, _BLOCK).sum(1)
+    places = number[:, None] * _BLOCK + torch.arange(_BLOCK, device="cpu")
+    part = values[places.clamp(max=len(values) - 1)].masked_fill_(places >= ends[:, None], 0)
+    whole = pad(blocks.double().cumsum(0), (1, 0)).index_select(0, number)
+    return (whole + part.sum(1)).diff(prepend=whole.new_zeros(1))
 
 
 def sums_of_samples(values: Tensor, span: Span) -> Tensor:

@@ -237,3 +237,12 @@ def test_sums_of_weights_are_exact_whatever_they_are() -> None:
         assert math.isclose(weights, (count + 1) * single, rel_tol=1e-12)
         assert totals.token_weight == weights
         assert (totals.num_tokens, totals.num_trained_samples) == (count + 1, 2)
+
+
+def test_weights_that_add_up_to_their_number_are_not_taken_for_ones() -> None:
+    samples = batch_cases.make_samples([(2, 1), (300, 200), (2, 1), (4, 3)])
+    masks = [[1.5], [1.0] * 200, [0.5], [1.0, 0.0, 1.0]]
+    samples["loss_masks"] = [torch.tensor(mask) for mask in masks]
+    made = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA))
+    assert made.num_tokens.tolist() == [1, 200, 1, 2]
+    assert made.weights.tolist() == [[1.5, 200.0, 0.5, 2.0]]
