@@ -63,16 +63,19 @@ open(f"rank{torch.distributed.get_rank()}", "w").write(f"{sizes} {sorted(result.
 """
 
 
-def test_the_readmes_own_loop_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_loop_runs_and_the_readme_shows_it(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     from kit.harness import environment
 
-    (loop,) = (block for block in blocks_of_readme("python") if "train_step" in block)
+    loop = (REPOSITORY / "examples" / "loop.py").read_text(encoding="utf-8")
+    (shown,) = blocks_of_readme("python")
+    assert [line for line in shown.splitlines() if line not in loop.splitlines()] == []
     (tmp_path / "loop.py").write_text(loop + RESULTS)
-    (flags,) = re.findall(r"# .*torchrun (--nproc-per-node 2) loop.py (.*)", loop)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags[0].split()]
+    (processes,) = re.findall(r"torchrun (--nproc-per-node 2) examples/loop.py", loop)
+    (flags,) = re.findall(r"\n        (--use-dynamic.*)", loop)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *processes.split()]
     done = subprocess.run(
-        [*torchrun, "loop.py", *flags[1].split()],
+        [*torchrun, "loop.py", *flags.split()],
         cwd=tmp_path,
         env=environment(2),
         capture_output=True,
