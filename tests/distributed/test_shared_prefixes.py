@@ -1,6 +1,7 @@
 """Samples that begin alike: what is printed and reported.
 
-That nothing changes but the tokens that are computed is shown in `test_exactness`.
+That nothing changes but the tokens that are computed is shown in `test_exactness`, too, but of few
+rows with branches.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from kit.harness import Job
 from kit.prefixes import BRANCH, TOTALS, TRAJECTORIES
+from kit.random_verdict import job_of, report, verdict
 
 DP2 = {"data_parallel": 2}
 SAMPLES = len(TOTALS) + 1
@@ -66,3 +68,47 @@ def test_what_is_printed_and_reported_of_samples_and_trees(
         assert errors["other field"].startswith("PlanningFailedError")
         assert "field 'beside', sample " in errors["other field"]
         assert "unset --dynamic-batch-share-prefixes" in errors["drawn"]
+
+
+# 13 samples of 39 tokens are computed as 294, up to five nodes behind each other.
+BRANCHES: dict[str, Any] = {
+    "turns": True,
+    "shared_prefixes": True,
+    "rollouts": 1,
+    "rollout 0, steps": "one",
+    "rollout 0, padding samples": False,
+    "without the flag": False,
+    "cap": 100,
+    "samples of a row": False,
+    "dynamic CP": False,
+    "worker": None,
+    "kind": "dense",
+    "other_layers": False,
+    "hybrid": False,
+    "positions": "rope",
+    "attention": None,
+    "trained": "all",
+    "bfloat16": False,
+    "loss masks": "weights",
+    "lopsided": False,
+}
+DEPTHS = {"multi-token prediction": True, "depths": 2, "detached heads": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one-rank": {"layout": (1, 1, 1, 1), "nproc": 1, "multi-token prediction": False},
+    "cp2": {"layout": (1, 1, 2, 1), "nproc": 2, "multi-token prediction": False},
+    "further-tokens": {"layout": (1, 1, 1, 1), "nproc": 1, **DEPTHS},
+}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [job_of(174, f"branches-{name}", **BRANCHES | layout) for name, layout in LAYOUTS.items()],
+    ids=str,
+)
+def test_rows_with_branches_give_what_each_sample_does(
+    job: Job, ranks: list[dict[str, Any]]
+) -> None:
+    kind, said = verdict(job, ranks)
+    if kind == "not built":
+        pytest.skip(said.splitlines()[-1])
+    assert kind == "equal", report(job, said)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_batching.planning import ParallelDims, PlannerConfig, step_statistics, validate_plan
-from mcore_batching.planning.prefix_trees import forest_of_groups
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    step_statistics,
+    validate_plan,
+)
+from mcore_batching.planning.prefix_trees import forest_of_groups, parts_of
 from mcore_batching.planning.tree_planner import plan_forest
 
 ROWS_ON_ONE_RANK = {"max_tokens_per_gpu": 45, "max_context_parallel": 1}
@@ -32,3 +38,13 @@ def test_no_part_is_over_the_cap(
     statistics = step_statistics(plan, lengths)
     assert plan.trees
     assert statistics.num_oversize == 0
+
+
+def test_no_part_gathers_more_keys_than_its_room_holds() -> None:
+    """Short answers to a long prompt: few tokens, of which each node gathers the prompt's keys."""
+    lengths = [1000] * 64
+    forest = forest_of_groups(lengths, [991] * 64, [0] * 64)
+    assert forest.tokens == 990 + 64 * 10 < 2000
+    trees = [forest.tree(part) for part in parts_of(forest, CostModel(), 2000)]
+    assert max(tree.size for tree in trees) <= 2000
+    assert len(trees) == 5  # of 15 samples and a prompt each: 15,990 keys of 16,000
