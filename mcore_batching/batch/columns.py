@@ -26,7 +26,7 @@ from mcore_batching.batch.fields import (
     checked_values,
     declaration_line,
 )
-from mcore_batching.batch.row_index import Span
+from mcore_batching.batch.row_index import Span, integers
 from mcore_batching.batch.schema import Schema
 from mcore_batching.batch.values import joined
 
@@ -166,11 +166,9 @@ class Columns(Mapping[str, list[Any]]):
         if key not in self._spans:
             own = self.response_lengths if is_response else self.total_lengths
             if self._samples is None:
-                lengths = torch.tensor(own, dtype=torch.int64, device="cpu")
-                self._spans[key] = Span(lengths.add_(offset).clamp_(min=0))  # as `num_rows`
+                self._spans[key] = Span(integers(own).add_(offset).clamp_(min=0))  # as `num_rows`
             else:
-                chosen = torch.tensor(self._samples, dtype=torch.int64, device="cpu")
-                self._spans[key] = self._all._span_of(*key).taken(chosen)
+                self._spans[key] = self._all._span_of(*key).taken(integers(self._samples))
         return self._spans[key]
 
     def taken(self, samples: Sequence[int]) -> Columns:

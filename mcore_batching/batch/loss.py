@@ -36,7 +36,7 @@ from mcore_batching.batch.gather import flat_values
 from mcore_batching.batch.pinned_buffer import sent
 from mcore_batching.batch.row import PackedMicroBatch
 from mcore_batching.batch.row_block import loss_weights
-from mcore_batching.batch.row_index import Span, predicted_within
+from mcore_batching.batch.row_index import Span, integers, predicted_within
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key
 
@@ -122,7 +122,7 @@ class SampleWeights:
     def totals(self, samples: Sequence[int]) -> tuple[StepTotals, list[float]]:
         """The totals of some of the samples, of the data-parallel rank that holds them, and sums
         of their weights by depth."""
-        chosen = torch.tensor(samples, dtype=torch.int64, device="cpu")
+        chosen = integers(samples)
         num_tokens = self.num_tokens[chosen]
         weights = [math.fsum(each) for each in self.weights[:, chosen].tolist()]
         trajectories, prompts = self._by_group(chosen)
