@@ -179,7 +179,7 @@ def test_values_come_back_to_the_place_of_their_samples(
         last = [rank["forward_rows"] for rank in ranks if rank["last_stage"]]
         assert sum(last) == len(SHAPES)
     shares_prefixes = job.parameters["planner"].get("dynamic_batch_share_prefixes", False)
-    assert any(rank["hosted"] for rank in ranks) == shares_prefixes
+    assert any(rank["saved"] for rank in ranks) == shares_prefixes
 
 
 @pytest.mark.parametrize(

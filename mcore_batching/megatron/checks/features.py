@@ -79,7 +79,7 @@ _POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
 
 
 def check_shared_prefixes(chunks: list[Any]) -> None:
-    """Refuse models of which samples cannot share segments."""
+    """Refuse models whose samples cannot share tokens."""
     refuse(_SHARE_PREFIXES, sharing_problems(chunks))
 
 
@@ -103,7 +103,7 @@ def check_branches(chunks: list[Any], spare: int) -> None:
 
 
 def sharing_problems(chunks: list[Any]) -> Iterator[str]:
-    """Why samples of a model cannot share segments, each with the setting that mends it."""
+    """Why samples of a model cannot share tokens, each with the setting that mends it."""
     config = get_model_config(chunks[0])
     is_trained = any(chunk.training for chunk in chunks)  # evaluation drops nothing
     for name in ("hidden_dropout", "attention_dropout"):

@@ -64,9 +64,9 @@ def there_and_back(
 
     Returns:
         ``equal``: by name, True if all came back to their places; ``trained``: samples of each of
-        three steps; ``moved``: samples that this rank runs and did not bring; ``hosted``: those
-        that it computes in others' segments; ``last_stage``; ``forward_rows``: micro-batches of
-        forward passes that hold samples.
+        three steps; ``moved``: samples that this rank runs and did not bring; ``saved``: tokens
+        that it does not compute, as samples share them; ``last_stage``; ``forward_rows``:
+        micro-batches of forward passes that hold samples.
     """
     model = small_model(dims, reference)
     args = exactness.arguments(ParallelDims(**dims), global_batch_size=5, **planner)
@@ -127,7 +127,7 @@ def there_and_back(
         "trained": [result.totals.num_samples for result in trained],
         "forward_rows": sum(bool(row) for row in forward.schedule.micro_batches),
         "moved": len(set(held) - set(data["source"])),
-        "hosted": _saved(schedule_of(iterators)),
+        "saved": _saved(schedule_of(iterators)),
     }
 
 

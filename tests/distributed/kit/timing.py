@@ -43,7 +43,7 @@ def rollouts(num_samples: int, median_tokens: int, seed: int) -> dict[str, list[
 def shared_prefixes(
     trajectories: list[list[tuple[int, int]]], max_tokens: int, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """Training steps on turns apart, in shared segments, and merged into a sample a trajectory.
+    """Training steps on turns apart, sharing tokens, and merged into a sample a trajectory.
 
     Args:
         trajectories: prompt and response tokens of each turn.
