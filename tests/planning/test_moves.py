@@ -58,7 +58,7 @@ def test_room_is_what_a_micro_batch_may_cost_more(seed: int) -> None:
         for _ in range(generator.randint(1, 5))
     ]
     pipeline = object.__new__(Pipeline)
-    pipeline._paths = [([*each, 0.0, length(each, costs)], each) for each in weights]
+    pipeline._paths = [[*each, 0.0, length(each, costs)] for each in weights]
     longest = max(weights, key=lambda each: length(each, costs))
     end = length(longest, costs)
     at, place = longest.index(max(longest)), longest.index(min(longest))
@@ -110,10 +110,10 @@ def test_paths_refuse_only_what_ends_no_sooner(
             continue
         for pipeline in moves._pipelines:
             assert 0 < len(pipeline._paths) <= MOST_PATHS * min(2, pipeline.width)
-            for path, weights in pipeline._paths:
-                assert path[-1] == pytest.approx(length(weights, pipeline._clock_costs), rel=1e-9)
+            for path in pipeline._paths:
+                assert path[-1] == pytest.approx(length(path, pipeline._clock_costs), rel=1e-9)
                 assert path[-1] <= pipeline.end * (1 + 1e-9)
-            assert max(path[-1] for path, _ in pipeline._paths) == pytest.approx(pipeline.end)
+            assert max(path[-1] for path in pipeline._paths) == pytest.approx(pipeline.end)
     result = moves.result()
     ends = [pipeline.end for pipeline in moves._pipelines]
     assert max(ends) == pytest.approx(result.end, rel=1e-9)

@@ -54,15 +54,13 @@ def test_a_late_fall_is_made_of_any_number_of_slots() -> None:
     assert max(sizes) == sizes[600] == 1.0 > sizes[-1]
 
 
-def test_sizes_are_reversed_where_backward_passes_are_the_cheaper_ones() -> None:
-    """A step run backwards is one with forward and backward exchanged."""
-
-    def sizes(ratio: float) -> list[float]:
-        model = CostModel(per_micro_batch=0.0, backward_ratio=ratio)
-        targets = targets_of(ParallelDims(pipeline_parallel=4), 12, model)
-        return targets.of_rank(40_000.0, 0.0)[0]
-
-    assert sizes(0.5) == sizes(2.0)[::-1] != sizes(2.0)
+def test_larger_targets_have_larger_slots() -> None:
+    """Of equal targets, those further inside."""
+    dims, config = ParallelDims(pipeline_parallel=8), PlannerConfig(max_tokens_per_gpu=100_000)
+    problem = Problem.of([1000, 800, 600, 400, 200], dims, config)
+    slots = [[[0], [1], [2], [3], [4]]]
+    (arranged,) = Rounds(Objective(problem))._arranged(slots, [[300.0, 900.0, 900.0, 900.0, 500.0]])
+    assert arranged == [[4], [2], [0], [1], [3]]
 
 
 def test_placeholders_come_first() -> None:

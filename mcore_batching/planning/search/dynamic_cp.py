@@ -169,7 +169,7 @@ class SharedSteps:
         for sizes in limited:
             tried = [
                 CpAssignment(sizes, count, steeper)
-                for count in self._counts(sizes)[::2]
+                for count in self._counts(sizes)
                 for steeper in firsts
             ]
             self._consider(min(tried, key=self.judge))

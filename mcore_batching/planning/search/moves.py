@@ -14,13 +14,13 @@ paths found lately show without a simulation which moves cannot help, and how mu
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 from collections.abc import Collection, Sequence
+from itertools import chain
 from operator import attrgetter, mul
 
 from mcore_batching.planning.clock import Clock, blocks_of
+from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.objective import Objective, Step
 
@@ -29,8 +29,8 @@ COST_OF_A_TRY = 40
 MOST_PATHS = 24
 """Critical paths remembered per pipeline, twice as many of ranks that share rows; with the last one
 alone steps end 0.12 % later."""
+
 ROUNDED = 1.0 + 1e-12
-"""Ends closer than this are equal: they add up the same costs in another order."""
 
 _cost = attrgetter("cost")
 
@@ -38,11 +38,11 @@ _cost = attrgetter("cost")
 class MicroBatch:
     """A micro-batch, with its cost and tokens on each rank that shares it."""
 
-    __slots__ = ("cost", "costs", "pipeline", "place", "problem", "ranks", "samples", "tokens")
+    __slots__ = ("cost", "costs", "place", "problem", "ranks", "samples", "tokens")
     costs: list[float]
     """On each kind of stage; `cost` is the mean stage's."""
-    pipeline: Pipeline
     place: int
+    """In its pipeline, at the first of its ranks."""
 
     def __init__(self, samples: Sequence[int], problem: Problem, ranks: range) -> None:
         self.problem = problem
@@ -72,54 +72,50 @@ class Pipeline:
     """Ranks that wait for each other, or one.
 
     Args:
-        columns: their micro-batches [columns][ranks][slots], seen here as they change; those that
-            ranks of one column have in a slot are in one place.
+        ranks: their micro-batches [ranks][slots].
         objective: its budget is used.
 
     Attributes:
+        at: micro-batches of each place [places]; several in lockstep.
         costs: of each place on a mean stage [places].
+        width: places of each slot.
         end: end of the step on these ranks.
         weights: of each place on the critical path [places].
         on_path: places on it.
     """
 
-    def __init__(self, columns: Sequence[Sequence[list[MicroBatch]]], objective: Objective) -> None:
-        self._objective, self._columns, self.width = objective, columns, len(columns)
-        # In lockstep a column has several ranks, which all have the same slots.
-        firsts = [column[0] for column in columns]
-        self._kinds = objective.problem.schedule.num_costs
-        for rank in itertools.chain(*columns):
-            for slot, micro_batch in enumerate(rank):
-                column = micro_batch.ranks.start - firsts[0][0].ranks.start
-                micro_batch.place = slot * self.width + (column if self.width > 1 else 0)
-                micro_batch.pipeline = self
-        places = range(len(firsts[0]) * self.width)
-        self.costs = [max(map(_cost, self.micro_batches(place))) for place in places]
-        self._clock_costs = [0.0] * (len(places) * self._kinds)
-        for place in places:
-            self._set_costs(self._clock_costs, place)
-        self._paths: list[tuple[list[float], list[float]]] = []
-        """Critical paths found lately, the newest first. Each has weights of places, then that of
-        `NOWHERE` and its length; and the weights of the clock's costs."""
-        blocks = blocks_of([[len(each.ranks) for each in rank] for rank in firsts])
-        schedule, coupled = objective.problem.schedule, self.width > 1
-        self._become(Clock(self._clock_costs, schedule, blocks if coupled else (), self.width))
+    def __init__(self, ranks: Sequence[Sequence[MicroBatch]], objective: Objective) -> None:
+        self._objective, problem = objective, objective.problem
+        self.ranks = range(ranks[0][0].ranks.start, ranks[-1][0].ranks.stop)
+        slots = list(map(list, zip(*ranks, strict=True)))
+        self.at = slots if problem.dims.in_lockstep else [[each] for each in chain(*slots)]
+        self.width = len(self.at) // len(slots)
+        for place in reversed(range(len(self.at))):
+            for each in self.at[place]:
+                each.place = place  # at last that at its first rank
+        self._kinds = problem.schedule.num_costs
+        self._clock_costs = [0.0] * (len(self.at) * self._kinds)
+        self._set_costs(self._clock_costs, range(len(self.at)))
+        self._paths: list[list[float]] = []
+        """Critical paths found lately, the newest first: weights of places, then that of `NOWHERE`
+        and the length."""
+        sizes = [[len(each.ranks) for each in rank] for rank in ranks]
+        blocks = blocks_of(sizes) if self.width > 1 else ()
+        self._become(Clock(self._clock_costs, problem.schedule, blocks, self.width))
 
-    def micro_batches(self, place: int) -> list[MicroBatch]:
-        """Those of one place: several in lockstep."""
+    def slots_of(self, rank: int) -> list[MicroBatch]:
+        """The micro-batches of one of its ranks."""
+        number = rank - self.ranks.start
         if self.width == 1:
-            return [rank[place] for rank in self._columns[0]]
-        slot, column = divmod(place, self.width)
-        return [rank[slot] for rank in self._columns[column]]
+            return [each[number] for each in self.at]
+        return [each[0] for each in self.at[number :: self.width]]
 
     def try_changes(self, places: Collection[int]) -> tuple[Clock, list[float]]:
         """The clock with the costs that micro-batches in some places have now, and these costs. A
         path that ends later is remembered: it refuses moves like this one without a simulation."""
         costs = self._clock_costs[:]
-        for place in places:
-            self._set_costs(costs, place)
-        first = min([self._clock_places(place)[0] for place in places])
-        clock = self._clock.with_costs(costs, first)
+        self._set_costs(costs, places)
+        clock = self._clock.with_costs(costs, min(places) // self.width * self._kinds * self.width)
         self._objective.budget -= clock.num_passes
         if clock.end > self.end:
             self._remember(clock)
@@ -127,16 +123,10 @@ class Pipeline:
 
     def apply(self, places: Collection[int], clock: Clock, costs: list[float]) -> None:
         """Make changes that were tried."""
-        changes = [
-            (at, costs[at] - self._clock_costs[at])
-            for place in places
-            for at in self._clock_places(place)
-        ]
-        for path, weights in self._paths:
-            for at, more in changes:
-                path[-1] += more * weights[at]
         for place in places:
-            self.costs[place] = max(map(_cost, self.micro_batches(place)))
+            more = max(map(_cost, self.at[place])) - self.costs[place]
+            for path in self._paths:
+                path[-1] += more * path[place]
         self._clock_costs = costs
         self._become(clock)
 
@@ -158,7 +148,7 @@ class Pipeline:
             what makes the step end soonest, and the most by which the pipeline ends in time.
         """
         even = most = end
-        for path, _ in self._paths:
+        for path in self._paths:
             weight = path[place] - path[at]
             # A path that passes the cheaper place as often gets no longer by the move.
             if weight > 0.0:
@@ -172,8 +162,20 @@ class Pipeline:
                     even = left / weight
         return even, most
 
+    def exchange(self, mine: MicroBatch, theirs: MicroBatch) -> None:
+        """Exchange all that the ranks of two micro-batches have in these slots; in lockstep all
+        ranks."""
+        at, place = mine.place, theirs.place
+        for column in range(len(mine.ranks) if self.width > 1 else 1):
+            here, there = at + column, place + column
+            self.at[here], self.at[there] = self.at[there], self.at[here]
+        for here in (at, place):
+            for each in self.at[here]:
+                each.place = here
+
     def _become(self, clock: Clock) -> None:
         self._clock, self.end = clock, clock.end
+        self.costs = [max(map(_cost, each)) for each in self.at]
         self.weights = self._remember(clock)
         # Costs of 0, as of placeholders without a fixed cost, have no weight on uneven stages.
         self.on_path = [at for at, weight in enumerate(self.weights) if weight > 0.0] or [0]
@@ -183,11 +185,12 @@ class Pipeline:
         weights = clock.weights()
         self._objective.budget -= COST_OF_A_TRY
         # By the costs before: `apply` brings it up to date if the change is made.
-        length = math.fsum(map(mul, weights, self._clock_costs))
-        of_places = self._of_places(weights)
-        self._paths.insert(0, ([*of_places, 0.0, length], weights))
+        length = ordered_sum(map(mul, weights, self._clock_costs))
+        if self._kinds > 1:
+            weights = self._of_places(weights)
+        self._paths.insert(0, [*weights, 0.0, length])
         del self._paths[MOST_PATHS * min(2, self.width) :]
-        return of_places
+        return weights
 
     def _clock_places(self, place: int) -> range:
         """The clock's costs of a place, one for each kind of stage."""
@@ -195,23 +198,22 @@ class Pipeline:
         first, span = slot * self._kinds * self.width + column, self._kinds * self.width
         return range(first, first + span, self.width)
 
-    def _set_costs(self, costs: list[float], place: int) -> None:
-        micro_batches = self.micro_batches(place)
-        ranks = len(micro_batches[0].ranks) if self.width > 1 else 1
-        # Of a shared row the place at its first rank, which may be another.
-        for kind, at in enumerate(self._clock_places(micro_batches[0].place)):
-            cost = max([each.costs[kind] for each in micro_batches])
-            costs[at : at + ranks] = [cost] * ranks
+    def _set_costs(self, costs: list[float], places: Collection[int]) -> None:
+        for place in places:
+            micro_batches = self.at[place]
+            ranks = len(micro_batches[0].ranks) if self.width > 1 else 1
+            # Of a shared row the place at its first rank, which may be another.
+            for kind, at in enumerate(self._clock_places(micro_batches[0].place)):
+                cost = max([each.costs[kind] for each in micro_batches])
+                costs[at : at + ranks] = [cost] * ranks
 
     def _of_places(self, weights: list[float]) -> list[float]:
         """Weights of places from those of the clock's costs: what a micro-batch that costs 1 more
         on a mean stage adds, if that is made up like the micro-batch there."""
-        if self._kinds == 1:
-            return weights
         made = []
         for place, cost in enumerate(self.costs):
             of_kinds = [weights[at] * self._clock_costs[at] for at in self._clock_places(place)]
-            made.append(math.fsum(of_kinds) / cost if cost else 0.0)
+            made.append(ordered_sum(of_kinds) / cost if cost else 0.0)
         return made
 
 
@@ -250,47 +252,70 @@ class Moves:
         self._draw = random.Random(1).random
         # Powers of ends are taken in units of the first end: in any other the 64th may overflow.
         self._scale = 1.0 / step.end if step.end else 1.0
-        self._ranks = micro_batches_of(step, objective)
+        ranks = micro_batches_of(step, objective)
         self._with_placeholders = {
-            number
-            for number, rank in enumerate(self._ranks)
-            if any(not each.samples for each in rank)
+            number for number, rank in enumerate(ranks) if not all(each.samples for each in rank)
         }
-        self._pipelines = self._coupled()
-        self.slowest = max(self._pipelines, key=attrgetter("end"))
-
-    def _coupled(self) -> list[Pipeline]:
-        """Ranks in lockstep or that share micro-batches together, others alone."""
-        made, columns, after = [], [], 0
-        for ranks in self._objective.problem.dims.lockstep_groups:
-            columns.append(self._ranks[ranks.start : ranks.stop])
+        self._pipelines = list[Pipeline]()
+        first = after = 0
+        for group in objective.problem.dims.lockstep_groups:
             # A micro-batch that reaches beyond these ranks ties the next ones to the same pipeline.
-            stops = [each.ranks.stop for each in itertools.chain(*columns[-1])]
-            after = max(after, *stops)
-            if after == ranks.stop:
-                made.append(Pipeline(columns, self._objective))
-                columns = []
-        return made
+            micro_batches = chain(*ranks[group.start : group.stop])
+            after = max(after, *(each.ranks.stop for each in micro_batches))
+            if after == group.stop:
+                self._pipelines.append(Pipeline(ranks[first:after], objective))
+                first = after
+        self.slowest = max(self._pipelines, key=attrgetter("end"))
 
     def result(self) -> Step:
         """The step as it is now, simulated."""
-        slots = [[each.samples for each in rank] for rank in self._ranks]
-        sizes = [[len(each.ranks) for each in rank] for rank in self._ranks]
+        ranks = [each.slots_of(rank) for each in self._pipelines for rank in each.ranks]
+        slots = [[each.samples for each in rank] for rank in ranks]
+        sizes = [[len(each.ranks) for each in rank] for rank in ranks]
         return self._objective.step(slots, sizes if self._is_shared else None)
 
     def try_one(self) -> None:
-        """Try a move, and keep it if it does no harm."""
-        mine, theirs = self._two_micro_batches()
+        """Try a move, and keep it if it does no harm: from a micro-batch on which the end of a late
+        pipeline depends to one on which less does, half the time of the same rank."""
+        draw, pipelines = self._draw, self._pipelines
+        late = pipelines[int(draw() * len(pipelines))]
+        early = pipelines[int(draw() * len(pipelines))]
+        if late.end < early.end:
+            late, early = early, late
+        # Half the time the latest, which alone decides the step; less elsewhere is room for later
+        # moves.
+        if draw() < 0.5:
+            late = self.slowest
+        places, weights = late.on_path, late.weights
+        at, other = places[int(draw() * len(places))], places[int(draw() * len(places))]
+        if weights[other] > weights[at]:
+            at = other
+        # In lockstep only the costliest micro-batch of a slot matters.
+        mine = late.at[at][0] if len(late.at[at]) == 1 else max(late.at[at], key=_cost)
+        is_same = draw() < 0.5
+        if is_same:
+            early = late
+        weights, count = early.weights, len(early.at)
+        place, other = int(draw() * count), int(draw() * count)
+        if is_same and early.width > 1:
+            place, other = (each - each % early.width + at % early.width for each in (place, other))
+        if weights[other] < weights[place]:
+            place = other
+        others = early.at[place]
+        if len(others) == 1:
+            theirs = others[0]
+        else:
+            theirs = others[mine.ranks.start if is_same else int(draw() * len(others))]
         if mine is theirs or not mine.samples:
             return
         # Of the same ranks whole slots, 3 times in 4: that changes no micro-batch, so the cap still
         # holds.
-        if mine.ranks == theirs.ranks and self._draw() >= 0.25:
-            self._exchange_slots(mine, theirs)
+        if mine.ranks == theirs.ranks and draw() >= 0.25:
+            self._exchange_slots(late, mine, theirs)
             return
         # The last sample stays: an empty micro-batch would be a placeholder. It may be swapped.
-        may_move = len(mine.samples) > 1 and self._may_grow(theirs)
-        given, taken = self._choose(mine, theirs, may_move)
+        may_move = len(mine.samples) > 1 and self._may_grow(early, theirs)
+        given, taken = self._choose(late, early, mine, theirs, may_move)
         # Nor may a sample go where it is over the cap of the other size.
         if given < 0 or (
             mine.problem is not theirs.problem
@@ -301,55 +326,40 @@ class Moves:
         before = mine.samples, theirs.samples
         mine.set_samples([i for i in mine.samples if i != given] + [taken] * (taken >= 0))
         theirs.set_samples([*(i for i in theirs.samples if i != taken), given])
-        if not (mine.is_legal and theirs.is_legal and self._is_kept(theirs, mine)):
+        is_legal = mine.is_legal and theirs.is_legal
+        if not (is_legal and self._is_kept(late, early, mine.place, theirs.place)):
             mine.set_samples(before[0])
             theirs.set_samples(before[1])
 
-    def _may_grow(self, micro_batch: MicroBatch) -> bool:
+    def _may_grow(self, pipeline: Pipeline, micro_batch: MicroBatch) -> bool:
         """True if it may take a further sample. A rank with a placeholder takes one nowhere else,
         in its last slot before any other (`placement`)."""
         rank = micro_batch.ranks.start
         if micro_batch.samples:
             return rank not in self._with_placeholders
-        last = self._ranks[rank][-1]
+        last = pipeline.slots_of(rank)[-1]
         return last is micro_batch or bool(last.samples)
 
-    def _two_micro_batches(self) -> tuple[MicroBatch, MicroBatch]:
-        """A micro-batch on which the end of a late pipeline depends, and one on which less does,
-        half the time of the same rank."""
-        draw, ranks = self._draw, self._ranks
-        # Written out, not a function: most tries are refused at once, and calls would take long.
-        giver, taker = ranks[int(draw() * len(ranks))], ranks[int(draw() * len(ranks))]
-        if giver[0].pipeline.end < taker[0].pipeline.end:
-            giver, taker = taker, giver
-        # Half the time the latest, which alone decides the step; less elsewhere is room for later
-        # moves.
-        late = self.slowest if draw() >= 0.5 else giver[0].pipeline
-        places, weights = late.on_path, late.weights
-        place, other = places[int(draw() * len(places))], places[int(draw() * len(places))]
-        if weights[other] > weights[place]:
-            place = other
-        # In lockstep only the costliest micro-batch of a slot matters.
-        mine = max(late.micro_batches(place), key=_cost)
-        if draw() >= 0.5:
-            taker = ranks[mine.ranks.start]
-        theirs, another = taker[int(draw() * len(taker))], taker[int(draw() * len(taker))]
-        weights = theirs.pipeline.weights
-        return mine, theirs if weights[theirs.place] <= weights[another.place] else another
-
-    def _choose(self, mine: MicroBatch, theirs: MicroBatch, may_move: bool) -> tuple[int, int]:
+    def _choose(
+        self,
+        late: Pipeline,
+        early: Pipeline,
+        mine: MicroBatch,
+        theirs: MicroBatch,
+        may_move: bool,
+    ) -> tuple[int, int]:
         """Any sample of a micro-batch, and what comes back for it, so that by the paths remembered
         the step ends soonest: a cheaper sample, or -1 for none, if that is allowed. Twice -1 if
         nothing lets the step end sooner."""
-        costs, late, early = theirs.problem.costs, mine.pipeline, theirs.pipeline
-        at, place = mine.place if late is early else NOWHERE, theirs.place
+        costs, place = theirs.problem.costs, theirs.place
+        at = mine.place if late is early else NOWHERE
         # How fast the late pipeline gets shorter as cost goes from the one to the other.
         slope = late.weights[mine.place] - (late.weights[place] if late is early else 0.0)
         # In lockstep a micro-batch may grow up to the costliest of its slot for nothing.
         free = early.costs[place] - theirs.cost
-        given = mine.samples[int(self._draw() * len(mine.samples))]
         if slope <= 0.0 and not free:
             return -1, -1
+        given = mine.samples[int(self._draw() * len(mine.samples))]
         cost = costs[given]
         choices = [(cost - costs[i], i) for i in theirs.samples if costs[i] < cost]
         if may_move:
@@ -368,46 +378,36 @@ class Moves:
         fitting = [(abs(more - best), i) for more, i in choices if more <= most]
         return (given, min(fitting)[1]) if fitting else (-1, -1)
 
-    def _exchange_slots(self, mine: MicroBatch, theirs: MicroBatch) -> None:
+    def _exchange_slots(self, pipeline: Pipeline, mine: MicroBatch, theirs: MicroBatch) -> None:
         """Exchange all that a rank has in two slots, in lockstep all ranks."""
-        pipeline, at, place = mine.pipeline, mine.place, theirs.place
+        at, place = mine.place, theirs.place
         less = pipeline.costs[at] - pipeline.costs[place]
         if less <= 0.0 or pipeline.weights[at] <= pipeline.weights[place]:
             return
         if not pipeline.room(place, at, slope=0.0, least=less, free=0.0, end=pipeline.end):
             return
-        first, last = (pipeline.micro_batches(at)[each].ranks for each in (0, -1))
-        ranks = self._ranks[first.start : last.stop]
-        slots = [each // pipeline.width for each in (at, place)]
-        self._exchange(ranks, slots)
         # A placeholder may not come last: the last micro-batch touches every parameter
         # (`placement`).
-        if not (all(rank[-1].samples for rank in ranks) and self._is_kept(mine, theirs)):
-            self._exchange(ranks, slots)
+        last = len(pipeline.at) - pipeline.width
+        for here, there in ((at, place), (place, at)):
+            if here >= last and not all(each.samples for each in pipeline.at[there]):
+                return
+        pipeline.exchange(mine, theirs)
+        if not self._is_kept(pipeline, pipeline, at, place):
+            pipeline.exchange(mine, theirs)
 
-    def _exchange(self, ranks: list[list[MicroBatch]], slots: list[int]) -> None:
-        slot, other = slots
-        for rank in ranks:
-            rank[slot], rank[other] = rank[other], rank[slot]
-            for each in slots:
-                pipeline = rank[each].pipeline
-                rank[each].place = each * pipeline.width + rank[each].place % pipeline.width
-
-    def _is_kept(self, theirs: MicroBatch, mine: MicroBatch) -> bool:
-        """Simulate the pipelines of two micro-batches that were changed; True, with the changes
-        applied, if the sum of powers of the ends does not rise."""
-        late, early = mine.pipeline, theirs.pipeline
-        both = [(early, [theirs.place, mine.place])]
-        if late is not early:
-            both = [(early, [theirs.place]), (late, [mine.place])]
-        elif theirs.place == mine.place:
-            both = [(early, [mine.place])]
-        total, limit = 0.0, ROUNDED * math.fsum([self._power(each.end) for each, _ in both])
-        tried = []
+    def _is_kept(self, late: Pipeline, early: Pipeline, at: int, place: int) -> bool:
+        """Simulate two pipelines in which the micro-batches of a place each were changed; True,
+        with the changes applied, if the sum of powers of the ends does not rise."""
+        both = [(early, {at, place})] if late is early else [(early, {place}), (late, {at})]
+        total, limit, tried = 0.0, 0.0, []
+        for each, _ in both:
+            limit += self._power(each.end)
         for each, places in both:
             tried.append(each.try_changes(places))
             total += self._power(tried[-1][0].end)
-            if total > limit:
+            # Equal ends may differ by rounding: they add up the same costs in another order.
+            if total > ROUNDED * limit:
                 return False
         for (each, places), (clock, costs) in zip(both, tried, strict=True):
             each.apply(places, clock, costs)

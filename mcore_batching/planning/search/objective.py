@@ -17,11 +17,11 @@ from mcore_batching.planning.search.assign import Slots
 
 # Costs of leaving something out, here and in the other files, are means over 106 problems of eleven
 # kinds unless they name a kind.
-BUDGET, MOST_BUDGET = 100, 3000
-"""A step's search budget is `plan_effort` · √(100 · (samples + stages of all ranks) · (4 + stages))
-simulated passes, 3,000 for each unit of `plan_effort` at most. With twice the budget steps end
-0.04 % sooner for a quarter more CPU time; without the bound, 65,536 samples on DP512×PP16 take
-several times as long."""
+BUDGET, MOST_BUDGET = 200, 3000
+"""A step's search budget is `plan_effort` · √(200 · (samples + stages of all ranks) · (4 + stages))
+simulated passes, 3,000 for each unit of `plan_effort` at most. With half as much steps end 0.1 %
+later for a fifth less CPU time; without the bound, 65,536 samples on DP512×PP16 take several times
+as long."""
 BUDGET_ON_UNEVEN_STAGES = 2
 """The budget is twice as much where stages differ: with the same budget these end 0.4 % later, with
 four times 0.1 % sooner."""

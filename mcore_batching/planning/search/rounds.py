@@ -5,7 +5,8 @@ A step is made for each of several numbers of slots, in rounds:
     targets → assign → simulate → ranks that end late get less work in the next round, since a rank
                                   that holds a very long sample waits for it
 
-1. Every second number of slots, then those beside the best two.
+1. Numbers of slots a third apart, then those between the best two and their neighbours, until
+   these are a twelfth apart.
 2. Of the best three, more rounds, until three in a row are in vain.
 3. Single samples are moved in these three (`moves`), then in the best alone.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.parallel_dims import ParallelDims
@@ -38,15 +40,16 @@ COST_OF_ASSIGNING = 6
 """Assigning one sample counts as 6 simulated passes, about its CPU time."""
 DAMPING = 0.7
 """Share of a rank's lateness that its work is cut by in the next round; with 1, 0.05 % later."""
-CLEARLY_SOONER = 0.995
-"""Rounds go on while each gains 0.5 %; with 2 %, steps end 0.07 % later."""
+EVEN = 1.005
+"""Rounds go on until the latest rank ends within 0.5 % of the mean one, or one gains less."""
 SMALL = 8
 """The cheapest eighth of the samples are small; each slot is to hold at least their mean. With the
 cheapest sample instead steps end 0.15 % later, single ones 3 %."""
 MOST_SLOTS_PER_STAGE = 16
 """Most micro-batches tried per stage; with 8, steps under tight caps end 0.7 % later."""
-STEPS_OF_COUNTS = 7
-"""Numbers of slots tried grow by a seventh each; by a fourth, steps end 0.07 % later."""
+COARSE, NEAR = 3, 12
+"""The first numbers of slots grow by a third each, two at least; then those between are tried,
+until they are next to each other or a twelfth apart."""
 MOST_MOVED, SHARE_OF_EACH, IN_VAIN = 3, 1 / 12, 3
 """Steps, of different numbers of slots, that get more rounds and in which samples are moved before
 the best goes on, and the share of the budget for each: with the best alone 0.1 % later, single ones
@@ -102,36 +105,41 @@ class Rounds:
             self.offsets[count] = self.offsets[near] if near else [0.0] * groups
         left, before = in_vain, math.inf
         while left:
-            end = self._round(count)
-            if end is None or self.objective.is_best(end) or self.objective.budget <= 0:
+            step = self._round(count)
+            if step is None or self.objective.is_best(step.end) or self.objective.budget <= 0:
                 return
-            if len(self.offsets[count]) == 1:  # there is no other rank to be even with
+            mean = ordered_sum(step.ends) / len(step.ends)
+            if step.end < EVEN * mean and in_vain == 1:
                 return
-            left = in_vain if end < CLEARLY_SOONER * before else left - 1
-            before = min(before, end)
+            left = in_vain if step.end < before / EVEN else left - 1
+            before = min(before, step.end)
 
     def compare(self, keep: float) -> None:
-        """Make steps of every second number of slots, then of those beside the best two, until
-        `keep` is left of the budget."""
+        """Make steps of numbers of slots far apart, then of those halfway between the best two and
+        the numbers beside them, until `keep` is left of the budget."""
         problem = self._problem
-        counts = useful_counts(problem.fewest_rows, problem.num_samples, self.ranks, problem.dims)
-        near = [*counts[::2], counts[-1]]
+        near = useful_counts(problem.fewest_rows, problem.num_samples, self.ranks, problem.dims)
         while new := sorted(set(near) - self.offsets.keys()):
             for count in new:
                 if self.is_perfect or (self.objective.budget < keep and self.best):
                     return
                 self.make(count)
+            counts = sorted(self.offsets)
             places = [counts.index(count) for count in self.soonest[:2]]
-            near = [count for at in places for count in counts[max(0, at - 1) : at + 2]]
+            pairs = [pair for at in places for pair in pairwise(counts[max(0, at - 1) : at + 2])]
+            # Nearer numbers differ by chance alone, and the best are to differ.
+            near = [(a + b) // 2 for a, b in pairs if b - a > a // NEAR]
+            near = list(map(problem.dims.round_up_num_microbatches, near))
 
-    def _round(self, count: int) -> float | None:
-        """The end of the step of one more assignment; None if samples do not fit into slots."""
+    def _round(self, count: int) -> Step | None:
+        """The step of one more assignment; None if samples do not fit into slots."""
         problem = self._problem
         self.objective.budget -= COST_OF_ASSIGNING * len(self.order)
-        ranks = assign(self.order, self._targets(count), problem)
+        targets = self._targets(count)
+        ranks = assign(self.order, targets, problem)
         if ranks is None:
             return None
-        step = self.objective.step(self._arranged(ranks))
+        step = self.objective.step(self._arranged(ranks, targets))
         mean = ordered_sum(step.ends) / len(step.ends)
         passes = problem.schedule.cost_of_passes
         self.offsets[count] = [
@@ -140,7 +148,7 @@ class Rounds:
         ]
         if count not in self.best or step.end < self.best[count].end:
             self.best[count] = step
-        return step.end
+        return step
 
     def _targets(self, count: int) -> list[list[float]]:
         problem = self._problem
@@ -152,20 +160,25 @@ class Rounds:
             return [lockstep_targets(targets, work, problem, self.order)] * self.ranks
         return all_targets(targets, [work + more for more in self.offsets[count]], self._alone)
 
-    def _arranged(self, slots: list[Slots]) -> list[Slots]:
-        """The slots of all ranks without needless placeholders, those of each group of slots, which
-        have the same target, the cheapest first."""
-        filled = [fill_empty_slots(rank, self._problem.costs) for rank in slots]
-        group, arranged = self._problem.dims.slots_per_group, list[Slots]()
-        for each in self._problem.dims.lockstep_groups:
+    def _arranged(self, slots: list[Slots], targets: list[list[float]]) -> list[Slots]:
+        """The slots of all ranks without needless placeholders, as large in the order of their
+        targets; of equal targets, the slots further inside are larger."""
+        problem = self._problem
+        filled = [fill_empty_slots(rank, problem.costs) for rank in slots]
+        arranged = list[Slots]()
+        for each in problem.dims.lockstep_groups:
             ranks = filled[each.start : each.stop]
             if not all(map(all, ranks)):
                 # Placeholders delay others least while the pipeline fills.
                 ranks = [sorted(rank, key=bool) for rank in ranks]
-            elif group > 1:
-                costs = [max(map(self._problem.cost, slot)) for slot in zip(*ranks, strict=True)]
-                order = sorted(range(len(costs)), key=lambda at: (at // group, costs[at], at))
-                ranks = [[rank[at] for at in order] for rank in ranks]
+            elif problem.schedule.order_matters:
+                sizes, count = targets[each.start], len(ranks[0])
+                costs = [max(map(problem.cost, slot)) for slot in zip(*ranks, strict=True)]
+                inside = [min(at, count - 1 - at) for at in range(count)]
+                places = sorted(range(count), key=list(zip(sizes, inside, strict=True)).__getitem__)
+                order = sorted(range(count), key=costs.__getitem__)
+                of_place = sorted(zip(places, order, strict=True))
+                ranks = [[rank[at] for _, at in of_place] for rank in ranks]
             arranged += ranks
         return arranged
 
@@ -195,8 +208,8 @@ def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> li
     most = dims.round_up_num_microbatches(most)
     counts = [dims.round_up_num_microbatches(fewest)]
     while counts[-1] < most:
-        further = counts[-1] * (STEPS_OF_COUNTS + 1) // STEPS_OF_COUNTS
-        counts.append(min(most, dims.round_up_num_microbatches(max(counts[-1] + 1, further))))
+        further = counts[-1] * (COARSE + 1) // COARSE
+        counts.append(min(most, dims.round_up_num_microbatches(max(counts[-1] + 2, further))))
     return counts
 
 

@@ -6,7 +6,7 @@ has a plateau as high as its work asks for, or as its longest sample. The higher
 slots reach it, and what is left of them holds next to nothing:
 
     usual   0.45 0.75 1.00 1.00 1.00 1.00 0.95 0.92 0.85 0.73 0.45    times the plateau
-    long    0.06 0.09 0.16 0.26 0.43 0.71 1.00 0.65 0.45 0.01 0.01    one sample is the plateau
+    long    0.01 0.06 0.09 0.16 0.26 0.43 0.71 1.00 0.65 0.45 0.01    one sample is the plateau
 
 (PP4, 11 slots). Under the interleaved schedule groups of slots take the place of slots, of a
 pipeline of two stages. On one stage, and forward alone, order matters little: targets are even.
@@ -32,23 +32,19 @@ FADED, SMALLER = 0.02, 0.4
 """Where stages differ the last slot is 0.02 of the plateau and the first 0.4 of the usual: a stage
 slower than the others idles for as long as both pass these. Without, steps on uneven stages end
 0.9 % later."""
-STEEPER = (0.0625, FADED), (0.125, ENDS[0]), (0.25, ENDS[0])
+STEEP = 0.0625, 0.125, 0.25
 """Before a long sample the first slot is a sixteenth, an eighth or a quarter of the usual, since
-whatever precedes it delays it; the second is the last slot at most. Of these shapes that is taken
-which ends sooner by the clock: with the second alone steps end 0.3 % later. Where stages differ it
-is the third: there the clock is no guide, as costs of long samples are made up otherwise."""
-GENTLER = 5
-"""Shapes from a quarter of the usual first slot up to the usual, for ranks with more work."""
+whatever precedes it delays it, and more as far as the work needs it. Of the three the clock takes
+one: with an eighth alone steps of long samples end 0.2 % later. Where stages differ it is a
+quarter: there the clock is no guide, as costs of long samples are made up otherwise."""
 SHARED_OVER = 1.12
 """A long sample shares a rank with a longer one in a slot whose target is up to 12 % smaller: fewer
 ranks have to wait for one. Without, steps of long samples on 8 stages end 4 % later."""
-HALVINGS = 14
-"""Steps of a bisection: to 1/16,384 of its range."""
 FIT_STEPS, FIRST_STEP = 40, 0.15
-"""Steps of fitting, the first by 0.15 of a mean slot, the tenth by half as much. Without, steps in
-lockstep end 0.1 % later, single ones 2 %."""
-ROUNDED, TINY = 1.0 + 1e-7, 1e-9
-"""Samples that just fill a slot up are held by it; keeps divisors above zero."""
+"""Steps of fitting in lockstep, the first by 0.15 of a mean slot, the tenth by half as much.
+Without, steps in lockstep end 0.4 % later."""
+HALVINGS, TINY = 14, 1e-9
+"""Steps of a bisection: to 1/16,384 of its range. Keeps divisors above zero."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,22 +94,20 @@ class Targets:
         self.units = -(-count // self._group)
         # Groups pass like slots through two stages: their forward and their backward passes.
         self._stages = problem.dims.pipeline_parallel if self._group == 1 else 2
-        # A step run backwards is one with forward and backward exchanged.
-        self._mirrored = ratio < 1.0
-        self._growth = max(ratio, 1.0 / ratio) / max(1, self._stages - 1)
+        self._growth = ratio / max(1, self._stages - 1)
         self._is_uneven = bool(self._schedule.which_cost)
         self.even = not self._schedule.alternates
         """True on one stage and forward alone, where order matters little."""
-        self.usual = [1.0] * count if self.even else self.shape(self.units, 1.0)
+        self.usual = [1.0] * count if self.even else self.shape(self.units)
         """Sizes of slots over the plateau where no sample is long [slots]."""
         self._usual_sum = ordered_sum(self.usual)
 
-    def shape(self, units: int, steeper: float, last: float = ENDS[0]) -> list[float]:
-        """Sizes of the slots of so many units over the plateau, of which the first is steeper than
-        usual and the last at most `last`."""
-        usual, late = ENDS[1] * self._stages / units, self._is_uneven
-        first = steeper * min(ENDS[0], usual) * (SMALLER if late else 1.0)
-        last = FADED if late else min(last, usual)
+    def shape(self, units: int, steeper: float = 1.0) -> list[float]:
+        """Sizes of the slots of so many units over the plateau; the first is `steeper` times the
+        usual."""
+        last, late = min(ENDS[0], ENDS[1] * self._stages / units), self._is_uneven
+        first = steeper * last * (SMALLER if late else 1.0)
+        last = FADED if late else last
         sizes = rise_and_fall(units, self._stages, self._growth, first, last, falls_late=late)
         return [size for size in sizes for _ in range(self._group)][: self.count]
 
@@ -135,11 +129,11 @@ class Targets:
         if self.even:
             return self._even(work, longest if is_long else 0.0), is_long
         if is_long:
-            sizes = self._around(work, longest)
-        else:
-            scale = work / self._usual_sum
-            sizes = [max(self._least, scale * size) for size in self.usual]
-        return sizes[::-1] if self._mirrored else sizes, is_long
+            steep = STEEP[-1:] if self._is_uneven else STEEP
+            found = [self._around(work, longest, each) for each in steep]
+            return min(found, key=self._end) if len(found) > 1 else found[0], True
+        scale = work / self._usual_sum
+        return [max(self._least, scale * size) for size in self.usual], False
 
     def _even(self, work: float, longest: float) -> list[float]:
         """All as large, except one in the middle like the longest. Forward alone its whole group
@@ -154,52 +148,42 @@ class Targets:
         sizes[first : first + many] = [longest] * many
         return sizes
 
-    def _around(self, work: float, longest: float) -> list[float]:
-        """Targets with one as large as the longest sample."""
-        others = self.count - 1
-        rest = work - longest - others * self._least
-        if rest < 0.0:
-            # Small samples are enough for some of the others alone, just before it.
-            spare = work - longest - others * self._fixed
-            real = max(0, math.ceil(spare / max(self._least - self._fixed, TINY) - 0.001))
-            at = min(max(self.count // 2, real), others)
-            sizes = [self._fixed] * self.count
-            sizes[at - min(real, at) : at] = [self._least] * min(real, at)
-            sizes[at] = longest
-            return sizes
-        shapes = STEEPER[2:] if self._is_uneven else STEEPER
-        found = [self._steep(work, longest, *each) for each in shapes]
-        return min(found, key=self._end) if len(found) > 1 else found[0]
+    def _end(self, sizes: Sequence[float]) -> float:
+        return Clock(sizes, self._schedule).end
 
-    def _steep(self, work: float, longest: float, steeper: float, last: float) -> list[float]:
+    def _around(self, work: float, longest: float, steep: float) -> list[float]:
         """Targets that rise steeply to the longest sample, in as few slots as hold the work; the
         others hold next to nothing, half of them before these. If all are too few, they rise more
         gently."""
-        shapes = [(units, steeper, last) for units in range(1, self.units + 1)]
-        shapes += [(self.units, 2.0 ** (step / 2.0), ENDS[0]) for step in range(1 - GENTLER, 1)]
+        least, others = self._least, self.count - 1
 
-        def reaching(shape: tuple[int, float, float]) -> list[float]:
-            sizes, least = self.shape(*shape), self._least
+        def reaching(shape: tuple[int, float]) -> list[float]:
+            sizes = self.shape(*shape)
             scale = longest / max(sizes)
             # A comparison: faster than `max`.
             sizes = [scaled if (scaled := scale * size) > least else least for size in sizes]
-            others = [least] * (self.count - len(sizes))
-            half = len(others) // 2
-            return others[:half] + sizes + others[half:]
+            before = (self.count - len(sizes)) // 2
+            return [least] * before + sizes + [least] * (self.count - len(sizes) - before)
 
-        enough = bisect_left(
-            shapes, True, hi=len(shapes) - 1, key=lambda shape: ordered_sum(reaching(shape)) >= work
-        )
-        sizes, others = reaching(shapes[enough]), self.count - 1
+        shapes = [(units, steep) for units in range(1, self.units)]
+        gentler = [steep]
+        while gentler[-1] < 1.0:
+            gentler.append(min(1.0, gentler[-1] * math.sqrt(2.0)))
+        shapes += [(self.units, steeper) for steeper in gentler]
+        last = len(shapes) - 1
+        enough = bisect_left(shapes, work, hi=last, key=lambda each: ordered_sum(reaching(each)))
+        sizes = reaching(shapes[enough])
         at = sizes.index(max(sizes))
-        over = ordered_sum(sizes) - sizes[at] - others * self._least
-        kept = (work - longest - others * self._least) / over if over > 0.0 else 1.0
-        sizes = [self._least + kept * (size - self._least) for size in sizes]
+        over = ordered_sum(sizes) - longest - others * least
+        rest = work - longest - others * least
+        if rest < 0.0:  # small samples are enough for some of the others alone, just before it
+            small = (rest + others * (least - self._fixed)) / max(least - self._fixed, TINY)
+            real = min(others, max(0, math.ceil(small - 0.001)))
+            return [self._fixed] * (others - real) + [least] * real + [longest]
+        if over > 0.0:
+            sizes = [least + rest / over * (size - least) for size in sizes]
         sizes[at] = longest
         return sizes
-
-    def _end(self, sizes: Sequence[float]) -> float:
-        return Clock(sizes, self._schedule).end
 
 
 def all_targets(
@@ -264,7 +248,8 @@ def lockstep_targets(
                 most = filled[min(at + ranks, len(order)) - 1]
                 bounds[slot] = alone[at], max(alone[at], most)
                 within[slot] = _within(within[slot], bounds[slot])
-                assigned += (min(within[slot], most) - fixed) * ROUNDED
+                # A sample that just fills a slot up is held by it.
+                assigned += (min(within[slot], most) - fixed) * (1.0 + 1e-7)
         return within
 
     # Up to 8 times as large, to make up for slots that the cap keeps small.
