@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from batch_cases import boundary_shapes, make_samples, owned_responses
+from batch_cases import boundary_shapes, make_samples
 
 from mcore_batching.batch import DEFAULT_SCHEMA, gather_response, make_placeholder, pack
 from mcore_batching.batch.row_index import Slice
@@ -61,24 +60,12 @@ def plain_responses(stream: torch.Tensor, row: Any) -> list[torch.Tensor]:
     return responses
 
 
-def own_positions(values: list[torch.Tensor], owned: list[torch.Tensor], rank: int) -> Any:
-    """A loss in which each rank counts the positions that it predicts."""
-    del rank
-    terms = [
-        (weight * value[mask] ** 2).sum()
-        for weight, (value, mask) in enumerate(zip(values, owned, strict=True), start=1)
-    ]
-    return torch.stack(terms).sum()
-
-
-def coupled(values: list[torch.Tensor], owned: list[torch.Tensor], rank: int) -> Any:
+def coupled(values: list[torch.Tensor], rank: int) -> Any:
     """A loss in which all positions of a sample interact, weighted differently on each rank."""
-    del owned
     terms = [value.sum() / max(value.numel(), 1) for value in values]
     return (rank + 1) * torch.stack(terms).exp().sum()
 
 
-LOSSES: dict[str, Callable[..., Any]] = {"own positions": own_positions, "coupled": coupled}
 CASES = ("mixed", "boundaries", "empty responses", "placeholder")
 TRAILING = ((), (2,))
 
@@ -96,17 +83,16 @@ def gather_all(rank: int, size: int) -> dict[Any, Any]:
     for case in CASES:
         row = row_of(case, size, rank)
         for trailing in TRAILING:
-            for name, loss in LOSSES.items():
-                offsets = row.host_cu_seqlens_padded
-                full = full_stream(offsets[-1], trailing)
-                local = full[Slice(offsets, size, rank).positions].requires_grad_()
-                del calls[:]
-                values = gather_response(local, row, group=dist.group.WORLD)
-                forward_calls = len(calls)
-                loss(values, owned_responses(row), rank).backward()
-                report[case, trailing, name] = {
-                    "values": [value.detach() for value in values],
-                    "gradient": local.grad,
-                    "collectives": (forward_calls, len(calls)),
-                }
+            offsets = row.host_cu_seqlens_padded
+            full = full_stream(offsets[-1], trailing)
+            local = full[Slice(offsets, size, rank).positions].requires_grad_()
+            del calls[:]
+            values = gather_response(local, row, group=dist.group.WORLD)
+            forward_calls = len(calls)
+            coupled(values, rank).backward()
+            report[case, trailing] = {
+                "values": [value.detach() for value in values],
+                "gradient": local.grad,
+                "collectives": (forward_calls, len(calls)),
+            }
     return report

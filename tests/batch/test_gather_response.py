@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from batch_cases import make_samples, merge_packed, owned_responses, sample_shapes
+from batch_cases import make_samples, merge_packed, sample_shapes
 from gather_worker import (
     CASES,
-    LOSSES,
     TRAILING,
+    coupled,
     full_stream,
     gather_all,
     plain_responses,
@@ -40,43 +40,25 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: Any) -> list[dict[
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("trailing", TRAILING, ids=str)
-def test_every_rank_has_the_values_of_the_unsliced_row(
+def test_every_rank_has_values_and_gradients_of_the_unsliced_row(
     reports: list[dict[Any, Any]], case: str, trailing: tuple[int, ...]
 ) -> None:
     row = row_of(case, len(reports), 0)
-    expected = plain_responses(full_stream(row.host_cu_seqlens_padded[-1], trailing), row)
+    has_responses = case in ("mixed", "boundaries")
+    stream = full_stream(row.host_cu_seqlens_padded[-1], trailing).requires_grad_()
+    expected = plain_responses(stream, row)
     assert [len(value) for value in expected] == row.response_lengths
-    for report in reports:
-        values = report[case, trailing, "coupled"]["values"]
-        # Exact: each is the value of one rank plus zeros.
-        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("trailing", TRAILING, ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_that_of_the_unsliced_row(
-    reports: list[dict[Any, Any]], case: str, trailing: tuple[int, ...], loss: str
-) -> None:
-    size = len(reports)
-    rows = [row_of(case, size, rank) for rank in range(size)]
-    offsets = rows[0].host_cu_seqlens_padded
-    stream = full_stream(offsets[-1], trailing).requires_grad_()
-    values = plain_responses(stream, rows[0])
-    total = sum(LOSSES[loss](values, owned_responses(row), rank) for rank, row in enumerate(rows))
+    total = sum(coupled(expected, rank) for rank in range(len(reports)))
     total.backward()
     assert stream.grad is not None
-    assert bool(stream.grad.any()) == (case in ("mixed", "boundaries"))
-    merged = merge_packed([report[case, trailing, loss]["gradient"] for report in reports], offsets)
+    assert bool(stream.grad.any()) == has_responses
+    own = [report[case, trailing] for report in reports]
+    for result in own:
+        # Exact: each is the value of one rank plus zeros.
+        assert all(torch.equal(a, b) for a, b in zip(result["values"], expected, strict=True))
+        assert result["collectives"] == ((1, 2) if has_responses else (0, 0))
+    merged = merge_packed([result["gradient"] for result in own], row.host_cu_seqlens_padded)
     torch.testing.assert_close(merged, stream.grad, **ROUNDING)
-
-
-def test_one_collective_a_micro_batch_and_none_without_response_tokens(
-    reports: list[dict[Any, Any]],
-) -> None:
-    for report in reports:
-        for (case, _, _), result in report.items():
-            assert result["collectives"] == ((1, 2) if case in ("mixed", "boundaries") else (0, 0))
 
 
 @settings(max_examples=200, deadline=None)
@@ -87,13 +69,11 @@ def test_without_context_parallelism(shapes: list[tuple[int, int]]) -> None:
     values = gather_response(stream, row)
     expected = plain_responses(stream, row)
     assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
-    owned = owned_responses(row)
-    for loss in LOSSES.values():
-        ours, plain = (
-            torch.autograd.grad(loss(each, owned, 0), stream, retain_graph=True)[0]
-            for each in (values, [stream[:0].sum() + each for each in expected])
-        )
-        torch.testing.assert_close(ours, plain, **ROUNDING)
+    ours, plain = (
+        torch.autograd.grad(coupled(each, 0), stream, retain_graph=True)[0]
+        for each in (values, [stream[:0].sum() + each for each in expected])
+    )
+    torch.testing.assert_close(ours, plain, **ROUNDING)
 
 
 def test_a_nan_in_padding_or_prompt_stays_there() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kit.harness import Job
-from kit.learning import CAP, STALLED
+from kit.learning import CAP
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_step
 from mcore_batching.planning.plans.records import read_records
@@ -127,12 +127,3 @@ def test_rows_that_ranks_share_teach_nothing(job: Job, ranks: Ranks) -> None:
     for step in ranks[0][LEARNT_BY:]:
         assert max(row_errors(step)) < 0.1
         assert step["costs"].get("context_parallel_overhead", 0.1) == 0.1  # as it was
-
-
-@on(job("faults", hidden=BOTH, faults=True))
-def test_a_stalled_step_and_nans_spoil_nothing(job: Job, ranks: Ranks) -> None:
-    assert_agreed(ranks)
-    assert [step["updated"] for step in ranks[0]] == [i != STALLED for i in range(6)]
-    for step in ranks[0][STALLED + 1 :]:
-        assert loss_of_time(step) < 0.02
-    assert max(row_errors(ranks[0][-1])) < 0.1

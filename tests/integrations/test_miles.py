@@ -18,7 +18,7 @@ import torch
 from kit.stand_ins import forget
 from slime_package import miles, slime
 from test_slime_schedule import arguments, check, parallel, plan
-from test_slime_scheduled import KEYS, rollout_data
+from test_slime_scheduled import rollout_data
 
 import mcore_batching
 from mcore_batching.integrations.slime import HookError, hook_schedule, init
@@ -88,23 +88,6 @@ def sums(
     logits: str, *, total_lengths: list[int], tokens: list[torch.Tensor], non_loss_data: bool
 ) -> Any:
     return {"sums": [int(each.sum()) for each in tokens]}
-
-
-def test_placeholders_are_drawn_run_and_left_out(miles: Path) -> None:
-    found = modules()
-    data = rollout_data([], [1], [], [0, 2]) | {"num_microbatches": [4]}
-    with mcore_batching.hook(found.data, found.model) as hooked:
-        assert hooked.hooked == [
-            "miles.backends.training_utils.data.get_data_iterator",
-            "miles.backends.megatron_utils.model.forward_only",
-        ]
-        iterators, counts = found.data.get_data_iterator(None, None, data)
-        made = found.model.forward_only(sums, None, None, iterators, counts, rollout_id=0)
-        empty = found.data.get_batch(iterators[0].reset(), KEYS)
-    assert counts == [4]
-    assert made == {"sums": [3, 10, 1], "replay": False}
-    assert [each.tolist() for each in empty["tokens"]] == [[0]]
-    assert int(sum(torch.clamp_min(mask.sum(), 1) for mask in empty["loss_masks"])) == 0
 
 
 def test_what_the_trainer_plans_itself_stays_its_own(miles: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,8 +26,6 @@ from mcore_batching.megatron import get_data_iterator, schedule_of, timing, trai
 from mcore_batching.planning import CostModel, ParallelDims
 
 CAP = 96
-STALLED = 3
-"""The step that stalls, and that has a NaN for a time and for a loss."""
 
 
 class HiddenCosts:
@@ -42,7 +39,6 @@ class HiddenCosts:
         self.model = CostModel()
         self.slower = 1.0
         self.chunks = 1
-        self.breaks_clock = False
 
     def follow(self, schedule: Any, model: CostModel) -> None:
         """From now on passes are of this schedule's first step, at these costs."""
@@ -57,9 +53,6 @@ class HiddenCosts:
 
     def perf_counter(self) -> float:
         """In place of the clock by which passes are timed."""
-        if self.breaks_clock:
-            self.breaks_clock = False
-            return math.nan
         return self._now
 
     def takes(self, backward: bool, slot: int, start: float) -> None:
@@ -109,7 +102,6 @@ def learn(
     hidden: dict[str, Any],
     drift: float = 0.0,
     num_steps: int = 6,
-    faults: bool = False,
     num_samples: int = 12,
     seconds_per_unit: float = 1e-5,
     max_context_parallel: int | None = None,
@@ -124,8 +116,6 @@ def learn(
         hidden: the cost model, as arguments of `CostModel`.
         drift: by how much quadratic cost and that of a micro-batch grow each step.
         num_steps: optimizer steps.
-        faults: in step `STALLED` the last rank takes 20 times as long and its loss is NaN, so that
-            the update is skipped; its clock and the first rank's break once.
         num_samples: of each data-parallel rank and step.
         seconds_per_unit: of the hidden model.
         max_context_parallel: ranks that may share a row; samples are up to so many times the cap.
@@ -134,8 +124,8 @@ def learn(
     Returns:
         for every step its ``plan`` (digest) and ``plan again`` (of the same samples), ``costs`` and
         ``speed`` (None if unknown) that it was planned by, ``lengths`` and ``ranks`` (of the whole
-        plan), ``sizes`` (of this rank's rows), ``hidden`` (the cost model), ``updated``; for the
-        last, on the first rank, what was ``recorded``.
+        plan), ``sizes`` (of this rank's rows), ``hidden`` (the cost model); for the last, on the
+        first rank, what was ``recorded``.
     """
     shape = ParallelDims(**dims)
     longest = CAP * (max_context_parallel or 1)
@@ -145,14 +135,12 @@ def learn(
         max_tokens_per_gpu=CAP,
         dynamic_batch_context_parallel=max_context_parallel,
         dynamic_batch_cost_model=cost_model,
-        dynamic_batch_on_nonfinite="skip",
         dynamic_batch_plan_effort=60,
         dynamic_batch_record=tempfile.mkdtemp(),  # the first rank's alone is written to
     )
     optimizer = adam(model, distributed=False)
     costs = HiddenCosts(seconds_per_unit)
     costs.chunks = shape.virtual_pipeline
-    last = dist.get_rank() == dist.get_world_size() - 1
     seen = []
     with own_clock(costs):
         for step in range(num_steps):
@@ -162,8 +150,7 @@ def learn(
             schedule = schedule_of(iterators)
             again, _ = get_data_iterator(args, model, data)
             costs.follow(schedule, _grown(CostModel(**hidden), (1 + drift) ** step))
-            at_fault = faults and last and step == STALLED
-            costs.slower = 50.0 if step == 0 else 20.0 if at_fault else 1.0
+            costs.slower = 50.0 if step == 0 else 1.0
             plan, lengths = schedule.step_plan(0)
             seen.append(
                 {
@@ -177,10 +164,8 @@ def learn(
                     "hidden": json.loads(costs.model.to_json()),
                 }
             )
-            costs.breaks_clock = faults and step == STALLED and (last or dist.get_rank() == 0)
             with passes_of(model, costs.takes):
-                result = train_step(_objective(at_fault), args, model, iterators, counts, optimizer)
-            seen[-1]["updated"] = result.update_successful
+                train_step(packed_objective, args, model, iterators, counts, optimizer)
     for file in Path(args.dynamic_batch_record).glob("*.jsonl"):
         seen[-1]["recorded"] = file.read_text()
     return seen
@@ -192,11 +177,3 @@ def _grown(model: CostModel, factor: float) -> CostModel:
         quadratic=model.quadratic * factor,
         per_micro_batch=model.per_micro_batch * factor,
     )
-
-
-def _objective(is_nan: bool) -> Any:
-    def loss(*given: Any) -> Any:
-        share, metrics = packed_objective(*given)
-        return share * (math.nan if is_nan else 1.0), metrics
-
-    return loss
