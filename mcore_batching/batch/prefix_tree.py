@@ -53,7 +53,7 @@ def hashes_of_beginnings(
     starts = range(0, max(span.total, 1), _ROWS_AT_ONCE)
     parts = [slice(start, start + _ROWS_AT_ONCE) for start in starts]
     hashes = torch.cat([_mixed(tokens[part], within[part]) for part in parts])
-    for name in _compared(columns) if by_fields else ():
+    for name in fields_compared(columns) if by_fields else ():
         rows = columns.span(name)
         # A sample may lack the values of its last tokens.
         own = torch.full((span.total + 1,), -1, dtype=torch.int64, device="cpu")
@@ -104,7 +104,7 @@ def require_shared(forest: Forest, columns: Columns) -> None:
         for node in map(forest.nodes.__getitem__, forest.path(sample))
         if node.sample != sample
     ]
-    for name in ("tokens", *_compared(columns)):
+    for name in ("tokens", *fields_compared(columns)):
         # What stands at a sample's last token takes no part in its results.
         ends = [end if name == "tokens" else min(end, lengths[own] - 1) for own, _, _, end in pairs]
         span, values = columns.span(name), _values(columns, name)
@@ -155,7 +155,7 @@ def _values(columns: Columns, name: str) -> Tensor:
     return columns.compact([name]).flat(name)[:-1]
 
 
-def _compared(columns: Columns) -> list[str]:
+def fields_compared(columns: Columns) -> list[str]:
     """Fields on which samples that share tokens must agree, beside the tokens."""
     return sorted(
         name for name in columns if name != "tokens" and _is_per_token(columns.schema[name])

@@ -14,7 +14,12 @@ from typing import Any
 from megatron.core.utils import get_model_config
 
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.prefix_tree import find_forest_of, hashes_of_beginnings, require_shared
+from mcore_batching.batch.prefix_tree import (
+    fields_compared,
+    find_forest_of,
+    hashes_of_beginnings,
+    require_shared,
+)
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.prefix_attention import why_no_branches
@@ -24,6 +29,10 @@ from mcore_batching.planning.prefix_trees import Forest, PrefixTree, find_forest
 MOST_HASHES = 1 << 19
 """Hashes of beginnings that ranks gather for a batch, 8 bytes each. In the plan of a batch with
 more tokens, samples share whole blocks of some tokens; in rows they share all."""
+
+MOST_HASHES_OF_TURNS = 1 << 23
+"""The same where only a sample that begins another shares its tokens: it is found where it ends
+with a block, so that turns of an agent need a hash for each token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +95,20 @@ def find_beginnings(
         steps: local indices of its samples of each step.
         tokens: of all samples of all ranks.
     """
-    block = max(1, -(-tokens // MOST_HASHES))
     spare, reason = prediction_depths(get_model_config(chunks[0])), why_no_branches(chunks)
-    with job.agreement("finding shared prefixes") as agree:
+    with job.agreement("which prefixes are shared") as agree:
         agree.same("further tokens that are predicted", spare)
-        hashes = agree.gather("beginnings", hashes_of_beginnings(data, block))
         # Each stage has layers of its own: one that cannot run branches is enough.
         reasons = agree.every("why no branches", reason, wanted=bool(reason))
+    reason = next(filter(None, reasons.by_rank.values()), "")
+    block = max(1, -(-tokens // (MOST_HASHES_OF_TURNS if reason else MOST_HASHES)))
+    with job.agreement("finding shared prefixes") as agree:
+        hashes = agree.gather("beginnings", hashes_of_beginnings(data, block))
         is_said = "fields keep tokens apart" in job.memory.said
         apart = agree.sum("tokens kept apart", 0 if is_said else _kept_apart(data, steps))
-    reason = next(filter(None, reasons.by_rank.values()), "")
     if reason:
-        job.say_once("no branches", f"samples share tokens only with one they begin: {reason}")
+        few = f", and of {tokens:,} tokens only turns of a multiple of {block}" * (block > 1)
+        job.say_once("no branches", f"samples share tokens only with one they begin{few}: {reason}")
     if apart.value:
         job.say_once(
             "fields keep tokens apart",
@@ -121,6 +132,8 @@ def find_beginnings(
 
 def _kept_apart(data: Columns, steps: Sequence[Sequence[int]]) -> int:
     """Tokens of this rank's samples that would be shared if tokens alone counted."""
+    if not fields_compared(data):
+        return 0
     units = [0] * len(data.total_lengths)
     for step, indices in enumerate(steps):
         for index in indices:

@@ -2,7 +2,7 @@
 
 Larger parts save more tokens, smaller ones leave the search more to choose from. So several ways to
 cut the trees are planned, and the plan with the least predicted step is taken. One of the ways is
-not to share any branches, so a step never ends later for them.
+not to share any branches, and one not to share anything, so a step never ends later for them.
 """
 
 from __future__ import annotations
@@ -128,7 +128,10 @@ def _candidates(
         share = work / (2 * dims.data_parallel * dims.pipeline_parallel)
         ways += [whole, parts_of(forest, costs, cap // 2), parts_of(forest, costs, cap, share)]
     distinct = {tuple(sorted((*way, *empty))) for way in ways}
-    return [[*map(forest.tree, way)] for way in sorted(distinct, key=len, reverse=True)]
+    trees = [[*map(forest.tree, way)] for way in sorted(distinct, key=len)]
+    if len(chains) + len(empty) < len(forest.lengths):  # else chains are single samples
+        trees.append([PrefixTree((i,), ((0, n),)) for i, n in enumerate(forest.lengths)])
+    return trees
 
 
 def _renumbered(plan: StepPlan, samples: Sequence[int]) -> StepPlan:
