@@ -2,8 +2,8 @@
 
 Standard library only. Reading order: `parallel_dims`, `config` and `costs/` (what a plan depends
 on), `problem` (all of it together), `plans/` (the result), `planner` (from one to the other),
-`local` (samples that stay on their rank), `search/` (the step that ends first), `pipeline/` (when
-passes end).
+`local` (samples that stay on their rank), `search/` (the step that ends first), `clock`
+(when passes end).
 """
 
 from mcore_batching.planning.config import (

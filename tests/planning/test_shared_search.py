@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from planning_cases import log_normal
 from test_dynamic_cp import LAYOUTS, long_tailed
 
 from mcore_batching.planning import (
@@ -171,3 +172,15 @@ def test_a_sample_may_cost_more_on_one_rank_than_the_whole_step() -> None:
     costs = CostModel(quadratic=1.5, per_micro_batch=256.0, backward_ratio=0.3)
     plan = plan_step([51, 5, 13], dims, config, costs)
     assert max(plan.row_size(*place) for place in ((0, 0), (3, 0))) > 1
+
+
+def test_the_largest_slots_may_hold_samples_that_no_ranks_share() -> None:
+    """Ends when some of the largest slots were left to them; where shared samples always take the
+    largest ones, steps end 1.7 % later in the mean."""
+    known = 267_603, 239_386, 289_437
+    config = PlannerConfig(max_tokens_per_gpu=3000, max_context_parallel=4, plan_effort=200)
+    dims, over = ParallelDims(data_parallel=4, pipeline_parallel=4), 0.0
+    for seed, end in enumerate(known):
+        lengths = log_normal(96, seed, median=1000, sigma=1.3, cap=12_000)
+        over += predicted_step_time(plan_step(lengths, dims, config), lengths) / end
+    assert over / len(known) < 1.008

@@ -31,6 +31,7 @@ MOST_PATHS = 24
 alone steps end 0.12 % later."""
 
 ROUNDED = 1.0 + 1e-12
+"""Ends closer than this are equal: they add up the same costs in another order."""
 
 _cost = attrgetter("cost")
 
@@ -406,7 +407,6 @@ class Moves:
         for each, places in both:
             tried.append(each.try_changes(places))
             total += self._power(tried[-1][0].end)
-            # Equal ends may differ by rounding: they add up the same costs in another order.
             if total > ROUNDED * limit:
                 return False
         for (each, places), (clock, costs) in zip(both, tried, strict=True):
