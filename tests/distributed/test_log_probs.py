@@ -78,16 +78,10 @@ def test_the_gradient_is_written_over_logits_that_nobody_else_reads(
 )
 def test_flags_of_log_probs_in_a_step(job: Job, ranks: list[dict[str, Any]]) -> None:
     (found,) = ranks
-    assert found["zeros"] == []  # as large as the logits
     usual, short = found["chunks"]
     assert short > 3 * usual
     assert found["dtypes"] == ["torch.float32", "torch.bfloat16"]
     assert found["same gradients"]
     assert found["same log-probabilities"]
-    of_a_sum = float(found["micro-batches"])
     assert found["types"] == ["FusedLogits"]
     assert found["fused constant touches all"]
-    for name, largest in (("constant", 0.0), ("beside", of_a_sum), ("infinite", 0.0)):
-        assert found[name]["touches all"], name
-        assert found[name]["largest"] == largest, name
-        assert found[name]["zeros"] > 0, name  # what `zeros` above would have counted

@@ -42,12 +42,18 @@ def test_multimodal_inputs_are_joined_name_by_name() -> None:
 
 def test_a_share_is_attached_only_to_what_it_does_not_depend_on() -> None:
     """A zero gradient of logits that have one anyway would take as much memory as they do."""
-    logits, unused = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
+    logits = torch.ones(3, requires_grad=True)
     share = (2.0 * logits).sum()
     assert attached(share, logits) is share
-    attached(share, logits, unused).backward()
-    assert unused.grad is not None
-    assert unused.grad.tolist() == [0.0, 0.0]
+    for each, gradient in ((share, 2.0), (torch.zeros(()), 0.0)):
+        logits.grad, unused = None, torch.full((2,), torch.inf, requires_grad=True)
+        made = attached(each, logits, unused)
+        assert made == each  # 0 times an infinite entry would be NaN
+        made.backward()
+        assert unused.grad is not None
+        assert unused.grad.tolist() == [0.0] * 2
+        assert logits.grad is not None
+        assert logits.grad.tolist() == [gradient] * 3
 
 
 def test_forward_passes_leave_each_module_in_its_mode() -> None:

@@ -113,23 +113,16 @@ def memory_is_shared() -> dict[str, Any]:
 
 
 class _Operations(TorchDispatchMode):
-    """Counts chunks of log-probs, and operations whose result is a zero as large as some logits."""
+    """Counts chunks of log-probs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.chunks = 0
-        self.zeros: list[str] = []
-        self.logits_shapes: set[tuple[int, ...]] = set()
         self.dtypes: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        self.chunks += name == "amax"
-        makes_zeros = name in ("slice_backward", "zeros", "zeros_like", "new_zeros", "expand")
-        if makes_zeros and tuple(result.shape) in self.logits_shapes and not result.any():
-            self.zeros.append(name)
-        return result
+        self.chunks += func.overloadpacket.__name__ == "amax"
+        return func(*args, **(kwargs or {}))
 
 
 def _small_model(dims: ParallelDims, ddp: dict[str, Any], **settings: Any) -> list[Any]:
@@ -165,7 +158,6 @@ class _Job:
 
         def watched(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
             if isinstance(logits, torch.Tensor):
-                seen.logits_shapes |= {tuple(logits.shape), (logits.numel(),)}
                 seen.dtypes.add(str(logits.dtype))
             return loss(logits, row, totals)
 
@@ -175,7 +167,6 @@ class _Job:
         optimizer = SimpleNamespace(
             zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
         )
-        self.micro_batches = counts[0]
         with seen:
             train_step(watched, args, self.model, iterators, counts, optimizer)
         gradients = [parameter.main_grad.flatten() for parameter in self.model[0].parameters()]
@@ -189,7 +180,7 @@ class _Job:
 
 
 def settings_of_a_step() -> dict[str, Any]:
-    """What the flags of log-probs, and losses that do not depend on the logits, do to a step."""
+    """What the flags of log-probs, and a loss that does not depend on them, do to a step."""
     job = _Job({}, torch.bfloat16)
     usual, gradients = job.step()
     every = set(job.touched)
@@ -200,26 +191,11 @@ def settings_of_a_step() -> dict[str, Any]:
         job.log_probs(dynamic_batch_logits_in_model_dtype=True),
     )
     found: dict[str, Any] = {
-        "zeros": usual.zeros,
-        "micro-batches": job.micro_batches,
         "chunks": [usual.chunks, short.chunks],
         "dtypes": [*usual.dtypes, *narrow.dtypes],
         "same gradients": bool(torch.equal(gradients, same)),
         "same log-probabilities": bool(torch.equal(plain, narrow_log_probs)),
     }
-    some = next(job.model[0].parameters())
-
-    def constant(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
-        return torch.zeros((), device=logits.device), {}
-
-    def beside(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
-        return some.float().sum(), {}
-
-    def infinite(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
-        with torch.no_grad():
-            logits.fill_(float("inf"))
-        return logits.new_zeros(()), {}
-
     types: set[str] = set()
 
     def fused(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
@@ -228,11 +204,6 @@ def settings_of_a_step() -> dict[str, Any]:
 
     job.step(fused, dynamic_batch_fuse_output_layer=True)
     found |= {"types": [*types], "fused constant touches all": job.touched == every}
-    for name, loss in (("constant", constant), ("beside", beside), ("infinite", infinite)):
-        seen, gradients = job.step(loss)
-        largest = float(gradients.abs().max())
-        found[name] = {"touches all": job.touched == every, "largest": largest}
-        found[name]["zeros"] = len(seen.zeros)
     return found
 
 
