@@ -195,7 +195,9 @@ class _Framework:
             return micro_batches.rearrange_micro_batches(None, batch, _CAP, group)[1]
 
     def skyrl(self) -> Any:
-        data = SimpleNamespace(_token_counts=_LENGTHS, _max_tokens_per_microbatch=_CAP)
+        data = SimpleNamespace(
+            _token_counts=_LENGTHS, _max_tokens_per_microbatch=_CAP, _alignment=[1, 1]
+        )
         iterator._sync_num_microbatches(None, data)
         return data._microbatches
 
