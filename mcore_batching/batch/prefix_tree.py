@@ -60,7 +60,7 @@ def hashes_of_beginnings(
         first = span.firsts.index_select(0, rows.samples)
         own[first + rows.within + 1] = _hashes_of_rows(name, _values(columns, name))
         # A beginning is compared up to the token before its last.
-        hashes += own[:-1].masked_fill(within == 0, 0) * _ODD
+        hashes += _mixed(own[:-1], within).masked_fill(within == 0, 0)
     sums = torch.zeros(span.total + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(hashes, 0, out=sums[1:])
     counts = span.lengths // block

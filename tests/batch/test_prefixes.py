@@ -102,6 +102,15 @@ def test_values_per_token_must_agree_where_tokens_are_shared(name: str) -> None:
         require_shared(same, Columns.read(batch, SCHEMA))
 
 
+def test_equal_values_at_other_tokens_are_other_values() -> None:
+    weights = [[0.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]]
+    batch = batch_of([("abcde", 1), ("abcdef", 1)], weights=weights)
+    assert spelt(found(batch), batch) == ["[a]", "a[bcde]", "a[bcdef]"]
+    # By blocks, too: sums over all four values of a block are equal.
+    hashes = hashes_of_beginnings(Columns.read(batch, SCHEMA), 4)
+    assert find_forest([5, 6], hashes, block=4).tokens == 5 + 6
+
+
 def test_what_stands_at_the_last_token_need_not_agree() -> None:
     weights = [[1.0, 2.0, 9.0], [1.0, 2.0, 3.0, 4.0]]
     assert found(batch_of([("abc", 1), ("abcd", 1)], weights=weights)).tokens == 4
