@@ -22,6 +22,8 @@ branches, in each layer whose attention is not recomputed.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -40,27 +42,42 @@ from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention import KernelRow, Run, gathered, zigzag_restore_index
 
-_CHAINS_ONLY = {
-    "MambaMixer": "runs its state on from branch to branch",
-    "GatedDeltaNet": "runs its state on from branch to branch",
-    "GatedDeltaNet2": "runs its state on from branch to branch",
-    "GatedDeltaProductMixer": "runs its state on from branch to branch",
-    "DSAttention": "chooses keys by more than the keys",
+_ALONG_PATHS = {
+    *("GPTModel", "HybridModel", "MambaModel", "TransformerBlock", "TransformerLayer"),
+    *("HybridStack", "MambaStack", "MultiTokenPredictionBlock", "MultiTokenPredictionLayer"),
+    *("Attention", "MultiLatentAttention"),
+    *("DotProductAttention", "TEDotProductAttention", "PackedAttention"),
 }
-"""Layers, by the class that has their forward pass, that cannot run rows with branches."""
+"""Classes whose forward pass takes a row's offsets and can run rows with branches. Any other that
+takes them runs on from branch to branch, or may: state-space layers, sparse attention, a caller's
+own layers."""
 
 
 def why_no_branches(chunks: Sequence[Any]) -> str:
     """Why samples of a model share tokens only where one begins another; empty if branches, too."""
     for chunk in chunks:
         for name, layer in unwrap_model(chunk).named_modules():
-            reason = _CHAINS_ONLY.get(compat.layers.class_of_forward(layer))
-            if reason is not None:
-                return f"{name} {reason}"
+            kind: Any = type(layer)
+            runs, takes_offsets = _forward_pass(kind)
+            if takes_offsets and runs not in _ALONG_PATHS:
+                return f"{name} is a {runs}, which is not known to follow the branches of a row"
             fuses = getattr(getattr(layer, "config", None), "apply_rope_fusion", False)
             if isinstance(layer, MultiLatentAttention) and fuses:
                 return f"{name} fuses its rotary embedding (set --no-rope-fusion)"
     return ""
+
+
+@functools.cache
+def _forward_pass(kind: Any) -> tuple[str, bool]:
+    """Name of the class that has the forward pass of modules of this kind, and whether the pass
+    takes a row's offsets, or may."""
+    owner: Any = next(each for each in kind.__mro__ if "forward" in vars(each))
+    parameters = inspect.signature(owner.forward).parameters
+    # Megatron's own that take any argument, as `IdentityOp`, make nothing of it.
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    is_megatrons = owner.__module__.startswith("megatron.core.")
+    takes_offsets = "packed_seq_params" in parameters or (takes_any and not is_megatrons)
+    return owner.__name__, takes_offsets or owner.__name__ == "DSAttention"
 
 
 class _GatherStretches(torch.autograd.Function):

@@ -27,6 +27,8 @@ MOST_REFUSED = 0.12
 FAILED_JOBS = [
     # PP2: log-probs of the last stage as fields, then a forward pass by a plan of its own.
     job_of(863, other_layers=False),
+    # CP2: a layer of the caller's own with a state, and samples that branch.
+    job_of(20093, turns=True, shared_prefixes=True, worker="in line"),
     job_of(1001),  # exchange: log-probs and entropies of a response of one token travel back
     job_of(1002),  # steps of 4 samples over ranks that hold different numbers
     job_of(
