@@ -43,11 +43,14 @@ from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import (
+    CostModel,
     ParallelDims,
     PlannerConfig,
     StepPlan,
+    tree_planner,
     worker,
 )
+from mcore_batching.planning.prefix_trees import Forest
 
 SIZES = {
     2: ((2, 2), (1, 1), (2, 2), (1, 1)),
@@ -204,9 +207,19 @@ def mixed_sizes() -> Iterator[None]:
 
     with (
         mock.patch.object(worker, "plan_step", _mixed_plan),
+        mock.patch.object(worker, "plan_forest", _mixed_forest),
         mock.patch.object(Options, "planner_config", with_larger_cap),
     ):
         yield
+
+
+def _mixed_forest(
+    forest: Forest, dims: ParallelDims, config: PlannerConfig, *unused: Any, **named: Any
+) -> StepPlan:
+    """The same of whole prefix trees."""
+    trees, *_ = tree_planner._candidates(forest, dims, config, CostModel())
+    plan = _mixed_plan([tree.size for tree in trees], dims, config)
+    return tree_planner._of_samples(plan, trees)
 
 
 def _mixed_plan(

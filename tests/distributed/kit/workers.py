@@ -23,27 +23,27 @@ _PATIENCE = {"stopped": 8.0, "late": 1.0}
 _SLOW_START = """
 import time
 from mcore_batching.planning import worker
-plan_step = worker.plan_step
-worker.plan_step = lambda *a, **o: time.sleep({seconds}) or plan_step(*a, **o)
+plan = worker.PlanRequest.plan
+worker.PlanRequest.plan = lambda self: time.sleep({seconds}) or plan(self)
 serve()"""
 _LIMITED_START = """
 from mcore_batching.planning import worker
-worker.plan_step = lambda *a, **o: bytearray(1 << 60)
+worker.PlanRequest.plan = lambda self: bytearray(1 << 60)
 serve()"""
 
 
 @contextlib.contextmanager
 def slow_planning(seconds: float, *, in_line: float | None = None) -> Iterator[None]:
     """Planning that takes so much longer: in the worker, and in line (None: as much)."""
-    plan_step = worker.plan_step
+    plan_of = PlanRequest.plan
 
-    def slowly(*arguments: Any, **options: Any) -> Any:
+    def slowly(request: PlanRequest) -> Any:
         time.sleep(seconds if in_line is None else in_line)
-        return plan_step(*arguments, **options)
+        return plan_of(request)
 
     with (
         _started_by(_SLOW_START.format(seconds=seconds)),
-        mock.patch.object(worker, "plan_step", slowly),
+        mock.patch.object(PlanRequest, "plan", slowly),
     ):
         yield
 
