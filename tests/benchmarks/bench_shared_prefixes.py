@@ -32,7 +32,7 @@ from kit.harness import Job, results, run_jobs
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.prefix_tree import hashes_of_beginnings
-from mcore_batching.planning import CostModel, PlannerConfig, plan_step, step_statistics
+from mcore_batching.planning import CostModel, PlannerConfig, StepPlan, plan_step, step_statistics
 from mcore_batching.planning.prefix_trees import find_forest
 from mcore_batching.planning.tree_planner import plan_forest
 from mcore_batching.tools.report import Table
@@ -91,6 +91,15 @@ def solutions(file: Path, questions: int) -> list[torch.Tensor]:
     return made
 
 
+def _pairs(plan: StepPlan, lengths: list[int]) -> float:
+    """Pairs of a query and a key, twice."""
+    model = CostModel(linear=0.0, quadratic=1.0, per_micro_batch=0.0)
+    units = plan.units(plan.sample_indices)
+    return sum(
+        model.sample(lengths[each]) if isinstance(each, int) else each.cost(model) for each in units
+    )
+
+
 def planned(name: str, tokens: list[torch.Tensor], cap: str) -> tuple[str, ...]:
     """A row of the first table."""
     shuffled = random.Random(0).sample(tokens, len(tokens))
@@ -106,13 +115,15 @@ def planned(name: str, tokens: list[torch.Tensor], cap: str) -> tuple[str, ...]:
     shared = plan_forest(forest, *settings)
     planning = time.process_time() - started
     chains = plan_forest(find_forest(lengths, hashes, branches=False), *settings)
+    apart_plan = plan_step(lengths, *settings)
     found, by_chains, apart = (
-        step_statistics(plan, lengths) for plan in (shared, chains, plan_step(lengths, *settings))
+        step_statistics(plan, lengths) for plan in (shared, chains, apart_plan)
     )
     return (
         *(name, cap, f"{len(lengths):,}", f"{found.sample_tokens:,}", f"{found.real_tokens:,}"),
         f"{found.times_fewer_tokens:.2f}",
         f"{found.keys_per_token:.1f}",
+        f"{_pairs(apart_plan, lengths) / _pairs(shared, lengths):.2f}",
         f"{apart.mean_rank_cost / found.mean_rank_cost:.2f}",
         f"{apart.step_time / found.step_time:.2f}",
         f"{by_chains.step_time / found.step_time:.2f}",
@@ -166,7 +177,18 @@ def main() -> None:
         cases.append(("256 questions × 4 solutions", solutions(answers, 256), "16k"))
     cases.append((f"{len(read)} trajectories", turns(read), "16k"))
     rows = [planned(*case) for case in cases if options.only in case[0]]
-    columns = ("", "cap", "samples", "tokens", "computed", "x", "keys a token", "work x", "step x")
+    columns = (
+        "",
+        "cap",
+        "samples",
+        "tokens",
+        "computed",
+        "x",
+        "keys a token",
+        "pairs x",
+        "work x",
+        "step x",
+    )
     columns = (*columns, "step over chains x", "found + planned in")
     print(Table(columns=columns, rows=tuple(rows)))
     columns = ("", "samples", "tokens", "micro-batches", "step", "sample mean: off by, cosine")
