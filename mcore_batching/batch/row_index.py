@@ -290,9 +290,9 @@ class Nodes:
             return cls._of_samples(apart, offsets, [(own,) for own in apart])
         place = {sample: number for number, sample in enumerate(samples)}
         paths = [forest.path(sample) for sample in samples]
-        held = [*map(forest.nodes.__getitem__, sorted({*chain(*paths)}))]
+        number = {node: count for count, node in enumerate(sorted({*chain(*paths)}))}
+        held = [forest.nodes[node] for node in number]
         if any(node.parent >= 0 for node in held):
-            number = {node: count for count, node in enumerate(sorted({*chain(*paths)}))}
             of_samples = [tuple(number[node] for node in path) for path in paths]
             lengths = (node.end - node.start for node in held)
             offsets = (*accumulate(lengths, initial=0),)
@@ -312,9 +312,9 @@ class Nodes:
             if path:
                 hosts[own] = place[forest.nodes[path[0]].sample]
         apart = [own for own, host in enumerate(hosts) if host == own]
-        number = {own: node for node, own in enumerate(apart)}
+        node_of = {own: node for node, own in enumerate(apart)}
         offsets = padded_offsets([total_lengths[samples[own]] for own in apart], *alignments)
-        return cls._of_samples(apart, offsets, [(number[host],) for host in hosts])
+        return cls._of_samples(apart, offsets, [(node_of[host],) for host in hosts])
 
     @classmethod
     def _of_samples(

@@ -37,7 +37,7 @@ with a block, so that turns of an agent need a hash for each token."""
 
 @dataclasses.dataclass(frozen=True)
 class Beginnings:
-    """What samples of all ranks have in common.
+    """Common beginnings of all ranks' samples.
 
     Attributes:
         hashes: of each sample [samples], as `hashes_of_beginnings` gives them.
@@ -85,7 +85,7 @@ class Beginnings:
 def find_beginnings(
     job: Job, chunks: list[Any], data: Columns, steps: Sequence[Sequence[int]], tokens: int
 ) -> Beginnings:
-    """What samples have in common. A collective; what keeps samples that begin alike apart is
+    """Find common beginnings of samples. A collective; what keeps samples that begin alike apart is
     printed once a job.
 
     Args:

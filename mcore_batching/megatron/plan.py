@@ -219,10 +219,8 @@ def _local_units(samples: Samples, indices: Sequence[int]) -> list[PrefixTree | 
     most = most_tokens_of_part(dims, config)
     units = list[PrefixTree | int]()
     for part in parts_of(forest, samples.settings.cost_model, most):
-        tree = forest.tree(part)
-        named = tuple(indices[place] for place in part)
         is_shared = len(part) > 1
-        units.append(PrefixTree(tuple(sorted(named)), tree.nodes) if is_shared else named[0])
+        units.append(forest.tree(part).renumbered(indices) if is_shared else indices[part[0]])
     units += [indices[place] for place, leaf in enumerate(forest.last) if leaf < 0]
     return sorted(units, key=lambda each: each if isinstance(each, int) else each.samples[0])
 

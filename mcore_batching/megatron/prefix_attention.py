@@ -112,6 +112,7 @@ class Paths:
     Attributes:
         positions: place of each token of the full row in its sample, int64 ``[T]`` on the device.
         params: the row's stretches as a core attention takes them.
+        runs: these stretches as `PackedAttention` takes them.
     """
 
     def __init__(self, row: PackedMicroBatch, group: dist.ProcessGroup | None) -> None:
@@ -121,14 +122,14 @@ class Paths:
         self._restore: Tensor | None = None
         if self._group is not None:
             self._restore = sent(zigzag_restore_index(nodes.segments, size), device)
-        self._stretches, self._runs = list[tuple[int, int]](), list[Run]()
+        self._stretches, self.runs = list[tuple[int, int]](), list[Run]()
         query = key = 0
         held = Slice(nodes.segments, size, row.context_parallel_rank).chunks
         for node, first, end in _pieces(nodes.offsets, held):
             path = self._path(nodes.offsets, nodes.parents, node, end)
             keys = sum(stop - start for start, stop in path)
             self._stretches += path
-            self._runs.append(Run(query, query + end - first, key, key + keys))
+            self.runs.append(Run(query, query + end - first, key, key + keys))
             query, key = query + end - first, key + keys
         lengths = torch.tensor(nodes.offsets, device="cpu").diff()
         firsts = torch.tensor(nodes.starts, device="cpu") - torch.tensor(nodes.offsets[:-1])
@@ -153,8 +154,8 @@ class Paths:
         return stretches[::-1]
 
     def _parameters(self, device: torch.device) -> PackedSeqParams:
-        queries = [0, *(run.query_end for run in self._runs)]
-        keys = [0, *(run.key_end for run in self._runs)]
+        queries = [0, *(run.query_end for run in self.runs)]
+        keys = [0, *(run.key_end for run in self.runs)]
         of_queries, of_keys = (
             sent(torch.tensor(offsets, dtype=torch.int32), device) for offsets in (queries, keys)
         )
@@ -162,8 +163,8 @@ class Paths:
             qkv_format="thd",
             cu_seqlens_q=of_queries,
             cu_seqlens_kv=of_keys,
-            max_seqlen_q=max(run.query_end - run.query_start for run in self._runs),
-            max_seqlen_kv=max(run.key_end - run.key_start for run in self._runs),
+            max_seqlen_q=max(run.query_end - run.query_start for run in self.runs),
+            max_seqlen_kv=max(run.key_end - run.key_start for run in self.runs),
         )
         # For `PackedAttention`, and for Transformer Engine, which then gathers nothing itself.
         params.attention_geometry = self
@@ -171,19 +172,10 @@ class Paths:
         params.local_cp_size = 1
         return params
 
-    @property
-    def runs(self) -> list[Run]:
-        """The stretches, as `PackedAttention` takes them."""
-        return self._runs
-
-    @property
+    @functools.cached_property
     def kernel_row(self) -> KernelRow:
         """The stretches, as the variable-length kernel takes them."""
-        if self._kernel_row is None:
-            self._kernel_row = KernelRow(self._runs, self.positions.device)
-        return self._kernel_row
-
-    _kernel_row: KernelRow | None = None
+        return KernelRow(self.runs, self.positions.device)
 
     def keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[keys, heads, dim]`` of all paths, from this rank's slice."""

@@ -59,7 +59,7 @@ def joined_step(
         lengths += [shard.lengths[local] for local in held]
         ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
         of_step = (tree for tree in shard.trees if tree.samples[0] in number)
-        trees += [PrefixTree(tuple(number[i] for i in t.samples), t.nodes) for t in of_step]
+        trees += [tree.renumbered(number) for tree in of_step]
     return tuple(ranks), lengths, tuple(trees)
 
 
@@ -73,11 +73,8 @@ class GlobalPlan:
 
     def trees_among(self, place: Mapping[int, int]) -> list[PrefixTree]:
         """The trees that run on a rank, given the local index of each number there."""
-        here = [tree for tree in self.plan.trees if self.numbers[tree.samples[0]] in place]
-        return [
-            PrefixTree(tuple(place[self.numbers[i]] for i in tree.samples), tree.nodes)
-            for tree in here
-        ]
+        named = (tree.renumbered(self.numbers) for tree in self.plan.trees)
+        return [tree.renumbered(place) for tree in named if tree.samples[0] in place]
 
     def rows_on(self, rank: int) -> MicroBatches:
         """A rank's micro-batches, as numbers of samples."""

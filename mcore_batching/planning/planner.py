@@ -111,7 +111,7 @@ def plan_samples(batch: Problem, samples: Sequence[int]) -> StepPlan:
     else:
         micro_batches, sizes = _plan_dynamic(problem)
     return StepPlan(
-        micro_batches=tuple(_renamed(rank, samples) for rank in micro_batches),
+        micro_batches=tuple(renamed(rank, samples) for rank in micro_batches),
         num_microbatches=len(micro_batches[0]),
         sample_indices=tuple(samples),
         dims=batch.dims,
@@ -215,6 +215,6 @@ def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], S
     return tuple(micro_batches), tuple(sizes)
 
 
-def _renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:
+def renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:
     """Micro-batches of positions in `samples`, as micro-batches of the samples there."""
     return tuple(tuple(samples[position] for position in samples_of) for samples_of in rank)

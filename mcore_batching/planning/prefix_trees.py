@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,6 +59,10 @@ class PrefixTree:
     def size(self) -> int:
         """Tokens of room that it takes in a micro-batch: its own, or more for many keys."""
         return max(self.tokens, -(-self.keys // KEYS_PER_TOKEN))
+
+    def renumbered(self, numbers: Sequence[int] | Mapping[int, int]) -> PrefixTree:
+        """The same tree of samples with other indices: `numbers[i]` is that of sample i."""
+        return PrefixTree(tuple(numbers[sample] for sample in self.samples), self.nodes)
 
     def cost(self, model: CostModel) -> float:
         """Forward cost on a mean stage."""

@@ -17,7 +17,7 @@ from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.integers import check_lengths, one_per_sample
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.planner import check_search, plan_samples
+from mcore_batching.planning.planner import check_search, plan_samples, renamed
 from mcore_batching.planning.plans.plan import Plan, StepPlan
 from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.prefix_trees import (
@@ -136,13 +136,11 @@ def _candidates(
 
 def _renumbered(plan: StepPlan, samples: Sequence[int]) -> StepPlan:
     """The plan of a step out of a batch, of which the step's samples are these."""
-    trees = (PrefixTree(tuple(samples[i] for i in tree.samples), tree.nodes) for tree in plan.trees)
-    ranks = (
-        tuple(tuple(samples[i] for i in row) for row in micro_batches)
-        for micro_batches in plan.micro_batches
-    )
     return dataclasses.replace(
-        plan, micro_batches=tuple(ranks), sample_indices=tuple(samples), trees=tuple(trees)
+        plan,
+        micro_batches=tuple(renamed(rank, samples) for rank in plan.micro_batches),
+        sample_indices=tuple(samples),
+        trees=tuple(tree.renumbered(samples) for tree in plan.trees),
     )
 
 

@@ -83,7 +83,7 @@ class StepPlan:
         return {sample: tree for tree in self.trees for sample in tree.samples}
 
     def units(self, samples: Sequence[int]) -> list[int | PrefixTree]:
-        """What is computed for some samples, whole micro-batches of them: trees and samples."""
+        """Trees and samples that are computed for some samples, whole micro-batches of them."""
         # A tree stands where its first sample does.
         found = ((sample, self._tree_of.get(sample)) for sample in samples)
         return [

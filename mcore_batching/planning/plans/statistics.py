@@ -80,7 +80,7 @@ class StepStatistics:
 
     @property
     def sharing(self) -> str:
-        """What samples that begin alike save, in words; empty where none do."""
+        """Tokens saved by samples that begin alike, in words; empty where none are."""
         return sharing(self.sample_tokens, self.real_tokens, self.keys)
 
     @property
@@ -155,7 +155,7 @@ def step_statistics(
 
 
 def sharing(sample_tokens: int, tokens: int, keys: int) -> str:
-    """What samples that begin alike save, in words; empty where none do.
+    """Tokens saved by samples that begin alike, in words; empty where none are.
 
     Args: tokens of the samples; tokens that are computed; keys that attention reads.
     """
