@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mcore_batching.planning import (
     ConfigError,
@@ -53,14 +53,23 @@ OURS = "mcore_batching"
 CAP_STEP = 0.9
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planner:
+class Planner(NamedTuple):
     """A way to plan a step, which raises `RuleFailureError` where it cannot."""
 
     name: str
     kind: Kind
     plan: PlanFunction
     fills_up: bool = True  # micro-batches up to the cap, so that a smaller one may be better
+
+
+class _Step(NamedTuple):
+    """The outcome of planning a step; of no meaning beside a failure."""
+
+    failure: PlanningError | None
+    end: float = math.inf
+    floor: float = 1.0
+    num_microbatches: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +103,15 @@ def planners(
         )
 
     # The search takes fewer tokens than the cap allows wherever that ends sooner.
-    yield Planner(name=OURS, kind="ours", plan=mode("auto"), fills_up=False)
+    yield Planner(OURS, "ours", mode("auto"), fills_up=False)
     for balance in ("cost", "tokens", "none"):
-        yield Planner(name=f"{OURS}, balance {balance}", kind="mode", plan=mode(balance))
+        yield Planner(f"{OURS}, balance {balance}", "mode", mode(balance))
     rows = dims
     if config.max_context_parallel is not None:
         sizes = dims.row_sizes(config.max_context_parallel)
         for size in sizes:
             plan = partial(one_size, size, dims, cost_model)
-            yield Planner(name=f"CP {size} for all", kind="mode", plan=plan, fills_up=False)
+            yield Planner(f"CP {size} for all", "mode", plan, fills_up=False)
         # The rules know one size for all: the dims', or the largest below it that rows may have.
         rows = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
 
@@ -113,7 +122,7 @@ def planners(
         return of_one_size(made, dims, config, cost_model)
 
     for name, rule in rules.items():
-        yield Planner(name=name, kind="peer", plan=partial(by_rule, rule))
+        yield Planner(name, "peer", partial(by_rule, rule))
 
 
 def one_size(
@@ -214,17 +223,6 @@ def compare(
         if on_planner is not None:
             on_planner(len(outcomes), len(all_planners))
     return outcomes
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The outcome of planning a step; of no meaning beside a failure."""
-
-    failure: PlanningError | None
-    end: float = math.inf
-    floor: float = 1.0
-    num_microbatches: int = 0
-    seconds: float = 0.0
 
 
 def _planned(
@@ -341,14 +339,10 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
     # A rule that has no plan for some steps would win by the ones that it left out.
     peers = [o for o in outcomes if o.kind == "peer" and o.planned == o.steps]
     at_cap = [(o.time_over_ours, o.name) for o in peers if o.time_over_ours]
-    tuned = [
-        (o.time_over_ours_at_best_cap, o.name, o.best_cap)
-        for o in peers
-        if o.time_over_ours_at_best_cap
-    ]
-    if at_cap and tuned:
+    best = [(time, o.name, o.best_cap) for o in peers if (time := o.time_over_ours_at_best_cap)]
+    if at_cap and best:
         time, name = min(at_cap)
-        time_tuned, name_tuned, cap = min(tuned)
+        time_tuned, name_tuned, cap = min(best)
         lines.append(
             f"of the other frameworks' rules at their own best caps {name_tuned} under {cap} ends "
             f"soonest, at {time_tuned:.3f} x the time of {OURS}; at the given cap {name}, at "

@@ -1,4 +1,5 @@
-"""Plans in words: where the micro-batch count comes from, what holds the step up, what would help.
+"""A step's plan in words: where the micro-batch count comes from, what holds the step up, what
+would help.
 
 Every sentence is computed from the plan and its lengths, so a plan read from a file is explained
 like one made a moment ago.
@@ -17,7 +18,6 @@ from mcore_batching.planning import (
     CostModel,
     ParallelDims,
     ParallelDimsError,
-    Plan,
     PlannerConfig,
     PlanningError,
     Problem,
@@ -33,23 +33,17 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.errors import named, shortened
 from mcore_batching.planning.plans.plan import counted, rank_noun
-from mcore_batching.planning.plans.statistics import micro_batch_costs
-from mcore_batching.tools.picture import step_timeline
+from mcore_batching.planning.plans.statistics import step_clocks
+from mcore_batching.planning.prefix_trees import PrefixTree
 from mcore_batching.tools.report import FLOOR
 
 Changes = tuple[tuple[str, int], ...]  # arguments to set together, with their new values
 # What changes, and what to plan with.
 Setup = tuple[Changes, ParallelDims, PlannerConfig, CostModel]
-# Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem.
-Ranks = Sequence[Sequence[Sequence[int]]]
 
-# Shares from which on something counts as what holds a step back. They choose among sentences, no
-# plan depends on them; other values name another cause first where two are about as strong.
-_ALMOST_THE_STEP = 0.95  # one sample's way through all stages, of the step
-_UNEVEN = 1.05  # the slowest rank over the mean
-_ALMOST_FULL = 0.9  # tokens over the cap, or samples over the most per row
-_COSTLY_STARTS = 0.05  # fixed costs of micro-batches, of all work
-_FEW_SAMPLES_PER_STAGE = 8  # samples of a rank per pipeline stage
+# Share from which on something counts as what holds a step back: a sample's way of the step, the
+# mean rank of the slowest, rows of their limit. It chooses among sentences, no plan depends on it.
+_ALMOST = 0.95
 
 # Of a plan that is only compared, at most. Steps of 512 samples on DP8 x PP4 end 1.5 % later than
 # by the default, which takes 8 times as long; with 20, which takes a third, 12 % later.
@@ -62,75 +56,68 @@ _LONGER = 2.0
 _NEXT_LINE = "\n" + " " * len("  would help: ")
 
 
-def explain(
-    plan: Plan | StepPlan,
-    lengths: Sequence[int],
-    *,
-    advice_seconds: float = math.inf,
-) -> str:
-    """A plan in words, a paragraph per step, or one step of it.
+def explain(step: StepPlan, lengths: Sequence[int], *, advice_seconds: float = math.inf) -> str:
+    """One step's plan in words.
 
     Args:
-        plan: what to explain.
+        step: what to explain.
         lengths: total length of each sample of the whole batch [samples], in tokens.
-        advice_seconds: most processor time to look for caps and parallel sizes that would end a
-            step sooner, for each step: the time that its plan took, say; 0 to leave them out.
+        advice_seconds: most processor time to look for caps and parallel sizes that would end the
+            step sooner: the time that its plan took, say; 0 to leave them out.
 
     Raises:
         InvariantError: the plan is broken.
     """
     lengths = list(lengths)
-    validate_plan(plan, lengths)
-    if isinstance(plan, StepPlan):
-        return _explain_step(plan, lengths, advice_seconds)
-    return "\n".join(
-        f"step {index}: {_explain_step(step, lengths, advice_seconds)}"
-        for index, step in enumerate(plan.steps)
-    )
-
-
-def _explain_step(step: StepPlan, lengths: Sequence[int], advice_seconds: float) -> str:
+    validate_plan(step, lengths)
     statistics = step_statistics(step, lengths)
     problem, ranks = step_problem(step, lengths)
-    placeholders = statistics.num_placeholders
-    real = step.num_microbatches * len(ranks) - placeholders
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
         *filter(None, [statistics.sharing]),
-        *(["below, samples that share tokens count as one"] if step.trees else []),
-        f"count: {_count(step, problem, ranks)}",
-        f"filled by: {real} micro-batches with samples, {placeholders} placeholders",
+        f"count: {_count(step, problem)}",
     ]
     if not step.num_samples:
         return "\n  ".join(lines)
-    lines += _bottleneck(step, problem, ranks, statistics)
+    names = [_name(unit) for unit in step.units(step.sample_indices)]
+    longest = max(range(problem.num_samples), key=problem.lengths.__getitem__)  # the first of them
+    name = f"{names[longest]} ({problem.lengths[longest]} tokens)"
+    rank = next(n for n, slots in enumerate(ranks) if any(longest in row for row in slots))
+    lines.append(f"longest: {name}, on rank {rank}")
     if problem.oversize:
-        samples = [step.sample_indices[position] for position in sorted(problem.oversize)]
+        largest = max(problem.on_ranks[size].capacity for size in problem.row_sizes)
         lines.append(
-            f"oversize, each alone in its micro-batch: {counted(len(samples), 'sample')} over "
-            f"{max(problem.on_ranks[size].capacity for size in problem.row_sizes)} tokens: "
-            f"{shortened(samples)}"
+            f"oversize, each alone in its micro-batch: {len(problem.oversize)} over {largest} "
+            f"tokens: {shortened([names[each] for each in sorted(problem.oversize)])}"
         )
     lines += [
         f"predicted end of {'the forward passes' if step.forward_only else 'the step'}: "
         f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
         f"({FLOOR}; no plan ends sooner); the first stage holds "
         f"{statistics.peak_inflight_tokens:.0f} tokens at most",
-        f"held back by: {what_holds_back(step, lengths)}",
+        f"held back by: {_what_holds_back(step, problem, ranks, statistics, longest, name)}",
     ]
     if step.context_parallel is not None:
         sizes = [row.size for row in step.rows()]
         of_size = [f"{sizes.count(size)} of size {size}" for size in sorted(set(sizes))]
         lines.append(f"micro-batches by context-parallel size: {', '.join(of_size)}")
-    # Advice plans anew with samples on any rank, which a local plan may not do.
-    # Other settings would be planned without what samples share.
+    # Advice plans anew with samples on any rank, which a local plan may not do, and without what
+    # samples share.
     if step.scope == "global" and advice_seconds > 0 and not step.trees:
         lines.append(f"would help: {_advice(step, lengths, advice_seconds)}")
     return "\n  ".join(lines)
 
 
-def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
+def _name(unit: int | PrefixTree) -> str:
+    """What is planned as one: a sample, or samples that share tokens."""
+    if isinstance(unit, int):
+        return f"sample {unit}"
+    return f"the tree of samples {shortened(unit.samples)}"
+
+
+def _count(step: StepPlan, problem: Problem) -> str:
+    """Micro-batches that packing takes, and what the schedule and the search make of them."""
     if not step.num_samples:
         reason = "no samples: one micro-batch per rank is the least a schedule runs"
         needed = 1
@@ -141,7 +128,7 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
             f"{counted(problem.fewest_rows, 'micro-batch')} at least, a shared one counted for "
             f"each of its ranks, {needed} per rank"
         )
-    elif step.scope == "global":
+    else:
         num_bins, bound = len(pack_local(problem)), micro_batch_lower_bound(problem)
         needed = -(-num_bins // step.dims.data_parallel)
         reason = (
@@ -149,131 +136,74 @@ def _count(step: StepPlan, problem: Problem, ranks: Ranks) -> str:
             f"{counted(num_bins, 'micro-batch')} (no packing takes fewer than {bound}), "
             f"{needed} per rank"
         )
-    else:
-        shards = [problem.subset(sorted(i for samples in rank for i in samples)) for rank in ranks]
-        counts = [len(pack_local(shard)) for shard in shards]
-        needed = max(1, *counts)
-        rank = counts.index(max(counts))
-        reason = (
-            f"rank {rank} packs its own {counted(shards[rank].num_samples, 'sample')} into "
-            f"{counts[rank]} micro-batches (no packing takes fewer than "
-            f"{micro_batch_lower_bound(shards[rank])}), the most of all ranks; the one with the "
-            f"fewest packs {min(counts)}"
-        )
-    # `needed` is what packing takes; the schedule and the search may have made it more.
     legal = step.dims.round_up_num_microbatches(needed)
     if legal > needed:
         reason += (
             f"; the interleaved schedule with groups of {step.dims.group_size} over "
             f"{step.dims.pipeline_parallel} stages makes it {legal}"
         )
-    if step.num_microbatches > legal and step.config.searches:
+    if step.num_microbatches > legal and step.scope == "local":
+        reason += f"; samples that stay on their rank take {step.num_microbatches}"
+    elif step.num_microbatches > legal and step.config.searches:
         reason += f"; {step.num_microbatches} end the step sooner, less full"
     elif step.num_microbatches != legal:
         reason += f"; this plan has {step.num_microbatches}"
     return reason
 
 
-def _bottleneck(
-    step: StepPlan, problem: Problem, ranks: Ranks, statistics: StepStatistics
-) -> Iterator[str]:
-    costs = micro_batch_costs(step, problem, ranks)
-    rank_costs = [sum(rank) for rank in costs]
-    slowest = max(rank_costs)
-    yield (
-        f"slowest rank: {rank_costs.index(slowest)}, with {statistics.rank_balance:.3f} x "
-        f"the mean work; over slots the costliest micro-batches add up to "
-        f"{statistics.slot_balance:.3f} x the mean"
-    )
-    places = ((rank, slot) for rank, of_rank in enumerate(costs) for slot in range(len(of_rank)))
-    # `max` keeps the first of equals.
-    rank, slot = max(places, key=lambda place: costs[place[0]][place[1]])
-    samples = counted(len(ranks[rank][slot]), "sample")
-    yield (
-        f"costliest micro-batch: rank {rank} slot {slot}, {samples}, "
-        f"{costs[rank][slot] / (slowest or 1.0):.1%} of the slowest rank's work"
-    )
-    longest = _longest_sample(problem)
-    owner = next(n for n, rank in enumerate(ranks) if any(longest in samples for samples in rank))
-    yield (
-        f"longest sample: {step.sample_indices[longest]}, {problem.lengths[longest]} tokens, on "
-        f"rank {owner}"
-    )
-
-
-def what_holds_back(step: StepPlan, lengths: Sequence[int]) -> str:
-    """The one thing that keeps a valid plan of one sample or more from ending sooner."""
-    dims = step.dims
-    problem, _ = step_problem(step, lengths)
-    statistics = step_statistics(step, lengths)
-    end = statistics.step_time
+def _what_holds_back(
+    step: StepPlan,
+    problem: Problem,
+    ranks: list[list[list[int]]],
+    statistics: StepStatistics,
+    longest: int,
+    name: str,
+) -> str:
+    """The one thing that keeps a step from ending sooner: from what no plan can mend, as its
+    longest sample by its `name`, to what a larger batch or cap would."""
+    dims, end = step.dims, statistics.step_time
     if not end:
         return "nothing: by its cost model the step takes no time"
-    # From the cause that no plan can mend to those that a larger batch or cap would.
-    longest = _longest_sample(problem)
-    sample = step.sample_indices[longest]
-    size = next(row.size for row in step.rows() if sample in row.samples)
+    stages = counted(dims.pipeline_parallel, "stage")
+    place = next(row for row in step.rows() if longest in ranks[row.rank][row.slot])
     passes = problem.schedule.cost_of_passes * dims.pipeline_parallel
-    alone = passes * problem.on_ranks[size].cost([longest])
-    if alone >= _ALMOST_THE_STEP * end:
+    alone = passes * problem.on_ranks[place.size].cost([longest])
+    if alone >= _ALMOST * end:
         back = "" if step.forward_only else " and back"
-        return (
-            f"sample {sample} ({problem.lengths[longest]} tokens): its own "
-            f"way through {_stages(step)}{back} takes {alone / end:.0%} of the step"
-        )
-    if uneven := _uneven_ranks(step, lengths, statistics):
-        return uneven
+        return f"{name}: its own way through {stages}{back} takes {alone / end:.0%} of the step"
+    if dims.in_lockstep:
+        # No rank is late by itself here: each slot ends with its slowest micro-batch.
+        if statistics.slot_balance * _ALMOST > 1:
+            return (
+                "slots whose micro-batches differ over ranks: with expert parallelism each waits "
+                f"for its slowest, which adds up to {statistics.slot_balance:.2f} x the mean"
+            )
+    else:
+        ends = [each for clock in step_clocks(step, problem, ranks) for each in clock.ends]
+        late = max(ends) * len(ends) / sum(ends)
+        if late * _ALMOST > 1:
+            rank = ends.index(max(ends))
+            return f"rank {rank}: it ends {late:.2f} x as late as the mean rank"
     rows, most = step.num_microbatches * problem.num_ranks, step.config.max_samples_per_row
-    if most is not None and step.num_samples > _ALMOST_FULL * rows * most:
+    if most is not None and problem.num_samples >= _ALMOST * rows * most:
         return f"the most samples that may share a micro-batch, {most}: almost all hold as many"
     smallest = problem.on_ranks[problem.row_sizes[0]]  # under dynamic CP: rows on one rank
     slots = step.num_microbatches * smallest.dims.data_parallel
-    model, starts = smallest.cost_model, slots * smallest.cost_model.per_micro_batch
-    is_full = sum(smallest.tokens) > _ALMOST_FULL * slots * smallest.capacity
-    if is_full and starts > _COSTLY_STARTS * (starts + sum(smallest.costs)) and model.sample(1):
-        cap, start = step.config.cap_tokens(smallest.dims), model.per_micro_batch / model.sample(1)
+    starts = slots * smallest.cost_model.per_micro_batch
+    is_full = sum(smallest.tokens) >= _ALMOST * slots * smallest.capacity
+    if is_full and sum(smallest.costs) < _ALMOST * (starts + sum(smallest.costs)):
         return (
-            f"the cap of {cap} tokens: micro-batches are full, and "
-            f"starting each of them costs as much as {start:.0f} tokens"
+            f"the cap of {step.config.cap_tokens(smallest.dims)} tokens: micro-batches are full, "
+            f"and starting them is {starts / (starts + sum(smallest.costs)):.0%} of the work"
         )
     # From here on nothing is uneven and nothing is full.
     if dims.pipeline_parallel == 1:
         return "the work itself: ranks are even and there is no pipeline to fill"
-    samples_per_rank = step.num_samples / problem.num_ranks
-    if samples_per_rank < _FEW_SAMPLES_PER_STAGE * dims.pipeline_parallel:
-        few = f"{samples_per_rank:.0f} per rank for {_stages(step)}"
-        return f"too few samples for this pipeline: {few}"
-    return f"filling and draining {_stages(step)} with {step.num_microbatches} micro-batches"
-
-
-def _uneven_ranks(step: StepPlan, lengths: Sequence[int], statistics: StepStatistics) -> str | None:
-    """The straggler, or with expert parallelism the slots that wait for one."""
-    if step.dims.in_lockstep:
-        # No rank is late by itself here: each slot ends with its slowest micro-batch.
-        balance = statistics.slot_balance
-        if balance <= _UNEVEN:
-            return None
-        return (
-            f"slots whose micro-batches differ over ranks: with expert parallelism each waits for "
-            f"its slowest, which adds up to {balance:.2f} x the mean"
-        )
-    ends = [rank.end for rank in step_timeline(step, lengths).ranks]
-    mean = sum(ends) / len(ends)
-    if max(ends) <= _UNEVEN * mean:
-        return None
+    per_rank = problem.num_samples / problem.num_ranks
     return (
-        f"rank {ends.index(max(ends))}: it ends {max(ends) / mean:.2f} x as late as the mean rank"
+        f"filling and draining {stages} with {step.num_microbatches} micro-batches of "
+        f"{per_rank:.0f} samples per rank"
     )
-
-
-def _longest_sample(problem: Problem) -> int:
-    """The first of the longest samples."""
-    return max(range(problem.num_samples), key=problem.lengths.__getitem__)
-
-
-def _stages(step: StepPlan) -> str:
-    number = step.dims.pipeline_parallel
-    return f"{number} stages" if number > 1 else "the one stage"
 
 
 def _advice(step: StepPlan, lengths: Sequence[int], seconds: float) -> str:

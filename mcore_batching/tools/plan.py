@@ -76,8 +76,7 @@ def add_arguments(parser: CommandParser) -> None:
     output.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw the first step's time line and the fill of each micro-batch, to a .png or "
-        "an .svg file",
+        help="draw the first step's time line, to a .png or an .svg file",
     )
 
 
@@ -147,8 +146,6 @@ def _print(
         with progress("looking for advice"):
             text = explain(plan.steps[0], lengths, advice_seconds=advice_seconds)
         print(text)
-    else:
-        print(report.packing_line(plan, lengths))
-        if not options.no_advice:
-            print("plan one step's samples alone to see what holds it back and what would help")
+    elif not options.no_advice:
+        print("plan one step's samples alone to see what holds it back and what would help")
     print(f"digest {plan.digest()}")

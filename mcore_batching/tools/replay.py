@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_batching.planning import (
     ConfigError,
@@ -31,15 +31,10 @@ from mcore_batching.planning.plans.records import StepRecord, read_records
 from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.tools import report
 from mcore_batching.tools.explain import Changes, alternatives, changes_text
-from mcore_batching.tools.options import (
-    CommandParser,
-    add_options,
-    progress,
-)
+from mcore_batching.tools.options import CommandParser, add_options, progress
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplayedStep:
+class ReplayedStep(NamedTuple):
     """A recorded step, predicted anew."""
 
     record: StepRecord
@@ -62,20 +57,6 @@ class ReplayedStep:
         return factor * self.predicted / measured - 1.0 if factor and measured else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """Another plan for the same steps."""
-
-    changes: Changes  # none: today's plan with the recorded dims and cap
-    time: float  # predicted, of all its steps together
-    recorded_time: float  # the same for the recorded plans of these steps
-
-    @property
-    def gain(self) -> float:
-        """Times as fast as recorded."""
-        return self.recorded_time / self.time if self.time else 1.0
-
-
 def replay(records: Sequence[StepRecord]) -> list[ReplayedStep]:
     """Predict the recorded plans by the costs that they were made by."""
     # Learnt costs changed from step to step, and so did the seconds of their unit: all steps are
@@ -87,8 +68,7 @@ def replay(records: Sequence[StepRecord]) -> list[ReplayedStep]:
             model = in_units_of(record.plan.cost_model, unit / record.seconds_per_unit)
             plan = replace(record.plan, cost_model=model)
             record = replace(record, plan=plan, seconds_per_unit=unit)
-        found = step_statistics(record.plan, record.lengths)
-        replayed.append(ReplayedStep(record=record, statistics=found))
+        replayed.append(ReplayedStep(record, step_statistics(record.plan, record.lengths)))
     return replayed
 
 
@@ -136,8 +116,9 @@ def better_plans(
     steps: Sequence[ReplayedStep],
     plan_effort: int,
     on_step: Callable[[int, int], None] | None = None,
-) -> list[Alternative]:
-    """Today's plan of the same steps, then those for other caps and dims on the same GPUs, by gain.
+) -> list[tuple[Changes, float]]:
+    """Predicted time of the same steps by today's plans, with no changes, then by those for other
+    caps and dims on the same GPUs, the least first.
 
     What any of the steps cannot be planned with is left out. After each step `on_step` is called
     with the number of those that are done, and of all.
@@ -156,13 +137,12 @@ def better_plans(
             times.setdefault(changes, []).append(predicted_step_time(plan, lengths))
         if on_step is not None:
             on_step(number, len(steps))
-    recorded = sum(step.predicted for step in steps)
     found = [
-        Alternative(changes=changes, time=sum(taken), recorded_time=recorded)
+        (changes, sum(taken))
         for changes, taken in times.items()
         if len(taken) == len(steps)  # else its times are not of the same samples
     ]
-    return sorted(found, key=lambda other: (other.changes != (), -other.gain))
+    return sorted(found, key=lambda each: (each[0] != (), each[1]))
 
 
 # Default of --steps. Each is planned up to eight times: time grows with it, and gains of single
@@ -224,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
             found = better_plans(planned, options.plan_effort, on_step)
         if found:
             print(f"\n{len(planned)} of these steps with the same samples on the same GPUs:")
-            print(_alternative_table(found, len(planned), factor))
+            print(_alternative_table(planned, found, factor))
             has_others = True
         before = alike[-1]
     print(LEGEND + OTHERS_LEGEND if has_others else LEGEND)
@@ -252,19 +232,15 @@ def _print_steps(steps: Sequence[ReplayedStep], factor: float | None) -> None:
 
 
 def _alternative_table(
-    found: Sequence[Alternative], steps: int, factor: float | None
+    steps: Sequence[ReplayedStep], found: Sequence[tuple[Changes, float]], factor: float | None
 ) -> report.Table:
     """One row for the recorded plans and one for each alternative: mean predicted time and gain."""
-    recorded = time_text(found[0].recorded_time / steps, factor)
-    rows = [("as it was recorded", recorded, "1.000 x")]
-    rows += [
-        (
-            changes_text(other.changes) or "planned by this release, for all ranks",
-            time_text(other.time / steps, factor),
-            f"{other.gain:.3f} x",
-        )
-        for other in found
-    ]
+    recorded = sum(step.predicted for step in steps)
+    rows = [("as it was recorded", time_text(recorded / len(steps), factor), "1.000 x")]
+    for changes, time in found:
+        name = changes_text(changes) or "planned by this release, for all ranks"
+        gain = recorded / time if time else 1.0
+        rows.append((name, time_text(time / len(steps), factor), f"{gain:.3f} x"))
     return report.Table(columns=("plan", "predicted per step", "faster by"), rows=tuple(rows))
 
 

@@ -10,8 +10,6 @@ from mcore_batching.planning import (
     Plan,
     PlannerConfig,
     StepStatistics,
-    micro_batch_lower_bound,
-    step_problem,
 )
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.plans.statistics import total_statistics
@@ -87,18 +85,6 @@ def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 def _step_row(name: str, step: StepStatistics) -> tuple[str, ...]:
     return (name, *(figure.format(step) for figure in STEP_COLUMNS.values()))
-
-
-def packing_line(plan: Plan, lengths: Sequence[int]) -> str:
-    """One line: micro-batches with samples of all steps, over a lower bound of any packing."""
-    count = sum(row.samples != () for step in plan.steps for row in step.rows())
-    if plan.config.max_context_parallel is not None:  # no bound is known for rows of mixed sizes
-        return f"{count} micro-batches with samples in all steps, a shared one counted once"
-    bound = sum(micro_batch_lower_bound(step_problem(step, lengths)[0]) for step in plan.steps)
-    return (
-        f"{count} micro-batches with samples in all steps, {count / bound if bound else 1.0:.3f} x "
-        f"the {bound} that no packing takes fewer than"
-    )
 
 
 def plan_heading(plan: Plan) -> str:

@@ -239,7 +239,7 @@ def test_groups_with_a_prompt_in_common_are_planned_as_trees(
     assert main([*given, *columns, "--out", plan]) == 0
     text = capsys.readouterr().out
     assert "71,972 tokens of samples computed as 23,978: 3.0x fewer, 3.7 keys per token" in text
-    assert "below, samples that share tokens count as one" in text
+    assert "longest: the tree of samples 0, 2, 4, 6 (11991 tokens)" in text
     assert main(["check", plan, table, "--column", "tokens"]) == 0
     for wrong, message in (
         (("--column", "tokens"), "--group-column and --prompt-column need each other"),

@@ -71,19 +71,6 @@ def test_statistics_count_a_shared_row_once() -> None:
     assert found.time_over_floor >= 1.0
 
 
-def test_the_picture_frames_blocks(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from mcore_batching.tools.picture import draw_step
-
-    draw_step(STEP, LENGTHS, tmp_path / "step.svg")
-    text = (tmp_path / "step.svg").read_text()
-    shared = [row for row in STEP.rows() if row.size > 1]
-    assert shared
-    for row in shared:
-        assert f'id="block-{row.rank}-{row.slot}"' in text
-    assert "ranks that share a row" in text
-
-
 def test_compare_has_every_size() -> None:
     outcomes = {o.name: o for o in compare([LENGTHS], DIMS, CONFIG)}
     for name in ("CP 1 for all", "CP 2 for all", "CP 4 for all"):

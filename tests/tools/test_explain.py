@@ -14,17 +14,17 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     StepPlan,
-    plan_batch,
     plan_step,
     predicted_step_time,
 )
+from mcore_batching.planning.prefix_trees import forest_of_groups
+from mcore_batching.planning.tree_planner import plan_forest
 from mcore_batching.tools import explain as explaining
 from mcore_batching.tools.explain import (
     COMPARED_PLAN_EFFORT,
     alternatives,
     explain,
     suggestions,
-    what_holds_back,
 )
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
@@ -64,11 +64,11 @@ DP2, DP4 = ParallelDims(data_parallel=2), ParallelDims(data_parallel=4)
             None,
             "the cap of 1000 tokens: micro-batches are full",
         ),
-        ([1000] * 32, PP4, {}, None, "too few samples for this pipeline: 8 per rank for 4 stages"),
+        ([1000] * 8, PP4, {"max_samples_per_row": 1}, None, "the most samples that may share a m"),
         (MANY, PP4, {}, None, "filling and draining 4 stages with "),
         (MANY, DP4, {}, None, "the work itself"),
     ],
-    ids=["sample", "rank", "lockstep", "cap", "few samples", "ends", "work"],
+    ids=["sample", "rank", "lockstep", "cap", "samples", "ends", "work"],
 )
 def test_what_holds_a_step_back(
     lengths: list[int],
@@ -78,7 +78,7 @@ def test_what_holds_a_step_back(
     said: str,
 ) -> None:
     step = planned(Case(lengths, dims, replace(CONFIG, **options), owners))
-    assert what_holds_back(step, lengths).startswith(said)
+    assert f"held back by: {said}" in explain(step, lengths, advice_seconds=0)
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -159,17 +159,13 @@ def test_explain_says_where_the_count_comes_from() -> None:
         "6 samples on 2 data-parallel ranks: 2 micro-batches per rank\n"
         "  count: packing under the cap of 10 tokens takes 4 micro-batches "
         "(no packing takes fewer than 4), 2 per rank\n"
-        "  filled by: 4 micro-batches with samples, 0 placeholders\n"
-        "  slowest rank: 1, with 1.000 x the mean work; over slots the costliest micro-batches add "
-        "up to 1.009 x the mean\n"
-        "  costliest micro-batch: rank 1 slot 1, 1 sample, 50.8% of the slowest rank's work\n"
-        "  longest sample: 5, 14 tokens, on rank 1\n"
-        "  oversize, each alone in its micro-batch: 1 sample over 10 tokens: 5\n"
+        "  longest: sample 5 (14 tokens), on rank 1\n"
+        "  oversize, each alone in its micro-batch: 1 over 10 tokens: sample 5\n"
         "  predicted end of the step: 1593 token units, 1.000 x the floor (a mean rank's work "
         "on the slowest stage or the longest sample's way through all stages; no plan ends sooner)"
         "; the first stage holds 14 tokens at most\n"
-        "  held back by: the cap of 10 tokens: micro-batches are full, and starting each of them "
-        "costs as much as 256 tokens\n"
+        "  held back by: the cap of 10 tokens: micro-batches are full, and starting them is 96% of "
+        "the work\n"
         "  would help: max_tokens_per_gpu=20 (--max-tokens-per-gpu 20) (1.92 x as fast)"
     )
 
@@ -181,12 +177,8 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     text = explain(plan_step(lengths, dims, config), lengths)
     assert "takes 5 micro-batches" in text
     assert "3 per rank; the interleaved schedule with groups of 2 over 2 stages makes it 4" in text
-    assert "5 micro-batches with samples, 3 placeholders" in text
-    text = explain(plan_locally(lengths, dims, config, [1, 1, 1, 0, 1]), lengths)
-    assert "rank 1 packs its own 4 samples into 4 micro-batches (no packing takes fewer" in text
-    assert "the one with the fewest packs 1" in text
-    even = explain(plan_locally([3, 4], STEP.dims, config, [0, 1]), [3, 4])
-    assert "the most of all ranks; the one with the fewest packs 1\n" in even
+    text = explain(plan_locally([10] * 7, dims, config, [1] * 6 + [0]), [10] * 7)
+    assert "4 per rank; samples that stay on their rank take 6" in text
     none = explain(plan_step([], dims, config), [])
     assert "no samples: one micro-batch per rank is the least" in none
     free = plan_step([0, 0], ParallelDims(), CONFIG, CostModel(per_micro_batch=0))
@@ -213,11 +205,19 @@ def test_no_pipeline_is_tried_that_no_job_can_have(stages: int, tried: set[int])
     assert found - {stages} == tried
 
 
-def test_steps_of_a_plan_are_explained_one_by_one_and_advice_can_be_left_out() -> None:
-    plan = plan_batch(LENGTHS, ParallelDims(), STEP.config, samples_per_step=2)
-    assert explain(plan, LENGTHS) == "\n".join(
-        f"step {number}: {explain(step, LENGTHS)}" for number, step in enumerate(plan.steps)
-    )
+def test_trees_are_named_by_their_samples_and_advice_can_be_left_out() -> None:
+    forest = forest_of_groups([20, 30, 21, 22, 70], [4, 4, 20, 20, 4], "abccd")
+    step = plan_forest(forest, ParallelDims(), replace(CONFIG, max_tokens_per_gpu=60))
+    assert step.trees
+    text = explain(step, forest.lengths)
+    assert text.startswith("5 samples on 1 data-parallel rank: ")
+    assert "163 tokens of samples computed as 144: 1.1x fewer" in text
+    assert "longest: sample 4 (70 tokens), on rank 0" in text
+    assert "1 over 60 tokens: sample 4" in text
+    assert "would help" not in text  # other settings would be planned without what samples share
+    forest = forest_of_groups([20, 21, 22], [4, 20, 20], "abb")
+    step = plan_forest(forest, ParallelDims(), replace(CONFIG, max_tokens_per_gpu=60))
+    assert "longest: the tree of samples 1, 2 (24 tokens), on rank 0" in explain(step, [20, 21, 22])
     text, advised = explain(STEP, LENGTHS, advice_seconds=0), explain(STEP, LENGTHS)
     assert advised.startswith(text + "\n  would help: ")
     assert "would help" not in text

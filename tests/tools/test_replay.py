@@ -67,8 +67,8 @@ def test_learnt_units_that_change_are_each_step_s_own(
     assert [factor * step.predicted / 1.25 for step in steps[:3]] == pytest.approx(expected[:3])
     assert [step.error(factor) for step in steps[:3]] == pytest.approx([0.0] * 3, abs=1e-9)
     assert steps[3].error(factor) is None
-    found = replay.better_plans(steps[:3], 10)
-    assert factor * found[0].recorded_time == pytest.approx(1.25 * sum(expected[:3]))
+    recorded_time = sum(step.predicted for step in steps[:3])
+    assert factor * recorded_time == pytest.approx(1.25 * sum(expected[:3]))
     assert main(["replay", str(tmp_path), "--plan-effort", "1"]) == 0
     printed = capsys.readouterr().out
     assert "a unit of cost took 2.500e-02 s (median); predictions are off by 0.0%" in printed
@@ -77,7 +77,7 @@ def test_learnt_units_that_change_are_each_step_s_own(
 def test_better_plans(tmp_path: Path) -> None:
     steps = replay.replay(measured_job(tmp_path))[:2]
     found = replay.better_plans(steps, 100)
-    changes = [" ".join(f"{name}={value}" for name, value in other.changes) for other in found]
+    changes = [" ".join(f"{name}={value}" for name, value in changed) for changed, _ in found]
     assert changes[0] == ""
     assert set(changes[1:]) == {
         "max_tokens_per_gpu=500",
@@ -86,15 +86,14 @@ def test_better_plans(tmp_path: Path) -> None:
         "pipeline_parallel=2 data_parallel=4",
         "context_parallel=2 data_parallel=1",
     }
-    gains = [other.gain for other in found[1:]]
-    assert gains == sorted(gains, reverse=True)
+    times = [time for _, time in found[1:]]
+    assert times == sorted(times)
     config = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
     planned = [plan_step(step.record.lengths, DIMS, config, COSTS) for step in steps]
     pairs = zip(planned, steps, strict=True)
     time = sum(predicted_step_time(plan, step.record.lengths) for plan, step in pairs)
-    assert found[0].time == pytest.approx(time)
-    assert found[0].recorded_time == pytest.approx(sum(step.predicted for step in steps))
-    assert found[0].gain > 1
+    assert found[0] == ((), pytest.approx(time))
+    assert time < sum(step.predicted for step in steps)
 
 
 def test_a_cap_that_cannot_hold_a_step_is_left_out(tmp_path: Path) -> None:
@@ -102,8 +101,8 @@ def test_a_cap_that_cannot_hold_a_step_is_left_out(tmp_path: Path) -> None:
     both = [(plan_step(each, DIMS, config), each, None, None) for each in ([400, 30], [900, 20])]
     steps = replay.replay(recorded(tmp_path, *both))
     smaller = (("max_tokens_per_gpu", 500),)
-    assert smaller in [other.changes for other in replay.better_plans(steps[:1], 10)]
-    assert smaller not in [other.changes for other in replay.better_plans(steps, 10)]
+    assert smaller in dict(replay.better_plans(steps[:1], 10))
+    assert smaller not in dict(replay.better_plans(steps, 10))
 
 
 def test_steps_are_spread_out(tmp_path: Path) -> None:

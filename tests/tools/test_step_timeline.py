@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
-from planning_cases import Case, cases, examples, planned, row_tokens
+from planning_cases import Case, cases, examples, planned
 
 from mcore_batching.planning import (
     CostModel,
@@ -39,24 +37,13 @@ def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
         chunks = dims.pipeline_parallel * dims.virtual_pipeline
         assert len(rank.passes) == 2 * step.num_microbatches * chunks
         assert 0 <= rank.busy <= 1 + 1e-12
-        assert rank.num_samples == tuple(map(len, slots))
-        if step.context_parallel is not None:
-            continue
-        for tokens, samples in zip(rank.tokens, slots, strict=True):
-            assert not samples or tokens == row_tokens(samples, case.lengths, step)
-        if not dims.in_lockstep:
+        if step.context_parallel is None and not dims.in_lockstep:
             costs = [step.cost_model.micro_batch([case.lengths[i] for i in row]) for row in slots]
             assert list(rank.passes) == Clock(costs, Schedule(dims=dims)).operations()
     for row in step.rows() if step.context_parallel is not None else ():
         together = timeline.ranks[row.rank : row.rank + row.size]
         starts = {tuple(p.start for p in rank.passes if p.slot == row.slot) for rank in together}
         assert len(starts) == 1
-        tokens = row_tokens(
-            row.samples, case.lengths, replace(step, dims=dims.for_rows_on(row.size))
-        )
-        assert not row.samples or {rank.tokens[row.slot] for rank in together} == {
-            tokens / row.size
-        }
     assert 0 <= timeline.busy <= 1 + 1e-12
 
 
@@ -65,8 +52,7 @@ def test_with_expert_parallelism_ranks_wait_within_the_slot() -> None:
     dims = ParallelDims(data_parallel=2, pipeline_parallel=2, expert_parallel=2)
     step = plan_step(lengths, dims, CONFIG, PLAIN_COSTS)
     timeline = step_timeline(step, lengths)
-    by_tokens = {rank.tokens: rank for rank in timeline.ranks}
-    slow, fast = by_tokens[80,], by_tokens[20,]
+    slow, fast = sorted(timeline.ranks, key=lambda rank: -rank.busy)
     assert [(p.start, p.end) for p in slow.passes] == [(0, 80), (320, 480), (80, 160), (160, 320)]
     assert [(p.start, p.end) for p in fast.passes] == [(0, 20), (320, 360), (80, 100), (160, 200)]
     assert (timeline.end, slow.busy, fast.busy) == (480, 0.5, 0.125)
