@@ -22,10 +22,6 @@ from mcore_batching.planning.costs.layer_costs import (
     costs_of_chunks,
     costs_of_stage,
     cut_layers,
-    delta_net,
-    latent_attention,
-    mamba,
-    sparse_attention,
 )
 from mcore_batching.planning.costs.layers_of import config_of_json, first_guess, layers_of_chunks
 
@@ -90,28 +86,35 @@ def test_published_models_have_the_weights_that_they_are_said_to_have(
     assert found.read / 1e9 == pytest.approx(whole, rel=0.01)
 
 
-LATENT = latent_attention(2, 3, 5, 7, 11, 13, 17)
+MLA = {"num_attention_heads": 3, "kv_lora_rank": 13, "q_lora_rank": 17}
+MLA |= {"qk_nope_head_dim": 5, "qk_rope_head_dim": 7, "v_head_dim": 11}
+DSA = MLA | {"index_n_heads": 3, "index_head_dim": 5, "index_topk": 9}
+DELTA_NET = {"linear_num_key_heads": 3, "linear_key_head_dim": 5}
+DELTA_NET |= {"linear_num_value_heads": 7, "linear_value_head_dim": 11}
+MAMBA = {"mamba_num_heads": 3, "mamba_head_dim": 5, "n_groups": 7, "ssm_state_size": 11}
 
 
 @pytest.mark.parametrize(
-    ("found", "token", "pair", "far_pair", "read"),
+    ("letter", "sizes", "token", "pair", "far_pair", "read"),
     [
         # 2·17 + 17·3·12 of queries, 2·(13 + 7) + 13·3·16 of keys and values, 3·11·2 of the output.
-        (LATENT, 1376, 34.5, 34.5, 1376),
-        (latent_attention(2, 3, 5, 7, 11, 13, 0), 802, 34.5, 34.5, 802),
+        ("*", MLA, 1376, 34.5, 34.5, 1376),
+        ("*", MLA | {"q_lora_rank": None}, 802, 34.5, 34.5, 802),
         # The indexer's 17·3·5 + 2·(5 + 3).
-        (sparse_attention(LATENT, 2, 17, 3, 5), 1376 + 271, 42, 7.5, 1376 + 271),
+        ("D", DSA, 1376 + 271, 42, 7.5, 1376 + 271),
+        ("D", DSA | {"q_lora_rank": None}, 802 + 46, 42, 7.5, 802 + 46),
         # 2·(2·15 + 3·77 + 2·7); of the state 3·77·5, of chunks 64·(35 + 77).
-        (delta_net(2, 3, 5, 7, 11), 550 + 1155 + 7168, 0, 0, 550),
+        ("G", DELTA_NET, 550 + 1155 + 7168, 0, 0, 550),
         # 2·(3·15 + 2·77 + 3); of the state 2·15·11, of chunks 64·(77 + 15).
-        (mamba(2, 3, 5, 7, 11), 404 + 330 + 5888, 0, 0, 404),
+        ("M", MAMBA, 404 + 330 + 5888, 0, 0, 404),
     ],
-    ids=("latent", "latent-whole-queries", "sparse", "delta-net", "mamba"),
+    ids=("latent", "whole-queries", "sparse", "sparse-whole", "delta-net", "mamba"),
 )
 def test_layers_by_hand(
-    found: LayerCost, token: float, pair: float, far_pair: float, read: float
+    letter: str, sizes: dict[str, Any], token: float, pair: float, far_pair: float, read: float
 ) -> None:
-    assert found == LayerCost(token, pair, far_pair, read)
+    made = first_guess({"hidden_size": 2, "hybrid_layer_pattern": letter} | sizes)
+    assert letters(made)[letter] == LayerCost(token, pair, far_pair, read)
 
 
 ROUTED = TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -129,11 +132,6 @@ def test_sizes_that_a_config_leaves_out_or_adds() -> None:
     depths = ROUTED | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 2}
     assert letters(first_guess(depths))["V"][0] == 40 + 2 * (48 + 2 * 96 + 24 + 2 * 16 + 40)
     assert first_guess(TINY | {"window_size": (7, 0)}).window == 8
-    sizes = {"q_lora_rank": None, "index_n_heads": 3, "index_head_dim": 5, "index_topk": 9}
-    latent_sizes = {"kv_lora_rank": 13, "qk_nope_head_dim": 5, "qk_rope_head_dim": 7}
-    made = first_guess(TINY | sizes | latent_sizes | {"v_head_dim": 11})
-    whole = latent_attention(4, 2, 5, 7, 11, 13, 0)
-    assert total(made)[0] == 2 * (sparse_attention(whole, 4, 4, 3, 5)[0] + 96) + 40
 
 
 @pytest.mark.parametrize(
@@ -256,10 +254,6 @@ def test_a_hybrid_pattern_cuts_itself() -> None:
     assert usual.layer_costs[-1] == depth.layer_costs[-1]
     sparse = first_guess(config | {"hybrid_override_pattern": "MDE"})
     assert letters(sparse)["D"] == letters(depth)["*"]
-    delta = {"linear_num_key_heads": 3, "linear_key_head_dim": 5}
-    delta |= {"linear_num_value_heads": 7, "linear_value_head_dim": 11}
-    gated = first_guess(config | delta | {"hybrid_override_pattern": "MGE"})
-    assert letters(gated)["G"] == delta_net(config["hidden_size"], 3, 5, 7, 11)
     heads = {"mamba_num_heads": None, "mamba_head_dim": None}
     assert letters(first_guess(config | heads))["M"] == letters(depth)["M"]
     with pytest.raises(ConfigError, match="'X'"):

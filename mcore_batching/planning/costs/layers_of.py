@@ -12,14 +12,8 @@ from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.costs.layer_costs import (
     OUTPUT,
     LayerCost,
-    attention,
     cost_model,
-    delta_net,
-    experts,
-    latent_attention,
-    mamba,
-    mlp,
-    sparse_attention,
+    pairs,
     sum_of,
     weights,
 )
@@ -70,6 +64,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Names of sizes in Megatron's config and in others'. Of several that are there the first counts:
 sizes of the job's own stand above those of the model that it began from, but for `key_dim`."""
+STATE_CHUNK = 64
+"""Tokens that kernels of linear attention take at a time, among which they are all compared: FLA's
+delta rule 64, Mamba 128 to 256. Doubled, such a layer costs 2 % more at Qwen3-Next's sizes."""
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _TYPES = {"sliding_attention": "windowed", "linear_attention": "delta"}
 """Attention by Hugging Face's `layer_types`; others attend to all tokens."""
@@ -211,48 +208,71 @@ class Layers:
 
     def _attention(self, kind: str) -> LayerCost:
         if kind == "delta":
-            names = ("key_heads", "key_dim", "value_heads", "value_dim")
-            return delta_net(self.hidden, *(self.size(f"linear_{name}") for name in names))
-        heads = self.size("heads")
+            return self._delta_net()
         if self._config.get("multi_latent_attention", self.size("rank", 0)):
-            ranks = self.size("rank"), self.size("query_rank", 0)
-            key, rope, value = (self.size(name) for name in ("key_dim", "rope_dim", "value_dim"))
-            made = latent_attention(self.hidden, heads, key, rope, value, *ranks)
-            if not self.size("top_k", 0):
-                return made
-            indexer = ranks[1] or self.hidden, self.size("index_heads"), self.size("index_dim")
-            return sparse_attention(made, self.hidden, *indexer)
-        gated = self._config.get("attention_output_gate") or self._config.get("attn_output_gate")
+            return self._latent_attention()
+        heads = self.size("heads")
         dim = self.size("dim", self.hidden // max(1, heads))
-        groups = self.size("groups", heads)
-        return attention(
-            self.hidden, heads, groups, dim, gated=bool(gated), windowed=kind == "windowed"
-        )
+        # Queries and the output, and with Qwen3-Next's gate one as wide; keys and values.
+        gated = self._config.get("attention_output_gate") or self._config.get("attn_output_gate")
+        wide = (3 if gated else 2) * heads + 2 * self.size("groups", heads)
+        projections = weights(self.hidden * dim * wide)
+        return projections + pairs(2 * heads * dim, windowed=kind == "windowed")
+
+    def _latent_attention(self) -> LayerCost:
+        """MLA: down to a rank and up to the heads; the rotary part of keys is one for all heads."""
+        hidden, heads, rank = self.hidden, self.size("heads"), self.size("rank")
+        key, rope, value = (self.size(name) for name in ("key_dim", "rope_dim", "value_dim"))
+        queries, query_rank = heads * (key + rope), self.size("query_rank", 0)
+        # A rank of 0: queries are not compressed.
+        number = (hidden + queries) * query_rank if query_rank else hidden * queries
+        number += hidden * (rank + rope) + rank * heads * (key + value) + heads * value * hidden
+        made = weights(number) + pairs(queries + heads * value)
+        if not self.size("top_k", 0):
+            return made
+        # DSA: to the tokens that an indexer chooses, which scores all of them.
+        index_heads, index_dim = self.size("index_heads"), self.size("index_dim")
+        indexer = (query_rank or hidden) * index_heads * index_dim
+        indexer += hidden * (index_dim + index_heads)
+        return made._replace(far_pair=0.0) + weights(indexer) + pairs(index_heads * index_dim)
+
+    def _delta_net(self) -> LayerCost:
+        """GatedDeltaNet: queries, keys, values, a gate and two numbers for each head; its state is
+        read twice and written once a token."""
+        key_dim, value_heads = self.size("linear_key_dim"), self.size("linear_value_heads")
+        keys = self.size("linear_key_heads") * key_dim
+        values = value_heads * self.size("linear_value_dim")
+        state = 3 * values * key_dim + STATE_CHUNK * (value_heads * key_dim + values)
+        projections = self.hidden * (2 * keys + 3 * values + 2 * value_heads)
+        return weights(projections) + LayerCost(token=state)
 
     def _mamba(self) -> LayerCost:
+        """Mamba-2; its state is read and written once a token."""
         # Megatron's defaults: an inner stream twice as wide as the residual one.
         dim = self.size("mamba_dim", 64)
         heads = self.size("mamba_heads", 2 * self.hidden // dim)
-        return mamba(self.hidden, heads, dim, self.size("mamba_groups"), self.size("mamba_state"))
+        inner, groups = heads * dim, self.size("mamba_groups") * self.size("mamba_state")
+        state = 2 * inner * self.size("mamba_state") + STATE_CHUNK * (groups + inner)
+        return weights(self.hidden * (3 * inner + 2 * groups + heads)) + LayerCost(token=state)
+
+    def _mlp(self, ffn: int, hidden: int | None = None) -> LayerCost:
+        """A dense feed-forward layer; with a gate (SwiGLU) it has three matrices."""
+        return weights((3 if self.gated else 2) * (hidden or self.hidden) * ffn)
 
     def _ffn(self, kind: str) -> LayerCost:
         if kind == "dense":
-            return mlp(self.hidden, self.size("ffn"), gated=self.gated)
-        ffn, number = self.size("expert_ffn"), self.size("experts")
+            return self._mlp(self.size("ffn"))
+        number = self.size("experts")
         # Nemotron's experts work on a smaller stream, to and from which every token is projected.
         latent = self.size("latent", 0)
-        made = experts(
-            mlp(latent or self.hidden, ffn, gated=self.gated),
-            self.size("experts_per_token"),
-            number / (self._config.get("expert_model_parallel_size") or 1),
-            number,
-            self.hidden,
+        expert = self._mlp(self.size("expert_ffn"), latent)
+        # A token meets few experts, but a micro-batch's tokens together meet all that a rank holds.
+        routed = LayerCost(
+            token=self.size("experts_per_token") * expert.token,
+            read=number / (self._config.get("expert_model_parallel_size") or 1) * expert.read,
         )
-        return (
-            made
-            + mlp(self.hidden, self.shared_ffn, gated=self.gated)
-            + weights(2 * self.hidden * latent)
-        )
+        router = weights(self.hidden * number) + weights(2 * self.hidden * latent)
+        return routed + router + self._mlp(self.shared_ffn)
 
 
 def _pattern(every: Any, count: int, *, last: bool = False) -> list[Any]:
