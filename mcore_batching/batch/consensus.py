@@ -8,12 +8,13 @@
 
 A rank that raises while others wait in a collective leaves them hanging, so work that may fail runs
 inside a block, and makes no collective calls there. The block's end is the collective: ⌈log2 ranks⌉
-rounds of one message of 1.3 KB, reductions included. Only if a rank failed, differs, or wants every
-rank's value (`Agreement.every`), all ranks gather each other's pickled reports.
+rounds of one message of 1.3 KB, reductions included, and as many for each value that ranks gather.
+Only if a rank failed or differs, all ranks gather each other's pickled reports.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,9 +33,9 @@ from mcore_batching.batch.errors import (
     readable,
 )
 from mcore_batching.batch.messages import (
-    NUMBERS_IN_SUMMARY,
+    MODULUS,
+    Numbers,
     RankMessages,
-    Summary,
     carries_host_messages,
     digest_of,
     reduced,
@@ -86,12 +87,20 @@ class Reduction(Generic[Value]):
         self._joined = [-each for each in numbers] if self.kind == "min" else list(numbers)
 
 
-class Everyone(Generic[Given]):
-    """One value of each rank; `by_rank` after the agreement."""
+class Gathered(Generic[Given]):
+    """A value of each of some ranks; `by_rank` and `values` after the agreement."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: bytes, ranks: Sequence[int], needs: Reduction[list[int]]) -> None:
+        self.own = own  # this rank's value, pickled
+        self.ranks = ranks
+        self.needs = needs  # bytes of the longest; 1 if any rank wants the values
         self.by_rank: dict[int, Given] = {}
-        """By global rank; this rank's alone if no rank wanted the others'."""
+        """By global rank, in their order; this rank's alone if no rank wanted the others'."""
+
+    @property
+    def values(self) -> list[Given]:
+        """The values, in the order of the ranks."""
+        return list(self.by_rank.values())
 
 
 @dataclass
@@ -102,7 +111,6 @@ class _Report:
     error: str | None = None
     # Values are only compared, so texts will do: any object has one, and few can be pickled.
     same: dict[Scope, dict[str, str]] = field(default_factory=lambda: {s: {} for s in _SCOPES})
-    every: dict[str, bytes] = field(default_factory=dict)  # pickled
     shapes: str = ""
     maxima: list[Any] = field(default_factory=list)
     sums: list[Any] = field(default_factory=list)
@@ -128,8 +136,7 @@ class Agreement:
         self._mismatch = mismatch
         self._report = _Report(stage)
         self._reductions: dict[str, Reduction[Any]] = {}
-        self._every: dict[str, Everyone[Any]] = {}
-        self._wants_all = False
+        self._gathered: dict[str, Gathered[Any]] = {}
 
     def same(self, name: str, value: Any, *, within: Scope = "job") -> None:
         """Require that ``value`` has the same ``repr`` on all ranks that name it.
@@ -163,20 +170,31 @@ class Agreement:
         self._reductions[name] = made
         return made
 
-    def every(self, name: str, value: Given, *, wanted: bool = True) -> Everyone[Given]:
-        """Each rank's small picklable value, if any rank wants them; costs a gather of reports.
+    def gather(self, name: str, value: Given) -> Gathered[Given]:
+        """The value of each replica, from the rank at this one's place in it, so that all ranks of
+        a replica that gave the same receive the same; else as `every`."""
+        return self._gather(name, value, self._consensus.counterparts, wanted=True)
+
+    def every(self, name: str, value: Given, *, wanted: bool = True) -> Gathered[Given]:
+        """The value of each rank, in log2 rounds of messages behind the agreement.
 
         Args:
             name: the value's name.
-            value: this rank's.
-            wanted: True if this rank needs the other ranks' values.
+            value: this rank's, picklable, of any size; None: nothing, and no message where all
+                ranks have nothing.
+            wanted: True if this rank needs the other ranks' values; no message if none does.
         """
-        packed = pickle.dumps(value)
-        pickle.loads(packed)  # fails here, and not on the others, if it cannot be read
-        self._report.every[name] = packed
-        self._every[name] = made = Everyone[Given]()
+        return self._gather(name, value, self._consensus.ranks, wanted=wanted)
+
+    def _gather(
+        self, name: str, value: Given, ranks: Sequence[int], *, wanted: bool
+    ) -> Gathered[Given]:
+        own = b"" if value is None else pickle.dumps(value)
+        if own:
+            pickle.loads(own)  # fails here, and not on the others, if it cannot be read
+        needs = self.max(f"{name} (bytes, wanted)", [len(own), int(wanted)])
+        self._gathered[name] = made = Gathered[Given](own, ranks, needs)
         made.by_rank = {self._consensus.rank: value}
-        self._wants_all |= wanted
         return made
 
     def __enter__(self) -> Self:
@@ -192,33 +210,21 @@ class Agreement:
             return  # an interrupt ends this process; the failure watch reports it
         # This rank's own error is no reason to leave here: the others are in these messages.
         report = self._finished(cause)
-        summary = self._consensus.short_messages(report, wants_all=self._wants_all)
-        if summary is not None:
-            self._settle(summary.maxima, summary.sums)
-            return
-        reports = self._consensus.gathered(report)
-        if isinstance(cause, SystemExit):
-            return  # raised with its exit status; the others raise `failure`
-        # Ranks in different stages may mean anything by their values: that comes first.
-        stages = {rank: {"stage": repr(each.stage)} for rank, each in reports.items()}
-        _require_same(stages, self._mismatch)
-        failures = {rank: each.error for rank, each in reports.items() if each.error is not None}
-        # The same error everywhere, such as a wrong flag: as it is, without a list of ranks.
-        if cause is not None and list(failures.values()) == [report.error] * len(reports):
-            return
-        if failures:
-            raise self._failure(failures) from cause
-        self._compare(reports)
-        # Some rank wants every value, nothing else: reductions as the messages would have joined.
-        maxima = zip(*(each.maxima for each in reports.values()), strict=True)
-        sums = zip(*(each.sums for each in reports.values()), strict=True)
-        self._settle([max(each) for each in maxima], [sum(each) for each in sums])
-        for name, everyone in self._every.items():
-            everyone.by_rank = {
-                rank: pickle.loads(each.every[name])
-                for rank, each in reports.items()
-                if name in each.every
-            }
+        numbers = self._consensus.reduced(report)
+        if numbers is None:
+            reports = self._consensus.reports(report)
+            if isinstance(cause, SystemExit):
+                return  # raised with its exit status; the others raise `failure`
+            if cause is not None and all(each.error == report.error for each in reports.values()):
+                return  # the same error everywhere, such as a wrong flag: without a list of ranks
+            self._require_agreed(reports, cause)
+            # Too many numbers, or a NaN: reductions as the messages would have joined them.
+            maxima = zip(*(each.maxima for each in reports.values()), strict=True)
+            sums = zip(*(each.sums for each in reports.values()), strict=True)
+            numbers = [max(each) for each in maxima], [sum(each) for each in sums]
+        self._settle(*numbers)
+        for _, each in sorted(self._gathered.items()):
+            self._consensus.receive(self.stage, each)
 
     def _finished(self, cause: BaseException | None) -> _Report:
         if cause is not None:
@@ -239,7 +245,14 @@ class Agreement:
             each.settle(numbers[: len(each.own)])
             del numbers[: len(each.own)]
 
-    def _compare(self, reports: Mapping[int, _Report]) -> None:
+    def _require_agreed(self, reports: Mapping[int, _Report], cause: BaseException | None) -> None:
+        """Raise what some ranks raised, or what differs."""
+        # Ranks in different stages may mean anything by their values: that comes first.
+        stages = {rank: {"stage": repr(each.stage)} for rank, each in reports.items()}
+        _require_same(stages, self._mismatch)
+        failures = {rank: each.error for rank, each in reports.items() if each.error is not None}
+        if failures:
+            raise self._failure(failures) from cause
         _require_same({rank: each.same["job"] for rank, each in reports.items()}, self._mismatch)
         shapes = {rank: {"reductions": each.shapes} for rank, each in reports.items()}
         _require_same(shapes, self._mismatch)
@@ -247,11 +260,11 @@ class Agreement:
         parts: dict[Scope, Sequence[Sequence[int]]]
         parts = {"replica": self._consensus.replicas, "stage": self._consensus.stages}
         for scope, of_scope in parts.items():
-            failures: dict[int, str] = {}
+            differing: dict[int, str] = {}
             for ranks in of_scope:
-                failures |= differences({rank: reports[rank].same[scope] for rank in ranks})
-            if failures:
-                raise self._mismatch(failures)
+                differing |= differences({rank: reports[rank].same[scope] for rank in ranks})
+            if differing:
+                raise self._mismatch(differing)
 
 
 class Consensus:
@@ -316,40 +329,58 @@ class Consensus:
         """True on the first rank of each replica."""
         return self._in_replica[1] == 0
 
-    def short_messages(self, report: _Report, *, wants_all: bool) -> Summary | None:
-        """Joined reductions by the short messages; None if the ranks must gather their reports."""
+    @property
+    def counterparts(self) -> list[int]:
+        """The rank at this one's place in each replica."""
+        return [ranks[self._in_replica[1]] for ranks in self.replicas]
+
+    def reduced(self, report: _Report) -> Numbers | None:
+        """Joined reductions, by the short messages; None if the ranks must gather their reports. A
+        collective."""
         if self._messages is None:  # alone, or a group without host messages, which gathers
             return None
-        most = NUMBERS_IN_SUMMARY
-        rest = max(0, most - len(report.maxima))
-        same = report.same
-        own = Summary(
-            digest_of(report.stage, report.shapes),
-            digest_of(same["job"]) if same["job"] else b"",
-            residue_of("replica", same["replica"], *self._in_replica)
-            + residue_of("stage", same["stage"], *self._in_stage),
-            report.maxima[:most],
-            report.sums[:rest],
-        )
-        settles = report.error is None and not wants_all
-        summary = reduced(self._messages, own if settles else None, most)
-        if summary is None or summary.residue:
+        key, same = digest_of(report.stage, report.shapes), report.same
+        # Equal on all ranks if the largest is the least. A rank that names no values is not
+        # compared.
+        job = digest_of(same["job"]) if same["job"] else -math.inf
+        least = -job if same["job"] else -math.inf
+        residue = residue_of("replica", same["replica"], *self._in_replica)
+        residue += residue_of("stage", same["stage"], *self._in_stage)
+        own = [key, -key, job, least, *report.maxima], [residue, *report.sums]
+        found = reduced(self._messages, own if report.error is None else None)
+        if found is None:
             return None
-        # More than fit: a second round for the rest, on all ranks, with the same counts.
-        behind = Summary(maxima=report.maxima[most:], sums=report.sums[rest:])
-        count = len(behind.maxima) + len(behind.sums)
-        more = reduced(self._messages, behind, count) if count else behind
-        return more and Summary(
-            maxima=[*summary.maxima, *more.maxima], sums=[*summary.sums, *more.sums]
-        )
+        (key, other, job, least, *maxima), (residue, *sums) = found
+        differs = key != -other or residue % MODULUS or (job > -math.inf and job != -least)
+        return None if differs else (maxima, sums)
 
-    def gathered(self, report: _Report) -> dict[int, _Report]:
+    def reports(self, report: _Report) -> dict[int, _Report]:
         """Every rank's report by global rank. A collective."""
         if self.group is None:  # alone: agrees with itself
             return {self.rank: report}
         reports: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(reports, report, group=self.group)
         return dict(zip(self.ranks, reports, strict=True))
+
+    def receive(self, stage: str, gathered: Gathered[Any]) -> None:
+        """Give a `Gathered` the values of its ranks. A collective over them."""
+        ranks, (size, is_wanted) = gathered.ranks, gathered.needs.value
+        if not size:
+            gathered.by_rank = dict.fromkeys(ranks)
+        elif is_wanted and len(ranks) > 1:
+            # A gather takes as much from every rank: the longest. Pickles end where they say.
+            own = (gathered.own or pickle.dumps(None)).ljust(size)
+            received = dict(zip(ranks, self.gather_messages(stage, own, ranks), strict=True))
+            gathered.by_rank = {rank: pickle.loads(each) for rank, each in received.items()}
+
+    def gather_messages(self, stage: str, own: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """The messages of some ranks, of one length. A collective over them."""
+        assert self.group is not None
+        if self._messages is not None:
+            return RankMessages(self.group, ranks).gather(own)
+        received: list[Any] = [b""] * len(self.ranks)
+        dist.all_gather_object(received, own, group=self.group)
+        return [each for rank, each in zip(self.ranks, received, strict=True) if rank in ranks]
 
     def _position_in(self, parts: Sequence[Sequence[int]]) -> tuple[int, int, int]:
         """Number of this rank's part, this rank's place in it, and the part's size."""

@@ -7,32 +7,33 @@ gloo's own all-reduce and all-gather use a ring: even a tiny message takes ``2 (
     6 ranks, reduced      1 to 0, 3 to 2; 0-2 4-5, 0-4 2-5; 0 to 1, 2 to 3
     6 ranks, gathered     from the next rank, from two further on, from four further on
 
-An agreement reduces one `Summary` per rank:
+An agreement reduces numbers, maxima and sums of one rank each:
 
-    rank 0  key a1f3  equal 9c20  maxima 3 7  sums 12        key a1f3  equal 9c20
-    rank 1  key a1f3  equal 9c20  maxima 4 5  sums 10   ->   maxima 4 7  sums 22
-
-The result None means only that some ranks differ or failed. The ranks then gather their reports.
+    rank 0  maxima 3 7  sums 12
+    rank 1  maxima 4 5  sums 10   ->   maxima 4 7  sums 22
 """
 
 from __future__ import annotations
 
 import hashlib
+import operator
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 _TAG = 7321  # any but 0, the default that the group's owner may use for messages of its own
 _DIGEST_BYTES = 16  # of SHA-256; two different values look equal once in 2**128
-_MODULUS = 1 << 8 * _DIGEST_BYTES
-NUMBERS_IN_SUMMARY = 100
-"""Reductions in the first message; further ones cost a second round of messages."""
+MODULUS = 1 << 8 * _DIGEST_BYTES
+NUMBERS_IN_MESSAGE = 100
+"""Reductions that a message has room for; with further ones the ranks gather their reports."""
 _NUMBER_BYTES = 11  # of a pickled float or 64-bit integer, at most
-_HEAD_BYTES = 156  # the rest of a pickled summary: its class, two digests, a residue
-SUMMARY_BYTES = _HEAD_BYTES + NUMBERS_IN_SUMMARY * _NUMBER_BYTES
+_HEAD_BYTES = 156  # the rest of a pickled message: four digests, a residue, the lists
+MESSAGE_BYTES = _HEAD_BYTES + NUMBERS_IN_MESSAGE * _NUMBER_BYTES
+Numbers = tuple[list[Any], list[Any]]
+"""Maxima, and sums."""
 
 
 def carries_host_messages(group: dist.ProcessGroup) -> bool:
@@ -111,61 +112,36 @@ class RankMessages:
         return bytes(box)
 
 
-class Summary(NamedTuple):
-    """One rank's part in an agreement, or the joined parts of several ranks."""
-
-    key: bytes = b""
-    """Digest of the stage and the reductions' shapes; summaries of different keys do not join."""
-    equal: bytes = b""
-    """Digest of what must be equal on all ranks; empty if the rank leaves it out."""
-    residue: int = 0
-    """Sums over all ranks to 0 mod 2^128 if the ranks of every replica, and of every stage of it,
-    have the same values."""
-    maxima: Sequence[Any] = ()
-    """Numbers joined by maximum, no NaN."""
-    sums: Sequence[Any] = ()
-    """Numbers joined by sum."""
-
-    def joined(self, other: Summary) -> Summary | None:
-        """Summaries of two sets of ranks, joined; None if they differ."""
-        # A rank that names no values is not compared.
-        digests = {self.equal, other.equal} - {b""}
-        if self.key != other.key or len(digests) > 1:
-            return None
-        return Summary(
-            self.key,
-            digests.pop() if digests else b"",
-            (self.residue + other.residue) % _MODULUS,
-            [max(pair) for pair in zip(self.maxima, other.maxima, strict=True)],
-            [sum(pair) for pair in zip(self.sums, other.sums, strict=True)],
-        )
-
-
-def reduced(messages: RankMessages, own: Summary | None, num_numbers: int) -> Summary | None:
-    """The summaries of all ranks, joined; None if they differ or any is None. A collective;
-    `num_numbers`, the most numbers of a summary, is the same on every rank."""
-    size = _HEAD_BYTES + _NUMBER_BYTES * num_numbers
-
-    def sent(summary: Summary | None) -> bytes:
-        # The maximum of a NaN and a number depends on their order, so ranks could differ.
-        is_ordered = summary is not None and all(each == each for each in summary.maxima)
-        message = pickle.dumps(summary if is_ordered else None)
-        # All of one length, which receivers expect; what is too long for it becomes None, too.
-        return (message if len(message) <= size else pickle.dumps(None)).ljust(size, b"\0")
-
-    def combine(low: bytes, high: bytes) -> bytes:
-        one, other = pickle.loads(low), pickle.loads(high)
-        return sent(None if one is None or other is None else one.joined(other))
-
-    found: Summary | None = pickle.loads(messages.reduce(sent(own), combine))
+def reduced(messages: RankMessages, own: Numbers | None) -> Numbers | None:
+    """The numbers of all ranks, joined; None if any rank's are None, too many, or with a NaN among
+    the maxima. Of lists of different lengths the ends are left out. A collective."""
+    found: Numbers | None = pickle.loads(messages.reduce(_message(own), _joined))
     return found
 
 
-def digest_of(*texts: Any) -> bytes:
+def _message(numbers: Numbers | None) -> bytes:
+    # The maximum of a NaN and a number depends on their order, so ranks could differ.
+    is_ordered = numbers is not None and all(each == each for each in numbers[0])
+    message = pickle.dumps(numbers if is_ordered else None)
+    # All of one length, which receivers expect; what is too long for it becomes None, too.
+    if len(message) > MESSAGE_BYTES:
+        message = pickle.dumps(None)
+    return message.ljust(MESSAGE_BYTES, b"\0")
+
+
+def _joined(low: bytes, high: bytes) -> bytes:
+    one, other = pickle.loads(low), pickle.loads(high)
+    if one is None or other is None:
+        return _message(None)
+    return _message(([*map(max, one[0], other[0])], [*map(operator.add, one[1], other[1])]))
+
+
+def digest_of(*texts: Any) -> int:
     """Digest of texts, numbers and dicts of them, independent of a dict's order."""
     # repr, not pickle, whose bytes may differ between Python versions.
     parts = [sorted(each.items()) if isinstance(each, Mapping) else each for each in texts]
-    return hashlib.sha256(repr(parts).encode(errors="surrogatepass")).digest()[:_DIGEST_BYTES]
+    digest = hashlib.sha256(repr(parts).encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:_DIGEST_BYTES], "little")
 
 
 def residue_of(what: str, values: Mapping[str, str], number: int, place: int, size: int) -> int:
@@ -175,5 +151,5 @@ def residue_of(what: str, values: Mapping[str, str], number: int, place: int, si
     `what` names the partition of the ranks, `place` is this rank's in replica `number`.
     """
     # With the replica's number, so that errors of two replicas cannot cancel.
-    digest = int.from_bytes(digest_of(what, number, values), "little")
-    return (digest if place else digest * (1 - size)) % _MODULUS
+    digest = digest_of(what, number, values)
+    return (digest if place else digest * (1 - size)) % MODULUS

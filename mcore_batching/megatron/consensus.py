@@ -7,13 +7,12 @@ module's own, so neither the GPU nor Megatron's communicators are involved.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import functools
-import pickle
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,76 +21,12 @@ from megatron.core import parallel_state
 # Not by `dist.new_group`: slime puts another in its place, and gloo's queries fail on its groups.
 from torch.distributed.distributed_c10d import new_group, new_subgroups_by_enumeration
 
-from mcore_batching.batch.consensus import Agreement, Consensus, Reduction
+from mcore_batching.batch.consensus import Agreement, Consensus
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.batch.messages import RankMessages
 from mcore_batching.megatron.errors import PlanMismatchError, PlanningFailedError
 from mcore_batching.megatron.serialize import deserialize, serialize
 from mcore_batching.megatron.watch import FailureWatch
-
-Given = TypeVar("Given")
-
-
-class Gathered(Generic[Given]):
-    """A value of each data-parallel rank, in their order; `values` after the agreement."""
-
-    def __init__(self, packed: bytes, size: Reduction[int]) -> None:
-        self.packed = packed  # this rank's value, pickled
-        self.size = size  # the longest of all ranks
-        self.values: list[Given] = []
-
-
-class JobAgreement(Agreement):
-    """An agreement of all ranks of the job, watched: a failed pipeline of any rank is raised as
-    `PipelineFailedError`."""
-
-    def __init__(
-        self,
-        consensus: JobConsensus,
-        stage: str,
-        failure: type[CollectiveError],
-        mismatch: type[CollectiveError],
-    ) -> None:
-        super().__init__(consensus, stage, failure, mismatch)
-        self._job_consensus = consensus
-        self._waiting = consensus.watch.waiting()
-        self._gathered: dict[str, Gathered[Any]] = {}
-
-    def gather(self, name: str, value: Given) -> Gathered[Given]:
-        """The values of all data-parallel ranks, in log2 rounds of messages behind the agreement.
-
-        The ranks at the same place in each replica gather, so all ranks of a replica that gave the
-        same receive the same.
-
-        Args:
-            name: the value's name.
-            value: this rank's, picklable, of any size; None: nothing, and no message where all
-                ranks have nothing.
-        """
-        packed = b"" if value is None else pickle.dumps(value)
-        made = Gathered[Given](packed, self.max(f"{name} (bytes)", len(packed)))
-        self._gathered[name] = made
-        return made
-
-    def __enter__(self) -> Self:
-        self._waiting.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        cause: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            super().__exit__(kind, cause, traceback)
-        except BaseException as exception:
-            self._waiting.__exit__(type(exception), exception, exception.__traceback__)
-            raise
-        self._waiting.__exit__(kind, cause, traceback)
-        if cause is None:
-            for _, each in sorted(self._gathered.items()):
-                each.values = self._job_consensus.gather_bytes(self.stage, each)
 
 
 class JobConsensus(Consensus):
@@ -137,29 +72,26 @@ class JobConsensus(Consensus):
         )
         return made
 
+    @contextlib.contextmanager
     def agreement(
         self,
         stage: str,
         *,
         failure: type[CollectiveError] = PlanningFailedError,
         mismatch: type[CollectiveError] | None = None,
-    ) -> JobAgreement:
+    ) -> Iterator[Agreement]:
         """`Consensus.agreement`, by default for planning; raises `PipelineFailedError`, too, if a
         pipeline has failed on any rank."""
-        return JobAgreement(self, stage, failure, mismatch or PlanMismatchError)
+        with (
+            self.watch.waiting(),
+            super().agreement(stage, failure=failure, mismatch=mismatch) as agree,
+        ):
+            yield agree
 
-    def gather_bytes(self, stage: str, gathered: Gathered[Any]) -> list[Any]:
-        """The values of a `JobAgreement.gather`. A collective over the ranks at this rank's place
-        in each replica."""
-        place, size = self._replica.index(self.rank), gathered.size.value
-        counterparts = [ranks[place] for ranks in self.replicas]
-        if not size:
-            return [None] * len(counterparts)
-        # A gather takes as much from every rank: the longest. Pickles end where they say.
-        own = (gathered.packed or pickle.dumps(None)).ljust(size)
+    def gather_messages(self, stage: str, own: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """`Consensus.gather_messages`; a failure is reported to all ranks."""
         with self.watch.reporting(stage):
-            received = RankMessages(self._world, counterparts).gather(own)
-        return [*map(pickle.loads, received)]
+            return super().gather_messages(stage, own, ranks)
 
     @property
     def _replica(self) -> Sequence[int]:

@@ -16,15 +16,17 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.batch.consensus import Agreement
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
-from mcore_batching.megatron.consensus import JobAgreement, JobConsensus
+from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.errors import (
     DynamicBatchArgumentError,
     ForwardFailedError,
@@ -157,7 +159,7 @@ class Job:
 
     def agreement(
         self, stage: str, *, failure: type[CollectiveError] = PlanningFailedError
-    ) -> JobAgreement:
+    ) -> AbstractContextManager[Agreement]:
         """A block that all ranks pass or none (`batch.consensus`). A collective.
 
         Args:
@@ -166,7 +168,7 @@ class Job:
         """
         return self.consensus.agreement(stage, failure=failure)
 
-    def agreement_after_pipeline(self, operation: str) -> JobAgreement:
+    def agreement_after_pipeline(self, operation: str) -> AbstractContextManager[Agreement]:
         """The agreement once the pipeline has drained; begin its body with `raise_first` of what
         functions of the model's output raised. A collective; raises `ForwardFailedError`."""
         return self.consensus_of_rows.agreement(

@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
 
 from mcore_batching.batch import Kind, PackedMicroBatch, StepTotals
-from mcore_batching.batch.consensus import Reduction
+from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
 from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.features import (
@@ -29,7 +30,6 @@ from mcore_batching.megatron.checks.features import (
     let_rows_have_groups,
 )
 from mcore_batching.megatron.checks.settings import check_logits
-from mcore_batching.megatron.consensus import Gathered, JobAgreement
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.prefix_attention import attend_to_paths
@@ -165,7 +165,7 @@ class PreparedStep:
         return [draw() for _ in range(count)]
 
 
-def collating(job: Job, operation: str) -> JobAgreement:
+def collating(job: Job, operation: str) -> AbstractContextManager[Agreement]:
     """The agreement inside which a step is `collated`. A collective over all ranks; what its body
     raises on one is raised on each."""
     # Under dynamic CP the ranks of a replica run different rows, so each agrees for itself.
@@ -173,7 +173,7 @@ def collating(job: Job, operation: str) -> JobAgreement:
 
 
 def collated(
-    agree: JobAgreement,
+    agree: Agreement,
     job: Job,
     model: Any,
     schedule: MicroBatchSchedule,

@@ -20,12 +20,12 @@ from megatron.core import parallel_state
 
 from mcore_batching.batch import Schema
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.consensus import Reduction
+from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.beginnings import Beginnings, find_beginnings
 from mcore_batching.megatron.checks.features import check_shared_prefixes
 from mcore_batching.megatron.checks.settings import prepare_model
-from mcore_batching.megatron.consensus import Gathered, JobAgreement, JobConsensus
+from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.exchange import SampleMoves
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.plan_inputs import PlanInputs, check_forward_cap, say_oversize
@@ -77,7 +77,7 @@ class Samples:
             "beginnings of all samples (sha256)": self.beginnings.digest if self.beginnings else "",
         }
 
-    def compare(self, agree: JobAgreement) -> None:
+    def compare(self, agree: Agreement) -> None:
         """Name what ranks must have alike of their samples, now that each has some or the fields
         of others."""
         batch = self.batch
@@ -236,7 +236,7 @@ def read_step(
 
 
 def _compare_settings(
-    agree: JobAgreement, job: Job, chunks: list[Any], settings: PlanInputs, *, learns: bool
+    agree: Agreement, job: Job, chunks: list[Any], settings: PlanInputs, *, learns: bool
 ) -> Reduction[list[float]] | None:
     """Name the settings that ranks must have alike, and give this rank's part of learnt costs."""
     options = job.options
@@ -274,7 +274,7 @@ class _Found:
     @classmethod
     def in_block(
         cls,
-        agree: JobAgreement,
+        agree: Agreement,
         job: Job,
         settings: PlanInputs,
         batch: RolloutBatch | None,

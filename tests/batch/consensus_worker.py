@@ -41,9 +41,11 @@ class Part:
             for name, value in self.in_stage.items():
                 agree.same(name, value, within="stage")
             made = {n: getattr(agree, kind)(n, v) for n, (kind, v) in self.reductions.items()}
-            everyone = agree.every("value", self.every, wanted=self.wanted)
+            gathered = self.every is not None
+            everyone = agree.every("value", self.every, wanted=self.wanted) if gathered else None
         values = {name: each.value for name, each in made.items()}
-        return {"result": result, "every": everyone.by_rank, "reductions": values}
+        by_rank = everyone and everyone.by_rank
+        return {"result": result, "every": by_rank, "reductions": values}
 
 
 class UnprintableError(Exception):
@@ -128,8 +130,7 @@ def statements(rank: int) -> dict[str, Part]:
                 "c": ("sum_over_ranks", [rank, 0.25 * rank]),
             },
         ),
-        # Halves take more bytes than small integers: one too many, and all ranks gather.
-        "more numbers than a summary holds": Part(
+        "more numbers than a message holds": Part(
             reductions={
                 "b": ("max", [rank * (-1) ** i + i + 0.5 for i in range(130)]),
                 "d": ("min", [rank * (-1) ** i + i for i in range(20)]),
@@ -137,7 +138,7 @@ def statements(rank: int) -> dict[str, Part]:
                 "c": ("sum_over_ranks", [rank * i for i in range(40)]),
             },
         ),
-        "as many numbers as a summary holds": Part(
+        "as many numbers as a message holds": Part(
             reductions={"most": ("max", [rank] * 60), "all": ("sum", [1] * 40)}
         ),
         "said by some": Part(same={"names": ["a"]} if rank in (1, 4) else {}),

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from mcore_batching.batch.consensus import Consensus
-from mcore_batching.batch.messages import SUMMARY_BYTES
+from mcore_batching.batch.messages import MESSAGE_BYTES
 from mcore_batching.tools.report import Table
 
 SETTINGS = {f"setting_{i}": i for i in range(30)}
@@ -79,7 +79,7 @@ def measure(rank: int, ranks: int, folder: str, repeats: int) -> None:
     )
     replicas = [[i, i + 1] for i in range(0, ranks, RANKS_PER_REPLICA)]
     consensus = Consensus(dist.group.WORLD, replicas=replicas)
-    sent = math.ceil(math.log2(ranks)) * SUMMARY_BYTES
+    sent = math.ceil(math.log2(ranks)) * MESSAGE_BYTES
     calls: dict[str, tuple[Callable[[], Any], int]] = {
         "barrier alone": (lambda: None, 0),
         "reading samples": (lambda: read_samples(consensus), sent),
