@@ -60,8 +60,9 @@ class Planner:
         """Let the worker plan."""
         return self._worker.submit(request)
 
-    def plan(self, job: Job, request: PlanRequest, ticket: PlanTicket | None) -> StepPlan:
-        """The plan of a request, by the worker if `ticket` is of the same one, or in line."""
+    def plan(self, job: Job, request: PlanRequest, ticket: PlanTicket | None) -> bytes:
+        """The plan of a request as JSON, by the worker if `ticket` is of the same one, or in line.
+        """
         if ticket is not None and ticket.request == request:
             plan = self._awaited(job, ticket)
             complaint = self._worker.complaint()
@@ -73,13 +74,13 @@ class Planner:
         self._seconds_in_line = max(self._seconds_in_line, time.monotonic() - started)
         return plan
 
-    def _awaited(self, job: Job, ticket: PlanTicket) -> StepPlan:
+    def _awaited(self, job: Job, ticket: PlanTicket) -> bytes:
         seconds = SECONDS_LATE + 2 * self._seconds_in_line
         ends = time.monotonic() + seconds
         while not ticket.is_ready and time.monotonic() < ends:
             job.watch.raise_reported()
             ticket.wait(POLL_SECONDS)
-        return ticket.result(0.0, waited=seconds)
+        return ticket.result(seconds)
 
 
 def is_planning_rank(job: Job) -> bool:
@@ -138,8 +139,7 @@ def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> by
         data = b""
         if is_planning_rank(job):
             with samples.naming(samples.steps[step]):
-                plan = job.memory.only(Planner).plan(job, samples.request(step), ticket)
-            data = plan.to_json().encode()
+                data = job.memory.only(Planner).plan(job, samples.request(step), ticket)
         size = agree.max("bytes of the plan", len(data))
     return job.consensus.broadcast_bytes("broadcasting the plan", data, size.value)
 

@@ -35,8 +35,6 @@ from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.prefix_trees import Forest
 from mcore_batching.planning.tree_planner import plan_forest
 
-WAIT_SECONDS = 30.0
-"""How long a plan is awaited by default before it is made in line."""
 MOST_FAILURES = 3
 """Workers that may fail one after the other; then all plans are made in line."""
 JOIN_SECONDS = 2.0
@@ -85,16 +83,18 @@ class PlanRequest:
     forward_only: bool = False
     forest: Forest | None = None
 
-    def plan(self) -> StepPlan:
-        """Plan in this process; raises what `plan_step` does."""
+    def plan(self) -> bytes:
+        """Plan in this process; the plan as JSON. Raises what `plan_step` does."""
         settings = self.dims, self.config, self.cost_model
         if self.forest is not None:
-            return plan_forest(self.forest, *settings, forward_only=self.forward_only)
-        return plan_step(self.lengths, *settings, forward_only=self.forward_only)
+            plan = plan_forest(self.forest, *settings, forward_only=self.forward_only)
+        else:
+            plan = plan_step(self.lengths, *settings, forward_only=self.forward_only)
+        return plan.to_json().encode()
 
     def read(self, document: bytes) -> StepPlan:
-        """Return the plan of this request that another process made and wrote as JSON. What the
-        plan contains is for `validate_plan` to check.
+        """Return the plan of this request, wherever it was made. What the plan contains is for
+        `validate_plan` to check.
 
         Raises:
             PlanFormatError: no plan, a damaged one, or one of another request.
@@ -121,7 +121,8 @@ class PlanTicket:
     ) -> None:
         self._worker, self._process = worker, process
         self.request = request
-        self._plan: StepPlan | None = None
+        self._plan = b""
+        # Set by the worker's thread, the event last.
         self._answer = b""
         self._is_settled = threading.Event()
 
@@ -134,16 +135,15 @@ class PlanTicket:
         """Wait for the worker, up to `timeout` seconds; return `is_ready`."""
         return self._is_settled.wait(timeout)
 
-    def result(self, timeout: float = WAIT_SECONDS, *, waited: float = 0.0) -> StepPlan:
-        """Return the plan: the worker's within `timeout` seconds, or else one made in line.
-
-        `waited` seconds have passed in `wait`, for the text about a worker that is late.
+    def result(self, waited: float) -> bytes:
+        """Return the plan as JSON: the worker's if it came within the `waited` seconds that passed
+        in `wait`, or else one made in line.
 
         Raises:
             PlanningError: as `plan_step` does for this request.
         """
-        if self._plan is None:
-            self._plan = self._received(timeout, waited) or self.request.plan()
+        if not self._plan:
+            self._plan = self._received(waited) or self.request.plan()
         return self._plan
 
     def settle(self, answer: bytes) -> None:
@@ -151,27 +151,27 @@ class PlanTicket:
         self._answer = answer
         self._is_settled.set()
 
-    def _received(self, timeout: float, waited: float) -> StepPlan | None:
-        if not self._is_settled.wait(timeout):
-            self._worker.give_up(
-                self._process, f"took more than {timeout + waited:.3g} s for a plan"
-            )
-            return None
+    def _received(self, waited: float) -> bytes:
+        """The worker's plan; nothing where there is none, with the reason if it failed."""
+        is_ready, fault = self.is_ready, ""  # before the answer, which comes first
         kind, content = self._answer[:1], self._answer[1:]
-        if kind == _IN_LINE:
-            return None
-        if kind == _FAILED:
-            self._worker.give_up(self._process, content.decode(errors="replace"))
-            return None
-        try:
-            if kind != _PLAN:
-                raise PlanFormatError("no answer to a request")
-            plan = self.request.read(content)
-        except PlanFormatError as exception:
-            self._worker.give_up(self._process, f"sent {exception}")
-            return None
-        self._worker.failures = 0
-        return plan
+        if not is_ready:
+            fault = f"took more than {waited:.3g} s for a plan"
+        elif kind == _FAILED:
+            fault = content.decode(errors="replace")
+        elif kind == _PLAN:
+            try:
+                self.request.read(content)
+            except PlanFormatError as exception:
+                fault = f"sent {exception}"
+        elif kind != _IN_LINE:
+            fault = "sent no answer to a request"
+        if fault:
+            self._worker.give_up(self._process, fault)
+        elif kind == _PLAN:
+            self._worker.failures = 0
+            return content
+        return b""
 
 
 class PlanningWorker:
@@ -331,7 +331,7 @@ def serve() -> None:
             number, packet = _read(requests)
             try:
                 request: PlanRequest = pickle.loads(packet)
-                answer = _PLAN + request.plan().to_json().encode()
+                answer = _PLAN + request.plan()
             except PlanningError:
                 answer = _IN_LINE
             except Exception as exception:

@@ -18,8 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_batching import CostModel, ParallelDims, PlannerConfig, PlanningError
-from mcore_batching.planning import OversizeSampleError, PlanFormatError, worker
-from mcore_batching.planning.worker import MOST_FAILURES, PlanningWorker, PlanRequest
+from mcore_batching.planning import OversizeSampleError, PlanFormatError, StepPlan, worker
+from mcore_batching.planning.worker import (
+    MOST_FAILURES,
+    PlanningWorker,
+    PlanRequest,
+    PlanTicket,
+)
 
 DIMS = ParallelDims(data_parallel=4, pipeline_parallel=2)
 COSTS = CostModel(quadratic=0.3, per_micro_batch=11.0)
@@ -29,6 +34,8 @@ REQUEST = PlanRequest(
     PlannerConfig(max_tokens_per_gpu=1024, plan_effort=10),
     COSTS,
 )
+DOCUMENT = REQUEST.plan()
+PLAN = REQUEST.read(DOCUMENT)
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
 
@@ -38,6 +45,11 @@ def planner() -> Iterator[PlanningWorker]:
     planner = PlanningWorker()
     yield planner
     planner.close()
+
+
+def plan_of(ticket: PlanTicket, seconds: float = LIMIT_SECONDS) -> StepPlan:
+    ticket.wait(seconds)
+    return ticket.request.read(ticket.result(seconds))
 
 
 def becomes_true(condition: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> bool:
@@ -80,16 +92,12 @@ def test_its_plans_are_those_made_in_line(planner: PlanningWorker) -> None:
     ]
     tickets = [planner.submit(request) for request in requests]
     for ticket, request in zip(tickets, requests, strict=True):
-        plan, own = ticket.result(LIMIT_SECONDS), request.plan()
+        assert ticket.wait(LIMIT_SECONDS)
         assert ticket.is_ready
-        assert (plan, plan.digest()) == (own, own.digest())
-        assert (plan.cost_model, plan.forward_only) == (own.cost_model, own.forward_only)
-        assert ticket.result() is plan
+        assert ticket.result(LIMIT_SECONDS) == request.plan()
+        plan = plan_of(ticket)
+        assert (plan.cost_model, plan.forward_only) == (request.cost_model, request.forward_only)
     assert planner.complaint() is None
-
-
-PLAN = REQUEST.plan()
-DOCUMENT = PLAN.to_json().encode()
 
 
 @given(st.integers(0, 8 * len(DOCUMENT) - 1))
@@ -124,9 +132,9 @@ def test_what_the_planner_refuses_is_raised_as_itself(planner: PlanningWorker) -
         request.plan()
     ticket, pid = planner.submit(request), planner.pid
     with pytest.raises(OversizeSampleError) as raised:
-        ticket.result(LIMIT_SECONDS)
+        plan_of(ticket)
     assert str(raised.value) == str(own.value)
-    assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert plan_of(planner.submit(REQUEST)) == PLAN
     assert (planner.pid, planner.complaint()) == (pid, None)
 
 
@@ -188,7 +196,7 @@ def test_after_a_fault_the_plan_is_made_in_line_and_the_reason_is_given_once(
         pid = planner.pid
         if pid is not None:
             fault(pid)
-        assert ticket.result(wait) == second.result(wait) == REQUEST.plan()
+        assert plan_of(ticket, wait) == plan_of(second, wait) == PLAN
         assert pid is None or is_gone(pid)
         reasons.append(planner.complaint() or "")
     assert pid is None
@@ -203,7 +211,7 @@ def test_without_a_python_plans_are_made_in_line(
 ) -> None:
     monkeypatch.setattr("sys.executable", executable)
     for _ in range(MOST_FAILURES + 1):
-        assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+        assert plan_of(planner.submit(REQUEST)) == PLAN
     assert planner.complaint() is not None
     assert planner.complaint() is None
 
@@ -213,7 +221,7 @@ def test_without_memory_for_its_start_plans_are_made_in_line(
 ) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**24, 2**24))\n"
     monkeypatch.setattr(worker, "_START", limit + worker._START)
-    assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert plan_of(planner.submit(REQUEST)) == PLAN
     assert "the planning worker" in (planner.complaint() or "")
 
 
@@ -222,7 +230,7 @@ def test_a_request_that_cannot_be_sent_is_planned_in_line(planner: PlanningWorke
         """No other process can import it."""
 
     request = dataclasses.replace(REQUEST, cost_model=Costs())
-    assert planner.submit(request).result(LIMIT_SECONDS) == request.plan()
+    assert plan_of(planner.submit(request)) == request.read(request.plan())
     assert "Costs" in (planner.complaint() or "")
 
 
@@ -233,7 +241,7 @@ def test_failures_count_only_where_no_plan_came_between(
         with monkeypatch.context() as patch:
             if number % 2:
                 starts_with(patch, "os._exit(3)")
-            assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+            assert plan_of(planner.submit(REQUEST)) == PLAN
         assert (planner.pid is None) == bool(number % 2)
         planner.close()
 
@@ -255,11 +263,11 @@ def test_its_surroundings_are_not_its_parents(
     )
     with (tmp_path / "inherited").open("w") as inherited:
         os.set_inheritable(inherited.fileno(), True)
-        assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+        assert plan_of(planner.submit(REQUEST)) == PLAN
     pid = planner.pid
     assert pid is not None
     os.kill(pid, signal.SIGINT)
-    assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert plan_of(planner.submit(REQUEST)) == PLAN
     assert (planner.pid, planner.complaint()) == (pid, None)
     assert os.getpgid(pid) == pid  # Ctrl-C is for the terminal's group
     words = report.read_text().split()
@@ -277,10 +285,10 @@ def test_the_users_script_is_not_run_again_also_under_nice(tmp_path: Path) -> No
     script.write_text(
         "print('runs', flush=True)\n"
         "from mcore_batching.planning.worker import PlanningWorker\n"
-        "from test_worker import REQUEST\n"
+        "from test_worker import PLAN, REQUEST, plan_of\n"
         "planner = PlanningWorker()\n"
-        f"plan = planner.submit(REQUEST).result({LIMIT_SECONDS})\n"
-        "print(plan == REQUEST.plan(), planner.complaint(), planner.pid is not None)\n"
+        "plan = plan_of(planner.submit(REQUEST))\n"
+        "print(plan == PLAN, planner.complaint(), planner.pid is not None)\n"
     )
     done = subprocess.run(
         ["nice", "-n", "10", sys.executable, str(script)],
@@ -295,14 +303,14 @@ def test_the_users_script_is_not_run_again_also_under_nice(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_fork_of_its_parent_does_not_end_it(planner: PlanningWorker) -> None:
-    planner.submit(REQUEST).result(LIMIT_SECONDS)
+    plan_of(planner.submit(REQUEST))
     pid = planner.pid
     fork = os.fork()
     if fork == 0:
         planner.close()
         os._exit(0)
     assert os.waitpid(fork, 0)[1] == 0
-    assert planner.submit(REQUEST).result(LIMIT_SECONDS) == REQUEST.plan()
+    assert plan_of(planner.submit(REQUEST)) == PLAN
     assert (planner.pid, planner.complaint()) == (pid, None)
 
 
@@ -318,7 +326,7 @@ if moment == "plans":
 planner = worker.PlanningWorker()
 ticket = planner.submit(REQUEST)
 if moment == "waits":
-    ticket.result()
+    ticket.wait(60)
 elif moment == "plans":
     time.sleep(1)
 if is_stopped == "True":
