@@ -61,8 +61,7 @@ class Planner:
         return self._worker.submit(request)
 
     def plan(self, job: Job, request: PlanRequest, ticket: PlanTicket | None) -> bytes:
-        """The plan of a request as JSON, by the worker if `ticket` is of the same one, or in line.
-        """
+        """The plan of a request, in JSON: the worker's if `ticket` is of the same one."""
         if ticket is not None and ticket.request == request:
             plan = self._awaited(job, ticket)
             complaint = self._worker.complaint()

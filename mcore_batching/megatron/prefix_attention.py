@@ -16,8 +16,8 @@ of the row, as recomputed layers run again in the backward pass:
 - rotary embeddings are gathered by each token's place in its sample;
 - the owner of a rotary embedding says which row it is for.
 
-Gathered keys take memory: about `StepStatistics.keys_per_token` times those of a row without
-branches, in each layer whose attention is not recomputed.
+Gathered keys take memory: about `keys / real_tokens` of `StepStatistics` times those of a row
+without branches, in each layer whose attention is not recomputed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import chain
 
 from mcore_batching.planning.config import PlannerConfig
@@ -85,12 +86,21 @@ def plan_batch(
         problem.num_samples, samples_per_step, groups, groups_per_step
     )
     check_search(config, max(map(len, samples_of_steps)))
+    return plan_steps(samples_of_steps, partial(plan_samples, problem), on_step)
+
+
+def plan_steps(
+    samples_of_steps: Sequence[Sequence[int]],
+    plan_samples_of: Callable[[Sequence[int]], StepPlan],
+    on_step: Callable[[int, int], None] | None,
+) -> Plan:
+    """The plan of a batch, step by step; `on_step` as in `plan_batch`."""
     steps: list[StepPlan] = []
     for samples in samples_of_steps:
-        steps.append(plan_samples(problem, samples))
+        steps.append(plan_samples_of(samples))
         if on_step is not None:
             on_step(len(steps), len(samples_of_steps))
-    return Plan(steps=tuple(steps), num_samples=problem.num_samples)
+    return Plan(steps=tuple(steps), num_samples=sum(map(len, samples_of_steps)))
 
 
 def check_search(config: PlannerConfig, num_samples: int) -> None:

@@ -22,6 +22,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from mcore_batching.planning.config import (
     PlannerConfig,
@@ -281,16 +282,10 @@ class _Piece:
             self.cost + other.cost,
         )
 
-
-@dataclass(frozen=True)
-class _Limits:
-    tokens: float
-    cost: float
-
-    def hold(self, piece: _Piece) -> bool:
+    def fits(self, most_tokens: float, most_cost: float) -> bool:
         """True if a part may be this large."""
-        size = max(piece.tokens, piece.keys / KEYS_PER_TOKEN)
-        return size <= self.tokens and piece.cost <= self.cost
+        size = max(self.tokens, self.keys / KEYS_PER_TOKEN)
+        return size <= most_tokens and self.cost <= most_cost
 
 
 def most_tokens_of_part(dims: ParallelDims, config: PlannerConfig) -> int:
@@ -312,7 +307,7 @@ def parts_of(
 
     Best fit, largest first, from the leaves to the roots.
     """
-    nodes, limits = forest.nodes, _Limits(most_tokens, most_cost)
+    nodes, limits = forest.nodes, (most_tokens, most_cost)
     # What the path above each node takes, in every part of what hangs there.
     above, own = list[_Piece](), list[_Piece]()
     for node in nodes:
@@ -339,8 +334,8 @@ def parts_of(
     return whole
 
 
-def _packed(pieces: Sequence[_Piece], path: _Piece, limits: _Limits) -> list[_Piece]:
-    """Pieces that hang on one path, put together as far as the limits hold them."""
+def _packed(pieces: Sequence[_Piece], path: _Piece, limits: tuple[float, float]) -> list[_Piece]:
+    """Pieces that hang on one path, put together as far as they fit the most tokens and cost."""
     least = _Piece(
         (),
         min(piece.tokens for piece in pieces),
@@ -348,21 +343,18 @@ def _packed(pieces: Sequence[_Piece], path: _Piece, limits: _Limits) -> list[_Pi
         min(piece.cost for piece in pieces),
     ).beside(path)
     made, bins = list[_Piece](), list[_Piece]()  # bins: the fullest last
-    for piece in sorted(pieces, key=_tokens, reverse=True):
+    by_tokens = attrgetter("tokens")
+    for piece in sorted(pieces, key=by_tokens, reverse=True):
         fitting = (
             place
             for place in range(len(bins) - 1, -1, -1)
-            if limits.hold(bins[place].beside(piece).beside(path))
+            if bins[place].beside(piece).beside(path).fits(*limits)
         )
         place = next(fitting, None)
         held = piece if place is None else bins.pop(place).beside(piece)
         # A bin that holds no further piece is left out of the search.
-        if limits.hold(held.beside(least)):
-            insort(bins, held, key=_tokens)
+        if held.beside(least).fits(*limits):
+            insort(bins, held, key=by_tokens)
         else:
             made.append(held)
     return made + bins
-
-
-def _tokens(piece: _Piece) -> int:
-    return piece.tokens

@@ -17,7 +17,7 @@ from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.integers import check_lengths, one_per_sample
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.planner import check_search, plan_samples, renamed
+from mcore_batching.planning.planner import check_search, plan_samples, plan_steps, renamed
 from mcore_batching.planning.plans.plan import Plan, StepPlan
 from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.prefix_trees import (
@@ -98,19 +98,23 @@ def plan_groups(
                 f"sample {sample} has {length} tokens, its prompt {prompt}; give total lengths",
                 index=sample,
             )
-    steps = list[StepPlan]()
-    samples_of_steps = steps_of_batch(len(lengths), samples_per_step, None, None)
-    for samples in samples_of_steps:
+
+    def plan_samples_of(samples: Sequence[int]) -> StepPlan:
         forest = forest_of_groups(
             [lengths[i] for i in samples],
             [prompts[i] for i in samples],
             [groups[i] for i in samples],
         )
         plan = plan_forest(forest, dims, config, cost_model, forward_only=forward_only)
-        steps.append(_renumbered(plan, samples))
-        if on_step is not None:
-            on_step(len(steps), len(samples_of_steps))
-    return Plan(steps=tuple(steps), num_samples=len(lengths))
+        return dataclasses.replace(
+            plan,
+            micro_batches=tuple(renamed(rank, samples) for rank in plan.micro_batches),
+            sample_indices=tuple(samples),
+            trees=tuple(tree.renumbered(samples) for tree in plan.trees),
+        )
+
+    samples_of_steps = steps_of_batch(len(lengths), samples_per_step, None, None)
+    return plan_steps(samples_of_steps, plan_samples_of, on_step)
 
 
 def _candidates(
@@ -132,16 +136,6 @@ def _candidates(
     if len(chains) + len(empty) < len(forest.lengths):  # else chains are single samples
         trees.append([PrefixTree((i,), ((0, n),)) for i, n in enumerate(forest.lengths)])
     return trees
-
-
-def _renumbered(plan: StepPlan, samples: Sequence[int]) -> StepPlan:
-    """The plan of a step out of a batch, of which the step's samples are these."""
-    return dataclasses.replace(
-        plan,
-        micro_batches=tuple(renamed(rank, samples) for rank in plan.micro_batches),
-        sample_indices=tuple(samples),
-        trees=tuple(tree.renumbered(samples) for tree in plan.trees),
-    )
 
 
 def _of_samples(plan: StepPlan, trees: list[PrefixTree]) -> StepPlan:

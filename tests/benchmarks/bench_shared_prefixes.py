@@ -121,8 +121,8 @@ def planned(name: str, tokens: list[torch.Tensor], cap: str) -> tuple[str, ...]:
     )
     return (
         *(name, cap, f"{len(lengths):,}", f"{found.sample_tokens:,}", f"{found.real_tokens:,}"),
-        f"{found.times_fewer_tokens:.2f}",
-        f"{found.keys_per_token:.1f}",
+        f"{found.sample_tokens / found.real_tokens:.2f}",
+        f"{found.keys / found.real_tokens:.1f}",
         f"{_pairs(apart_plan, lengths) / _pairs(shared, lengths):.2f}",
         f"{apart.mean_rank_cost / found.mean_rank_cost:.2f}",
         f"{apart.step_time / found.step_time:.2f}",

@@ -71,7 +71,7 @@ def test_truncated_rows_are_logged_of_fine_tuning_alone() -> None:
 
 
 def test_memory_is_estimated_where_the_model_s_shape_is_known() -> None:
-    shape = ModelShape(layers=2, hidden=8, ffn=32, heads=2, vocab=2**20)
+    shape = ModelShape(layers=2, hidden=8, ffn=32, heads=2, groups=2, head_dim=4, vocab=2**20)
     memory = predicted_memory(STATISTICS, PLAN, shape)
     step_log.record_step(STATISTICS, plan_seconds=0.5, run=(1.0, 4.0), memory=memory, log_all=True)
     logged = with_batching_statistics(LOSSES)

@@ -53,6 +53,8 @@ def test_it_takes_what_is_predicted(dtype: torch.dtype) -> None:
         hidden=HIDDEN,
         ffn=1,
         heads=1,
+        groups=1,
+        head_dim=HIDDEN,
         vocab=VOCABULARY,
         bytes_per_value=dtype.itemsize,
         fused_output=True,

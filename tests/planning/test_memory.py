@@ -16,7 +16,7 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.plans.memory import ModelShape, PredictedMemory, predicted_memory
 
-SHAPE = ModelShape(layers=8, hidden=64, ffn=256, heads=4, groups=2, vocab=1024)
+SHAPE = ModelShape(layers=8, hidden=64, ffn=256, heads=4, groups=2, head_dim=16, vocab=1024)
 LENGTHS = [100, 60, 30, 10]
 DIMS = ParallelDims(
     pipeline_parallel=2, context_parallel=2, tensor_parallel=4, sequence_parallel=True
@@ -114,7 +114,7 @@ CONFIG = {
 
 
 def test_the_shape_in_a_model_s_config_json() -> None:
-    shape = replace(SHAPE, head_dim=16)
+    shape = SHAPE
     assert ModelShape.from_config_json(json.dumps(CONFIG)) == shape
     nested = json.dumps({"text_config": CONFIG, "vision_config": {"hidden_size": 1}})
     assert ModelShape.from_config_json(nested) == shape

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-from planning_cases import plan_locally
+from hypothesis import given
+from planning_cases import Case, cases, examples, planned
 
 from mcore_batching.planning import (
     CostModel,
@@ -21,7 +20,11 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.packing.bounds import step_time_floor
-from mcore_batching.planning.plans.statistics import predicted_step_time, tokens_in_flight
+from mcore_batching.planning.plans.statistics import (
+    predicted_step_time,
+    step_problem,
+    tokens_in_flight,
+)
 from mcore_batching.planning.problem import Problem
 from mcore_batching.tools.explain import explain
 
@@ -68,45 +71,19 @@ def test_a_step_without_samples_has_all_ratios() -> None:
     assert statistics.num_placeholders == 2
 
 
-@given(
-    shards=st.lists(st.lists(st.integers(0, 40), max_size=8), min_size=2, max_size=4),
-    pipeline=st.sampled_from([1, 2]),
-    expert=st.sampled_from([1, 2]),
-    samples_per_row=st.sampled_from([None, 2]),
-    layers=st.sampled_from(["", "aabV"]),
-)
-@example(shards=[[40, 1], [1]], pipeline=2, expert=1, samples_per_row=None, layers="")
-def test_tokens_in_flight_are_those_of_the_fullest_rank(
-    shards: list[list[int]],
-    pipeline: int,
-    expert: int,
-    samples_per_row: int | None,
-    layers: str,
-) -> None:
-    ranks = len(shards) // 2 * 2
-    shards = shards[:ranks]
-    dims = ParallelDims(data_parallel=ranks, pipeline_parallel=pipeline, expert_parallel=expert)
-    config = PlannerConfig(
-        max_tokens_per_gpu=32,
-        pad_each_to=2,
-        max_samples_per_row=samples_per_row,
-    )
-    lengths = [length for shard in shards for length in shard]
-    owners = [rank for rank, shard in enumerate(shards) for _ in shard]
-    costs = (("a", 1.0, 0.1, 0.1, 1.0), ("b", 3.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
-    model = CostModel(per_micro_batch=2.0, layers=layers, layer_costs=costs)
-    step = plan_locally(lengths, dims, config, owners, model)
-    in_flight = []
-    for rank, shard in enumerate(shards):
-        problem = Problem.of(shard, dims, config, model)
-        first = owners.index(rank) if shard else 0
-        rows = [[i - first for i in row] for row in step.micro_batches[rank]]
-        ends = (0, pipeline - 1)
-        held = [problem.held_tokens(row, 1) for row in rows]
-        in_flight.append([tokens_in_flight(held, problem.schedule, stage) for stage in ends])
-    whole = step_statistics(step, lengths)
-    most = [max(of_stage) for of_stage in zip(*in_flight, strict=True)]
-    assert [whole.peak_inflight_tokens, whole.last_stage_inflight_tokens] == most
+@given(cases(dynamic=True))
+@examples(100)
+def test_tokens_in_flight_are_those_of_the_fullest_rank(case: Case) -> None:
+    step = planned(case)
+    problem, ranks = step_problem(step, case.lengths)
+    held = [
+        [problem.held_tokens(row, step.row_size(rank, slot)) for slot, row in enumerate(rows)]
+        for rank, rows in enumerate(ranks)
+    ]
+    found = step_statistics(step, case.lengths)
+    last = case.dims.pipeline_parallel - 1
+    for stage, most in ((0, found.peak_inflight_tokens), (last, found.last_stage_inflight_tokens)):
+        assert most == max(tokens_in_flight(rank, problem.schedule, stage) for rank in held)
 
 
 def test_lengths_may_be_whatever_gives_them_once() -> None:

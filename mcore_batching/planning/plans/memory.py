@@ -41,10 +41,10 @@ class ModelShape:
     """Query heads."""
     vocab: int
     """Entries of the output layer."""
-    groups: int | None = None
-    """Key-value heads; None: as many as query heads."""
-    head_dim: int | None = None
-    """Size of a head; None: hidden / heads."""
+    groups: int
+    """Key-value heads."""
+    head_dim: int
+    """Size of a head."""
     gated: bool = True
     """True if the feed-forward layer has a gate (SwiGLU)."""
     recompute: bool = False
@@ -92,11 +92,10 @@ class ModelShape:
         whole = dims.tensor_parallel if dims.sequence_parallel else 1
         if self.recompute:
             return layers * self.bytes_per_value * self.hidden / whole
-        dim = self.head_dim or self.hidden // self.heads
         # Inputs and outputs of both norms; queries, keys, values and attention's output; inputs and
         # output of the activation function.
         outside = 4 * self.hidden / whole
-        inside = dim * 2 * (self.heads + (self.groups or self.heads))
+        inside = self.head_dim * 2 * (self.heads + self.groups)
         inside += (3 if self.gated else 2) * self.ffn
         return layers * self.bytes_per_value * (outside + inside / dims.tensor_parallel)
 

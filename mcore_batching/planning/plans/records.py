@@ -3,7 +3,7 @@
 A job writes one file of JSON lines into a folder, a step each:
 
     {"format": "mcore-batching/record", "version": 2, "step": 0, "measured_seconds": 1.25,
-     "lengths": [...], "plan": {a plan of one step}, "cost_model": {...}}
+     "lengths": [...], "cost_model": {...}, "plan": {a plan of one step}}
 
 Samples are numbered from 0 in each step; under learnt costs `seconds_per_unit` is the time of one
 token's work on a mean stage. Beside the file lies `cost_model.json`, the last step's cost model.
@@ -114,13 +114,13 @@ class StepRecorder:
             "step": self._steps,
             "measured_seconds": measured_seconds,
             "lengths": list(map(int, lengths)),
-            "plan": json.loads(plan.to_json()),
             "cost_model": asdict(model),
         }
         if seconds_per_unit is not None:
             step["seconds_per_unit"] = seconds_per_unit
+        head = json.dumps(step, separators=(",", ":")).removesuffix("}")
         try:
-            self._file.write(json.dumps(step, separators=(",", ":")) + "\n")
+            self._file.write(f'{head},"plan":{plan.to_json()}}}\n')
             self._file.flush()
             if self._cost_model != model:
                 _write_cost_model(self._folder, model, seconds_per_unit)

@@ -69,16 +69,6 @@ class StepStatistics:
         return self.real_tokens / self.offered_tokens
 
     @property
-    def times_fewer_tokens(self) -> float:
-        """Tokens of all samples over those that are computed; 1 where no samples share any."""
-        return _ratio(self.sample_tokens, self.real_tokens)
-
-    @property
-    def keys_per_token(self) -> float:
-        """Keys that attention reads over tokens that are computed; 1 without shared beginnings."""
-        return _ratio(self.keys, self.real_tokens)
-
-    @property
     def sharing(self) -> str:
         """Tokens saved by samples that begin alike, in words; empty where none are."""
         return sharing(self.sample_tokens, self.real_tokens, self.keys)
