@@ -32,15 +32,13 @@ _DISTINCT = ("distinct_positions", "distinct_indices")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How rows are padded and cut; attributes as arguments of `pack`.
+    """How rows are cut and filled; attributes as arguments of `pack`.
 
     Attributes:
         has_labels: True: labels and loss masks are the samples' own fields ``labels`` and
             ``loss_mask``, with a value per token.
     """
 
-    sample_alignment_tokens: int = 1
-    row_alignment_tokens: int = 1
     context_parallel_size: int = 1
     context_parallel_rank: int = 0
     pad_token_id: int = 0
@@ -54,9 +52,9 @@ class RowBlock:
     Args:
         columns: samples, those of the rows among them.
         rows: places of each row's samples.
+        nodes: what each row is made of.
         layout: of all rows.
         sample_indices: of each row, as of `pack`.
-        forest: of the columns' samples, whole trees in one row; None: they have nothing in common.
         is_placeholder: True if the samples are fabricated.
 
     Attributes:
@@ -64,26 +62,22 @@ class RowBlock:
         owned_num_tokens: of each row, as of `PackedMicroBatch`.
 
     Raises:
-        BatchError: a row is too long, or cannot be cut.
+        BatchError: a row cannot be cut.
     """
 
     def __init__(
         self,
         columns: Columns,
         rows: Sequence[Sequence[int]],
+        nodes: Sequence[Nodes],
         layout: Layout,
         *,
         sample_indices: Sequence[tuple[int, ...]],
-        forest: Forest | None = None,
         is_placeholder: bool = False,
     ) -> None:
         self._layout, self._is_placeholder = layout, is_placeholder
-        self._sample_indices = sample_indices
-        chosen = [sample for row in rows for sample in row]
-        self.fields = columns.taken(chosen)
-        totals = columns.total_lengths
-        alignments = layout.sample_alignment_tokens, layout.row_alignment_tokens
-        self._nodes = [Nodes.of(totals, row, forest, *alignments) for row in rows]
+        self._sample_indices, self._nodes = sample_indices, nodes
+        self.fields = columns.taken([sample for row in rows for sample in row])
         # First sample of each row, and behind the last one's.
         self._samples = [*accumulate(map(len, rows), initial=0)]
         self._tensors: dict[tuple[str, int], Tensor] = {}  # by name and depth
@@ -116,12 +110,13 @@ class RowBlock:
             weights = torch.zeros_like(weights)
         held, positions = index.predicting()
         row, owned = of_rows.samples, torch.ones_like(weights, dtype=torch.bool)
-        own, count = weights, len(of_rows.counts)
+        own, counts = weights, of_rows.lengths
         if len(held) < len(weights):
             row, own = row.index_select(0, held), weights.index_select(0, held)
             owned = torch.zeros_like(owned).index_fill_(0, held, True)
+            counts = row.bincount(minlength=len(counts))
         tokens = Span.of(self._cuts["tokens"])
-        trained = row.bincount((own != 0).float(), minlength=count)
+        trained = torch.segment_reduce((own != 0).float(), "sum", lengths=counts, unsafe=True)
         self.owned_num_tokens: list[int] = trained.long().tolist()
         made = {
             "loss_masks": weights,
@@ -132,15 +127,15 @@ class RowBlock:
         if any(nodes.is_shared for nodes in self._nodes):
             distinct, indices = torch.unique(positions, return_inverse=True)
             of_row = tokens.samples.index_select(0, distinct)
-            counts = of_row.bincount(minlength=count)
-            firsts = counts.cumsum(0) - counts
+            places = of_row.bincount(minlength=len(counts))
+            firsts = places.cumsum(0) - places
             made["distinct_positions"] = distinct - tokens.firsts.index_select(0, of_row)
             made["distinct_indices"] = indices - firsts.index_select(0, row)
-            self._cuts["distinct_positions"] = counts.tolist()
-            self._cuts["distinct_indices"] = row.bincount(minlength=count).tolist()
+            self._cuts["distinct_positions"] = places.tolist()
+            self._cuts["distinct_indices"] = counts.tolist()
         self._tensors |= {(name, 0): value for name, value in made.items()}
         self._cuts |= dict.fromkeys(_RESPONSES[:2], of_rows.counts)
-        self._cuts |= dict.fromkeys(_RESPONSES[2:], row.bincount(minlength=count).tolist())
+        self._cuts |= dict.fromkeys(_RESPONSES[2:], counts.tolist())
         tags = self.fields.get("is_padding")
         # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
         padding = None if tags is None else torch.tensor(tags, dtype=torch.bool, device="cpu")
@@ -310,9 +305,9 @@ def pack(
         if forest.lengths != tuple(columns.total_lengths):
             raise BatchError("forest must be of these samples; find_forest_of(columns, ...) is")
         require_shared(forest, columns)
+    alignments = sample_alignment_tokens, row_alignment_tokens
+    nodes = Nodes.of(columns.total_lengths, range(count), forest, *alignments)
     layout = Layout(
-        sample_alignment_tokens=sample_alignment_tokens,
-        row_alignment_tokens=row_alignment_tokens,
         context_parallel_size=context_parallel_size,
         context_parallel_rank=context_parallel_rank,
         pad_token_id=require_token_id("pad_token_id", pad_token_id),
@@ -321,9 +316,9 @@ def pack(
     made = RowBlock(
         columns,
         [range(count)],
+        [nodes],
         layout,
         sample_indices=[indices],
-        forest=forest,
         is_placeholder=is_placeholder,
     )
     if device is None:

@@ -283,47 +283,35 @@ class Nodes:
         Raises:
             BatchError: the row is too long.
         """
-        alignments = sample_alignment_tokens, row_alignment_tokens
         if forest is None:
-            apart = [*range(len(samples))]
-            offsets = padded_offsets([total_lengths[sample] for sample in samples], *alignments)
-            return cls._of_samples(apart, offsets, [(own,) for own in apart])
-        place = {sample: number for number, sample in enumerate(samples)}
-        paths = [forest.path(sample) for sample in samples]
-        number = {node: count for count, node in enumerate(sorted({*chain(*paths)}))}
-        held = [forest.nodes[node] for node in number]
-        if any(node.parent >= 0 for node in held):
-            of_samples = [tuple(number[node] for node in path) for path in paths]
-            lengths = (node.end - node.start for node in held)
+            paths: list[tuple[int, ...]] = [(own,) for own in range(len(samples))]
+            held = [(own, 0, total_lengths[each], -1) for own, each in enumerate(samples)]
+        else:
+            place = {sample: own for own, sample in enumerate(samples)}
+            found = [forest.path(sample) for sample in samples]
+            number = {node: count for count, node in enumerate(sorted({*chain(*found)}))}
+            paths = [tuple([number[node] for node in path]) for path in found]
+            held = [
+                (place[node.sample], node.start, node.end, number.get(node.parent, -1))
+                for node in map(forest.nodes.__getitem__, number)
+            ]
+        has_branches = any(parent >= 0 for *_, parent in held)
+        for own in [] if has_branches else [own for own, path in enumerate(paths) if not path]:
+            paths[own] = (len(held),)  # a sample without tokens takes an alignment unit
+            held.append((own, 0, 0, -1))
+        lengths = [end - start for _, start, end, _ in held]
+        alignments = sample_alignment_tokens, row_alignment_tokens
+        if has_branches:
             offsets = (*accumulate(lengths, initial=0),)
-            *_, end = padded_offsets([offsets[-1]], *alignments)
-            padding = (end,) if end > offsets[-1] else ()
-            return cls(
-                (*(place[node.sample] for node in held), *[len(samples)] * len(padding)),
-                (*(node.start for node in held), *[0] * len(padding)),
-                (*(number.get(node.parent, -1) for node in held), *[-1] * len(padding)),
-                offsets + padding,
-                tuple(of_samples),
-                (0, end),
-            )
-        # Samples in the order given; those that begin another lie in its node.
-        hosts = [*range(len(samples))]
-        for own, path in enumerate(paths):
-            if path:
-                hosts[own] = place[forest.nodes[path[0]].sample]
-        apart = [own for own, host in enumerate(hosts) if host == own]
-        node_of = {own: node for node, own in enumerate(apart)}
-        offsets = padded_offsets([total_lengths[samples[own]] for own in apart], *alignments)
-        return cls._of_samples(apart, offsets, [(node_of[host],) for host in hosts])
-
-    @classmethod
-    def _of_samples(
-        cls, apart: Sequence[int], offsets: tuple[int, ...], paths: list[tuple[int, ...]]
-    ) -> Nodes:
-        """Nodes that are whole samples, and the row's padding if there is any."""
-        count = len(offsets) - 1
-        samples = (*apart, *[len(paths)] * (count - len(apart)))
-        return cls(samples, (0,) * count, (-1,) * count, offsets, tuple(paths), offsets)
+            end = padded_offsets([offsets[-1]], *alignments)[-1]
+            offsets += (end,) if end > offsets[-1] else ()
+        else:
+            offsets = padded_offsets(lengths, *alignments)
+        if len(offsets) - 1 > len(held):  # the row's own padding
+            held.append((len(samples), 0, 0, -1))
+        of_samples, starts, _, parents = zip(*held, strict=True)
+        segments = (0, offsets[-1]) if has_branches else offsets
+        return cls(of_samples, starts, parents, offsets, tuple(paths), segments)
 
     @classmethod
     def joined(cls, rows: Sequence[Nodes]) -> Nodes:

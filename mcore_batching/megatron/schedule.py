@@ -270,14 +270,21 @@ class MicroBatchSchedule:
     def nodes(self, indices: Sequence[int], size: int) -> Nodes:
         """What a row of some samples, or of one fabricated sample, is made of on this many
         context-parallel ranks."""
-        dims = self.dims.for_rows_on(size)
-        alignments = (
-            sample_multiple_tokens(dims, self.config),
-            row_multiple_tokens(dims, self.config),
-        )
-        if not indices:
-            return Nodes.of([1], [0], None, *alignments)
-        return Nodes.of(self.own_lengths, indices, self.forest, *alignments)
+        key = tuple(indices), size
+        if key not in self._nodes:
+            # Paddings depend on the context-parallel size, which here is the row's.
+            dims = self.dims.for_rows_on(size)
+            alignments = (
+                sample_multiple_tokens(dims, self.config),
+                row_multiple_tokens(dims, self.config),
+            )
+            of_row = (self.own_lengths, indices, self.forest) if indices else ([1], [0], None)
+            self._nodes[key] = Nodes.of(*of_row, *alignments)
+        return self._nodes[key]
+
+    @functools.cached_property
+    def _nodes(self) -> dict[tuple[tuple[int, ...], int], Nodes]:
+        return {}
 
     @property
     def has_sizes_of_rows(self) -> bool:
@@ -305,11 +312,7 @@ class MicroBatchSchedule:
         multi-token prediction; all of one context-parallel size, and placeholders or none."""
         indices, size = [self.steps[step][slot] for slot in slots], self.row_sizes(step)[slots[0]]
         is_placeholder = not indices[0]
-        # Paddings depend on the context-parallel size, which here is the rows'.
-        dims = self.dims.for_rows_on(size)
         layout = Layout(
-            sample_alignment_tokens=sample_multiple_tokens(dims, self.config),
-            row_alignment_tokens=row_multiple_tokens(dims, self.config),
             context_parallel_size=size,
             context_parallel_rank=self._rank_in_row(size),
             pad_token_id=self.pad_token_id,
@@ -319,8 +322,8 @@ class MicroBatchSchedule:
         return RowBlock(
             self._placeholder if is_placeholder else self.rollout_data,
             [[0]] * len(slots) if is_placeholder else indices,
+            [self.nodes(row, size) for row in indices],
             layout,
             sample_indices=indices,
-            forest=None if is_placeholder else self.forest,
             is_placeholder=is_placeholder,
         )

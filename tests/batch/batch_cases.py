@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_index import Nodes
 
 PAD, LAYERS, TOP_K, AXES = 999, 2, 4, 3
 
@@ -88,6 +91,19 @@ def pack_on_all_ranks(
         "pad_token_id": PAD,
     } | options
     return [pack(samples, context_parallel_rank=rank, **given) for rank in range(size)]
+
+
+def block_of(
+    columns: Columns,
+    rows: Sequence[Sequence[int]],
+    align: int = 1,
+    row_align: int = 1,
+    **layout: Any,
+) -> RowBlock:
+    """Rows of some of the samples, packed at once."""
+    nodes = [Nodes.of(columns.total_lengths, row, None, align, row_align) for row in rows]
+    indices = [tuple(row) for row in rows]
+    return RowBlock(columns, rows, nodes, Layout(**layout), sample_indices=indices)
 
 
 def owned_responses(row: PackedMicroBatch) -> list[Tensor]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from batch_cases import equal, full_batch, make_samples, sample_shapes
+from batch_cases import block_of, equal, full_batch, make_samples, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, pack
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row_block import Layout, RowBlock
 
 CPU = torch.device("cpu")
 Shapes = list[tuple[int, int]]
@@ -61,18 +60,15 @@ def test_rows_of_a_block_are_those_packed_alone(
     if not has_positions:
         del samples["position_ids"]
     align = (2 * size if size > 1 else 1) * factor
+    alignments = align, math.lcm(align, row_multiple)
     options: dict[str, int] = {
-        "sample_alignment_tokens": align,
-        "row_alignment_tokens": math.lcm(align, row_multiple),
         "context_parallel_size": size,
         "pad_token_id": pad_token_id,
         "depths": depths,
     }
     columns = Columns.read(samples, DEFAULT_SCHEMA)
     for rank in range(size):
-        indices = [tuple(row) for row in rows]
-        layout = Layout(**options, context_parallel_rank=rank)
-        block = RowBlock(columns, rows, layout, sample_indices=indices)
+        block = block_of(columns, rows, *alignments, **options, context_parallel_rank=rank)
         moved = block.pinned(CPU).on_device()
         assert block.owned_num_tokens == [row.owned_num_tokens for row in moved.rows()]
         for made, on_device, row in zip(block.rows(), moved.rows(), rows, strict=True):
@@ -80,6 +76,8 @@ def test_rows_of_a_block_are_those_packed_alone(
                 {k: v and [v[i] for i in row] for k, v in samples.items()},
                 schema=DEFAULT_SCHEMA,
                 sample_indices=tuple(row),
+                sample_alignment_tokens=alignments[0],
+                row_alignment_tokens=alignments[1],
                 context_parallel_rank=rank,
                 **options,
             )
@@ -99,7 +97,7 @@ def test_rows_of_a_block_are_those_packed_alone(
 def test_what_is_done_to_rows_on_a_device_changes_neither_samples_nor_other_epochs() -> None:
     samples = make_samples([(4, 2), (3, 3)])
     columns = Columns.read(samples, DEFAULT_SCHEMA)
-    block = RowBlock(columns, [[0], [1]], Layout(), sample_indices=[(0,), (1,)]).pinned(CPU)
+    block = block_of(columns, [[0], [1]]).pinned(CPU)
     for _ in range(2):
         for row, tokens in zip(block.on_device().rows(), samples["tokens"], strict=True):
             assert row.tokens[0].tolist() == row["tokens"][0].tolist() == tokens.tolist()
@@ -121,14 +119,16 @@ def test_labels_and_masks_of_the_samples_are_taken_at_every_depth(size: int) -> 
     columns = Columns.read(samples, schema)
     found: dict[tuple[int, str, int], float] = {}
     for rank in range(size):
-        layout = Layout(
-            sample_alignment_tokens=align,
+        block = block_of(
+            columns,
+            [[1], [0]],
+            align,
             context_parallel_size=size,
             context_parallel_rank=rank,
             depths=1,
             has_labels=True,
         )
-        for row in RowBlock(columns, [[1], [0]], layout, sample_indices=[(1,), (0,)]).rows():
+        for row in block.rows():
             for depth, stream in enumerate((row, row.later[0])):
                 for name in ("labels", "loss_mask"):
                     values = getattr(stream, name)[0].tolist()

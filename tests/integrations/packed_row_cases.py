@@ -10,6 +10,7 @@ import torch
 from mcore_batching.batch import PackedMicroBatch, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_index import Nodes
 from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA
 
@@ -30,10 +31,11 @@ def prepared(
     """The samples as one row, each padded to a multiple of 4."""
     columns = Columns.read(samples, STOCK_SCHEMA)
     count = len(columns.total_lengths)
-    layout = Layout(sample_alignment_tokens=4, pad_token_id=PAD, depths=depths, has_labels=True)
+    layout = Layout(pad_token_id=PAD, depths=depths, has_labels=True)
     block = RowBlock(
         columns,
         [range(count)],
+        [Nodes.of(columns.total_lengths, range(count), None, 4, 1)],
         layout,
         sample_indices=[() if is_placeholder else tuple(range(count))],
         is_placeholder=is_placeholder,

@@ -11,6 +11,7 @@ import torch
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_index import Nodes
 from mcore_batching.megatron import prepare
 from mcore_batching.megatron.prepare import PreparedStep, StepRows
 
@@ -41,10 +42,13 @@ def schedule(packed: list[list[int]], sizes: tuple[int, ...] = (1,) * len(STEP))
         packed.append(slots)
         indices = [STEP[slot] for slot in slots]
         is_placeholder = not indices[0]
+        of_block = placeholder if is_placeholder else columns
+        samples = [[0]] if is_placeholder else indices
         return RowBlock(
-            placeholder if is_placeholder else columns,
-            [[0]] if is_placeholder else indices,
-            Layout(sample_alignment_tokens=4, context_parallel_size=sizes[slots[0]]),
+            of_block,
+            samples,
+            [Nodes.of(of_block.total_lengths, row, None, 4, 1) for row in samples],
+            Layout(context_parallel_size=sizes[slots[0]]),
             sample_indices=indices,
             is_placeholder=is_placeholder,
         )

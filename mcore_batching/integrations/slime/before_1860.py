@@ -23,6 +23,7 @@ from torch import Tensor
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema, SchemaError
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_index import Nodes
 from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator
 from mcore_batching.integrations.slime.rollout_manager import option_problems
@@ -180,18 +181,22 @@ def _packed_row(
 ) -> PackedMicroBatch:
     """This rank's part of a row, on the device."""
     columns = Columns.read({key: values[key] for key in _ROW_FIELDS}, DEFAULT_SCHEMA)
-    layout = Layout(
-        sample_alignment_tokens=sample_multiple_tokens(schedule.dims, schedule.config),
-        row_alignment_tokens=math.lcm(
+    samples = range(len(columns.total_lengths))
+    alignments = (
+        sample_multiple_tokens(schedule.dims, schedule.config),
+        math.lcm(
             _row_multiple(pad_multiplier), row_multiple_tokens(schedule.dims, schedule.config)
         ),
+    )
+    layout = Layout(
         context_parallel_size=schedule.dims.context_parallel,
         context_parallel_rank=parallel_state.get_context_parallel_rank(),
         pad_token_id=schedule.pad_token_id,
     )
     block = RowBlock(
         columns,
-        [range(len(columns.total_lengths))],
+        [samples],
+        [Nodes.of(columns.total_lengths, samples, None, *alignments)],
         layout,
         sample_indices=[indices],
         is_placeholder=not indices,
