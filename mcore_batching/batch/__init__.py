@@ -17,7 +17,6 @@ from mcore_batching.batch.loss import (
 from mcore_batching.batch.order import apply_order, restore_order
 from mcore_batching.batch.placeholder import make_placeholder
 from mcore_batching.batch.row import PackedMicroBatch
-from mcore_batching.batch.row_block import pack
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "apply_order",
     "gather_response",
     "make_placeholder",
-    "pack",
     "prompt_mean",
     "restore_order",
     "sample_mean",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.pinned_buffer import PinnedBuffer
-from mcore_batching.batch.prefix_tree import require_shared
 from mcore_batching.batch.row import LaterTokens, PackedMicroBatch, ResponseTokens, packed_field
-from mcore_batching.batch.row_index import Nodes, RowIndex, Span, require_alignment
-from mcore_batching.batch.schema import Schema
-from mcore_batching.batch.values import read_indices, require_token_id
-from mcore_batching.planning.prefix_trees import Forest
+from mcore_batching.batch.row_index import Nodes, RowIndex, Span
 
 _STREAMS = ("tokens", "labels", "position_ids", "loss_mask")
 _TENSORS = (*_STREAMS, "padding_mask", "cu_seqlens_padded")
@@ -32,9 +27,13 @@ _DISTINCT = ("distinct_positions", "distinct_indices")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How rows are cut and filled; attributes as arguments of `pack`.
+    """How rows are cut and filled.
 
     Attributes:
+        context_parallel_size: ranks that share each row.
+        context_parallel_rank: this rank among them.
+        pad_token_id: fills padding, and labels where there is no next token.
+        depths: of multi-token prediction; 0: none.
         has_labels: True: labels and loss masks are the samples' own fields ``labels`` and
             ``loss_mask``, with a value per token.
     """
@@ -54,7 +53,7 @@ class RowBlock:
         rows: places of each row's samples.
         nodes: what each row is made of.
         layout: of all rows.
-        sample_indices: of each row, as of `pack`.
+        sample_indices: origin index of each sample of each row, empty for a placeholder.
         is_placeholder: True if the samples are fabricated.
 
     Attributes:
@@ -105,7 +104,7 @@ class RowBlock:
         """Loss weights of the response tokens, and the positions that predict them."""
         lengths = self.fields.response_lengths
         of_rows = Span.of([sum(lengths[a:b]) for a, b in pairwise(self._samples)])
-        weights = loss_weights(self.fields).clone()  # not those of the field itself
+        weights = loss_weights(self.fields)
         if self._is_placeholder:
             weights = torch.zeros_like(weights)
         held, positions = index.predicting()
@@ -253,94 +252,3 @@ def loss_weights(columns: Columns) -> Tensor:
         is_padding = torch.tensor(tags, dtype=torch.bool, device="cpu")
         weights = weights.masked_fill(is_padding.index_select(0, span.samples), 0.0)
     return weights
-
-
-def pack(
-    samples: Mapping[str, Any],
-    *,
-    schema: Schema,
-    sample_indices: Sequence[int],
-    sample_alignment_tokens: int = 1,
-    row_alignment_tokens: int = 1,
-    context_parallel_size: int = 1,
-    context_parallel_rank: int = 0,
-    pad_token_id: int = 0,
-    is_placeholder: bool = False,
-    forest: Forest | None = None,
-    depths: int = 0,
-    device: torch.device | str | None = None,
-) -> PackedMicroBatch:
-    """Pack samples into one row, and take a context-parallel rank's slice of it.
-
-    Args:
-        samples: field name to one value per sample: ``tokens``, ``total_lengths``,
-            ``response_lengths`` and others; or `Columns`, which are checked already.
-            ``loss_masks`` are all ones if absent.
-        schema: the kind of every field.
-        sample_indices: origin index of each sample, empty for a placeholder.
-        sample_alignment_tokens: each sample is padded to a multiple of this. Under context
-            parallelism it must be a multiple of ``2 * context_parallel_size``.
-        row_alignment_tokens: the row is padded to a multiple of this.
-        context_parallel_size: ranks that share the row.
-        context_parallel_rank: this rank among them.
-        pad_token_id: fills padding, and labels where there is no next token.
-        is_placeholder: True if the one sample is fabricated; its loss mask is all zero.
-        forest: of these samples, as `find_forest_of` finds it; None: each has a segment.
-        depths: of multi-token prediction; 0: none.
-        device: where the row is to be; None: where the first sample's tokens are.
-
-    Returns:
-        the row, of copies.
-
-    Raises:
-        SchemaError: a field is not declared, or a value does not match its kind.
-        BatchError: no samples, not one index per sample, alignments that do not divide, a
-            ``pad_token_id`` that is no integer, or a forest of other samples.
-    """
-    require_alignment(sample_alignment_tokens, row_alignment_tokens, context_parallel_size)
-    columns = samples if isinstance(samples, Columns) else Columns.read(samples, schema)
-    count = len(columns.total_lengths)
-    indices = _read_indices(sample_indices, count, is_placeholder)
-    if forest is not None:
-        if forest.lengths != tuple(columns.total_lengths):
-            raise BatchError("forest must be of these samples; find_forest_of(columns, ...) is")
-        require_shared(forest, columns)
-    alignments = sample_alignment_tokens, row_alignment_tokens
-    nodes = Nodes.of(columns.total_lengths, range(count), forest, *alignments)
-    layout = Layout(
-        context_parallel_size=context_parallel_size,
-        context_parallel_rank=context_parallel_rank,
-        pad_token_id=require_token_id("pad_token_id", pad_token_id),
-        depths=depths,
-    )
-    made = RowBlock(
-        columns,
-        [range(count)],
-        [nodes],
-        layout,
-        sample_indices=[indices],
-        is_placeholder=is_placeholder,
-    )
-    if device is None:
-        tokens = samples["tokens"][0]
-        device = tokens.device if isinstance(tokens, Tensor) else "cpu"
-    if torch.device(device).type != "cpu":
-        made = made.pinned(torch.device(device)).on_device()
-    return made.rows()[0]
-
-
-def _read_indices(
-    sample_indices: Sequence[int], num_samples: int, is_placeholder: bool
-) -> tuple[int, ...]:
-    indices = tuple(read_indices("sample_indices", sample_indices))
-    if not num_samples:
-        raise BatchError(
-            "expected at least one sample; pack make_placeholder(...) with is_placeholder=True"
-        )
-    expected = 0 if is_placeholder else num_samples
-    if len(indices) != expected:
-        raise BatchError(
-            f"expected {expected} sample_indices with is_placeholder={is_placeholder}, got "
-            f"{len(indices)}; give one per real sample",
-        )
-    return indices

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
@@ -36,8 +35,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.planning.errors import named
-from mcore_batching.planning.integers import at_least, round_up
+from mcore_batching.planning.integers import round_up
 from mcore_batching.planning.prefix_trees import Forest
 
 
@@ -55,30 +53,6 @@ def padded_offsets(
             "row_alignment_tokens"
         )
     return (*offsets, end) if end > offsets[-1] else tuple(offsets)
-
-
-def require_alignment(
-    sample_alignment_tokens: int, row_alignment_tokens: int, context_parallel_size: int
-) -> None:
-    """Refuse alignments by which a segment of a row cannot be cut over context-parallel ranks."""
-    at_least("sample_alignment_tokens", sample_alignment_tokens, 1, BatchError)
-    at_least("row_alignment_tokens", row_alignment_tokens, 1, BatchError)
-    at_least("context_parallel_size", context_parallel_size, 1, BatchError)
-    if context_parallel_size == 1:
-        return
-    # Each rank takes a chunk of a sample from the front and one from the back.
-    multiple = 2 * context_parallel_size
-    # A row alignment that divides the samples' adds no padding, so it need not be cut.
-    pads_row = sample_alignment_tokens % row_alignment_tokens
-    for name, alignment, is_cut in (
-        ("sample_alignment_tokens", sample_alignment_tokens, True),
-        ("row_alignment_tokens", row_alignment_tokens, pads_row),
-    ):
-        if is_cut and alignment % multiple:
-            raise BatchError(
-                f"{named(name)} must be a multiple of {multiple} (2 * context_parallel_size), got "
-                f"{alignment}; set it to {math.lcm(alignment, multiple)}"
-            )
 
 
 def integers(values: Sequence[int]) -> Tensor:

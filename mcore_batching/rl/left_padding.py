@@ -103,7 +103,8 @@ def left_pad(
     """Left-padded blocks of a batch, on the device and of the type of each field's values.
 
     Args:
-        samples: field name to one value per sample, as for `pack`; may be of no samples.
+        samples: field name to one value per sample, as for `get_data_iterator`; may be of no
+            samples.
         schema: the kind of every field; undeclared ones are inferred.
         pad_token_id: fills the tokens; all else is filled with 0.
         max_seq_len: tokens that no sample should exceed; a `UserWarning` names those that do, and

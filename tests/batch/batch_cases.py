@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from kit.packing import pack
 from torch import Tensor
 
-from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, pack
+from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.batch.row_index import Nodes
@@ -84,7 +85,6 @@ def pack_on_all_ranks(
 ) -> list[PackedMicroBatch]:
     """The row of these samples, as each of `size` context-parallel ranks packs it."""
     given = {
-        "schema": DEFAULT_SCHEMA,
         "sample_indices": range(len(samples["tokens"])),
         "sample_alignment_tokens": 2 * size if size > 1 else 1,
         "context_parallel_size": size,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.packing import pack
 
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
@@ -21,7 +22,6 @@ from mcore_batching.batch import (
     StepTotals,
     gather_response,
     make_placeholder,
-    pack,
     prompt_mean,
     sample_mean,
     token_mean,
@@ -55,7 +55,6 @@ def make_row(
         chosen = make_placeholder(DEFAULT_SCHEMA, list(samples), samples)
     return pack(
         chosen,
-        schema=DEFAULT_SCHEMA,
         sample_indices=indices,
         sample_alignment_tokens=2 * size if size > 1 else 1,
         context_parallel_size=size,

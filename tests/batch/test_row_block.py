@@ -10,8 +10,9 @@ import torch
 from batch_cases import block_of, equal, full_batch, make_samples, sample_shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.packing import pack
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, pack
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
 from mcore_batching.batch.columns import Columns
 
 CPU = torch.device("cpu")
@@ -74,7 +75,6 @@ def test_rows_of_a_block_are_those_packed_alone(
         for made, on_device, row in zip(block.rows(), moved.rows(), rows, strict=True):
             alone = pack(
                 {k: v and [v[i] for i in row] for k, v in samples.items()},
-                schema=DEFAULT_SCHEMA,
                 sample_indices=tuple(row),
                 sample_alignment_tokens=alignments[0],
                 row_alignment_tokens=alignments[1],

@@ -279,3 +279,9 @@ def test_rewards_as_long_as_all_responses_are_no_numbers() -> None:
 
 def test_a_batch_without_samples_passes() -> None:
     DEFAULT_SCHEMA.validate({key: [] for key in DEFAULT_SCHEMA})
+
+
+def test_a_mask_has_one_number_a_token() -> None:
+    """A mask of [2, 1] would broadcast with values of [2] to [2, 2]."""
+    with pytest.raises(SchemaError, match=r"sample 0: expected 2 rows, .* one number in each"):
+        DEFAULT_SCHEMA.validate(make_samples([(4, 2)]) | {"loss_masks": [torch.ones(2, 1)]})

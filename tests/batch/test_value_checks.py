@@ -16,9 +16,9 @@ from mcore_batching.batch import (
     SchemaError,
     apply_order,
     make_placeholder,
-    pack,
     restore_order,
 )
+from mcore_batching.batch.row_index import padded_offsets
 from mcore_batching.batch.values import require_vocabulary
 from mcore_batching.rl import (
     left_pad,
@@ -34,18 +34,12 @@ SAMPLES: dict[str, Any] = {
 }
 
 
-def packed(samples: dict[str, Any], **options: Any) -> Any:
-    return pack(samples, schema=DEFAULT_SCHEMA, sample_indices=(0, 1), **options)
-
-
 @pytest.mark.parametrize("bad", [math.nan, -1, -0.5, math.inf])
 @pytest.mark.parametrize("make", [list, torch.tensor, np.array])
 def test_loss_masks_are_finite_weights_of_0_or_more(bad: float, make: Any) -> None:
     batch = SAMPLES | {"loss_masks": [make([1.0, 0.5]), make([bad])]}
     with pytest.raises(SchemaError, match=f"'loss_masks', sample 1: .* 0 or more, found {bad}"):
         DEFAULT_SCHEMA.validate(batch)
-    with pytest.raises(SchemaError, match="'loss_masks', sample 1"):
-        packed(batch)
 
 
 @pytest.mark.parametrize("masks", [[[1, 0], [1]], [torch.ones(2, dtype=torch.bool), [0.5]]])
@@ -57,12 +51,14 @@ def test_loss_masks_of_any_type_are_weights(masks: Any) -> None:
 def test_lists_that_are_no_tensor_are_refused(bad: Any) -> None:
     batch = SAMPLES | {"loss_masks": [bad, [1]]}
     with pytest.raises(SchemaError, match="'loss_masks', sample 0"):
-        packed(batch)
+        DEFAULT_SCHEMA.validate(batch)
 
 
 @pytest.mark.parametrize("make", [list, np.array, lambda ids: np.array(ids, "uint16")])
 def test_lists_and_arrays_are_tensors_from_the_entry_on(make: Any) -> None:
-    found = DEFAULT_SCHEMA.validate(SAMPLES | {"tokens": [make([1, 2, 3]), make([4, 5])]})
+    lengths = {"total_lengths": torch.tensor([3, 2])}
+    found = DEFAULT_SCHEMA.validate(SAMPLES | lengths | {"tokens": [*map(make, SAMPLES["tokens"])]})
+    assert [type(length) for length in found["total_lengths"]] == [int, int]
     assert [value.tolist() for value in found["tokens"]] == [[1, 2, 3], [4, 5]]
     assert {value.dtype for value in found["tokens"]} == {torch.int64}
     with pytest.raises(SchemaError, match="'tokens', sample 1: expected numbers, in lists of one"):
@@ -87,7 +83,7 @@ def test_complex_numbers_are_refused_by_name(name: str, values: Any) -> None:
     """A loss took their real parts, with a warning at most."""
     batch = SAMPLES | {name: values}
     with pytest.raises(SchemaError, match=f"'{name}'.* expected"):
-        pack(batch, schema=DEFAULT_SCHEMA.resolve(batch), sample_indices=(0, 1))
+        DEFAULT_SCHEMA.resolve(batch).validate(batch)
     with pytest.raises(SchemaError, match=f"'{name}'"):
         left_pad(batch, pad_token_id=0)
 
@@ -102,15 +98,12 @@ def test_integers_are_integers_throughout() -> None:
     for name in ("tokens", "position_ids"):
         batch = SAMPLES | {name: [[1, 2, 3], [4, 6.5]]}
         with pytest.raises(SchemaError, match=f"'{name}', sample 1: .*of an integer type"):
-            packed(batch)
-        with pytest.raises(SchemaError, match=f"'{name}', sample 1: .*of an integer type"):
-            left_pad(batch, pad_token_id=0)
+            DEFAULT_SCHEMA.validate(batch)
 
 
 @pytest.mark.parametrize("bad", [True, 1.0, None, "1", math.nan, 2**63, torch.tensor(True)])
 def test_a_token_id_is_an_integer(bad: Any) -> None:
     calls = [
-        lambda: packed(SAMPLES, pad_token_id=bad),
         lambda: make_placeholder(DEFAULT_SCHEMA, SAMPLES, None, pad_token_id=bad),
         lambda: left_pad(SAMPLES, pad_token_id=bad),
         lambda: pad_batch(SAMPLES, 4, pad_token_id=bad),
@@ -122,20 +115,13 @@ def test_a_token_id_is_an_integer(bad: Any) -> None:
 
 def test_a_token_id_of_any_library_counts() -> None:
     for seven in (7, np.int64(7), torch.tensor(7)):
-        assert packed(SAMPLES, pad_token_id=seven, row_alignment_tokens=8).tokens[0, -1] == 7
-
-
-@pytest.mark.parametrize("name", ["sample_alignment_tokens", "row_alignment_tokens"])
-@pytest.mark.parametrize("bad", ["1", None, 2.0, True, [1], 0, torch.tensor([1, 2])])
-def test_alignments_are_integers(name: str, bad: Any) -> None:
-    with pytest.raises(BatchError, match=f"{name} must be (an integer|1 or more)"):
-        packed(SAMPLES, **{name: bad})
+        assert left_pad(SAMPLES, pad_token_id=seven).tokens[1, 0] == 7
 
 
 @pytest.mark.parametrize("huge", [2**31, 10**400])
 def test_rows_beyond_int32_offsets_are_refused(huge: int) -> None:
     with pytest.raises(BatchError, match="a row may have at most 2147483647 tokens"):
-        packed(SAMPLES, row_alignment_tokens=huge)
+        padded_offsets([3, 2], 1, huge)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +133,7 @@ def test_a_tag_is_one_boolean(bad: Any) -> None:
     with pytest.raises(SchemaError, match="'is_padding', sample 1"):
         real_indices(batch)
     with pytest.raises(SchemaError, match="'is_padding', sample 1"):
-        packed(batch)
+        DEFAULT_SCHEMA.validate(batch)
     batch["is_padding"] = [torch.tensor(True), None]
     assert real_indices(batch) == [1]
     assert [tag is True for tag in DEFAULT_SCHEMA.validate(batch)["is_padding"]] == [True, False]
@@ -158,7 +144,6 @@ def test_indices_are_integers(bad: Any) -> None:
     for call in (
         lambda: restore_order(["a", "b"], [1, bad], 2),
         lambda: apply_order(["a", "b"], [1, bad]),
-        lambda: pack(SAMPLES, schema=DEFAULT_SCHEMA, sample_indices=[0, bad]),
     ):
         with pytest.raises(OrderError, match="expected integer "):
             call()

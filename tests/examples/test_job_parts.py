@@ -11,12 +11,13 @@ import bootstrap
 import objective
 import warm_start
 from batches import group_advantages, rollout_data, share_of_rank
+from kit.packing import pack
 from objective import GRPOObjective
 from online import steps_of_rank, uids_of_iteration
 from options import dims_of, parse_arguments
 from rollouts import Rollout
 
-from mcore_batching.batch import DEFAULT_SCHEMA, pack
+from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.batch.loss import SampleWeights
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
@@ -98,7 +99,7 @@ def row_of(lengths, **fields):
         "total_lengths": [length + 2 for length in lengths],
         "response_lengths": lengths,
     }
-    return pack(batch | fields, schema=DEFAULT_SCHEMA, sample_indices=range(len(lengths)))
+    return pack(batch | fields, sample_indices=range(len(lengths)))
 
 
 def test_the_loss_is_clipped_grpo_by_hand(monkeypatch):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.packing import pack
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.batch import (
@@ -15,7 +16,6 @@ from mcore_batching.batch import (
     Schema,
     SchemaError,
     make_placeholder,
-    pack,
 )
 from mcore_batching.batch.columns import Columns
 from mcore_batching.megatron import DynamicBatchArgumentError, routing
@@ -90,13 +90,7 @@ def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:
     """A rank that has no sample has not seen any."""
     fields = ("tokens", "total_lengths", "response_lengths", FIELD)
     fabricated = make_placeholder(DEFAULT_SCHEMA, fields, None)
-    placeholder = pack(
-        fabricated,
-        schema=DEFAULT_SCHEMA,
-        sample_indices=(),
-        is_placeholder=True,
-        row_alignment_tokens=6,
-    )
+    placeholder = pack(fabricated, sample_indices=(), is_placeholder=True, row_alignment_tokens=6)
     found = routing._experts(placeholder, FIELD, model()[0].config)
     assert found.shape == (6, 4, 2)
     assert bool((found[..., 0] != found[..., 1]).all())

@@ -33,7 +33,10 @@ import torch
 
 from mcore_batching import batch as batching
 from mcore_batching import planning
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_index import Nodes
 from mcore_batching.planning import (
     CostModel,
     MCoreBatchingError,
@@ -52,7 +55,6 @@ COSTS: dict[str, Any] = {"linear": 1.0, "quadratic": 0.1, "per_micro_batch": 3.0
 BATCH_OPTIONS = {"samples_per_step", "groups", "groups_per_step", "forward_only"}
 LENGTHS = [30, 7, 64, 1, 0, 12, 12, 90]
 MOST_CPU_SECONDS = 10.0
-PACKED = {"sample_alignment_tokens": 4, "row_alignment_tokens": 8, "context_parallel_size": 1}
 
 
 class Odd:
@@ -177,24 +179,15 @@ def samples() -> dict[str, Any]:
 
 
 def packs(rng: random.Random) -> None:
-    given = spoiled(samples(), rng)
-    options = keywords(
-        spoiled(
-            {
-                "sample_indices": [2, 0, 1],
-                **PACKED,
-                "pad_token_id": 0,
-            },
-            rng,
-        ),
-        {"sample_indices", *PACKED, "pad_token_id"},
-    )
-    schema = batching.DEFAULT_SCHEMA.resolve(keywords(given))
-    row = batching.pack(keywords(given), schema=schema, **{"sample_indices": (0, 1, 2)} | options)
-    tokens = [torch.as_tensor(each).long() for each in given["tokens"]]
-    if row.context_parallel_size == 1:
-        for start, each in zip(row.host_cu_seqlens_padded, tokens, strict=False):
-            assert torch.equal(row.tokens[0, start : start + len(each)], each)
+    given = keywords(spoiled(samples(), rng))
+    schema = batching.DEFAULT_SCHEMA.resolve(given)
+    columns = Columns.read(given, schema)
+    rows = [[2, 0, 1][: len(columns.total_lengths)]]
+    nodes = [Nodes.of(columns.total_lengths, rows[0], None, 4, 8)]
+    (row,) = RowBlock(columns, rows, nodes, Layout(), sample_indices=[tuple(rows[0])]).rows()
+    for start, index in zip(row.host_cu_seqlens_padded, rows[0], strict=False):
+        each = torch.as_tensor(given["tokens"][index]).long()
+        assert torch.equal(row.tokens[0, start : start + len(each)], each)
     weights = SampleWeights(row.fields).totals(range(row.num_samples))[1][0]
     assert math.isfinite(weights)
     assert weights >= 0

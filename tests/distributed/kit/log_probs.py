@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kit.exactness import arguments, log_probs_of
 from kit.model import MAX_SEQUENCE_LENGTH, model_options, transformer_config
 from kit.objective import packed_objective
+from kit.packing import pack
 from kit.samples import VOCABULARY, make_samples, take
-from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, StepTotals
-from mcore_batching.batch.row_block import pack
+from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import (
     forward_only,
@@ -215,7 +215,6 @@ def _row(vocabulary: int = VOCABULARY) -> PackedMicroBatch:
     size = parallel_state.get_context_parallel_world_size()
     return pack(
         take(samples, chosen),
-        schema=DEFAULT_SCHEMA,
         sample_indices=tuple(chosen),
         sample_alignment_tokens=2 * size,
         row_alignment_tokens=16 * size,
