@@ -153,14 +153,11 @@ class PackedMicroBatch:
             raise KeyError(f"no field {key!r} in this micro-batch; it has {sorted(self.fields)}")
         return self.fields[key]
 
-    def packed(self, key: str, pad_value: float = 0, *, later: int = 0) -> Tensor:
-        """A field with rows per token, packed, padded and cut like `tokens`: ``[1, T_local, ...]``.
-
-        Args:
-            key: a field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS).
-            pad_value: fills padding, and tokens without a row (negative ``length_offset``). Padding
-                of routed experts takes turns among them instead, so that it loads all evenly.
-            later: each token has the value of the one `later` places after it in its sample.
+    def packed(self, key: str) -> Tensor:
+        """A field of kind PER_TOKEN or ROUTED_EXPERTS (or TOKENS), packed, padded and cut like
+        `tokens`: ``[1, T_local, ...]``, 0 in padding, and for tokens without a row (negative
+        ``length_offset``). Padding of routed experts takes turns among them instead, so that it
+        loads all evenly.
 
         Raises:
             KeyError: the samples had no such field.
@@ -179,24 +176,19 @@ class PackedMicroBatch:
                 f"field {key!r} cannot be packed: expected at most one row per token of "
                 f"{self.total_lengths}, found {field.length_offset} more; read micro_batch[{key!r}]"
             )
-        return packed_field(self.index, self.fields, field, pad_value, later)
+        return packed_field(self.index, self.fields, field)
 
 
-def packed_field(
-    index: RowIndex, fields: Columns, field: Field, pad_value: float, later: int
-) -> Tensor:
-    """``[1, T_local, ...]`` values of a field with at most one row per token."""
+def packed_field(index: RowIndex, fields: Columns, field: Field, later: int = 0) -> Tensor:
+    """``[1, T_local, ...]`` values of a field with at most one row per token, those of the tokens
+    `later` places on."""
     values, span = fields.flat(field.name), fields.span(field.name)
     device, places = values.device, index.places(span, later)
     made = values.index_select(0, sent(places, device))
     if field.kind is Kind.ROUTED_EXPERTS:
-        pad_values = _experts_of_padding(values, sent(index.positions, device))
-    elif pad_value:
-        pad_values = made.new_full((), pad_value)
-    else:
-        return made[None]
-    is_padding = sent(places == span.end, device)
-    return torch.where(is_padding.view(-1, *[1] * (made.dim() - 1)), pad_values, made)[None]
+        experts = _experts_of_padding(values, sent(index.positions, device))
+        made = torch.where(sent(places == span.end, device).view(-1, 1, 1), experts, made)
+    return made[None]
 
 
 def spread_experts(positions: Tensor, top_k: int, num_experts: Tensor | int) -> Tensor:

@@ -164,7 +164,7 @@ class RowBlock:
             stream = {name: each.unsqueeze(-2) for name, each in stream.items()}
             if layout.has_labels:
                 for name in ("labels", "loss_mask"):
-                    stream[name] = packed_field(index, fields, fields.schema[name], 0, depth)
+                    stream[name] = packed_field(index, fields, fields.schema[name], depth)
             else:
                 held, positions = index.predicting(depth)
                 mask = weights.new_zeros(1, index.num_local)

@@ -104,8 +104,10 @@ def find_beginnings(
     block = max(1, -(-tokens // (MOST_HASHES_OF_TURNS if reason else MOST_HASHES)))
     with job.agreement("finding shared prefixes") as agree:
         hashes = agree.gather("beginnings", hashes_of_beginnings(data, block))
-        is_said = "fields keep tokens apart" in job.memory.said
-        apart = agree.sum("tokens kept apart", 0 if is_said else _kept_apart(data, steps))
+        # Once a job: it hashes the samples twice more.
+        is_first = "beginnings" not in job.memory.said
+        job.memory.said.add("beginnings")
+        apart = agree.sum("tokens kept apart", _kept_apart(data, steps) if is_first else 0)
     if reason:
         few = f", and of {tokens:,} tokens only turns of a multiple of {block}" * (block > 1)
         job.say_once("no branches", f"samples share tokens only with one they begin{few}: {reason}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, SchemaError, fields
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.fields import checked_values, unmet
+from mcore_batching.batch.row import packed_field
 
 SCHEMA = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN).declare(
     "fewer", Kind.PER_TOKEN, length_offset=-2
@@ -63,7 +64,8 @@ def require_back(shapes: Shapes, size: int, align: int, row_align: int, depths: 
         found = unpacked(rows, [each.tokens[0] for each in streams], depth)
         labels = unpacked(rows, [each.labels[0] for each in streams], depth + 1)
         positions = unpacked(rows, [each.position_ids[:, 0].T for each in streams], depth)
-        marks = unpacked(rows, [row.packed("mark", later=depth)[0] for row in rows], depth)
+        given = [(row.index, row.fields, SCHEMA["mark"], depth) for row in rows]
+        marks = unpacked(rows, [packed_field(*each)[0] for each in given], depth)
         for i, tokens in enumerate(samples["tokens"]):
             # The first tokens of a sample come at no position of a later depth.
             assert found[i][depth:].tolist() == tokens[depth:].tolist()

@@ -279,12 +279,12 @@ def test_samples_that_begin_alike_are_laid_out_once(size: int) -> None:
 
 
 def test_only_turns_keep_a_segment_for_each_sample() -> None:
-    samples = make_samples([(8, 3), (5, 2), (12, 4), (4, 4)])
+    samples = make_samples([(8, 3), (5, 2), (12, 4), (4, 4), (0, 0)])
     for turn in (0, 3):
         samples["tokens"][turn] = samples["tokens"][2][: len(samples["tokens"][turn])].clone()
-    forest = find_forest_of(Columns.read(samples, DEFAULT_SCHEMA), [0] * 4)
+    forest = find_forest_of(Columns.read(samples, DEFAULT_SCHEMA), [0] * 5)
     (row,) = pack_on_all_ranks(samples, forest=forest)
-    assert row.host_cu_seqlens_padded == (0, 5, 17)
-    assert row.nodes.paths == ((1,), (0,), (1,), (1,))
+    assert row.host_cu_seqlens_padded == (0, 5, 17, 18)
+    assert row.nodes.paths == ((1,), (0,), (1,), (1,), (2,))
     # Responses of two samples overlap.
     assert row.responses.distinct_positions is not None

@@ -111,16 +111,6 @@ def test_equal_values_at_other_tokens_are_other_values() -> None:
     assert find_forest([5, 6], hashes, block=4).tokens == 5 + 6
 
 
-def test_what_stands_at_the_last_token_need_not_agree() -> None:
-    weights = [[1.0, 2.0, 9.0], [1.0, 2.0, 3.0, 4.0]]
-    assert found(batch_of([("abc", 1), ("abcd", 1)], weights=weights)).tokens == 4
-
-
-def test_values_of_other_kinds_need_not_agree() -> None:
-    fields = {"log_probs": [[0.1], [0.2]], "rewards": [0.0, 1.0], "uids": ["a", "b"]}
-    assert found(batch_of([("ab", 1), ("abc", 1)], **fields)).tokens == 3
-
-
 def test_no_value_agrees_with_no_value_and_nan_with_nan() -> None:
     weights = [torch.tensor([1, math.nan, 2]), torch.tensor([1, math.nan, 2, 3])]
     assert found(batch_of([("abc", 1), ("abcd", 1)], weights=weights)).tokens == 4
@@ -254,15 +244,3 @@ def test_any_forest_spells_its_samples_with_one_label_a_position(
     coarse = find_forest(totals, hashes, block=block, spare=spare)
     assert coarse.tokens >= forest.tokens
     assert block > 1 or coarse == find_forest(totals, hashes, spare=spare)
-
-
-def test_turns_are_found_among_eight_million_tokens() -> None:
-    trajectory = torch.arange(40_000)
-    tokens = [trajectory[: 2_000 * (turn + 1)] + base for base in range(20) for turn in range(20)]
-    random.Random(0).shuffle(tokens)
-    lengths = {
-        "total_lengths": [len(each) for each in tokens],
-        "response_lengths": [100] * len(tokens),
-    }
-    columns = Columns.read({"tokens": tokens} | lengths, SCHEMA)
-    assert find_forest_of(columns, [0] * len(tokens)).tokens == 800_000
