@@ -12,6 +12,7 @@ import torch
 from kit.stand_ins import stood_in
 from megatron.core.transformer.enums import AttnMaskType
 
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.features import check_shared_prefixes
 from mcore_batching.megatron.checks.layers import layer_problems
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
@@ -31,7 +32,14 @@ def layer(path: str) -> Any:
     return made
 
 
-def problems(made: Any, dims: ParallelDims = CP2, *, pads_rows: bool = True, **changes: Any) -> str:
+def problems(
+    made: Any,
+    dims: ParallelDims = CP2,
+    *,
+    pads_rows: bool = True,
+    row_ranks: int | None = None,
+    **changes: Any,
+) -> str:
     """What is said of a model with two of this layer."""
     chunk = torch.nn.ModuleDict({"first": made, "second": made.__class__.__new__(made.__class__)})
     torch.nn.Module.__init__(chunk["second"])
@@ -39,7 +47,7 @@ def problems(made: Any, dims: ParallelDims = CP2, *, pads_rows: bool = True, **c
     settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1} | changes
     settings |= {"recompute_granularity": None}
     chunk.config = SimpleNamespace(**{"deterministic_mode": False} | settings)
-    return "\n".join(layer_problems([chunk], dims, pads_rows=pads_rows))
+    return "\n".join(layer_problems([chunk], dims, pads_rows=pads_rows, row_ranks=row_ranks))
 
 
 def test_gated_delta_nets_that_take_no_packed_rows() -> None:
@@ -99,6 +107,54 @@ def test_mamba_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     context = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
     monkeypatch.setattr(context, "tex", None)
     assert "need Transformer Engine under context parallelism" in problems(made)
+
+
+PLAIN = {"exchange": "p2p", "window": (-1, 0), "softmax_type": "vanilla", "fp8": None, "mla": False}
+ENGINE = [
+    ((2, 9), {}, ""),
+    ((2, 9), {"exchange": "a2a"}, "by a2a from Transformer Engine 2.10 on, not in"),
+    ((2, 10), {"exchange": "a2a"}, ""),
+    ((2, 17), {"exchange": "all_gather"}, "from Transformer Engine 2.18 on, not in"),
+    ((2, 18), {"exchange": "all_gather"}, ""),
+    ((2, 18), {"exchange": "a2a+p2p"}, "from Transformer Engine 2.19 on, not in"),
+    ((2, 19), {"exchange": "a2a+p2p"}, ""),
+    ((2, 19), {"window": (128, 0)}, "do not have under p2p: set --cp-comm-type a2a"),
+    ((2, 19), {"window": (128, 0), "exchange": "a2a"}, ""),
+    ((2, 11), {"softmax_type": "learnable", "exchange": "a2a"}, "not in Transformer Engine 2.11"),
+    ((2, 12), {"softmax_type": "learnable", "exchange": "a2a"}, ""),
+    ((2, 12), {"softmax_type": "learnable"}, "not have under p2p: set --cp-comm-type a2a"),
+    ((2, 14), {"mla": True, "exchange": "a2a"}, "2.14 does not exchange by a2a: set --cp-comm"),
+    ((2, 14), {"mla": True}, ""),
+    ((2, 15), {"mla": True, "exchange": "a2a"}, ""),
+    ((2, 19), {"fp8": "hybrid"}, "unset --fp8-dot-product-attention"),
+]
+
+
+@pytest.mark.parametrize(("version", "changes", "mend"), ENGINE)
+def test_what_transformer_engine_has_no_packed_rows_for(
+    version: tuple[int, int],
+    changes: dict[str, Any],
+    mend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under context parallelism; of one rank it has all of it, but for sinks before 2.12."""
+    found, given = compat.layers, PLAIN | changes
+    monkeypatch.setattr(found, "is_engines_attention", lambda layer: hasattr(layer, "cp_comm_type"))
+    monkeypatch.setattr(found, "engine_versions", lambda: (version, (9, 18)))
+    made: Any = torch.nn.Linear(1, 1)
+    made.cp_comm_type, made.window_size = given.pop("exchange"), given.pop("window")
+    settings = {
+        "multi_latent_attention": given.pop("mla"),
+        "fp8_dot_product_attention": True,
+        "fp8_multi_head_attention": False,
+        **given,
+    }
+    said = problems(made, **settings)
+    assert mend in said
+    assert bool(said) == bool(mend)
+    alone = problems(made, ParallelDims(), **settings)
+    assert bool(alone) == (given["softmax_type"] != "vanilla" and version < (2, 12))
+    assert problems(made, ParallelDims(), row_ranks=2, **settings) == said
 
 
 TP2 = ParallelDims(tensor_parallel=2)

@@ -14,15 +14,24 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import one_of_each_problem
 from mcore_batching.planning import ParallelDims
 
+_EXCHANGES = {"p2p": (0, 0), "a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
+"""By ``cp_comm_type`` the first Transformer Engine that exchanges a packed row's keys."""
 _TO_NOW = "of which Megatron (0.16 to 0.19) computes wrong"
 _LATER = "install a later one, or a model without (--experimental-attention-variant)"
 
 
-def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) -> list[str]:
+def layer_problems(
+    chunks: list[Any], dims: ParallelDims, *, pads_rows: bool, row_ranks: int | None = None
+) -> list[str]:
     """Reasons why layers cannot run packed rows, one of each kind, with the setting that mends it.
 
-    ``pads_rows``: samples, or rows, are padded.
+    Args:
+        chunks: this rank's model chunks.
+        dims: of the job.
+        pads_rows: samples, or rows, are padded.
+        row_ranks: most ranks that share a row; None: the context-parallel ones.
     """
+    row_ranks = row_ranks or dims.context_parallel
     found = (
         (name, problem)
         for chunk in chunks
@@ -30,6 +39,7 @@ def layer_problems(chunks: list[Any], dims: ParallelDims, *, pads_rows: bool) ->
         for problem in (
             _problem(layer, get_model_config(chunk), dims.context_parallel, pads_rows),
             _wrong_gradient(layer, dims),
+            *_engine_problems(layer, get_model_config(chunk), row_ranks),
         )
     )
     problems = one_of_each_problem((name, problem) for name, problem in found if problem)
@@ -73,6 +83,53 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
     # Its state runs on from token to token: it must end with each sample.
     lacks = compat.layers.what_mamba_lacks(context_parallel) if runs == "MambaMixer" else ""
     return f"is a Mamba layer, and packed rows need {lacks}" if lacks else ""
+
+
+def _engine_problems(layer: Any, config: Any, row_ranks: int) -> Iterator[str]:
+    """What Transformer Engine's attention lacks for packed rows; it asserts in the first step,
+    while the other stages wait. Read in its releases 2.9 to 2.19."""
+    if not compat.layers.is_engines_attention(layer):
+        return
+    version, cudnn = compat.layers.engine_versions()
+    engine = f"Transformer Engine {'.'.join(map(str, version))}"
+    mend = "build the model with mcore_batching.megatron.packed_layer_spec(config)"
+    softmax = config.softmax_type
+    if softmax != "vanilla" and (version < (2, 12) or cudnn < (9, 18)):
+        yield (
+            f"has softmax_type {softmax}, which packed rows have from Transformer Engine 2.12 with "
+            f"cuDNN 9.18 on, not in {engine} with cuDNN {'.'.join(map(str, cudnn))}: install these,"
+            f" or {mend}"
+        )
+    if row_ranks == 1:
+        return
+    exchange = layer.cp_comm_type or "p2p"
+    is_windowed = layer.window_size not in (None, (-1, 0), (-1, -1))
+    if version < _EXCHANGES.get(exchange, (0, 0)):
+        since = ".".join(map(str, _EXCHANGES[exchange]))
+        yield (
+            f"exchanges packed rows by {exchange} from Transformer Engine {since} on, not in "
+            f"{engine}: set --cp-comm-type p2p"
+        )
+    if is_windowed and exchange not in ("a2a", "all_gather"):
+        yield (
+            f"has a window, which context-parallel ranks do not have under {exchange}: set "
+            f"--cp-comm-type a2a with Transformer Engine 2.10 or later, or {mend}"
+        )
+    if softmax != "vanilla" and exchange != "a2a":
+        yield (
+            f"has softmax_type {softmax}, which context-parallel ranks do not have under "
+            f"{exchange}: set --cp-comm-type a2a, or {mend}"
+        )
+    if config.multi_latent_attention and version < (2, 15) and exchange in ("a2a", "all_gather"):
+        yield (
+            f"is multi-latent, which {engine} does not exchange by {exchange}: set --cp-comm-type "
+            "p2p"
+        )
+    if config.fp8 and (config.fp8_dot_product_attention or config.fp8_multi_head_attention):
+        yield (
+            "computes in FP8, which no Transformer Engine does for packed rows of context-parallel "
+            "ranks: unset --fp8-dot-product-attention and --fp8-multi-head-attention"
+        )
 
 
 def _wrong_gradient(layer: Any, dims: ParallelDims) -> str:

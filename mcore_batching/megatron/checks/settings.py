@@ -87,7 +87,9 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
         [
             *_config_problems(model_config, dims, config),
             *unfit_for_later_tokens(model),
-            *layer_problems(model, dims, pads_rows=pads_rows),
+            *layer_problems(
+                model, dims, pads_rows=pads_rows, row_ranks=config.max_context_parallel
+            ),
         ],
     )
     # What packed rows need beyond settings, each where the model has such layers.

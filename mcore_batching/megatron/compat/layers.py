@@ -32,6 +32,14 @@ def is_engines_attention(module: Any) -> bool:
     return isinstance(module, TEDotProductAttention)
 
 
+def engine_versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Major and minor version of Transformer Engine and of the cuDNN that it runs."""
+    from megatron.core.utils import get_te_version
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    return get_te_version().release[:2], get_cudnn_version()[:2]
+
+
 def has_engines_attention(model: Any) -> bool:
     """True if a module of the model is Megatron's wrapper of Transformer Engine's attention."""
     return HAVE_TRANSFORMER_ENGINE and any(map(is_engines_attention, model.modules()))
