@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
 from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.pinned_buffer import sent
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.serialize import (
     deserialize,
@@ -140,16 +141,20 @@ class SampleMoves:
         device = torch.device(torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
         # Types and shapes are the function's own and differ by sample, so they travel as well.
-        headers: list[Tensor] = []
+        headers: list[bytes] = []
         bodies: list[Tensor] = []
         for rank in range(len(self.runs_on)):
             values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
             header, parts = taken_apart(values)
-            headers.append(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(device))
+            headers.append(header)
             # Some rank may be sent nothing, of which `cat` makes no tensor.
             empty = torch.empty(0, dtype=torch.uint8, device=device)
             bodies.append(torch.cat([empty, *(part.to(device) for part in parts)]))
-        arrived = [header.cpu().numpy().tobytes() for header in exchanged(headers, group)]
+        # One copy to the device and one back for those of all ranks: the host waits for each.
+        joined = sent(torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8), device)
+        parts = exchanged(torch.split(joined, [*map(len, headers)]), group)
+        arriving = torch.split(torch.cat(parts).cpu(), [part.numel() for part in parts])
+        arrived = [part.numpy().tobytes() for part in arriving]
         data = exchanged(bodies, group)
         # Which samples came is not sent: every rank has the plan, and so the sender of each.
         found: dict[tuple[int, str], Tensor] = {}

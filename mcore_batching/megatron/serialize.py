@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_batching.batch.errors import described
+from mcore_batching.batch.pinned_buffer import sent
 
 _LENGTH_BYTES = 8  # of the pickled part's length: 64 bits
 
@@ -92,12 +93,13 @@ def exchanged(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[
         group: of the ranks.
     """
     # Sizes first: who receives must have the room before the bytes come.
-    sizes = torch.tensor([part.numel() for part in parts], device=parts[0].device)
-    arriving = torch.empty_like(sizes)
-    dist.all_to_all_single(arriving, sizes, group=group)
+    sizes = [part.numel() for part in parts]
+    leaving = sent(torch.tensor(sizes), parts[0].device)
+    arriving = torch.empty_like(leaving)
+    dist.all_to_all_single(arriving, leaving, group=group)
     counts = arriving.tolist()  # waits for the device, once per exchange
     received = parts[0].new_empty(sum(counts))
-    dist.all_to_all_single(received, torch.cat(list(parts)), counts, sizes.tolist(), group=group)
+    dist.all_to_all_single(received, torch.cat(list(parts)), counts, sizes, group=group)
     return list(torch.split(received, counts))
 
 

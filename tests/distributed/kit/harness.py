@@ -60,12 +60,15 @@ class JobFailedError(AssertionError):
     """A job raised, hung or died; the message holds what every rank left behind."""
 
 
-def run_jobs(jobs: list[Job], scratch: Path) -> dict[str, list[Any] | JobFailedError]:
+def run_jobs(
+    jobs: list[Job], scratch: Path, worker: str = "kit.worker"
+) -> dict[str, list[Any] | JobFailedError]:
     """Run jobs that need the same number of processes.
 
     Args:
         jobs: what to run, in this order.
         scratch: folder for results.
+        worker: module that starts the ranks.
 
     Returns:
         for each job's name what its ranks returned, in the order of ranks, or the failure.
@@ -75,7 +78,7 @@ def run_jobs(jobs: list[Job], scratch: Path) -> dict[str, list[Any] | JobFailedE
     while waiting:
         launch = scratch / f"launch{len(outcomes)}"
         launch.mkdir(parents=True)
-        log = _launch(waiting, launch)
+        log = _launch(waiting, launch, worker)
         for job in waiting:
             outcome = _outcome(job, launch, log)
             if outcome is None:
@@ -126,7 +129,7 @@ def environment(nproc: int) -> dict[str, str]:
     variables["OMP_NUM_THREADS"] = "1"
     variables["PYTHONWARNINGS"] = "ignore"  # megatron-core warns of every optional package
     variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    folders = ("tests/distributed", "examples/grpo")
+    folders = ("tests/distributed", "tests/device", "examples/grpo")
     paths = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in folders)]
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables.get("PYTHONPATH", "")])
     shares_gpu = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and torch.cuda.device_count()
@@ -138,10 +141,10 @@ def environment(nproc: int) -> dict[str, str]:
     return variables
 
 
-def _launch(jobs: list[Job], folder: Path) -> str:
+def _launch(jobs: list[Job], folder: Path, worker: str) -> str:
     (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
     nproc = jobs[0].nproc
-    command = [sys.executable, "-u", "-m", "kit.worker", str(folder), str(nproc)]
+    command = [sys.executable, "-u", "-m", worker, str(folder), str(nproc)]
     limit = START_SECONDS + sum(job.seconds for job in jobs)
     log = folder / "log.txt"
     with log.open("w") as sink:

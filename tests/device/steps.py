@@ -1,0 +1,233 @@
+"""Jobs on the twin: whole steps, calls that make the host wait, losses that should not pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import twin as twins
+from bootstrap import build_model, pipeline_config
+from kit.exactness import arguments, log_probs_of
+from kit.model import CLIP_GRAD, transformer_config
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mcore_batching.batch import token_mean
+from mcore_batching.megatron import (
+    FusedLogits,
+    add_fields,
+    forward_only,
+    get_data_iterator,
+    response_log_probs,
+    schedule_of,
+    train_step,
+)
+from mcore_batching.megatron.log_probs import Options, StatisticsOfLogits, StatisticsOfProduct
+from mcore_batching.planning import ParallelDims, step_statistics
+from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS, ModelShape, predicted_memory
+
+TWIN = twins.install()
+LENGTHS = [37, 80, 64, 11, 90, 45, 23]
+"""Of three micro-batches, or more, under a cap of 128 tokens."""
+
+
+def whole_step(
+    dims: dict[str, Any],
+    dtype: str = "bfloat16",
+    vocabulary: int = 512,
+    lengths: list[int] = LENGTHS,
+    cap_tokens: int = 128,
+    *,
+    on_device: bool = False,
+    distributed_optimizer: bool = False,
+    model: dict[str, Any] | None = None,
+    fault: Callable[[Tensor], Tensor] = lambda share: share,
+    **flags: Any,
+) -> dict[str, Any]:
+    """What happens in all calls of a step, of this rank's `lengths`; samples begin alike."""
+    shape, kind = ParallelDims(**dims), getattr(torch, dtype)
+    half = {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", "params_dtype": kind}
+    settings = {"hidden_size": 64, "use_cpu_initialization": False, "pipeline_dtype": kind}
+    config = transformer_config(
+        "dense", **pipeline_config(shape), **settings | half | (model or {})
+    )
+    chunks = build_model(
+        config,
+        vocab_size=vocabulary,
+        max_sequence_length=max(lengths),
+        ddp=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_grad_reduce=distributed_optimizer,
+        ),
+    )
+    options = OptimizerConfig(
+        **half, use_distributed_optimizer=distributed_optimizer, clip_grad=CLIP_GRAD, lr=1e-3
+    )
+    optimizer = get_megatron_optimizer(options, chunks)
+    # Prompts begin alike, and go on as their own samples.
+    start = torch.randint(vocabulary, (max(lengths),))
+    tokens = [
+        torch.cat([start[: n // 2], torch.randint(vocabulary, (n - n // 2,))]) for n in lengths
+    ]
+    data: dict[str, Any] = {
+        "tokens": tokens,
+        "total_lengths": lengths,
+        "response_lengths": [n // 2 for n in lengths],
+        "advantages": [torch.ones(n // 2) for n in lengths],
+    }
+    if on_device:
+        for name in ("tokens", "advantages"):
+            data[name] = [each.cuda() for each in data[name]]
+    flags = {f"dynamic_batch_{name}": value for name, value in flags.items()}
+    args = arguments(shape, max_tokens_per_gpu=cap_tokens, **flags)
+    types: set[str] = set()
+
+    def loss(logits: Any, row: Any, totals: Any) -> Any:
+        types.add(str(logits.hidden.dtype if isinstance(logits, FusedLogits) else logits.dtype))
+        new = response_log_probs(logits, row)
+        terms = zip(new, row["log_probs"], row["advantages"], strict=True)
+        share = fault(token_mean([-(n - old).exp() * a for n, old, a in terms], row, totals))
+        types.update({str(each.dtype) for each in (*new, share)})
+        return share, {"policy": share}
+
+    for counted in (TWIN.waits, TWIN.calls, TWIN.peaks):
+        counted.clear()
+    with TWIN.within("get_data_iterator"):
+        iterators, counts = get_data_iterator(args, chunks, data)
+    with TWIN.within("forward_only"):
+        old = forward_only(log_probs_of, args, chunks, iterators, counts)
+    with TWIN.within("add_fields"):
+        add_fields(iterators, old)
+    with TWIN.within("train_step"):
+        done = train_step(loss, args, chunks, iterators, counts, optimizer)
+    attention = [name for name in TWIN.calls if "atten" in name or "attn" in name]
+    return {
+        "waits": sorted(TWIN.waits.items()),
+        "attention": {name: TWIN.calls[name] for name in attention},
+        "layers": sum(len(each.decoder.layers) for each in map(unwrap_model, chunks)),
+        "micro_batches": counts[0],
+        "updated": done.update_successful,
+        "outputs": sorted({str((each.dtype, each.device)) for v in old.values() for each in v}),
+        "types": sorted(types),
+        "peaks": TWIN.peaks,
+        "predicted": _predicted(schedule_of(iterators), config, vocabulary, args),
+    }
+
+
+def _predicted(schedule: Any, config: Any, vocabulary: int, args: Any) -> dict[str, float]:
+    """The plan's figures of memory for this rank's stage."""
+    step, lengths = schedule.step_plan(0)
+    shape = ModelShape(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        ffn=config.ffn_hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.num_query_groups,
+        vocab=vocabulary,
+        recompute=config.recompute_granularity == "full",
+        fused_output=getattr(args, "dynamic_batch_fuse_output_layer", False),
+        bytes_per_logit=2 if getattr(args, "dynamic_batch_logits_in_model_dtype", False) else 6,
+    )
+    made = predicted_memory(step_statistics(step, lengths), step, shape)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    return {"train_step pipeline": made.last_stage_bytes if last else made.first_stage_bytes}
+
+
+def log_probs_of_a_row(tokens: int, vocabulary: int) -> dict[str, float]:
+    """Peaks of both ways to log-probs, beside the logits, as parts of a float32 copy of these."""
+    places = torch.arange(tokens, device="cuda")
+    targets = torch.zeros(tokens, dtype=torch.int64, device="cuda")
+    options = Options(1.0, LOG_PROB_CHUNK_TOKENS, with_entropy=True)
+    half = {"dtype": torch.bfloat16, "device": "cuda"}
+    hidden = torch.empty(tokens, 4096, **half, requires_grad=True)
+    weight = torch.empty(vocabulary, 4096, **half, requires_grad=True)
+    TWIN.peaks.clear()
+    logits = torch.empty(1, tokens, vocabulary, **half, requires_grad=True) * 1
+    with TWIN.within("logits"):
+        found = cast(Any, StatisticsOfLogits).apply(logits, places, targets, options, [None])
+        torch.autograd.grad(found.sum(), logits)
+    del logits, found
+    with TWIN.within("product"):
+        found = cast(Any, StatisticsOfProduct).apply(hidden, weight, places, targets, options)
+        torch.autograd.grad(found.sum(), [hidden, weight])
+    return {name: peak / (4 * tokens * vocabulary) for name, peak in TWIN.peaks.items()}
+
+
+def deliberate_waits() -> list[tuple[str, str]]:
+    """For each of `ACTS`, the kind of wait that it makes ("": none) and what is counted."""
+    x, host, found = torch.arange(4, device="cuda"), torch.arange(4), []
+    for kind, act in ACTS:
+        TWIN.waits.clear()
+        act(x, host)
+        found.append((kind, ", ".join(wait.split(",")[0][2:] for wait in TWIN.waits.elements())))
+    return found
+
+
+ACTS: list[tuple[str, Callable[[Tensor, Tensor], Any]]] = [
+    ("item", lambda x, host: x[0].item()),
+    ("item", lambda x, host: bool(x[1] > 0)),
+    ("item", lambda x, host: host[x[1]]),
+    ("copy to the host", lambda x, host: x.tolist()),
+    ("copy to the host", lambda x, host: x.cpu()),
+    ("copy to the host", lambda x, host: x.to("cpu")),
+    ("copy to the host", lambda x, host: host.clone().copy_(x)),
+    ("nonzero", lambda x, host: x.nonzero()),
+    ("index by a mask", lambda x, host: x[x > 1]),
+    ("index by a mask", lambda x, host: x.clone().__setitem__(x > 1, x[:2])),
+    ("masked_select", lambda x, host: x.masked_select(x > 1)),
+    ("repeat_interleave", lambda x, host: x.repeat_interleave(x)),
+    ("_unique2", lambda x, host: x.unique()),
+    ("equal", lambda x, host: torch.equal(x, x)),
+    ("copy to the device", lambda x, host: host.to("cuda")),
+    ("copy to the device", lambda x, host: host.to(x.device, non_blocking=True)),
+    ("copy to the device", lambda x, host: host.pin_memory().to("cuda")),
+    ("copy to the device", lambda x, host: host.cuda()),
+    ("copy to the device", lambda x, host: torch.tensor(3, device=x.device)),
+    ("copy to the device", lambda x, host: torch.as_tensor([1, 2], device="cuda")),
+    ("copy to the device", lambda x, host: x.clone().copy_(host)),
+    ("a tensor of the host's in index", lambda x, host: x[[0, 1]]),
+    ("synchronize", lambda x, host: torch.cuda.synchronize()),
+    ("synchronize", lambda x, host: torch.cuda.current_stream().synchronize()),
+    ("", lambda x, host: torch.full((), 3, device=x.device) + x),
+    ("", lambda x, host: torch.where(x > 1, x, 0) * 2 + torch.arange(4, device="cuda")),
+    ("", lambda x, host: host.pin_memory().to(x.device, non_blocking=True) + x),
+    ("", lambda x, host: x[1:3].sum() + host[0]),
+    ("", lambda x, host: host[host > 1].tolist()),
+    ("", lambda x, host: x.index_select(0, x)),
+    ("", lambda x, host: x.clone().__setitem__(x > 1, 0)),
+    ("", lambda x, host: x.float().requires_grad_().sum().backward()),
+    ("", lambda x, host: x.repeat_interleave(x, output_size=6)),
+]
+
+
+def faulty_losses() -> dict[str, str]:
+    """What becomes of losses that wait, or leave a tensor on the host: waits, or the error."""
+    found = {}
+    for name, fault in FAULTS.items():
+        try:
+            made = whole_step({}, fault=fault)
+            found[name] = ", ".join(wait for wait, _ in made["waits"] if "steps:" in wait)
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "item": lambda share: share * share.detach().item(),
+    "host": lambda share: share * torch.ones(1).expand(2)[:1],
+}
+
+
+def waits_of_stock_training(script: str, words: list[str]) -> list[str]:
+    """The waits inside the pipelines of a training script's steps and evaluations."""
+    from kit.stock import train
+
+    TWIN.waits.clear()
+    record = train(script, words)
+    assert "error" not in record, record
+    return sorted(wait for wait in TWIN.waits if wait.startswith("pipeline"))

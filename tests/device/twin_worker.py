@@ -1,0 +1,12 @@
+"""The worker of `kit.worker` on the twin in place of the CPU stand-in."""
+
+import os
+
+os.environ["MCORE_BATCHING_CPU"] = "0"
+
+import twin
+from kit import worker
+
+if __name__ == "__main__":
+    twin.install()
+    worker.main()
