@@ -6,7 +6,7 @@ import argparse
 
 from mcore_batching.planning import InvariantError, Plan, validate_plan
 from mcore_batching.planning.errors import printable
-from mcore_batching.planning.plans.plan_document import lengths_digest, recorded_digests
+from mcore_batching.planning.plans.plan_document import lengths_digest, load
 from mcore_batching.tools import report
 from mcore_batching.tools.lengths_file import read_lengths
 from mcore_batching.tools.options import CommandParser, add_lengths, complain, read
@@ -24,8 +24,9 @@ def run(options: argparse.Namespace) -> int:
     text = read(options.plan)
     lengths = read_lengths(options.lengths, options.column)
     # Digests come last: a broken invariant is a better answer than "changed after it was written".
-    plan = Plan.from_json(text, verify_digest=False)
-    recorded, of_lengths = recorded_digests(text)
+    parts = load(text)
+    plan = Plan.of_parts(parts, verify_digest=False)
+    recorded, of_lengths = parts["digest"], parts["lengths_digest"]
     fault, found = None, plan.digest()
     try:
         validate_plan(plan, lengths)

@@ -224,6 +224,7 @@ def test_stages_keep_windows_and_reads_of_their_own() -> None:
     interleaved = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
     stage = costs_of_stage(model, interleaved, 0)
     assert (stage.beyond_window, stage.quadratic) == (0.75, model.quadratic)
+    assert stage.linear == pytest.approx(4 / 4.5)
     assert cost_model("n", costs, window=8).window == 8
     whole = cost_model("f", costs, window=8)
     assert (whole.window, whole.backward_ratio) == (None, 2.0)
@@ -234,14 +235,6 @@ def test_stages_keep_windows_and_reads_of_their_own() -> None:
     )
     assert last.linear == 0.0
     assert cut_layers("aaaaaV", 2) == "aaa|aaV"
-
-
-def test_costs_of_samples_by_hand() -> None:
-    model = CostModel(quadratic=1.0, window=4, beyond_window=0.25)
-    assert [model.sample(length) for length in (2, 6)] == [2 + 4, 6 + 36 - 0.75 * 4]
-    shared = CostModel().on_ranks(3)
-    assert shared.linear == pytest.approx(1.1**2 / 3)
-    assert shared.per_micro_batch == 256 + 2 * 64
 
 
 def test_a_hybrid_pattern_cuts_itself() -> None:

@@ -141,6 +141,42 @@ def test_parts_of_equal_leaves_are_as_few_as_fit() -> None:
     assert sorted(map(len, parts_of(forest, MODEL, 58))) == [1, 5, 5, 5]
 
 
+ROWS_ON_ONE_RANK = {"max_tokens_per_gpu": 45, "max_context_parallel": 1}
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        (ParallelDims(), {"max_tokens_per_gpu": 52, "pad_total_to": 16}),
+        (ParallelDims(), {"max_tokens_per_gpu": 52, "pad_each_to": 16}),
+        (ParallelDims(context_parallel=2), ROWS_ON_ONE_RANK),
+        (ParallelDims(context_parallel=3), ROWS_ON_ONE_RANK | {"max_context_parallel": 3}),
+    ],
+)
+@pytest.mark.parametrize("on_oversize", ["own-bin", "error"])
+def test_no_part_is_over_the_cap(
+    dims: ParallelDims, options: dict[str, int], on_oversize: str
+) -> None:
+    lengths = [35] * 4
+    forest = forest_of_groups(lengths, [28] * 4, "aaaa")
+    config = PlannerConfig(**options, on_oversize=on_oversize)  # type: ignore[arg-type]
+    plan = plan_forest(forest, dims, config)
+    validate_plan(plan, lengths)
+    statistics = step_statistics(plan, lengths)
+    assert plan.trees
+    assert statistics.num_oversize == 0
+
+
+def test_no_part_gathers_more_keys_than_its_room_holds() -> None:
+    """Short answers to a long prompt: few tokens, of which each node gathers the prompt's keys."""
+    lengths = [1000] * 64
+    forest = forest_of_groups(lengths, [991] * 64, [0] * 64)
+    assert forest.tokens == 990 + 64 * 10 < 2000
+    trees = [forest.tree(part) for part in parts_of(forest, CostModel(), 2000)]
+    assert max(tree.size for tree in trees) <= 2000
+    assert len(trees) == 5  # of 15 samples and a prompt each: 15,990 keys of 16,000
+
+
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]))
 @examples(60)
 def test_no_plan_of_trees_ends_later_than_turns_or_samples_apart(seed: int, stages: int) -> None:

@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     [
         ("version", 1, "expected .*got .* 1; read it with"),
         ("format", "x", "expected .*got 'x'"),
-        ("plan", [], "a plan in JSON: a JSON object, got"),
+        ("plan", [], "a plan must be a JSON object, got"),
         ("plan", {}, 'expected "format": "mcore-batching/plan", got None'),
         ("lengths", [5] * 25, "24 samples, but 25 lengths"),
         ("lengths", [5000] * 24, "invariant 'cap' is broken"),

@@ -128,9 +128,13 @@ def test_replay_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     first = next(line for line in printed.splitlines() if line.split()[:1] == ["0"])
     assert f"{1e-3 * predicted_step_time(records[0].plan, records[0].lengths):.3f} s" in first
     assert "-75.0%" in first
-    total = sum(step.predicted for step in replay.spread_out(replay.replay(records), 2))
+    steps = replay.spread_out(replay.replay(records), 2)
+    total = sum(step.predicted for step in steps)
     as_it_was = next(line for line in printed.splitlines() if "as it was recorded" in line)
     assert f"{1e-3 * total / 2:.3f} s" in as_it_was
+    by_this_release = next(line for line in printed.splitlines() if "by this release" in line)
+    (_, time), *_ = replay.better_plans(steps, 20)
+    assert by_this_release.endswith(f"  {1e-3 * time / 2:.3f} s    {total / time:.3f} x")
     # No plan is searched so long: of no other plans none is explained.
     assert main(["replay", str(tmp_path / "records"), "--plan-effort", "1000000000"]) == 0
     printed = capsys.readouterr().out

@@ -130,17 +130,22 @@ class StepPlan:
             PlanFormatError: not a plan of one step, another version, or (unless `verify_digest`
                 is False) a digest that does not match.
         """
-        raw = plan_document.load(text)
-        if len(raw["steps"]) != 1:
+        return cls.of_parts(plan_document.load(text), verify_digest=verify_digest)
+
+    @classmethod
+    def of_parts(cls, parts: dict[str, Any], *, verify_digest: bool = True) -> StepPlan:
+        """The plan in the parts of a document, as `plan_document.read` gives them; errors as of
+        `from_json`."""
+        if len(parts["steps"]) != 1:
             raise PlanFormatError(
-                f"the plan has {len(raw['steps'])} steps; read it with Plan.from_json"
+                f"the plan has {len(parts['steps'])} steps; read it with Plan.from_json"
             )
-        (step,) = raw["steps"]
+        (step,) = parts["steps"]
         if step["sample_indices"] is None:
-            step["sample_indices"] = tuple(range(raw["num_samples"]))
+            step["sample_indices"] = tuple(range(parts["num_samples"]))
         plan = cls(**step)
         if verify_digest:
-            plan_document.check_digest(raw["digest"], plan.digest())
+            plan_document.check_digest(parts["digest"], plan.digest())
         return plan
 
     def _shown_slots(self, rank: int) -> list[str]:
@@ -224,8 +229,13 @@ class Plan:
             PlanFormatError: not a plan, another version, or (unless `verify_digest` is False) a
                 digest that does not match.
         """
-        raw = plan_document.load(text)
-        for step in raw["steps"]:
+        return cls.of_parts(plan_document.load(text), verify_digest=verify_digest)
+
+    @classmethod
+    def of_parts(cls, parts: dict[str, Any], *, verify_digest: bool = True) -> Plan:
+        """The plan in the parts of a document, as `plan_document.read` gives them; errors as of
+        `from_json`."""
+        for step in parts["steps"]:
             if step["sample_indices"] is not None:
                 raise PlanFormatError("it is one step of a batch; read it with StepPlan.from_json")
             # A batch's steps do not list their samples: what they run is what they must cover, and
@@ -233,10 +243,10 @@ class Plan:
             ranks = step["micro_batches"]
             found = {sample for rank in ranks for samples in rank for sample in samples}
             step["sample_indices"] = tuple(sorted(found))
-        steps = tuple(StepPlan(**step) for step in raw["steps"])
-        plan = cls(steps=steps, num_samples=raw["num_samples"])
+        steps = tuple(StepPlan(**step) for step in parts["steps"])
+        plan = cls(steps=steps, num_samples=parts["num_samples"])
         if verify_digest:
-            plan_document.check_digest(raw["digest"], plan.digest())
+            plan_document.check_digest(parts["digest"], plan.digest())
         return plan
 
     def __str__(self) -> str:

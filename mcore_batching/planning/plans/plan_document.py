@@ -85,7 +85,13 @@ def check_digest(recorded: str | None, found: str) -> None:
 
 def load(text: str) -> dict[str, Any]:
     """The parts of a document, as `read` gives them."""
-    raw = parse_json_dict(text, "a plan in JSON", PlanFormatError)
+    return read(parse_json_dict(text, "a plan in JSON", PlanFormatError))
+
+
+def read(raw: Any) -> dict[str, Any]:
+    """The parts of a document that was parsed, checked: "num_samples", the digests, and for each of
+    its "steps" the fields of a `StepPlan`; `sample_indices` is None where it is left out."""
+    _json(raw, dict, "a plan")
     if raw.get("format") != FORMAT:
         raise PlanFormatError(
             f'expected "format": "{FORMAT}", got {raw.get("format")!r:.80}; pass a plan\'s file'
@@ -95,23 +101,6 @@ def load(text: str) -> dict[str, Any]:
         raise PlanFormatError(
             f'expected plan "version" {VERSION}, got {raw.get("version")!r:.80}; plan again'
         )
-    return read(raw)
-
-
-def lengths_digest(lengths: Sequence[int]) -> str:
-    """SHA-256 of lengths [samples], in hex."""
-    return hashlib.sha256(",".join(map(str, check_lengths(lengths))).encode("ascii")).hexdigest()
-
-
-def recorded_digests(text: str) -> tuple[str | None, str | None]:
-    """The digests of plan and lengths in a document; None for one that it lacks."""
-    raw = load(text)
-    return raw["digest"], raw["lengths_digest"]
-
-
-def read(raw: dict[str, Any]) -> dict[str, Any]:
-    """The document's parts, checked: "num_samples", the digests, and for each of its "steps" the
-    fields of a `StepPlan`; `sample_indices` is None where it is left out."""
     scope = raw.get("scope", "global")
     if scope not in ("global", "local"):
         raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r:.80}')
@@ -139,6 +128,11 @@ def read(raw: dict[str, Any]) -> dict[str, Any]:
         "lengths_digest": raw.get("lengths_digest"),
         "steps": [_read_step(step, index, of_all) for index, step in enumerate(steps)],
     }
+
+
+def lengths_digest(lengths: Sequence[int]) -> str:
+    """SHA-256 of lengths [samples], in hex."""
+    return hashlib.sha256(",".join(map(str, check_lengths(lengths))).encode("ascii")).hexdigest()
 
 
 def _read_step(raw: Any, index: int, of_all: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from mcore_batching.planning.files import (
     write_whole,
 )
 from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
+from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.plans.plan import Plan, StepPlan
 from mcore_batching.planning.plans.validation import validate_plan
 
@@ -191,7 +192,7 @@ def _record(raw: Mapping[str, Any]) -> StepRecord:
         )
     lengths = tuple(check_lengths(raw["lengths"]))
     plan = replace(
-        StepPlan.from_json(json.dumps(raw["plan"])),
+        StepPlan.of_parts(plan_document.read(raw["plan"])),
         cost_model=CostModel(**raw["cost_model"]),
     )
     # A broken plan, or one of some of the samples, would break a reader much later.
