@@ -10,8 +10,8 @@ of what is common, so that each position has one token to predict: here d begins
 samples stay: each is the path from a root to the node that holds its last token.
 
 Part of a tree is planned as one unit (`PrefixTree`), in one micro-batch. Its tokens count towards
-the cap. The attention of a node reads the keys of its whole path, so a part costs what the sum over
-its nodes of `cost(end) - cost(start)` says.
+the cap. The attention of a node reads the keys of its whole path, so a part costs the sum over its
+nodes of `cost(end) - cost(start)`.
 """
 
 from __future__ import annotations

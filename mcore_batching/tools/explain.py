@@ -110,7 +110,7 @@ def explain(step: StepPlan, lengths: Sequence[int], *, advice_seconds: float = m
 
 
 def _name(unit: int | PrefixTree) -> str:
-    """What is planned as one: a sample, or samples that share tokens."""
+    """The name of a unit of the plan: a sample, or samples that share tokens."""
     if isinstance(unit, int):
         return f"sample {unit}"
     return f"the tree of samples {shortened(unit.samples)}"

@@ -1,4 +1,4 @@
-"""What `config.json` of published models says, as far as costs depend on it.
+"""Sizes in `config.json` of published models, as far as costs depend on them.
 
 Read off their repositories' files and the launch scripts of slime and miles for the same models.
 """

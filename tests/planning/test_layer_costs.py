@@ -1,4 +1,4 @@
-"""What layers cost, read from models' configs, and the stages that they add up to."""
+"""Costs of layers, read from models' configs, and the stages that they add up to."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ ROUTED = TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_s
 
 
 def test_sizes_that_a_config_leaves_out_or_adds() -> None:
-    """Of each layer of `TINY` 48 weights are attention's, 96 the feed-forward layer's."""
+    """Each layer of `TINY` has 48 weights of attention, 96 of the feed-forward layer."""
     grouped = {name: size for name, size in TINY.items() if name != "num_key_value_heads"}
     assert total(first_guess(grouped)).read == 2 * (64 + 96) + 40
     shared = first_guess(ROUTED | {"expert_model_parallel_size": 3})

@@ -56,7 +56,7 @@ def test_a_placeholder_is_held_with_its_padding() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """Of one rank: half of a row's tokens, four of the eight layers, a quarter of what is cut."""
+    """One rank has half of a row's tokens, four of the eight layers, a quarter of what is cut."""
     norms = 4 * 64 / 4
     attention, feed_forward = 16 * (4 + 2 + 2 + 4) / 4, 3 * 256 / 4
     per_token = 4 * 2 * (norms + attention + feed_forward)

@@ -69,7 +69,7 @@ AND_THIS = Case([300], SPREAD, BY_EIGHT, None)
 
 
 class Integer:
-    """What is no int but converts to one, as NumPy's and Torch's integers do."""
+    """An object that is no int but converts to one, as NumPy's and Torch's integers do."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -22,7 +22,7 @@ def lengths_of(step: int, count: int = 24) -> list[int]:
 def recorded(
     directory: Path, *steps: tuple[StepPlan, Sequence[int], float | None, float | None]
 ) -> list[StepRecord]:
-    """What is read back of one job's plans, lengths, seconds, and seconds of a unit of cost."""
+    """Records, read back, of one job's plans, lengths, seconds, and seconds of a unit of cost."""
     recorder = StepRecorder(directory)
     for plan, lengths, seconds, unit in steps:
         recorder.append(plan, lengths, seconds, seconds_per_unit=unit)

@@ -1,4 +1,4 @@
-"""Plans under dynamic CP told, drawn, compared, and asked for on the command line."""
+"""Plans under dynamic CP: explained, compared, and made on the command line."""
 
 from __future__ import annotations
 

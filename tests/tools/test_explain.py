@@ -83,7 +83,7 @@ def test_what_holds_a_step_back(
 
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_gains_are_those_of_plans_made_so(forward_only: bool) -> None:
-    """What is suggested, planned and simulated by hand, ends the step so much sooner."""
+    """Suggestions, planned and simulated by hand, end the step so much sooner."""
     lengths = MANY[:160]
     step = plan_step(lengths, PP4, CONFIG, forward_only=forward_only)
     config = replace(CONFIG, plan_effort=COMPARED_PLAN_EFFORT)

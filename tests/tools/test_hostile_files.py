@@ -34,7 +34,7 @@ HARMLESS = {"pickle.dumps", "pickle"}
 
 
 def makes_objects(source: str) -> set[str]:
-    """What a module's source uses of all that makes objects, or runs code, out of bytes."""
+    """Uses, in a module's source, of all that makes objects, or runs code, out of bytes."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         names = []

@@ -128,7 +128,7 @@ def costs_of_stage(model: CostModel, dims: ParallelDims, stage: int) -> CostMode
 
 
 def _chunks(model: CostModel, dims: ParallelDims) -> tuple[list[LayerCost], LayerCost]:
-    """What each model chunk's layers cost, all stages' first chunks first, and the mean chunk's."""
+    """Costs of each chunk's layers, all stages' first chunks first, and of the mean chunk's."""
     cut = cut_layers(model.layers, dims.pipeline_parallel * dims.virtual_pipeline)
     costs = {letter: LayerCost(*cost) for letter, *cost in model.layer_costs}
     of_chunks = [sum_of([costs[each] for each in chunk]) for chunk in cut.split("|")]

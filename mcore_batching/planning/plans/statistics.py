@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mcore_batching.planning.clock import Clock, clocks_of
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
@@ -19,7 +18,6 @@ from mcore_batching.planning.schedule import Schedule
 
 Ranks = Sequence[Sequence[Sequence[int]]]
 """Samples of each micro-batch [ranks][num_microbatches], numbered as in a problem."""
-_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +113,14 @@ def step_statistics(
     lengths = entries("lengths", lengths, LengthError)
     problem, ranks = step_problem(step, lengths, cost_model)
     sample_tokens, tokens, keys = shared_tokens(step, lengths)
-    costs = micro_batch_costs(step, problem, ranks)
+    by_size = _by_size(step, problem, ranks)
+    costs = [[of_size.cost(samples) for of_size, samples in rank] for rank in by_size]
     rank_costs = [ordered_sum(rank) for rank in costs]
-    rows = [(problem.on_ranks[row.size], ranks[row.rank][row.slot]) for row in step.rows()]
-    held = held_tokens(step, problem, ranks)
+    rows = [by_size[row.rank][row.slot] for row in step.rows()]
+    held = [
+        [problem.held_tokens(samples, of_size.dims.context_parallel) for of_size, samples in rank]
+        for rank in by_size
+    ]
     last = step.dims.pipeline_parallel - 1
     return StepStatistics(
         num_samples=step.num_samples,
@@ -225,33 +227,23 @@ def step_problem(
     return problem, ranks
 
 
-def micro_batch_costs(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[float]]:
-    """Forward cost of each micro-batch of `step_problem` on a mean stage [ranks][slots]; a shared
-    one costs each of its ranks."""
-    return _of_slots(step, ranks, lambda samples, size: [problem.on_ranks[size].cost(samples)])
-
-
 def costs_on_stages(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[float]]:
-    """Forward cost of each micro-batch on each kind of stage [ranks][slots * kinds], as clocks take
-    them."""
-    on_ranks = problem.on_ranks
-    return _of_slots(step, ranks, lambda samples, size: on_ranks[size].slot_costs([samples]))
+    """Forward cost of each micro-batch of `step_problem` on each kind of stage
+    [ranks][slots * kinds], as clocks take them; a shared one costs each of its ranks."""
+    return [
+        [cost for of_size, samples in rank for cost in of_size.slot_costs([samples])]
+        for rank in _by_size(step, problem, ranks)
+    ]
 
 
-def held_tokens(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[int]]:
-    """Padded tokens of each micro-batch [ranks][slots] on the dims' context-parallel ranks."""
-    return _of_slots(step, ranks, lambda samples, size: [problem.held_tokens(samples, size)])
-
-
-def _of_slots(
-    step: StepPlan, ranks: Ranks, numbers: Callable[[Sequence[int], int], list[_Number]]
-) -> list[list[_Number]]:
-    """Numbers of each rank's micro-batches, given their samples and context-parallel size."""
+def _by_size(
+    step: StepPlan, problem: Problem, ranks: Ranks
+) -> list[list[tuple[Problem, Sequence[int]]]]:
+    """Each micro-batch with the problem as if all had its size [ranks][slots]."""
     return [
         [
-            number
+            (problem.on_ranks[step.row_size(rank, slot)], samples)
             for slot, samples in enumerate(slots)
-            for number in numbers(samples, step.row_size(rank, slot))
         ]
         for rank, slots in enumerate(ranks)
     ]
@@ -285,7 +277,7 @@ def tokens_in_flight(slot_tokens: Sequence[int], schedule: Schedule, stage: int 
 
 
 def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock]:
-    """The clocks of a step, as `clocks_of`; arguments as in `micro_batch_costs`."""
+    """The clocks of a step, as `clocks_of`; arguments as in `costs_on_stages`."""
     costs = costs_on_stages(step, problem, ranks)
     return clocks_of(costs, problem.schedule, step.context_parallel)
 
