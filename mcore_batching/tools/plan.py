@@ -16,6 +16,7 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
+from mcore_batching.planning.costs.layers_of import config_of_json
 from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 from mcore_batching.planning.plans.statistics import total_statistics
@@ -86,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     cost_model = cost_model_of(options)
     shape = None
     if options.model:
-        shape = ModelShape.from_config_json(read(options.model))
+        shape = ModelShape.of(config_of_json(read(options.model)))
         shape = replace(shape, fused_output=options.fuse_output_layer)
     # What can fail at once does so before the long work.
     if options.plot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from mcore_batching.planning import (
     StepPlan,
     step_statistics,
 )
+from mcore_batching.planning.costs.layers_of import config_of_json
 from mcore_batching.planning.plans.memory import ModelShape, PredictedMemory, predicted_memory
 
 SHAPE = ModelShape(layers=8, hidden=64, ffn=256, heads=4, groups=2, head_dim=16, vocab=1024)
@@ -113,24 +115,28 @@ CONFIG = {
 }
 
 
-def test_the_shape_in_a_model_s_config_json() -> None:
-    shape = SHAPE
-    assert ModelShape.from_config_json(json.dumps(CONFIG)) == shape
-    nested = json.dumps({"text_config": CONFIG, "vision_config": {"hidden_size": 1}})
-    assert ModelShape.from_config_json(nested) == shape
-    ungated = json.dumps(CONFIG | {"hidden_act": "relu2"})
-    assert ModelShape.from_config_json(ungated) == replace(shape, gated=False)
-    further = CONFIG | {"num_nextn_predict_layers": 1}
-    assert ModelShape.from_config_json(json.dumps(further)) == replace(shape, depths=1)
-    # Of each token's activations in experts, those of the shared ones are a part.
-    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
-    experts |= CONFIG | {"n_shared_experts": 1, "intermediate_size": None}
-    assert ModelShape.from_config_json(json.dumps(experts)) == shape
-    named_by_megatron = CONFIG | {"num_moe_experts": None, "moe_router_topk": 2}  # its default
-    assert ModelShape.from_config_json(json.dumps(named_by_megatron)) == shape
-    # No model is without groups or heads of a size: 0 stands above no other name's.
-    zeros = CONFIG | {"num_query_groups": 0, "kv_channels": 0, "head_dim": 16}
-    assert ModelShape.from_config_json(json.dumps(zeros)) == shape
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        ({}, {}),
+        ({"text_config": CONFIG, "hidden_size": 1, "vision_config": {"hidden_size": 1}}, {}),
+        ({"hidden_act": "relu2"}, {"gated": False}),
+        ({"num_nextn_predict_layers": 1}, {"depths": 1}),
+        # Of each token's activations in experts, those of the shared ones are a part.
+        (EXPERTS | {"n_shared_experts": 1, "intermediate_size": None}, {}),
+        ({"num_moe_experts": None, "moe_router_topk": 2}, {}),  # Megatron's default
+        # No model is without groups or heads of a size: 0 stands above no other name's.
+        ({"num_query_groups": 0, "kv_channels": 0, "head_dim": 16}, {}),
+    ],
+)
+def test_the_shape_in_a_model_s_config_json(
+    config: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    text = json.dumps(CONFIG | config)
+    assert ModelShape.of(config_of_json(text)) == replace(SHAPE, **changes)
 
 
 @pytest.mark.parametrize(
@@ -153,4 +159,4 @@ def test_the_shape_in_a_model_s_config_json() -> None:
 )
 def test_what_is_no_model_s_config_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelShape.from_config_json(text)
+        ModelShape.of(config_of_json(text))

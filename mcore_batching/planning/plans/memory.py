@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_batching.planning.costs.layers_of import Layers, config_of_json
+from mcore_batching.planning.costs.layers_of import Layers
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.plans.statistics import StepStatistics
@@ -60,13 +60,9 @@ class ModelShape:
     """True if the output layer is multiplied inside log-probs, a chunk of tokens at a time."""
 
     @classmethod
-    def from_config_json(cls, text: str) -> ModelShape:
-        """The shape in a model's ``config.json``; a `ConfigError` if a size is missing or none."""
-        return cls.of(config_of_json(text))
-
-    @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape in a config as `Layers` reads it."""
+        """The shape in a config as `Layers` reads it; a `ConfigError` if a size is missing or no
+        integer of 1 or more."""
         sizes = Layers(config)
         if sizes.size("experts", 0):  # a token keeps activations in each that it is sent to
             ffn = sizes.size("experts_per_token") * sizes.size("expert_ffn") + sizes.shared_ffn
