@@ -177,7 +177,6 @@ def complain(message: str) -> None:
 
 
 SECONDS = 1.0  # from one drawing to the next; shorter work shows nothing
-COLUMNS = 79
 
 
 @contextlib.contextmanager
@@ -195,8 +194,8 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         while not ended.wait(SECONDS):
             done, total = parts
             bar = f"[{'#' * (30 * done // total):<30}] {done}/{total}, " if total else ""
-            _show(f"{what}: {bar}{time.monotonic() - started:.0f} s".ljust(COLUMNS))
-        _show(" " * COLUMNS)
+            _show(f"{what}: {bar}{time.monotonic() - started:.0f} s")
+        _show("")
 
     if sys.stderr is None or not sys.stderr.isatty():
         yield count
@@ -212,4 +211,5 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def _show(line: str) -> None:
     with contextlib.suppress(OSError):
-        print(f"\r{line}\r", end="", file=sys.stderr, flush=True)
+        # Over what stood there before; one column less than a terminal has.
+        print(f"\r{line:<79}\r", end="", file=sys.stderr, flush=True)

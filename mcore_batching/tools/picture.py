@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg")
 MOST_ROWS = 40  # stages that fit on a screen at a readable height
-RANK_GAP = 0.8  # between two ranks, in rows
 # Names of passes, and their colours in model chunks with even and odd numbers.
 PASSES: dict[Kind, tuple[str, tuple[str, str]]] = {
     "F": ("forward", ("#3b6fb6", "#7ea6d9")),
@@ -80,9 +79,10 @@ def step_figure(step: StepPlan, lengths: Sequence[int]) -> Figure:
     height = 0.16 * len(shown) * (timeline.stages + 1) + 1.5
     figure = Figure(figsize=(13, height), layout="constrained")
     axes = figure.subplots()
+    rows = timeline.stages + 0.8  # and a gap
     for number, (label, rank) in enumerate(shown):
-        _draw_rank(axes, step, timeline, rank, label, number * (timeline.stages + RANK_GAP))
-    axes.set_ylim(len(shown) * (timeline.stages + RANK_GAP) - RANK_GAP, 0)  # the first one on top
+        _draw_rank(axes, step, timeline, rank, label, number * rows)
+    axes.set_ylim(len(shown) * rows, 0)  # the first one on top
     axes.axvline(statistics.floor_time, color="#333333", linestyle=(0, (4, 3)), linewidth=1)
     axes.set_xlim(0, timeline.end * 1.002 or 1.0)
     axes.set_xlabel(

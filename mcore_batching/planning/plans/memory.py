@@ -22,9 +22,6 @@ from mcore_batching.planning.problem import Problem
 LOG_PROB_CHUNK_TOKENS = 512
 """Tokens that log-probs work on at a time, with up to three copies of their float32 logits: 0.9 GB
 for a vocabulary of 152064. Doubled, they take twice that and fewer kernel launches."""
-_BYTES_PER_DEPTH = 4
-"""Kept by multi-token prediction of each of its logits until the backward pass: Megatron's loss
-has their softmax in float32, whatever the model's type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +126,8 @@ def predicted_memory(
         logits = row * shape.hidden * shape.bytes_per_value * (1 + trains + depths)
         logits += trains * vocab * shape.hidden * (4 + shape.bytes_per_value)
     else:
-        logits = row * vocab * (shape.bytes_per_logit + depths * _BYTES_PER_DEPTH)
+        # Megatron's loss of a depth keeps the softmax until its backward pass, always in float32.
+        logits = row * vocab * (shape.bytes_per_logit + depths * 4)
     # Up to three float32 copies of a chunk's logits.
     log_probs = 3 * 4 * min(row, LOG_PROB_CHUNK_TOKENS) * vocab
     # The last chunk's alone, as its backward pass follows at once.
