@@ -6,7 +6,7 @@ Needs torch and the standard library; never imports megatron.
 from mcore_batching.rl.advantages import SplitGroupError, compute_advantages
 from mcore_batching.rl.left_padding import LeftPadded, left_pad, response_values, unpad
 from mcore_batching.rl.metrics import sample_metrics
-from mcore_batching.rl.padding_samples import pad_batch
+from mcore_batching.rl.padding_samples import pad_batch, required_batch_multiple
 from mcore_batching.rl.real_samples import real_samples
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "left_pad",
     "pad_batch",
     "real_samples",
+    "required_batch_multiple",
     "response_values",
     "sample_metrics",
     "unpad",

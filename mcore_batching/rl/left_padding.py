@@ -15,6 +15,7 @@ wide. Packed rows are cheaper still.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields import WITHOUT_ROWS, Field, Kind
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.values import require_token_id
+from mcore_batching.planning.errors import shortened
+from mcore_batching.planning.integers import at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,6 +98,7 @@ def left_pad(
     schema: Schema = DEFAULT_SCHEMA,
     *,
     pad_token_id: int,
+    max_seq_len: int | None = None,
 ) -> LeftPadded:
     """Left-padded blocks of a batch, on the device and of the type of each field's values.
 
@@ -103,15 +107,28 @@ def left_pad(
             samples.
         schema: the kind of every field; undeclared ones are inferred.
         pad_token_id: fills the tokens; all else is filled with 0.
+        max_seq_len: tokens that no sample should exceed; a `UserWarning` names those that do, and
+            none is cut off. None: any length.
 
     Raises:
         SchemaError: a value does not match its kind, or values of a field differ in type or shape.
-        BatchError: ``pad_token_id`` is no integer.
+        BatchError: ``pad_token_id`` is no integer, or ``max_seq_len`` no integer of 1 or more.
     """
     pad_token_id = require_token_id("pad_token_id", pad_token_id)
+    if max_seq_len is not None:
+        max_seq_len = at_least("max_seq_len", max_seq_len, 1, BatchError)
     # Once, here: behind it all values are tensors of declared kinds.
     schema = schema.resolve(samples)
     given = schema.validate(samples)
+    lengths = given["total_lengths"]
+    long = [i for i, length in enumerate(lengths) if max_seq_len and length > max_seq_len]
+    if long:
+        warnings.warn(
+            f"{len(long)} samples are longer than max_seq_len={max_seq_len} (sample "
+            f"{shortened(long)}), up to {max(lengths)} tokens; none is cut off: increase "
+            "max_seq_len, or shorten prompts and responses before the batch is made",
+            stacklevel=2,
+        )
     blocks = {
         key: _block(schema[key], values, pad_token_id if key == "tokens" else 0)
         for key, values in given.items()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,6 +43,43 @@ _IDENTIFIER_BITS = 60
 are equal with a probability of 4e-7; with 48 bits of 2e-3."""
 
 
+def required_batch_multiple(
+    *,
+    data_parallel_size: int,
+    samples_per_prompt: int,
+    actor_mini_batch_size: int,
+    critic_mini_batch_size: int | None = None,
+    actor_trains: bool = True,
+) -> int:
+    """The multiple of the batch size with which every rank and every mini-batch is whole.
+
+        required_batch_multiple(data_parallel_size=2, samples_per_prompt=8,
+                                actor_mini_batch_size=15, critic_mini_batch_size=9)      360
+
+    Args:
+        data_parallel_size: ranks that share the batch.
+        samples_per_prompt: trajectories of each prompt.
+        actor_mini_batch_size: prompts in an optimizer step of the actor.
+        critic_mini_batch_size: prompts in an optimizer step of the critic; None without a critic.
+        actor_trains: False during the critic's warm-up, when the actor has no mini-batches.
+
+    Returns:
+        the least common multiple of the ranks and of the samples of each mini-batch.
+
+    Raises:
+        BatchError: a size is no integer of 1 or more.
+    """
+    sizes = {
+        "data_parallel_size": data_parallel_size,
+        "samples_per_prompt": samples_per_prompt,
+        "actor_mini_batch_size": actor_mini_batch_size,
+        "critic_mini_batch_size": 1 if critic_mini_batch_size is None else critic_mini_batch_size,
+    }
+    ranks, samples, actor, critic = (at_least(*each, 1, BatchError) for each in sizes.items())
+    multiple = math.lcm(ranks, actor * samples) if actor_trains else ranks
+    return multiple if critic_mini_batch_size is None else math.lcm(multiple, critic * samples)
+
+
 def pad_batch(
     batch: Mapping[str, Any],
     multiple: int,
@@ -55,7 +93,7 @@ def pad_batch(
 
     Args:
         batch: field name to one value per sample; at least one sample.
-        multiple: of the batch size afterwards.
+        multiple: of the batch size afterwards, as from `required_batch_multiple`.
         schema: kind and `Fill` of every field.
         pad_token_id: the prompt token of a padding sample.
         response_token_id: its response token; None: the ``pad_token_id``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -56,6 +57,22 @@ def test_response_values_refuse_what_is_not_aligned_to_responses() -> None:
     blocks = left_pad(make_samples([(5, 1), (5, 3)]), pad_token_id=PAD)
     with pytest.raises(BatchError, match=r"shape \[2, 3\].*right-aligned.*got \[2, 5\]"):
         response_values(blocks, torch.zeros(2, 5))
+
+
+def test_skyrl_fault_samples_beyond_max_seq_len_are_warned_of_and_whole() -> None:
+    samples = make_samples([(5, 1), (9, 3), (7, 7)])
+    text = r"2 samples are longer than max_seq_len=6 \(sample 1, 2\), up to 9 tokens; none is cut"
+    with pytest.warns(UserWarning, match=text) as caught:
+        assert equal(unpad(left_pad(samples, pad_token_id=PAD, max_seq_len=6)), samples)
+    assert caught[0].filename == __file__  # the caller's line
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for most in (None, 9):
+            left_pad(samples, pad_token_id=PAD, max_seq_len=most)
+        left_pad(make_samples([]), pad_token_id=PAD, max_seq_len=1)
+    for bad in (0, 2.5, True):
+        with pytest.raises(BatchError, match="max_seq_len must be"):
+            left_pad(samples, pad_token_id=PAD, max_seq_len=bad)  # type: ignore[arg-type]
 
 
 def test_padding_of_routed_experts_is_distinct_per_slot() -> None:

@@ -20,7 +20,7 @@ from mcore_batching.batch import (
     Schema,
     SchemaError,
 )
-from mcore_batching.rl import pad_batch
+from mcore_batching.rl import pad_batch, required_batch_multiple
 
 PAD, EOS = 5, 7
 
@@ -282,3 +282,27 @@ def test_a_schema_without_the_tag_gets_it() -> None:
     plain = Schema(tuple(field for field in DEFAULT_SCHEMA.values() if field.name != "is_padding"))
     result = pad_batch(make_samples([(2, 1)]), 2, plain, pad_token_id=PAD)
     assert result["is_padding"] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("critic", "actor_trains", "multiple"),
+    [(None, True, 120), (9, True, 360), (None, False, 2), (9, False, 72), (1, False, 8)],
+)
+def test_verl_fault_the_multiple_of_a_batch(
+    critic: int | None, actor_trains: bool, multiple: int
+) -> None:
+    """Padded to the ranks alone, a batch was cut into mini-batches that were not whole."""
+    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
+    more = {"critic_mini_batch_size": critic, "actor_trains": actor_trains}
+    assert required_batch_multiple(**sizes, **more) == multiple
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["data_parallel_size", "samples_per_prompt", "actor_mini_batch_size", "critic_mini_batch_size"],
+)
+@pytest.mark.parametrize("value", [0, 1.5, True])
+def test_sizes_of_a_multiple_out_of_range(name: str, value: Any) -> None:
+    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
+    with pytest.raises(BatchError, match=f"{name} must be (an integer|1 or more)"):
+        required_batch_multiple(**{**sizes, name: value})
