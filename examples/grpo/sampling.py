@@ -100,8 +100,8 @@ def _play_one_token(open_games: list[Trajectory], args: Any, policy: list[Any]) 
     outputs = forward_only(_next_token_logits, args, policy, iterators, counts)
     if open_games:
         _share_and_play(open_games, outputs)
-    shards = schedule_of(iterators).shards
-    return sum(not micro_batch for shard in shards for micro_batch in shard.steps[0])
+    plan, _ = schedule_of(iterators).step_plan(0)
+    return sum(not micro_batch for rank in plan.micro_batches for micro_batch in rank)
 
 
 def _share_and_play(open_games: list[Trajectory], outputs: dict[str, list[Tensor]]) -> None:

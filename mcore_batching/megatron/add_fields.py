@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.fields import require_one_per_sample
 from mcore_batching.batch.prefix_tree import require_shared
 from mcore_batching.megatron.exchange import leaving, receive_columns
-from mcore_batching.megatron.iterator import DataIterator, rollout_of
+from mcore_batching.megatron.iterator import DataIterator, planned, rollout_of
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.rollout_batch import require_known_tokens, template_of
 from mcore_batching.planning.integers import as_integer
@@ -42,12 +41,11 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     job = job_of()
     with job.agreement(_ADDING) as agree:
         _require_dict(fields)
-        rollout = rollout_of(data_iterator)
-        agree.same("plan (sha256)", rollout.schedule.plan_digest)
-    schedule = rollout.planned()
+        schedule = rollout_of(data_iterator)
+        agree.same("plan (sha256)", schedule.plan_digest)
+    planned(schedule)
     present, moves = schedule.rollout_data, schedule.moves
-    lengths = moves.lengths if moves else (present.total_lengths, present.response_lengths)
-    brought = Columns(present.schema, {}, *lengths)
+    brought = Columns(present.schema, {}, *moves.lengths)
     with job.agreement(f"{_ADDING}, their kinds") as agree:
         fields = _without_lengths(fields, brought)
         # Those that were there have been compared, and keep their kind where they are replaced.
@@ -71,16 +69,15 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
             require_known_tokens(added, schedule.vocabulary_size)
         for name in new:
             agree.same(f"declaration of field {name!r}", schema[name].declaration)
-        staying, parts = (added, []) if moves is None else leaving(moves, added)
-    if moves is not None:
-        added = receive_columns(job, moves, staying, parts, _ADDING)
+        staying, parts = leaving(moves, added)
+    added = receive_columns(job, moves, staying, parts, _ADDING)
     with job.agreement(f"{_ADDING} to the others"):
         data = present.beside(added)
         if schedule.forest is not None:
             require_shared(schedule.forest, data)
         # On a rank without samples the template is all there is to copy a placeholder from.
         template = template_of(data, schedule.template)
-    rollout.replace(dataclasses.replace(schedule, rollout_data=data, template=template))
+    schedule.replace_fields(data, template)
 
 
 def _without_lengths(fields: Fields, brought: Columns) -> Fields:

@@ -64,6 +64,12 @@ class SampleMoves:
         """Where each of them stands among them."""
         return {number: place for place, number in enumerate(self.held)}
 
+    @functools.cached_property
+    def stay(self) -> bool:
+        """True if all samples run where they came from, in the order in which they came."""
+        own = [[*range(*each)] for each in itertools.pairwise(self.first)]
+        return [[*each] for each in self.runs_on] == own
+
     @property
     def brought(self) -> range:
         """The samples that came from this rank."""
@@ -136,6 +142,9 @@ class SampleMoves:
         A collective over the ranks with rows of their own. Fields have the same names on every
         rank, and of each sample that runs here one tensor that passed `check_output`.
         """
+        if self.stay:
+            outputs = {name: [*values] for name, values in columns.items()}
+            return outputs if self.before is None else self.before.returned(outputs)
         # Ranks may name them in different orders, and bodies carry no names.
         names, place = sorted(columns), self.places
         device = torch.device(torch.cuda.current_device())
@@ -182,6 +191,8 @@ class SampleMoves:
 
 def leaving(moves: SampleMoves, columns: Columns) -> tuple[Columns, list[Tensor]]:
     """The samples brought here that stay, and those for each data-parallel rank, serialized."""
+    if moves.stay:
+        return columns, []
     parts, own = moves.outgoing(columns), moves.own // moves.sharing
     return parts[own], [
         serialize(None if rank == own else part.alone()) for rank, part in enumerate(parts)
@@ -194,6 +205,8 @@ def receive_columns(
     """The samples that run here, from what stays here and what each other rank hands over. A
     collective among the ranks at the same place in their replicas, so that all ranks of a replica
     receive the same."""
+    if moves.stay:
+        return staying
     with job.watch.reporting(stage):
         arrived = exchanged(leaving, job.consensus.counterpart_group)
     with job.agreement(f"{stage}, received"):

@@ -22,8 +22,8 @@ from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.exchange import check_output
 from mcore_batching.megatron.iterator import (
     DataIterator,
-    Rollout,
     plan_forward_passes,
+    planned,
     rollout_of,
 )
 from mcore_batching.megatron.job import Job, job_of, raise_first
@@ -194,24 +194,22 @@ def forward_only(
         chunks = model_chunks(model)
         get_model_config(chunks[0])  # raises for what is no model of Megatron's
         rollout = rollout_of(data_iterator)
-        function = logits_function(f, args, rollout.schedule, fused=job.options.fuse_output_layer)
-        agree.same("plan (sha256)", rollout.schedule.plan_digest)
+        function = logits_function(f, args, rollout, fused=job.options.fuse_output_layer)
+        agree.same("plan (sha256)", rollout.plan_digest)
         # Ranks that differ in this would wait in different planning agreements.
         agree.same("plan of its own", job.options.has_own_forward_cap)
-    planned = plan_forward_passes(rollout, job, chunks)
-    counts = num_microbatches if planned is rollout else None
+    schedule = plan_forward_passes(rollout, job, chunks)
+    counts = num_microbatches if schedule is rollout else None
     with _evaluation_mode(chunks):
-        outputs, names = _outputs_of_steps(function, job, chunks, planned, counts)
+        outputs, names = _outputs_of_steps(function, job, chunks, schedule, counts)
     if not is_last_stage():
         return {}
-    schedule = planned.schedule
     by_name = {name: [value for each in outputs for value in each[name]] for name in names}
     ran, count = [i for row in schedule.micro_batches for i in row], schedule.num_samples
     found = {name: restore_order(values, ran, count) for name, values in by_name.items()}
-    if schedule.moves is not None:
-        # A collective, which may run out of memory on one rank.
-        with job.watch.reporting(f"{_OPERATION}, returning outputs"):
-            found = schedule.moves.returned(found)
+    # A collective, which may run out of memory on one rank.
+    with job.watch.reporting(f"{_OPERATION}, returning outputs"):
+        found = schedule.moves.returned(found)
     return {f"{store_prefix}{name}": values for name, values in found.items()}
 
 
@@ -219,7 +217,7 @@ def _outputs_of_steps(
     function: OutputsOf,
     job: Job,
     chunks: list[Any],
-    planned: Rollout,
+    schedule: MicroBatchSchedule,
     counts: Sequence[int] | None,
 ) -> tuple[list[Outputs], list[str]]:
     """Outputs of ``f`` for each micro-batch of real samples, on the last stage, and their names.
@@ -230,22 +228,21 @@ def _outputs_of_steps(
     real: list[Outputs] = []
     fabricated: dict[str, None] = {}  # names of placeholders' outputs
     names: list[str] = []
-    for step in range(planned.num_steps):
-        planned.planned(step)
+    for step in range(schedule.num_steps):
+        planned(schedule, step)
         with collating(job, _OPERATION) as agree:
             if counts is not None:
-                planned.check_step(step, counts)
-            prepared = collated(agree, job, chunks, planned.schedule, step, forward_only=True)
+                schedule.check_step(step, counts)
+            prepared = collated(agree, job, chunks, schedule, step, forward_only=True)
         made, failed, temperatures = _run(function, job, chunks, prepared)
-        rows = prepared.schedule.steps[step]
-        for outputs, indices in zip(made, rows, strict=False):  # none on other stages
+        # None on other stages.
+        for outputs, indices in zip(made, schedule.steps[step], strict=False):
             if indices:
                 real.append(outputs)
             else:
                 fabricated |= dict.fromkeys(outputs)
-        travel = prepared.schedule.moves is not None
         # After each step, of all outputs so far: a name that comes late is an error, too.
-        names = _agreed_names(job, real, fabricated, failed, temperatures, travel=travel)
+        names = _agreed_names(job, real, fabricated, failed, temperatures)
     return real, names
 
 
@@ -308,14 +305,12 @@ def _agreed_names(
     fabricated: Collection[str],
     failed: Sequence[Exception],
     temperatures: Collection[float],
-    *,
-    travel: bool,
 ) -> list[str]:
     """The names that ``f`` returns for real samples, of whichever rank has any; else those that it
     returns for placeholders, which are ``fabricated``.
 
     A collective over all ranks, which raises where ``f`` did, where names or temperatures differ,
-    and for outputs that are to ``travel`` to other ranks and cannot.
+    and for outputs that cannot go to other ranks.
     """
     with job.agreement_after_pipeline(_OPERATION) as agree:
         raise_first(failed)
@@ -326,7 +321,7 @@ def _agreed_names(
                     "another; return the same names for all"
                 )
             # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
-            for name in outputs if travel else ():
+            for name in outputs:
                 for value in outputs[name]:
                     check_output(name, value)
         names = list(real[0]) if real else None

@@ -87,11 +87,12 @@ def get_data_iterator(
     samples = read_samples(
         job, model, schema, lambda: rollout_data, steps=steps, cost_model=cost_model
     )
-    rollout = plan_rollout(samples)
+    schedule = plan_rollout(samples)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
-    # All share the rollout, so that `add_fields` on one list reaches every stage's iterator.
-    iterators = range(rollout.schedule.dims.virtual_pipeline)
-    return [DataIterator(rollout) for _ in iterators], rollout.num_microbatches()
+    # All share the schedule, so that `add_fields` on one list reaches every stage's iterator.
+    iterators = [DataIterator(schedule) for _ in range(schedule.dims.virtual_pipeline)]
+    is_planned = schedule.later is None
+    return iterators, schedule.num_microbatches if is_planned else NumMicroBatches(schedule)
 
 
 class DataIterator:
@@ -102,20 +103,20 @@ class DataIterator:
     is a collective over all ranks.
     """
 
-    def __init__(self, rollout: Rollout) -> None:
-        self._rollout = rollout
+    def __init__(self, schedule: MicroBatchSchedule) -> None:
+        self._schedule = schedule
         self.offset = 0
 
     @property
     def rollout_data(self) -> dict[str, list[Any]]:
         """Field name to one value per sample of this rank, to be read: `add_fields` replaces
         values."""
-        return dict(self._rollout.planned().rollout_data)
+        return dict(planned(self._schedule).rollout_data)
 
     @property
     def micro_batch_indices(self) -> list[list[int]]:
         """Local sample indices of every micro-batch of every step; ``[]`` for a placeholder."""
-        return [list(indices) for indices in self._rollout.planned().micro_batches]
+        return [list(indices) for indices in planned(self._schedule).micro_batches]
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
         """The next micro-batch: for each key one value per sample, one fabricated value for a
@@ -126,7 +127,7 @@ class DataIterator:
             DynamicBatchArgumentError: samples share tokens, or the step is not planned yet.
         """
         keys = list(keys)
-        schedule = self._rollout.schedule
+        schedule = self._schedule
         # Whoever lays them out by their lengths would give each a segment of its own, over the cap.
         if schedule.forest is not None:
             raise DynamicBatchArgumentError(
@@ -136,7 +137,7 @@ class DataIterator:
         micro_batches = schedule.micro_batches
         # Not planned here: inside a pipeline the other ranks may wait for this one.
         step = len(schedule.steps)
-        if self.offset >= len(micro_batches) and step < self._rollout.num_steps:
+        if self.offset >= len(micro_batches) and step < schedule.num_steps:
             raise DynamicBatchArgumentError(
                 f"step {step} is not planned yet: read num_microbatches[{step}] on all ranks first"
             )
@@ -156,8 +157,8 @@ class DataIterator:
         return self
 
 
-def rollout_of(data_iterator: Sequence[DataIterator]) -> Rollout:
-    """The batch that the iterators of one call walk through.
+def rollout_of(data_iterator: Sequence[DataIterator]) -> MicroBatchSchedule:
+    """The batch that the iterators of one call walk through, as far as it is planned.
 
     Raises:
         TypeError: they are not what `get_data_iterator` returned.
@@ -168,8 +169,8 @@ def rollout_of(data_iterator: Sequence[DataIterator]) -> Rollout:
             "data_iterator must be what get_data_iterator returned, got "
             f"{type(data_iterator).__name__}; pass on its list of iterators"
         )
-    # The first stands for all: those of one call share the rollout, and move on with it.
-    return first._rollout
+    # The first stands for all: those of one call share the schedule.
+    return first._schedule
 
 
 def schedule_of(data_iterator: Sequence[DataIterator]) -> MicroBatchSchedule:
@@ -179,71 +180,30 @@ def schedule_of(data_iterator: Sequence[DataIterator]) -> MicroBatchSchedule:
     Raises:
         TypeError: they are not what `get_data_iterator` returned.
     """
-    return rollout_of(data_iterator).planned()
+    return planned(rollout_of(data_iterator))
 
 
-class Rollout:
-    """A batch, shared by the iterators of one call.
+def planned(schedule: MicroBatchSchedule, step: Any = None) -> MicroBatchSchedule:
+    """The schedule, with its steps planned up to this one at least, by default all.
 
-    Attributes:
-        schedule: of the steps that have been planned so far.
-        num_steps: of all steps.
-        for_forward_passes: the same batch as planned for forward passes alone, once it has been.
+    A collective over all ranks if some of them is not planned yet.
+
+    Raises:
+        PlanningFailedError: on every rank, if a step cannot be planned.
     """
-
-    def __init__(
-        self,
-        schedule: MicroBatchSchedule,
-        later: Samples | None = None,
-        tickets: Sequence[PlanTicket | None] = (),
-    ) -> None:
-        self.schedule = schedule
-        self.num_steps = len(schedule.steps) if later is None else len(later.steps)
-        self.for_forward_passes: Rollout | None = None
-        self._later, self._tickets = later, [*tickets]
-
-    def planned(self, step: Any = None) -> MicroBatchSchedule:
-        """The schedule of the steps up to this one at least, by default of all.
-
-        A collective over all ranks if some of them is not planned yet.
-
-        Raises:
-            PlanningFailedError: on every rank, if a step cannot be planned.
-        """
-        last = self.num_steps - 1 if step is None else as_integer(step)
-        if last is not None and last in range(self.num_steps):  # else it is refused by `check_step`
-            while len(self.schedule.steps) <= last:
-                assert self._later is not None
-                number = len(self.schedule.steps)
-                made = planned_step(self._later, number, self._tickets[number - 1])
-                self.schedule = self.schedule.followed_by(made)
-        if len(self.schedule.steps) == self.num_steps:
-            self._later, self._tickets = None, []
-        return self.schedule
-
-    def check_step(self, step: Any, num_microbatches: Sequence[int]) -> None:
-        """Refuse a step that there is not (`IndexError`), or counts of another plan as the caller
-        holds them (`ValueError`)."""
-        if as_integer(step) not in range(self.num_steps):
-            raise IndexError(
-                f"step must be 0 to {self.num_steps - 1}, got {step!r}; this batch has "
-                f"{self.num_steps} steps"
-            )
-        self.schedule.check_count(step, num_microbatches)
-
-    def num_microbatches(self) -> Sequence[int]:
-        """Micro-batches of each step: a list, or a `NumMicroBatches` until all are planned."""
-        return self.schedule.num_microbatches if self._later is None else NumMicroBatches(self)
-
-    def replace(self, schedule: MicroBatchSchedule) -> None:
-        """Go on with another schedule of all steps; all iterators walk it from now on."""
-        self.schedule = schedule
-        # It holds the rollout data as they were: made anew, of the fields that are there now.
-        self.for_forward_passes = None
+    last = schedule.num_steps - 1 if step is None else as_integer(step)
+    if last is not None and last in range(schedule.num_steps):  # else `check_step` refuses it
+        while schedule.later is not None and len(schedule.steps) <= last:
+            number = len(schedule.steps)
+            ticket = schedule.tickets[number - 1]
+            schedule.append(planned_step(schedule.later, number, ticket))
+            if len(schedule.steps) == len(schedule.later.steps):
+                schedule.later, schedule.tickets = None, ()
+    return schedule
 
 
-def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> Rollout:
-    """The rollout of samples that were read. A collective.
+def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBatchSchedule:
+    """The schedule of samples that were read, of its first step at least. A collective.
 
     `ticket` is of the first step's plan, on the planning rank where it was begun.
 
@@ -253,26 +213,27 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> Rollout:
     """
     job = samples.job
     if not job.options.exchanges_samples:
-        return Rollout(plan_locally(samples))
+        return plan_locally(samples)
     # First: the worker plans while the first step is planned in line.
     later_steps = range(1, len(samples.steps))
     tickets = [begin_plan(job, samples.request(step)) for step in later_steps]
     # Ranks compare the number of steps here, before collectives that follow from it.
-    first = planned_step(samples, 0, ticket)
-    return Rollout(first, samples if later_steps else None, tickets)
+    schedule = planned_step(samples, 0, ticket)
+    if later_steps:
+        schedule.later, schedule.tickets = samples, tickets
+    return schedule
 
 
-def plan_forward_passes(rollout: Rollout, job: Job, model: Any) -> Rollout:
-    """The rollout, or the same batch as planned under the cap of forward passes. A collective over
+def plan_forward_passes(schedule: MicroBatchSchedule, job: Job, model: Any) -> MicroBatchSchedule:
+    """The schedule, or that of the same batch under the cap of forward passes. A collective over
     all ranks where it has to be made, at the first call under such a cap."""
     # `forward_only` has compared this among the ranks.
     if not job.options.has_own_forward_cap:
-        return rollout
-    if rollout.for_forward_passes is None:
-        shared = rollout.planned()
-        rollout.for_forward_passes = plan_rollout(_read_again(shared, job, model))
-        rollout.for_forward_passes.planned()
-    return rollout.for_forward_passes
+        return schedule
+    if schedule.for_forward_passes is None:
+        again = _read_again(planned(schedule), job, model)
+        schedule.for_forward_passes = planned(plan_rollout(again))
+    return schedule.for_forward_passes
 
 
 def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
@@ -280,7 +241,7 @@ def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
     with job.agreement("reading settings of forward passes") as agree:
         chunks = model_chunks(model)
         settings = PlanInputs.of(
-            job, chunks, shared.cost_model, training=shared.config, forward_only=True
+            job, chunks, shared.settings.cost_model, training=shared.config, forward_only=True
         )
         # A framework's layout pads samples less than the settings' dims ask for.
         settings = dataclasses.replace(settings, dims=shared.dims)
@@ -309,14 +270,14 @@ class NumMicroBatches(Sequence[int]):
     """The number of micro-batches of each step, as a list whose later entries are planned when they
     are read: read them on all ranks."""
 
-    def __init__(self, rollout: Rollout) -> None:
-        self._rollout = rollout
+    def __init__(self, schedule: MicroBatchSchedule) -> None:
+        self._schedule = schedule
 
     def _all(self) -> list[int]:
-        return self._rollout.planned().num_microbatches
+        return planned(self._schedule).num_microbatches
 
     def __len__(self) -> int:
-        return self._rollout.num_steps
+        return self._schedule.num_steps
 
     @overload
     def __getitem__(self, step: int) -> int: ...
@@ -326,13 +287,13 @@ class NumMicroBatches(Sequence[int]):
         if isinstance(step, slice):
             return self._all()[step]
         number = range(len(self))[step]
-        return self._rollout.planned(number).num_microbatches[number]
+        return planned(self._schedule, number).num_microbatches[number]
 
     def __eq__(self, other: object) -> bool:
         return self._all() == (other._all() if isinstance(other, NumMicroBatches) else other)
 
     def __repr__(self) -> str:
-        known = self._rollout.schedule.num_microbatches
+        known = self._schedule.num_microbatches
         left = len(self) - len(known)
         return f"[{', '.join(map(str, known))}, and {left} being planned]" if left else repr(known)
 

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 from megatron.core import parallel_state
 
+from mcore_batching.batch.columns import Columns
 from mcore_batching.megatron.exchange import SampleMoves, leaving, receive_columns
 from mcore_batching.megatron.job import Job, say
 from mcore_batching.megatron.samples import Samples
@@ -113,20 +114,40 @@ def planned_step(
     with job.agreement(_STAGE):
         plan = _checked_plan(samples, step, data)
         moves = _moves(samples, plan)
-        place = moves.places
-        rows = tuple(tuple(place[n] for n in row) for row in plan.rows_on(moves.own))
         staying, parts = leaving(moves, batch.data)
     columns = receive_columns(job, moves, staying, parts, _STAGE)
+    return _scheduled(samples, (plan,), moves, columns)
+
+
+def _scheduled(
+    samples: Samples, plans: tuple[GlobalPlan, ...], moves: SampleMoves, columns: Columns
+) -> MicroBatchSchedule:
+    """The schedule of planned steps of samples that are here. A collective."""
+    job, batch, place = samples.job, samples.batch, moves.places
     forest = None
     if samples.beginnings is not None:
-        with job.agreement(f"{_STAGE}, those that begin alike"):
-            trees = plan.trees_among(place)
+        with job.agreement("finding samples that begin alike"):
+            trees = [tree for plan in plans for tree in plan.trees_among(place)]
             forest = samples.beginnings.forest_here(columns, trees)
-        saved = sharing(*shared_tokens(plan.plan, plan.lengths))
-        if saved:
-            job.say_once("prefixes are shared", saved)
-    digest = digest_of(plan.plan.digest())
-    return samples.scheduled(columns, (rows,), forest, digest, moves=moves, plans=(plan,))
+        saved = [sharing(*shared_tokens(each.plan, each.lengths)) for each in plans]
+        if any(saved):
+            job.say_once("prefixes are shared", next(filter(None, saved)))
+    return MicroBatchSchedule(
+        rollout_data=columns,
+        template=batch.template,
+        steps=tuple(
+            tuple(tuple(place[n] for n in row) for row in plan.rows_on(moves.own)) for plan in plans
+        ),
+        plans=plans,
+        moves=moves,
+        forest=forest,
+        plan_digest=digest_of([each.plan.digest() for each in plans]),
+        settings=samples.settings,
+        spare=0 if samples.beginnings is None else samples.beginnings.spare,
+        pad_token_id=job.options.checked_pad_token_id(),
+        vocabulary_size=batch.vocabulary_size,
+        samples_per_step=batch.global_batch_size,
+    )
 
 
 def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> bytes:
@@ -166,62 +187,73 @@ def _moves(samples: Samples, made: GlobalPlan) -> SampleMoves:
 
 
 def plan_locally(samples: Samples) -> MicroBatchSchedule:
-    """The schedule of samples that stay on their rank. A collective: all ranks take the largest
-    count of micro-batches."""
+    """The schedule of samples that stay on their rank. A collective: each rank packs its own, and
+    all take the largest count of micro-batches."""
     job, settings = samples.job, samples.settings
     with job.agreement("packing") as agree:
         samples.compare(agree)
-        lengths, trees = samples.batch.total_lengths, list[PrefixTree]()
-        steps = list[list[PrefixTree | int]]()
-        problems = list[Problem]()
-        dims, config, costs = settings.dims, settings.config, settings.cost_model
-        for indices in samples.own_steps:
-            units = _local_units(samples, indices)
-            trees += [unit for unit in units if isinstance(unit, PrefixTree)]
-            steps.append(units)
-            with samples.naming(indices):  # before trees are, which have numbers of their own
-                Problem.of([lengths[i] for i in indices], dims, config, costs)
-            problem = Problem.of(
-                [lengths[each] if isinstance(each, int) else each.size for each in units],
-                dims,
-                config,
-                costs,
-                forward_only=samples.forward_only,
-                trees=[None if isinstance(each, int) else each for each in units],
-            )
-            problems.append(problem)
-        packed = [pack_local(problem) for problem in problems]
-        counts = agree.max("micro-batches", [*map(least_count, problems, packed)])
+        own = [_local_problem(samples, step) for step in range(len(samples.steps))]
+        packed = [pack_local(problem) for _, problem in own]
+        needed = [
+            least_count(problem, bins) for (_, problem), bins in zip(own, packed, strict=True)
+        ]
+        counts = agree.max("micro-batches", needed)
 
     with job.agreement("filling") as agree:
-        filled = []
-        for units, problem, bins, count in zip(steps, problems, packed, counts.value, strict=True):
-            rows = fill_local(problem, bins, count)
-            filled.append(tuple(_samples_of([units[place] for place in row]) for row in rows))
+        rows = []
+        for (units, problem), bins, count in zip(own, packed, counts.value, strict=True):
+            filled = fill_local(problem, bins, count)
+            rows.append(tuple(_samples_of([units[place] for place in row]) for row in filled))
+        trees = [[each for each in units if isinstance(each, PrefixTree)] for units, _ in own]
         # Stages and tensor-parallel ranks that ran other rows would send tensors of other shapes.
-        agree.same("samples and plan (sha256)", digest_of([lengths, filled]), within="replica")
-        columns = samples.batch.data
-        forest = None
-        if samples.beginnings is not None:
-            forest = samples.beginnings.forest_here(columns, trees)
-    digest = digest_of([*samples.digests.values(), counts.value])
-    return samples.scheduled(columns, tuple(filled), forest, digest, trees=tuple(trees))
+        agree.same("plan (sha256)", digest_of(rows), within="replica")
+        ranks = agree.gather("micro-batches", (rows, trees))
+
+    plans = []
+    for step, numbers in enumerate(samples.steps):
+        plan = StepPlan(
+            micro_batches=tuple(rows[step] for rows, _ in ranks.values),
+            num_microbatches=counts.value[step],
+            sample_indices=tuple(range(len(numbers))),
+            dims=settings.dims,
+            config=settings.config,
+            scope="local",
+            cost_model=settings.cost_model,
+            forward_only=samples.forward_only,
+            trees=tuple(tree for _, trees in ranks.values for tree in trees[step]),
+        )
+        plans.append(GlobalPlan(plan, list(numbers), [samples.lengths[n] for n in numbers]))
+    own_rank = parallel_state.get_data_parallel_rank()
+    stay = [range(*each) for each in itertools.pairwise(samples.first)]
+    lengths = samples.batch.total_lengths, samples.batch.data.response_lengths
+    moves = SampleMoves(own_rank, samples.first, stay, lengths, before=samples.before)
+    return _scheduled(samples, tuple(plans), moves, samples.batch.data)
 
 
-def _local_units(samples: Samples, indices: Sequence[int]) -> list[PrefixTree | int]:
-    """This rank's samples of a step: parts of prefix trees, as large as the cap lets them be, and
-    samples."""
+def _local_problem(samples: Samples, step: int) -> tuple[list[PrefixTree | int], Problem]:
+    """This rank's part of a step: samples, by their places in the step, and parts of prefix trees
+    as large as the cap lets them be; what they are to the planner."""
+    settings, numbers, own = samples.settings, samples.steps[step], samples.own
+    given = settings.dims, settings.config, settings.cost_model
+    places = [place for place, number in enumerate(numbers) if number in own]
+    lengths = [samples.lengths[numbers[place]] for place in places]
+    with samples.naming([numbers[place] - own.start for place in places]):
+        problem = Problem.of(lengths, *given, forward_only=samples.forward_only)
     if samples.beginnings is None:
-        return [*indices]
-    first, config, dims = samples.own.start, samples.settings.config, samples.settings.dims
-    forest = samples.beginnings.forest(samples.lengths, [first + index for index in indices])
-    most = most_tokens_of_part(dims, config)
+        return [*places], problem
+    forest = samples.beginnings.forest(samples.lengths, [numbers[place] for place in places])
+    most = most_tokens_of_part(settings.dims, settings.config)
     units = list[PrefixTree | int]()
-    for part in parts_of(forest, samples.settings.cost_model, most):
+    for part in parts_of(forest, settings.cost_model, most):
         is_shared = len(part) > 1
-        units.append(forest.tree(part).renumbered(indices) if is_shared else indices[part[0]])
-    units += [indices[place] for place, leaf in enumerate(forest.last) if leaf < 0]
-    return sorted(units, key=lambda each: each if isinstance(each, int) else each.samples[0])
+        units.append(forest.tree(part).renumbered(places) if is_shared else places[part[0]])
+    units += [places[at] for at, leaf in enumerate(forest.last) if leaf < 0]
+    units.sort(key=lambda each: each if isinstance(each, int) else each.samples[0])
+    trees = [each if isinstance(each, PrefixTree) else None for each in units]
+    sizes = [
+        samples.lengths[numbers[each]] if isinstance(each, int) else each.size for each in units
+    ]
+    return units, Problem.of(sizes, *given, forward_only=samples.forward_only, trees=trees)
 
 
 def _samples_of(units: Sequence[PrefixTree | int]) -> tuple[int, ...]:

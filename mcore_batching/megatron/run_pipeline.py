@@ -225,12 +225,13 @@ def _timed(
     """Contexts that record and time a training step; forward passes alone teach no costs."""
     yield _recorded(job, prepared.schedule, prepared.step)
     if job.options.learns_cost_model:
-        yield learners_of(job).of(model).timing(prepared)
+        rows = prepared.schedule.rows_alone(prepared.step)
+        yield learners_of(job).of(model).timing(rows, prepared.schedule.dims)
 
 
 @contextlib.contextmanager
 def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
-    """Record the step that runs inside; a collective over all ranks if steps are recorded."""
+    """Record the step that runs inside."""
     recorder = job.recorder
     if recorder is None:
         yield
@@ -240,9 +241,7 @@ def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[Non
     started = time.monotonic()
     yield
     torch.cuda.synchronize()
-    seconds = time.monotonic() - started  # without the wait for the other ranks' plans
-    learnt = schedule.learnt
-    # After the clock has stopped: `step_plan` gathers the plans of all ranks the first time.
+    seconds, learnt = time.monotonic() - started, schedule.settings.learnt
     recorder.append(
         *schedule.step_plan(step),
         seconds,

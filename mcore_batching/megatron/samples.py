@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from megatron.core import parallel_state
 
 from mcore_batching.batch import Schema
-from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.beginnings import Beginnings, find_beginnings
@@ -30,12 +29,10 @@ from mcore_batching.megatron.exchange import SampleMoves
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.plan_inputs import PlanInputs, check_forward_cap, say_oversize
 from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.schedule import GlobalPlan, MicroBatches, MicroBatchSchedule
 from mcore_batching.megatron.serialize import digest_of
 from mcore_batching.megatron.timing import learners_of
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import CostModel, Problem
-from mcore_batching.planning.prefix_trees import Forest, PrefixTree
 from mcore_batching.planning.worker import PlanRequest
 
 
@@ -110,39 +107,6 @@ class Samples:
         if self.beginnings is None or not plans:
             return made
         return dataclasses.replace(made, forest=self.beginnings.forest(self.lengths, samples))
-
-    def scheduled(
-        self,
-        rollout_data: Columns,
-        steps: tuple[MicroBatches, ...],
-        forest: Forest | None,
-        plan_digest: str,
-        *,
-        trees: tuple[PrefixTree, ...] = (),
-        moves: SampleMoves | None = None,
-        plans: tuple[GlobalPlan, ...] = (),
-    ) -> MicroBatchSchedule:
-        """The schedule of planned steps of these samples; arguments as its attributes."""
-        batch, settings = self.batch, self.settings
-        return MicroBatchSchedule(
-            rollout_data=rollout_data,
-            template=batch.template,
-            steps=steps,
-            forest=forest,
-            spare=0 if self.beginnings is None else self.beginnings.spare,
-            trees=trees,
-            dims=settings.dims,
-            config=settings.config,
-            cost_model=settings.cost_model,
-            learnt=settings.learnt,
-            pad_token_id=self.job.options.checked_pad_token_id(),
-            vocabulary_size=batch.vocabulary_size,
-            samples_per_step=batch.global_batch_size,
-            plan_digest=plan_digest,
-            consensus=self.job.consensus,
-            moves=moves,
-            plans=plans,
-        )
 
     def naming(self, samples: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Let the planner's errors name samples by these numbers."""

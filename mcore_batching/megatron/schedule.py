@@ -14,53 +14,22 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
 from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.batch.row_index import Nodes
-from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.exchange import SampleMoves
+from mcore_batching.megatron.plan_inputs import PlanInputs
+from mcore_batching.megatron.samples import Samples
 from mcore_batching.megatron.serialize import digest_of
 from mcore_batching.planning import (
-    CostModel,
     ParallelDims,
     PlannerConfig,
     StepPlan,
     row_multiple_tokens,
     sample_multiple_tokens,
 )
-from mcore_batching.planning.learn import LearntCosts
+from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.prefix_trees import Forest, PrefixTree
+from mcore_batching.planning.worker import PlanTicket
 
 MicroBatches = tuple[tuple[int, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """Lengths in tokens, and fields of `MicroBatchSchedule`, of one data-parallel rank."""
-
-    lengths: list[int]
-    steps: tuple[MicroBatches, ...]
-    trees: tuple[PrefixTree, ...] = ()
-
-
-def joined_step(
-    shards: Sequence[Shard], step: int
-) -> tuple[tuple[MicroBatches, ...], list[int], tuple[PrefixTree, ...]]:
-    """One step of all ranks as one plan counts it, samples rank after rank.
-
-    Returns:
-        micro-batches of each rank; total length of each sample; the trees that samples are in.
-    """
-    lengths: list[int] = []
-    trees: list[PrefixTree] = []
-    ranks = []
-    for shard in shards:
-        rows = shard.steps[step]
-        # In the order of the rollout data, so that a plan of the same samples reads the same.
-        held = sorted(i for micro_batch in rows for i in micro_batch)
-        number = {local: len(lengths) + place for place, local in enumerate(held)}
-        lengths += [shard.lengths[local] for local in held]
-        ranks.append(tuple(tuple(number[i] for i in ids) for ids in rows))
-        of_step = (tree for tree in shard.trees if tree.samples[0] in number)
-        trees += [tree.renumbered(number) for tree in of_step]
-    return tuple(ranks), lengths, tuple(trees)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,54 +50,62 @@ class GlobalPlan:
         return tuple(tuple(self.numbers[i] for i in row) for row in self.plan.micro_batches[rank])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class MicroBatchSchedule:
-    """This rank's rollout data and the micro-batches made of it.
+    """This rank's rollout data and the micro-batches made of it, shared by the iterators of a call.
+
+    Steps are appended as they are planned; all else is fixed but for fields that are added.
 
     Attributes:
-        rollout_data: fields of the samples of this rank.
+        rollout_data: fields of the samples that run on this rank, in the steps planned so far.
         template: values of one sample, from a rank that has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
+        plans: of every step, over all ranks.
+        moves: where samples came from and where they run.
         forest: nodes that samples of a micro-batch share; None: samples share none.
-        spare: further tokens that shared nodes end short, as of `find_forest`.
-        trees: samples that were planned together; without an exchange.
-        vocabulary_size: entries of the model's vocabulary; None: not known.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
-        learnt: of which the cost model is a part, where costs are learnt; else None.
+        settings: what the plans were made by.
+        spare: further tokens that shared nodes end short, as of `find_forest`.
+        pad_token_id: of padding.
+        vocabulary_size: entries of the model's vocabulary; None: not known.
         samples_per_step: what a step counts as: the global batch size that cut the steps, or that
             came with steps of the caller's own; None: neither.
-        moves: where exchanged samples came from and where they run.
-        plans: of every step, of exchanged samples.
+        later: the samples of which steps are still to be planned; None: all are.
+        tickets: of the plans that were begun for these steps.
+        for_forward_passes: the same batch as planned for forward passes alone, once it has been.
     """
 
     rollout_data: Columns
     template: dict[str, list[Any]]
     steps: tuple[MicroBatches, ...]
-    dims: ParallelDims
-    config: PlannerConfig
+    plans: tuple[GlobalPlan, ...]
+    moves: SampleMoves
+    forest: Forest | None
+    plan_digest: str
+    settings: PlanInputs
+    spare: int
     pad_token_id: int
     vocabulary_size: int | None
-    plan_digest: str
-    consensus: JobConsensus
-    cost_model: CostModel
-    learnt: LearntCosts | None = None
-    samples_per_step: int | None = None
-    forest: Forest | None = None
-    spare: int = 0
-    trees: tuple[PrefixTree, ...] = ()
-    moves: SampleMoves | None = None
-    plans: tuple[GlobalPlan, ...] = ()
+    samples_per_step: int | None
+    later: Samples | None = None
+    tickets: Sequence[PlanTicket | None] = ()
+    for_forward_passes: MicroBatchSchedule | None = None
 
-    @functools.cached_property
-    def shards(self) -> tuple[Shard, ...]:
-        """The shard of every data-parallel rank. A collective over all ranks the first time."""
-        # For statistics and records: in training no rank waits for the others' plans.
-        own = Shard(self.own_lengths, self.steps, self.trees)
-        what = "gathering the plans of all ranks"
-        with self.consensus.agreement(what) as agree:
-            gathered = agree.gather("plans", own)
-        return tuple(gathered.values)
+    @property
+    def dims(self) -> ParallelDims:
+        """The parallel dims that the rows are padded for."""
+        return self.settings.dims
+
+    @property
+    def config(self) -> PlannerConfig:
+        """The planner's settings."""
+        return self.settings.config
+
+    @property
+    def num_steps(self) -> int:
+        """All steps of the batch, whether planned or not."""
+        return len(self.steps) if self.later is None else len(self.later.steps)
 
     @property
     def own_lengths(self) -> list[int]:
@@ -145,81 +122,71 @@ class MicroBatchSchedule:
         """Micro-batches of every step."""
         return [len(step) for step in self.steps]
 
-    @functools.cached_property
+    @property
     def micro_batches(self) -> MicroBatches:
         """Local sample indices of the micro-batches of all steps, one behind the other."""
         return tuple(indices for step in self.steps for indices in step)
 
     def names_of(self, indices: Sequence[int]) -> str:
         """Samples of a micro-batch as whoever brought them counts them, for messages."""
-        if self.moves is None:
-            brought = {parallel_state.get_data_parallel_rank(): list(indices)}
-        else:
-            # Where they run they have other indices than in the data that they came in.
-            brought = self.moves.origins(indices)
+        # Where they run they have other indices than in the data that they came in.
+        brought = self.moves.origins(indices)
         named = (f"samples {given} of data-parallel rank {rank}" for rank, given in brought.items())
         return ", ".join(named) if indices else "a placeholder"
 
-    def check_count(self, step: int, num_microbatches: Sequence[int]) -> None:
-        """Refuse counts of another plan as the caller holds them (`ValueError`)."""
+    def check_step(self, step: Any, num_microbatches: Sequence[int]) -> None:
+        """Refuse a step that there is not (`IndexError`), or counts of another plan as the caller
+        holds them (`ValueError`)."""
+        number = as_integer(step)
+        if number is None or number not in range(self.num_steps):
+            raise IndexError(
+                f"step must be 0 to {self.num_steps - 1}, got {step!r}; this batch has "
+                f"{self.num_steps} steps"
+            )
         # Counts of another batch: the caller has mixed up two rollouts.
-        planned = self.num_microbatches
+        planned = self.num_microbatches[number]
         try:
-            given: Any = num_microbatches[step]
+            given: Any = num_microbatches[number]
         except (TypeError, LookupError):
             given = f"nothing of it, it is {num_microbatches!r}"
-        if given != planned[step]:
+        if given != planned:
             raise ValueError(
-                f"step {step} was planned with {planned[step]} micro-batches, num_microbatches "
-                f"says {given}; pass on what get_data_iterator returned"
+                f"step {step} was planned with {planned} micro-batches, num_microbatches says "
+                f"{given}; pass on what get_data_iterator returned"
             )
 
     def step_plan(self, step: int) -> tuple[StepPlan, list[int]]:
-        """One step's plan over all data-parallel ranks, and the lengths that it refers to.
-
-        The same on every rank. A collective over all ranks the first time, whatever the step.
+        """One step's plan over all data-parallel ranks, the same on every rank, and the lengths
+        that it refers to.
 
         Returns:
             the plan; total length of each sample of the step [samples], in tokens, rank after
             rank.
         """
-        # Under an exchange every rank has planned all samples, and there is nothing to gather.
-        if self.plans:
-            return self.plans[step].plan, self.plans[step].lengths
-        micro_batches, lengths, trees = joined_step(self.shards, step)
-        plan = StepPlan(
-            micro_batches=micro_batches,
-            num_microbatches=len(self.steps[step]),
-            sample_indices=tuple(range(len(lengths))),
-            dims=self.dims,
-            config=self.config,
-            scope="local",
-            cost_model=self.cost_model,
-            trees=trees,
-        )
-        return plan, lengths
+        return self.plans[step].plan, self.plans[step].lengths
 
-    def followed_by(self, later: MicroBatchSchedule) -> MicroBatchSchedule:
-        """The steps of both, of exchanged samples, of which each holds its own."""
-        assert self.moves is not None
-        assert later.moves is not None
+    def append(self, later: MicroBatchSchedule) -> None:
+        """Go on with further steps of the same batch, and the samples that they moved here."""
         held = self.num_samples
-        steps = self.steps + tuple(
+        self.steps += tuple(
             tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
         )
-        forest = None
+        self.plans += later.plans
+        self.moves = self.moves.followed_by(later.moves)
         if self.forest is not None and later.forest is not None:
-            forest = self.forest.joined(later.forest)
-        plans = self.plans + later.plans
-        return dataclasses.replace(
-            self,
-            rollout_data=Columns.joined([self.rollout_data, later.rollout_data]),
-            steps=steps,
-            forest=forest,
-            plan_digest=digest_of([self.plan_digest, later.plan_digest]),
-            moves=self.moves.followed_by(later.moves),
-            plans=plans,
-        )
+            self.forest = self.forest.joined(later.forest)
+        self.plan_digest = digest_of([self.plan_digest, later.plan_digest])
+        self.rollout_data = Columns.joined([self.rollout_data, later.rollout_data])
+        self._sample_weights.clear()  # rows of earlier steps have their own values
+
+    def replace_fields(self, rollout_data: Columns, template: dict[str, list[Any]]) -> None:
+        """Go on with other fields of the same samples."""
+        self.rollout_data, self.template = rollout_data, template
+        self._sample_weights.clear()
+        self.made_rows.clear()
+        vars(self).pop("_placeholder", None)
+        # It has the fields as they were.
+        self.for_forward_passes = None
 
     def samples(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
         """The values of some samples, or of one fabricated sample where ``indices`` is empty."""
@@ -297,11 +264,22 @@ class MicroBatchSchedule:
             return [self.dims.context_parallel] * len(self.steps[step])
         planned = self.plans[step].plan.context_parallel
         assert planned is not None
-        assert self.moves is not None
         return planned[self.moves.own]
 
+    def rows_alone(self, step: int) -> list[tuple[int, ...]]:
+        """Lengths of the sequences of each of this rank's rows; () where ranks share the row, or
+        samples tokens: what such a row costs is not a matter of lengths."""
+        rows = self.steps[step]
+        sizes = self.row_sizes(step) if self.has_sizes_of_rows else [1] * len(rows)
+        return [
+            tuple(self.own_lengths[i] for i in indices)
+            if size == 1 and not self.nodes(indices, size).is_shared
+            else ()
+            for indices, size in zip(rows, sizes, strict=True)
+        ]
+
     def _rank_in_row(self, size: int) -> int:
-        if self.has_sizes_of_rows and self.moves is not None:
+        if self.has_sizes_of_rows:
             # Ranks that share a row are a block of consecutive ones: the place in it is the slice.
             return self.moves.own % size
         rank: int = parallel_state.get_context_parallel_rank()

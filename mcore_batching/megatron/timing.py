@@ -24,8 +24,6 @@ from mcore_batching.flags import FIXED, FLAGS, LEARNT
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.prepare import PreparedStep
-from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.costs.layer_costs import costs_of_stage
@@ -112,8 +110,8 @@ class CostLearner:
         return self.learnt
 
     @contextlib.contextmanager
-    def timing(self, prepared: PreparedStep) -> Iterator[None]:
-        """Time the passes of a training step that runs inside."""
+    def timing(self, rows: Sequence[tuple[int, ...]], dims: ParallelDims) -> Iterator[None]:
+        """Time the passes of a training step that runs inside, of `rows_alone` of a schedule."""
         # Around Megatron's own forward and backward step: what a stage waits for its neighbours is
         # outside.
         marks: list[Any] = []
@@ -123,9 +121,8 @@ class CostLearner:
         if not self._is_warm:
             self._is_warm = True
             return
-        rows = rows_alone(prepared.schedule, prepared.step)
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        order = Schedule(dims=prepared.schedule.dims).order(stage, len(rows))
+        order = Schedule(dims=dims).order(stage, len(rows))
         if len(marks) == 2 * len(order):  # else the schedule is none that is known here
             self._unread.append(TimedStep(rows, order, marks))
 
@@ -146,19 +143,6 @@ class CostLearner:
         assert self.learnt is not None
         self.learnt = self.learnt.after(evidence)
         return self.learnt
-
-
-def rows_alone(schedule: MicroBatchSchedule, step: int) -> list[tuple[int, ...]]:
-    """Lengths of the sequences of each of this rank's rows; () where ranks share the row, or
-    samples tokens: what such a row costs is not a matter of lengths."""
-    rows = schedule.steps[step]
-    sizes = schedule.row_sizes(step) if schedule.has_sizes_of_rows else [1] * len(rows)
-    return [
-        tuple(schedule.own_lengths[i] for i in indices)
-        if size == 1 and not schedule.nodes(indices, size).is_shared
-        else ()
-        for indices, size in zip(rows, sizes, strict=True)
-    ]
 
 
 class CostLearners:

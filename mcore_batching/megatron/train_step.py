@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.iterator import DataIterator, rollout_of
+from mcore_batching.megatron.iterator import DataIterator, planned, rollout_of
 from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.log_probs import logits_of_shape, tensors_of
 from mcore_batching.megatron.loss_shares import (
@@ -132,15 +132,15 @@ def train_step(
 
     # What these iterators are not is refused below, as an error of all ranks.
     with contextlib.suppress(TypeError):
-        rollout_of(data_iterator).planned(step)
+        planned(rollout_of(data_iterator), step)
     with collating(job, _OPERATION) as agree:
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
         update.check(model_chunks(model))
-        rollout = rollout_of(data_iterator)
-        rollout.check_step(step, num_microbatches)
-        prepared = collated(agree, job, model, rollout.schedule, step)
-        agree.same("increment", update.samples_counted(rollout.schedule))
+        schedule = rollout_of(data_iterator)
+        schedule.check_step(step, num_microbatches)
+        prepared = collated(agree, job, model, schedule, step)
+        agree.same("increment", update.samples_counted(schedule))
     # Only now: what is no model has been refused above, on every rank.
     return _trained(loss_function, job, model_chunks(model), prepared, update)
 

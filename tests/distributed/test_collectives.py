@@ -21,10 +21,8 @@ OF_ALL = {
     # Reading the arguments, collating, and after the pipeline.
     "forward_only": {"reduce": 3},
     "plan of all ranks": {},
-    # Reading, packing, filling.
-    "plan, samples stay": {"reduce": 3, "gather": 1},
-    "samples stay, plans of all ranks": {"reduce": 1, "gather": 1},
-    "samples stay, plans of all ranks, again": {},
+    # Reading, packing, filling; all ranks' lengths, and their micro-batches.
+    "plan, samples stay": {"reduce": 3, "gather": 2},
     # What was measured travels with the settings.
     "plan, learnt costs": PLAN,
     "train_step, learnt costs": {"reduce": 2},

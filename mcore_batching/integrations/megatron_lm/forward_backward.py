@@ -152,7 +152,7 @@ class PackedForwardBackward:
             # Context-parallel ranks read the same rows, and may each be a replica here.
             counts = self._is_sft and parallel_state.get_context_parallel_rank() == 0
             truncated = agree.sum("truncated rows", num_truncated(batches) if counts else 0)
-        plan, lengths = schedule.step_plan(0)  # where samples stay, a collective
+        plan, lengths = schedule.step_plan(0)
         made, (problem, _) = step_statistics(plan, lengths), step_problem(plan, lengths)
         shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
         record_step(
@@ -160,7 +160,7 @@ class PackedForwardBackward:
             plan_seconds=plan_seconds,
             run=run,
             memory=predicted_memory(made, problem, shape),
-            learnt=learnt_entries(schedule.learnt, made.step_time),
+            learnt=learnt_entries(schedule.settings.learnt, made.step_time),
             truncated=truncated.value if self._is_sft else None,
             log_all=getattr(self._args, "dynamic_batch_log_all", False),
         )

@@ -85,9 +85,9 @@ class StockSteps:
             if lengths is not None:
                 request = PlanInputs.of(job, chunks).request(tuple(lengths))
                 self._ticket = begin_plan(job, request)
-        schedule = plan_rollout(samples, ticket).schedule
+        schedule = plan_rollout(samples, ticket)
         if not forward_only:
-            self._last_planned = iteration, schedule.cost_model
+            self._last_planned = iteration, schedule.settings.cost_model
         operation = "evaluation" if forward_only else "training"
         with collating(job, operation) as agree:
             return collated(

@@ -30,7 +30,7 @@ from mcore_batching.integrations.slime.rollout_manager import option_problems
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.forward_only import forward_only as run_forward_only
-from mcore_batching.megatron.iterator import DataIterator, Rollout, plan_rollout, rollout_of
+from mcore_batching.megatron.iterator import DataIterator, plan_rollout, rollout_of
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.model_inputs import changed_inputs, joined_multimodal_inputs
 from mcore_batching.megatron.prepare import MODEL_INPUTS
@@ -49,8 +49,8 @@ _PLANNED = (*_ROW_FIELDS, "multimodal_train_inputs", "position_ids", "dynamic_gl
 class _LiveDataIterator(DataIterator):
     """A `DataIterator` that draws values from the framework's dict as it is at that time."""
 
-    def __init__(self, rollout: Rollout, rollout_data: dict[str, Any]) -> None:
-        super().__init__(rollout)
+    def __init__(self, schedule: MicroBatchSchedule, rollout_data: dict[str, Any]) -> None:
+        super().__init__(schedule)
         self._live = rollout_data
 
     @property
@@ -60,7 +60,7 @@ class _LiveDataIterator(DataIterator):
 
     def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
         """The next micro-batch's values, None for fields that the dict lacks."""
-        indices = self._rollout.schedule.micro_batches[self.offset]
+        indices = self._schedule.micro_batches[self.offset]
         self.offset += 1
         live = {key: self._live.get(key) for key in keys}
         return {
@@ -97,19 +97,17 @@ def get_data_iterator(
     )
     job = job_of(planning_args)
     samples = read_samples(job, model, DEFAULT_SCHEMA, lambda: _planned(rollout_data))
-    planned = plan_rollout(samples).schedule
+    schedule = plan_rollout(samples)
     # Rows are padded to a multiple of the tensor-parallel size, which is enough for sequence
     # parallelism. Samples must not be: slime finds tokens by unpadded lengths.
-    schedule = dataclasses.replace(
-        planned, dims=dataclasses.replace(planned.dims, sequence_parallel=False)
-    )
-    rollout = Rollout(schedule)
+    dims = dataclasses.replace(schedule.dims, sequence_parallel=False)
+    schedule.settings = dataclasses.replace(schedule.settings, dims=dims)
     # A rank that was given nothing has what its replica sent it, without later fields.
     live = dict(schedule.rollout_data) if rollout_data is None else rollout_data
     return [
-        PlaceholderIterator(_LiveDataIterator(rollout, live), schema, schedule.template)
-        for _ in range(planned.dims.virtual_pipeline)
-    ], planned.num_microbatches
+        PlaceholderIterator(_LiveDataIterator(schedule, live), schema, schedule.template)
+        for _ in range(dims.virtual_pipeline)
+    ], schedule.num_microbatches
 
 
 def forward_only(
@@ -130,7 +128,7 @@ def forward_only(
             "call the function before"
         )
     live = [_live(each).reset() for each in data_iterator]  # the caller may have drawn from them
-    with _own_positions(model_chunks(model), rollout_of(live).schedule):
+    with _own_positions(model_chunks(model), rollout_of(live)):
         return run_forward_only(f, args, model, live, num_microbatches, store_prefix)
 
 
@@ -152,7 +150,7 @@ def get_batch(
     """
     refuse("the hooked get_batch", _layout_problems(qkv_format, allgather_cp))
     live = _live(data_iterator)
-    schedule, slot = rollout_of([live]).schedule, live.offset
+    schedule, slot = rollout_of([live]), live.offset
     # The row needs more than the keys that the framework requests.
     values = data_iterator.get_next(list(dict.fromkeys([*keys, *_ROW_FIELDS])))
     row = _packed_row(schedule, schedule.micro_batches[slot], values, pad_multiplier)

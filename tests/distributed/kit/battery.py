@@ -27,10 +27,11 @@ from kit.forked import at_fault
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.batch.messages import RankMessages
+from mcore_batching.megatron import iterator
 from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.exchange import SampleMoves
-from mcore_batching.megatron.iterator import Rollout
 from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.samples import Samples
 
 STOPPED_SECONDS = 15
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -71,12 +72,12 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def killed_later(rollout: Rollout, step: Any = None) -> Any:
-    """`Rollout.planned`, but for later steps."""
-    return kill() if step else _planned(rollout, step)
+def killed_later(samples: Samples, step: int, ticket: Any = None) -> Any:
+    """`planned_step`, but for later steps."""
+    return kill() if step else _planned_step(samples, step, ticket)
 
 
-_planned = Rollout.planned
+_planned_step = iterator.planned_step
 
 
 def nan_loss(*given: Any) -> Any:

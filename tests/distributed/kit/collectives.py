@@ -126,9 +126,6 @@ def collectives_of_phases(dims: dict[str, Any], reference: str) -> dict[str, dic
             get_data_iterator(args, model, on_one)
         with counted() as phases["plan, samples stay"]:
             iterators, _ = get_data_iterator(staying, model, samples)
-        with counted() as phases["samples stay, plans of all ranks"]:
-            schedule_of(iterators).step_plan(0)
-        with counted() as phases["samples stay, plans of all ranks, again"]:
             schedule_of(iterators).step_plan(0)
         with counted() as phases["plan, learnt costs"]:
             iterators, counts = get_data_iterator(learning, model, samples)

@@ -156,8 +156,8 @@ def learn(
                 {
                     "plan": schedule.plan_digest,
                     "plan again": schedule_of(again).plan_digest,
-                    "costs": json.loads(schedule.cost_model.to_json()),
-                    "speed": schedule.learnt and schedule.learnt.seconds_per_unit,
+                    "costs": json.loads(schedule.settings.cost_model.to_json()),
+                    "speed": schedule.settings.learnt and schedule.settings.learnt.seconds_per_unit,
                     "lengths": lengths,
                     "ranks": plan.micro_batches,
                     "sizes": list(schedule.row_sizes(0)),

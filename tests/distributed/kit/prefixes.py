@@ -26,7 +26,6 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.timing import rows_alone
 from mcore_batching.planning import ParallelDims, step_statistics
 
 TOTALS = [4, 9, 15, 24]
@@ -129,7 +128,7 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
         "printed": printed,
         "last": list(schedule.forest.last if schedule.forest else ()),
         "cut": 0 if cut.forest is None else cut.forest.tokens,
-        "rows": rows_alone(schedule, 0),
+        "rows": schedule.rows_alone(0),
         "samples": statistics.num_samples,
         "tokens": [statistics.real_tokens, statistics.sample_tokens, statistics.keys],
         "errors": errors,

@@ -128,7 +128,7 @@ def there_and_back(
             for name, values in outputs.items()
         },
         "trained": [result.totals.num_samples for result in trained],
-        "forward_rows": sum(bool(row) for row in forward.schedule.micro_batches),
+        "forward_rows": sum(bool(row) for row in forward.micro_batches),
         "moved": len(set(held) - set(data["source"])),
         "saved": _saved(schedule_of(iterators)),
     }

@@ -60,9 +60,9 @@ def main() -> None:
 
 def _predicted_seconds(schedule: MicroBatchSchedule) -> float:
     """Seconds of a step by what was learnt before it."""
-    assert schedule.learnt is not None
-    assert schedule.learnt.seconds_per_unit is not None
-    return schedule.learnt.seconds_per_unit * predicted_step_time(*schedule.step_plan(0))
+    assert schedule.settings.learnt is not None
+    assert schedule.settings.learnt.seconds_per_unit is not None
+    return schedule.settings.learnt.seconds_per_unit * predicted_step_time(*schedule.step_plan(0))
 
 
 if __name__ == "__main__":
