@@ -14,7 +14,6 @@ from typing import Any
 
 from mcore_batching.planning import CHOICES, PlannerConfig
 from mcore_batching.planning.errors import FLAG_OF
-from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 PREFIX = "--dynamic-batch-"
 
@@ -107,12 +106,6 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
             "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
             "pass: it then has a plan of its own (default: the plan and the cap of training)"
         ),
-        "log_prob_chunk_tokens": _tokens(
-            "tokens of which log-probs and entropies hold float32 copies of the logits at a time; "
-            "the default, 512, takes 0.3 GB at a vocabulary of 152k, where 16k tokens take 10, "
-            "and leaves kernels 10 million entries when eight ranks share the vocabulary",
-            default=LOG_PROB_CHUNK_TOKENS,
-        ),
         "logits_in_model_dtype": _switch(
             "give losses and forward_only's functions the logits of a half-precision model as it "
             "makes them, without Megatron's float32 copy of them all: log-probs and entropies of "
@@ -137,11 +130,6 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
             type=float,
             default=DEFAULT_TIMEOUT_SECONDS,
             metavar="SECONDS",
-        ),
-        "no_failure_watch": _switch(
-            "wrap no exception of the model, and leave the ranks that wait for the one that "
-            "raised it to their process groups' time-out: for a debugger on one rank, or a "
-            "launcher that ends the others itself"
         ),
         "no_planned_shapes": _switch(
             "let pipeline stages exchange the shape of every tensor before they send it, instead "
@@ -190,10 +178,15 @@ REMOVED_FLAGS = {
     f"{PREFIX}max-inflight-tokens": (
         "a stage holds at most as many micro-batches as 1F1B has stages: lower --max-tokens-per-gpu"
     ),
+    f"{PREFIX}log-prob-chunk-tokens": (
+        "give response_log_probs and its sibling chunk_tokens instead (default: 512)"
+    ),
+    f"{PREFIX}no-failure-watch": (
+        "a rank that raises ends the others; the error's __cause__ is its own: leave it out"
+    ),
+    f"{PREFIX}rendezvous-timeout-seconds": f"set {PREFIX}consensus-timeout-seconds instead",
 }
 """Flags of earlier releases, which are refused, and what to do instead."""
-
-_FORMER = {"consensus_timeout_seconds": (f"{PREFIX}rendezvous-timeout-seconds",)}
 
 PLANNER_DEFAULTS = {
     option.name: option.default
@@ -219,7 +212,7 @@ def add_flags(parser: argparse.ArgumentParser, themes: Iterable[str]) -> argpars
         for name in THEMES[theme]:
             # argparse has no public way to ask whether a flag is there.
             if FLAGS[name] not in parser._option_string_actions:
-                group.add_argument(FLAGS[name], *_FORMER.get(name, ()), **settings_of(name))
+                group.add_argument(FLAGS[name], **settings_of(name))
     refuse_removed(parser)
     return parser
 

@@ -33,11 +33,7 @@ from mcore_batching.megatron.errors import (
     PlanningFailedError,
 )
 from mcore_batching.megatron.options import Options
-from mcore_batching.megatron.watch import (
-    NO_WATCH,
-    FailureWatch,
-    watch_of_world,
-)
+from mcore_batching.megatron.watch import FailureWatch, watch_of_world
 from mcore_batching.planning.plans.records import StepRecorder
 
 Kept = TypeVar("Kept")
@@ -96,7 +92,7 @@ class Job:
         # With a wrong one this rank has yet to reach the others, to report it.
         with contextlib.suppress(DynamicBatchArgumentError):
             seconds = options.checked_timeout_seconds()
-        watch = NO_WATCH if options.no_failure_watch else watch_of_world()
+        watch = watch_of_world()
         try:
             made = JobConsensus(seconds, watch)
             with made.agreement("reading the arguments"):
@@ -115,7 +111,7 @@ class Job:
     @property
     def watch(self) -> FailureWatch:
         """Over the failures of all ranks; a collective where `consensus` is."""
-        return NO_WATCH if self.options.no_failure_watch else self.consensus.watch
+        return self.consensus.watch
 
     @property
     def recorder(self) -> StepRecorder | None:

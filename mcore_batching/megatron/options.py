@@ -37,7 +37,6 @@ from mcore_batching.planning import (
 from mcore_batching.planning.errors import named
 from mcore_batching.planning.files import read_document
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
 _MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds in 64 bits
 
@@ -58,12 +57,10 @@ class Options:
     exchange: bool | None = None
     share_prefixes: bool | None = False  # None: cannot be set
     forward_only_max_tokens_per_gpu: Any = None
-    log_prob_chunk_tokens: Any = LOG_PROB_CHUNK_TOKENS
     logits_in_model_dtype: bool = False
     fuse_output_layer: bool = False
     record: str | None = None
     consensus_timeout_seconds: Any = DEFAULT_TIMEOUT_SECONDS
-    no_failure_watch: bool = False
     no_planned_shapes: bool = False
     on_nonfinite: str = "error"
 
@@ -125,15 +122,6 @@ class Options:
         """True if costs are learnt from training's own passes."""
         # Rows that are never packed have no use for them.
         return self.cost_model == LEARNT and bool(self.use_dynamic_batch_size)
-
-    def checked_chunk_tokens(self) -> int:
-        """Tokens of which log-probs and entropies hold float32 logits at a time."""
-        tokens = self.log_prob_chunk_tokens
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise DynamicBatchArgumentError(
-                f"{FLAGS['log_prob_chunk_tokens']} must be 1 or more, got {tokens!r}: leave it out"
-            )
-        return tokens
 
     def checked_timeout_seconds(self) -> float:
         """How long a rank waits for the others in an agreement."""

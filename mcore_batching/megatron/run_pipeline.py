@@ -24,7 +24,7 @@ from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.log_probs import Logits, chunks_of_tokens, output_layer
+from mcore_batching.megatron.log_probs import Logits, output_layer, temperatures_used
 from mcore_batching.megatron.model_inputs import joined_multimodal_inputs, padding_mask
 from mcore_batching.megatron.mtp import LaterLosses, predict_later_tokens
 from mcore_batching.megatron.options import Options
@@ -205,7 +205,7 @@ def run_pipeline(
     with contextlib.ExitStack() as stack:
         for each in around:
             stack.enter_context(each)
-        temperatures = stack.enter_context(chunks_of_tokens(job.options.checked_chunk_tokens()))
+        temperatures = stack.enter_context(temperatures_used())
         made: list[Any] = (schedule or get_forward_backward_func())(
             forward_step_func=forward_step,
             # The interleaved schedule takes lists, the others a model and an iterator.

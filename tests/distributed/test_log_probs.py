@@ -78,8 +78,6 @@ def test_the_gradient_is_written_over_logits_that_nobody_else_reads(
 )
 def test_flags_of_log_probs_in_a_step(job: Job, ranks: list[dict[str, Any]]) -> None:
     (found,) = ranks
-    usual, short = found["chunks"]
-    assert short > 3 * usual
     assert found["dtypes"] == ["torch.float32", "torch.bfloat16"]
     assert found["same gradients"]
     assert found["same log-probabilities"]

@@ -75,15 +75,6 @@ def test_removed_flags_are_refused_in_one_line(
             Options.of(SimpleNamespace(**{attribute: value}))
 
 
-@pytest.mark.parametrize("tokens", ["0", "-3"])
-def test_chunks_of_no_tokens_are_refused(tokens: str) -> None:
-    assert Options.of(parse()).checked_chunk_tokens() == 512
-    seven = parse("--dynamic-batch-log-prob-chunk-tokens", "7")
-    assert Options.of(seven).checked_chunk_tokens() == 7
-    with pytest.raises(DynamicBatchArgumentError, match="chunk-tokens must be 1 or more, got"):
-        Options.of(parse("--dynamic-batch-log-prob-chunk-tokens", tokens)).checked_chunk_tokens()
-
-
 def test_flags_that_a_framework_has_are_left_alone() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-tokens-per-gpu", type=int, default=7)

@@ -18,7 +18,7 @@ from mcore_batching.megatron.log_probs import (
     StatisticsOfLogits,
     StatisticsOfProduct,
     _options,
-    chunks_of_tokens,
+    temperatures_used,
 )
 from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step, step_statistics
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
@@ -83,19 +83,14 @@ def test_log_probs_need_no_float32_copy(dtype: torch.dtype) -> None:
     assert of_logits < _peak_bytes(run) <= of_logits + 0.7 * copy
 
 
-def test_chunks_and_temperatures_are_of_the_innermost_step() -> None:
+def test_temperatures_are_of_the_innermost_step() -> None:
     """Also after one that failed inside of another."""
-
-    def asked(temperature: float) -> int:
-        return _options(temperature, None, with_entropy=False).chunk_tokens
-
-    usual = asked(0.5)
-    with chunks_of_tokens(3) as outer:
-        with contextlib.suppress(ZeroDivisionError), chunks_of_tokens(5) as inner:
-            assert asked(2.0) == 5
+    with temperatures_used() as outer:
+        with contextlib.suppress(ZeroDivisionError), temperatures_used() as inner:
+            _options(2.0, 1, with_entropy=False)
             raise ZeroDivisionError
-        assert asked(1.0) == 3
-    assert asked(0.7) == usual != 3
+        _options(1.0, 1, with_entropy=False)
+    _options(0.7, 1, with_entropy=False)
     assert (outer, inner) == ({1.0}, {2.0})
 
 

@@ -73,7 +73,6 @@ def check_settings(args: Any, model: Any) -> None:
 
 def check_logits(options: Options, chunks: list[Any]) -> None:
     """Refuse flags of log-probabilities that this model cannot have."""
-    options.checked_chunk_tokens()
     if options.fuse_output_layer:
         check_can_be_fused(chunks)
 

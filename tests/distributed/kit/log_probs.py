@@ -11,7 +11,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.utils import get_model_config
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.exactness import arguments, log_probs_of
 from kit.model import MAX_SEQUENCE_LENGTH, model_options, transformer_config
@@ -112,19 +111,6 @@ def memory_is_shared() -> dict[str, Any]:
     return found
 
 
-class _Operations(TorchDispatchMode):
-    """Counts chunks of log-probs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chunks = 0
-        self.dtypes: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.chunks += func.overloadpacket.__name__ == "amax"
-        return func(*args, **(kwargs or {}))
-
-
 def _small_model(dims: ParallelDims, ddp: dict[str, Any], **settings: Any) -> list[Any]:
     """A dense model of random weights on a layout, in Megatron's data-parallel wrapper."""
     model = build_model(
@@ -152,13 +138,13 @@ class _Job:
         for name, parameter in self.model[0].named_parameters():
             parameter.register_hook(lambda grad, name=name: self.touched.add(name))
 
-    def step(self, loss: Any = packed_objective, **settings: Any) -> tuple[_Operations, Tensor]:
-        """Operations of a step, and its gradients."""
-        seen = _Operations()
+    def step(self, loss: Any = packed_objective, **settings: Any) -> tuple[set[str], Tensor]:
+        """Types of the logits in a step, and its gradients."""
+        dtypes = set()
 
         def watched(logits: Any, row: PackedMicroBatch, totals: StepTotals) -> Any:
             if isinstance(logits, torch.Tensor):
-                seen.dtypes.add(str(logits.dtype))
+                dtypes.add(str(logits.dtype))
             return loss(logits, row, totals)
 
         self.touched.clear()
@@ -167,10 +153,9 @@ class _Job:
         optimizer = SimpleNamespace(
             zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
         )
-        with seen:
-            train_step(watched, args, self.model, iterators, counts, optimizer)
+        train_step(watched, args, self.model, iterators, counts, optimizer)
         gradients = [parameter.main_grad.flatten() for parameter in self.model[0].parameters()]
-        return seen, torch.cat(gradients).clone()
+        return dtypes, torch.cat(gradients).clone()
 
     def log_probs(self, **settings: Any) -> Tensor:
         args = arguments(self.dims, **settings)
@@ -184,15 +169,13 @@ def settings_of_a_step() -> dict[str, Any]:
     job = _Job({}, torch.bfloat16)
     usual, gradients = job.step()
     every = set(job.touched)
-    short, _ = job.step(dynamic_batch_log_prob_chunk_tokens=3)
     narrow, same = job.step(dynamic_batch_logits_in_model_dtype=True)
     plain, narrow_log_probs = (
         job.log_probs(),
         job.log_probs(dynamic_batch_logits_in_model_dtype=True),
     )
     found: dict[str, Any] = {
-        "chunks": [usual.chunks, short.chunks],
-        "dtypes": [*usual.dtypes, *narrow.dtypes],
+        "dtypes": [*usual, *narrow],
         "same gradients": bool(torch.equal(gradients, same)),
         "same log-probabilities": bool(torch.equal(plain, narrow_log_probs)),
     }

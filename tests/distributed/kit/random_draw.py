@@ -128,7 +128,6 @@ def _planner(
     ranks = dims["data_parallel"] * dims["context_parallel"]
     args: dict[str, Any] = {
         "dynamic_batch_plan_effort": draw.one("effort", [30, 100, 300]),
-        "dynamic_batch_log_prob_chunk_tokens": draw.one("chunk", [1, 5, 64, 512]),
         "dynamic_batch_logits_in_model_dtype": draw.chance("model dtype", 0.3),
         "dynamic_batch_fuse_output_layer": draw.chance("fused output", 0.35),
         "dynamic_batch_no_planned_shapes": draw.chance("shapes exchanged", 0.1),
@@ -202,6 +201,7 @@ def _objective(draw: Draw) -> dict[str, Any]:
         "kl": draw.one("KL's mean", [None, None, *means]),
         "entropy": draw.one("entropy's mean", [None, None, *means]),
         "temperature": draw.one("temperature", [1.0, 1.0, 0.7]),
+        "chunk_tokens": draw.one("chunk", [1, 5, 64, 512]),
         # Log-probs of a forward pass before training: not made, added as a field, or in place of
         # the rollout's.
         "forward_only": old,

@@ -45,6 +45,8 @@ from mcore_batching.rl import pad_batch
 SCHEMA = DEFAULT_SCHEMA.declare("old_log_probs", Kind.PER_RESPONSE_TOKEN).declare(
     "old_entropy", Kind.PER_RESPONSE_TOKEN
 )
+OPTIONS = ("temperature", "chunk_tokens")
+"""Of an objective, those of log-probabilities."""
 FORWARD_CAP = "dynamic_batch_forward_only_max_tokens_per_gpu"
 Samples = dict[str, list[Any]]
 BEHAVIOUR = {"none": "rollout_log_probs", "old": "old_log_probs", "replaced": "log_probs"}
@@ -230,21 +232,19 @@ class RandomRun:
             add_fields(iterators, outputs)
 
     def _statistics(self, logits: Any, micro_batch: PackedMicroBatch) -> dict[str, Any]:
-        temperature = self._job["objective"]["temperature"]
+        options = {name: self._job["objective"][name] for name in OPTIONS}
         lengths = [torch.tensor(length) for length in micro_batch.total_lengths]
         if not self._job["objective"]["forward_entropy"]:
-            log_probs = response_log_probs(logits, micro_batch, temperature=temperature)
+            log_probs = response_log_probs(logits, micro_batch, **options)
             return {"log_probs": log_probs, "length": lengths}
-        log_probs, entropy = response_log_probs_and_entropy(
-            logits, micro_batch, temperature=temperature
-        )
+        log_probs, entropy = response_log_probs_and_entropy(logits, micro_batch, **options)
         return {"log_probs": log_probs, "entropy": entropy, "length": lengths}
 
     def _loss(
         self, logits: Any, row: PackedMicroBatch, totals: StepTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
         objective = self._job["objective"]
-        options = {"temperature": objective["temperature"]}
+        options = {name: objective[name] for name in OPTIONS}
         if objective["entropy"] is None:
             log_probs = response_log_probs(logits, row, **options)
             entropy = None
