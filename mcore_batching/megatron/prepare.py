@@ -24,7 +24,7 @@ from mcore_batching.batch import Kind, PackedMicroBatch, StepTotals
 from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
 from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.flags import FLAGS
-from mcore_batching.megatron.checks.features import (
+from mcore_batching.megatron.checks.layers import (
     check_branches,
     check_shared_prefixes,
     let_rows_have_groups,

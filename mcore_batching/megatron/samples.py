@@ -22,7 +22,7 @@ from mcore_batching.batch import Schema
 from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.beginnings import Beginnings, find_beginnings
-from mcore_batching.megatron.checks.features import check_shared_prefixes
+from mcore_batching.megatron.checks.layers import check_shared_prefixes
 from mcore_batching.megatron.checks.settings import prepare_model
 from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.exchange import SampleMoves

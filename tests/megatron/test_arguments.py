@@ -24,7 +24,7 @@ from mcore_batching.flags import (
     add_flags,
 )
 from mcore_batching.megatron import compat, cpu_emulation
-from mcore_batching.megatron.checks.features import (
+from mcore_batching.megatron.checks.layers import (
     multi_token_problems,
     unfit_for_later_tokens,
 )

@@ -13,8 +13,7 @@ from kit.stand_ins import stood_in
 from megatron.core.transformer.enums import AttnMaskType
 
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.checks.features import check_shared_prefixes
-from mcore_batching.megatron.checks.layers import layer_problems
+from mcore_batching.megatron.checks.layers import check_shared_prefixes, layer_problems
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import ParallelDims
 

@@ -12,14 +12,14 @@ from megatron.core.utils import get_model_config
 
 from mcore_batching.flags import PREFIX
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.checks.features import (
+from mcore_batching.megatron.checks.layers import (
     check_shared_prefixes,
+    layer_problems,
     let_rows_have_groups,
     multi_token_problems,
     shared_row_problems,
     unfit_for_later_tokens,
 )
-from mcore_batching.megatron.checks.layers import layer_problems
 from mcore_batching.megatron.errors import fields_to_unset, refuse
 from mcore_batching.megatron.log_probs import check_can_be_fused
 from mcore_batching.megatron.options import Options
