@@ -252,14 +252,14 @@ class _GatherTokens(torch.autograd.Function):
         return grad[first : first + ctx.local_tokens], None
 
 
-class _Geometry:
-    """A row's runs, and its indices on the device, each copied there once."""
+class RowGeometry:
+    """A row's runs, and its indices on the device, each copied there once for all layers."""
 
     def __init__(
-        self, cu_seqlens: list[int], group: dist.ProcessGroup, device: torch.device
+        self, cu_seqlens: Sequence[int], size: int, runs: Sequence[Run], device: torch.device
     ) -> None:
-        self._cu_seqlens, self._size, self._device = cu_seqlens, group.size(), device
-        self.runs = attention_runs(cu_seqlens, group.size(), group.rank())
+        self._cu_seqlens, self._size, self._device = cu_seqlens, size, device
+        self.runs = runs
 
     @functools.cached_property
     def restore_index(self) -> Tensor:
@@ -409,12 +409,16 @@ def gathered(
     return key, value
 
 
-def _geometry(packed_seq_params: Any, group: dist.ProcessGroup, device: torch.device) -> _Geometry:
+def _geometry(
+    packed_seq_params: Any, group: dist.ProcessGroup, device: torch.device
+) -> RowGeometry:
     """The row's geometry, stored in its parameters: layers share it."""
-    geometry: _Geometry | None = getattr(packed_seq_params, "attention_geometry", None)
+    geometry: RowGeometry | None = getattr(packed_seq_params, "attention_geometry", None)
     # On the row's parameters, which live as long as its pass; a cache would need an end of its own.
     if geometry is None:
-        geometry = _Geometry(host_cu_seqlens(packed_seq_params), group, device)
+        offsets, size = host_cu_seqlens(packed_seq_params), group.size()
+        runs = attention_runs(offsets, size, group.rank())
+        geometry = RowGeometry(offsets, size, runs, device)
         packed_seq_params.attention_geometry = geometry
     return geometry
 

@@ -40,7 +40,7 @@ from mcore_batching.batch.pinned_buffer import sent
 from mcore_batching.batch.row import PackedMicroBatch
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention import KernelRow, Run, gathered, zigzag_restore_index
+from mcore_batching.megatron.attention import RowGeometry, Run, gathered
 
 _ALONG_PATHS = {
     *("GPTModel", "HybridModel", "MambaModel", "TransformerBlock", "TransformerLayer"),
@@ -106,8 +106,8 @@ class _BottomRight:
     name = "padding_causal_bottom_right"
 
 
-class Paths:
-    """What the queries of one rank's slice of a row attend to.
+class Paths(RowGeometry):
+    """What the queries of one rank's slice of a row with branches attend to.
 
     Attributes:
         positions: place of each token of the full row in its sample, int64 ``[T]`` on the device.
@@ -119,18 +119,16 @@ class Paths:
         nodes, device = row.nodes, row.tokens.device
         size = row.context_parallel_size
         self._group = group if size > 1 else None
-        self._restore: Tensor | None = None
-        if self._group is not None:
-            self._restore = sent(zigzag_restore_index(nodes.segments, size), device)
-        self._stretches, self.runs = list[tuple[int, int]](), list[Run]()
+        self._stretches, runs = list[tuple[int, int]](), list[Run]()
         query = key = 0
         held = Slice(nodes.segments, size, row.context_parallel_rank).chunks
         for node, first, end in _pieces(nodes.offsets, held):
             path = self._path(nodes.offsets, nodes.parents, node, end)
             keys = sum(stop - start for start, stop in path)
             self._stretches += path
-            self.runs.append(Run(query, query + end - first, key, key + keys))
+            runs.append(Run(query, query + end - first, key, key + keys))
             query, key = query + end - first, key + keys
+        super().__init__(nodes.segments, size, runs, device)
         lengths = torch.tensor(nodes.offsets, device="cpu").diff()
         firsts = torch.tensor(nodes.starts, device="cpu") - torch.tensor(nodes.offsets[:-1])
         places = torch.arange(nodes.offsets[-1], device="cpu")
@@ -172,15 +170,10 @@ class Paths:
         params.local_cp_size = 1
         return params
 
-    @functools.cached_property
-    def kernel_row(self) -> KernelRow:
-        """The stretches, as the variable-length kernel takes them."""
-        return KernelRow(self.runs, self.positions.device)
-
     def keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[keys, heads, dim]`` of all paths, from this rank's slice."""
-        if self._group is not None and self._restore is not None:
-            key, value = gathered(key, value, self._restore, self._group)
+        if self._group is not None:
+            key, value = gathered(key, value, self.restore_index, self._group)
         gather = cast(Any, _GatherStretches).apply
         return gather(key, self._stretches), gather(value, self._stretches)
 
