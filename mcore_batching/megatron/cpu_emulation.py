@@ -205,19 +205,33 @@ _ANSWERS: dict[str, Any] = {
     "is_current_stream_capturing": False,
 }
 """Results of functions of `torch.cuda`, whatever their arguments."""
+
+
+def _device_count() -> int:
+    # A GPU for each process of torchrun, as jobs expect.
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _get_rng_state(*unused: Any, **named: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *unused: Any, **named: Any) -> None:
+    torch.set_rng_state(state)
+
+
 _FUNCTIONS = {
     "is_available": _is_available,
-    # A GPU for each process of torchrun, as jobs expect.
-    "device_count": lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+    "device_count": _device_count,
     "Stream": _Stream,
     "Event": _Event,
 }
 _RANDOM_NUMBERS = {
-    "get_rng_state": lambda *unused, **named: torch.get_rng_state(),
-    "set_rng_state": lambda state, *unused, **named: torch.set_rng_state(state),
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
     # Not torch.manual_seed, which would call back here.
-    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
-    "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
+    "manual_seed": torch.default_generator.manual_seed,
+    "manual_seed_all": torch.default_generator.manual_seed,
 }
 """Functions that stand in both `torch.cuda` and `torch.cuda.random`."""
 
@@ -264,6 +278,6 @@ def _patch_megatron() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine
         moe_utils.te_general_gemm = None
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):  # main, likewise
-        multi_token_prediction.is_inference_column_parallel_linear = lambda layer: False
+        multi_token_prediction.is_inference_column_parallel_linear = _always(False)
     # The wheels ship the compiled helper, but not the Makefile that would build it.
-    dataset_utils.compile_helpers = lambda: None
+    dataset_utils.compile_helpers = _always(None)

@@ -42,12 +42,12 @@ def test_what_is_printed_and_reported_of_samples_and_trees(
     silent, printed = (rank["printed"] for rank in ranks)
     assert set(silent.values()) == {""}
     assert printed["off"] == ""
-    assert printed["on"] == ""  # of samples that stay, each rank has its own
+    assert printed["on"].count("\n") == 1
     assert printed["mark"].count("\n") == 1
     assert "tokens that samples have in common are computed for each" in printed["mark"]
-    assert printed["exchanged"].count("\n") == 1
     saved = f"{TOKENS:,} tokens of samples computed as {COMPUTED:,}: {TOKENS / COMPUTED:.1f}x fewer"
-    assert saved in printed["exchanged"]
+    assert saved in printed["on"]
+    assert printed["exchanged"] == ""  # once a job
     for rank in ranks:
         # Of each trajectory the shared node, the last turn's and the branch's.
         for trajectory in range(TRAJECTORIES):

@@ -101,6 +101,17 @@ def test_what_stays_is_sent_to_nobody_and_what_leaves_comes_whole() -> None:
     assert found.schema["mine"] == given_.schema["mine"]
 
 
+def test_samples_that_stay_are_not_sent() -> None:
+    first, names = [0, 2, 3], ["aa", "bb"]
+    moves, brought = SampleMoves(0, first, [range(2), [2]]), columns(names)
+    assert leaving(moves, brought) == (brought, [])
+    assert moves.returned({"output": [torch.ones(1), torch.zeros(1)]}) == {
+        "output": [torch.ones(1), torch.zeros(1)]
+    }
+    for runs_on in ([[1, 0], [2]], [[0], [1, 2]], [[0, 1, 2], [2]]):
+        assert not SampleMoves(0, first, runs_on).stay
+
+
 def test_samples_are_named_as_the_ranks_that_brought_them_count_them() -> None:
     """Rank 2 brought none, and runs one of rank 0's."""
     named = [
