@@ -44,8 +44,8 @@ def padded_offsets(
 ) -> tuple[int, ...]:
     """Offsets of the padded samples in a row, whose own padding is one more segment; a `BatchError`
     if it is too long for int32 offsets."""
-    padded = (round_up(max(length, 1), sample_alignment_tokens) for length in total_lengths)
-    offsets = [*accumulate(padded, initial=0)]
+    unit = sample_alignment_tokens
+    offsets = [*accumulate([-(-max(n, 1) // unit) * unit for n in total_lengths], initial=0)]
     end = round_up(offsets[-1], row_alignment_tokens)
     if end >= 2**31:
         raise BatchError(
@@ -257,35 +257,37 @@ class Nodes:
         Raises:
             BatchError: the row is too long.
         """
+        count, alignments = len(samples), (sample_alignment_tokens, row_alignment_tokens)
         if forest is None:
-            paths: list[tuple[int, ...]] = [(own,) for own in range(len(samples))]
-            held = [(own, 0, total_lengths[each], -1) for own, each in enumerate(samples)]
+            owners, starts, parents = [*range(count)], [0] * count, [-1] * count
+            lengths = [total_lengths[sample] for sample in samples]
+            paths: list[tuple[int, ...]] = [(own,) for own in owners]
         else:
             place = {sample: own for own, sample in enumerate(samples)}
             found = [forest.path(sample) for sample in samples]
-            number = {node: count for count, node in enumerate(sorted({*chain(*found)}))}
+            number = {node: own for own, node in enumerate(sorted({*chain(*found)}))}
             paths = [tuple([number[node] for node in path]) for path in found]
-            held = [
-                (place[node.sample], node.start, node.end, number.get(node.parent, -1))
-                for node in map(forest.nodes.__getitem__, number)
-            ]
-        has_branches = any(parent >= 0 for *_, parent in held)
-        for own in [] if has_branches else [own for own, path in enumerate(paths) if not path]:
-            paths[own] = (len(held),)  # a sample without tokens takes an alignment unit
-            held.append((own, 0, 0, -1))
-        lengths = [end - start for _, start, end, _ in held]
-        alignments = sample_alignment_tokens, row_alignment_tokens
+            held = [forest.nodes[node] for node in number]
+            owners, starts = [place[node.sample] for node in held], [node.start for node in held]
+            parents = [number.get(node.parent, -1) for node in held]
+            lengths = [node.end - node.start for node in held]
+        has_branches = max(parents, default=-1) >= 0
         if has_branches:
             offsets = (*accumulate(lengths, initial=0),)
             end = padded_offsets([offsets[-1]], *alignments)[-1]
             offsets += (end,) if end > offsets[-1] else ()
         else:
+            # A sample without tokens, of which a forest has no node, takes an alignment unit.
+            for own in [own for own, path in enumerate(paths) if not path]:
+                paths[own] = (len(owners),)
+                owners, starts, parents = [*owners, own], [*starts, 0], [*parents, -1]
+                lengths.append(0)
             offsets = padded_offsets(lengths, *alignments)
-        if len(offsets) - 1 > len(held):  # the row's own padding
-            held.append((len(samples), 0, 0, -1))
-        of_samples, starts, _, parents = zip(*held, strict=True)
+        if len(offsets) - 1 > len(owners):  # the row's own padding
+            owners, starts, parents = [*owners, count], [*starts, 0], [*parents, -1]
         segments = (0, offsets[-1]) if has_branches else offsets
-        return cls(of_samples, starts, parents, offsets, tuple(paths), segments)
+        of_nodes = tuple(owners), tuple(starts), tuple(parents)
+        return cls(*of_nodes, offsets, tuple(paths), segments)
 
     @classmethod
     def joined(cls, rows: Sequence[Nodes]) -> Nodes:

@@ -211,6 +211,9 @@ def run_all(rank: int, size: int) -> dict[str, Any]:
         )
         part, body = case.get("part", Part()), case.get("body", int)
         report[name] = outcome_of(lambda p=part, b=block, body=body: p.outcome(b, body))
+    with consensus.agreement("of replicas") as agree:
+        some, nothing = agree.gather("some", rank if rank < 3 else None), agree.gather("none", None)
+    report["of replicas"] = some.by_rank, nothing.values
     two = dist.new_group([1, 2])
     if rank in (1, 2):
         subgroup = Consensus(two)

@@ -194,6 +194,15 @@ def test_who_asks_is_told_and_so_are_all(reports: list[dict[str, Any]]) -> None:
         assert report["nobody asks"]["every"] == {rank: rank}
 
 
+def test_values_of_replicas_are_those_of_the_ranks_at_ones_own_place(
+    reports: list[dict[str, Any]],
+) -> None:
+    for rank, report in enumerate(reports):
+        given = {each: each if each < 3 else None for each in range(NUM_RANKS)}
+        expected = {ranks[rank // 3]: given[ranks[rank // 3]] for ranks in REPLICAS}
+        assert report["of replicas"] == (expected, [None] * 3)
+
+
 @pytest.mark.parametrize(
     ("case", "failures"),
     [
