@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,28 +98,42 @@ def run(lengths: list[int], micro_batches: list[list[int]]) -> None:
         assert schedules.forward_step(None, iterator, "model") == "made"
 
 
-def planned(lengths: list[int]) -> int:
-    """Micro-batches of a step."""
+def planned(lengths: list[int], args: Any) -> list[list[int]]:
+    """The micro-batches of a step on the only data-parallel rank, as places in ``lengths``."""
     rollouts = list(range(len(lengths)))
-    made = build_dp_schedule(
-        ARGS, PLAN, lengths, global_batch_size=len(lengths), rollout_indices=rollouts
+    partitions, micro_batches, *_ = build_dp_schedule(
+        args, PLAN, lengths, global_batch_size=len(lengths), rollout_indices=rollouts
     )
-    return made[2][0]
+    return [[partitions[0][place] for place in samples] for samples in micro_batches[0]]
 
 
-def test_costs_are_learnt_from_what_the_trainer_times(
-    slime: Path, clock: Clock, capfd: Any
+def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
+    slime: Path, clock: Clock, tmp_path: Path, capfd: Any
 ) -> None:
-    lengths = [10, 20, 30, 5]
-    before = shape_costs(ARGS)
-    init(ARGS)
+    """Ten rollouts, each trained by the manager's own plan: the first by what the model's shape
+    costs, then by what passes took, a micro-batch as much as 50 tokens."""
+    draw = random.Random(5)
+    rollouts = [[draw.choice([5, 10, 20, 40, 80]) for _ in range(12)] for _ in range(10)]
+    args = SimpleNamespace(**vars(ARGS) | {"pipeline_model_parallel_size": 4})
+    args.max_tokens_per_gpu = 160
+    by_shape = SimpleNamespace(**vars(args) | {"dynamic_batch_cost_model": "fixed"})
+    init(args)
     assert "schedules.forward_step" in capfd.readouterr().out
-    for _ in range(4):
-        run(lengths, [[0, 1], [2], [3], []])
-        planned(lengths)
+    plans = []
+    for lengths in rollouts:
+        plans.append(planned(lengths, args))
+        run(lengths, plans[-1])
+    fixed = [planned(lengths, by_shape) for lengths in rollouts]
+    shape = shape_costs(args)
     learnt = sys.modules["ray"].actors["mcore_batching learnt costs"].cost_model()
-    assert before.per_micro_batch / before.linear != pytest.approx(50, rel=0.5)
+    assert shape.per_micro_batch / shape.linear != pytest.approx(50, rel=0.5)
     assert learnt.per_micro_batch / learnt.linear == pytest.approx(50, rel=0.15)
+    assert plans[:2] == fixed[:2]
+    assert all(ours != theirs for ours, theirs in zip(plans[5:], fixed[5:], strict=True))
+    path = tmp_path / "costs.json"
+    path.write_text(learnt.to_json())
+    by_file = SimpleNamespace(**vars(args) | {"dynamic_batch_cost_model": str(path)})
+    assert planned(rollouts[-1], args) == planned(rollouts[-1], by_file)
 
 
 def test_expert_parallel_ranks_teach_nothing() -> None:

@@ -32,8 +32,14 @@ def scheduled(lengths: list[int], ranks: int) -> list[list[list[int]]]:
     return scheduler.get_groups_and_subsamples([(10 + i, n) for i, n in enumerate(lengths)])
 
 
+def sizes_with_groups(ranks: int) -> set[int]:
+    """Sizes of rows that Megatron makes groups for (`create_dynamic_dp_cp_groups`), and all ranks,
+    whose group it has anyway."""
+    return {2**n for n in range(int(math.log2(ranks)))} | {ranks}
+
+
 @examples(100)
-@given(st.sampled_from([1, 2, 4, 8]), st.data())
+@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.data())
 def test_the_contract_holds(ranks: int, data: st.DataObject) -> None:
     """What verl checks, and the cap: of several samples in a row, padding included."""
     lengths = data.draw(st.lists(st.integers(1, CAP * ranks), min_size=1, max_size=20))
@@ -45,6 +51,7 @@ def test_the_contract_holds(ranks: int, data: st.DataObject) -> None:
             members = [peer for peer, others in enumerate(of_slot) if others == samples]
             assert members == [*range(members[0], members[0] + len(members))]
             assert members[0] % len(members) == 0
+            assert len(members) in sizes_with_groups(ranks)
             if rank == members[0]:
                 rows.append(samples)
                 multiple = 2 * len(members) if len(members) > 1 else 1
