@@ -83,7 +83,7 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
 
 
 def install(
-    arguments: Sequence[str] | None = None, *, batch_fields: Sequence[str] | None = None
+    arguments: Sequence[str] | None = None,
 ) -> Installation:
     """Hook the plugin into ``megatron.training``, for the first lines of a stock training script.
 
@@ -92,4 +92,4 @@ def install(
     """
     from mcore_batching.integrations.megatron_lm import install as install_stock
 
-    return install_stock(arguments, batch_fields=batch_fields)
+    return install_stock(arguments)

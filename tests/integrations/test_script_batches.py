@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packed_row_cases import EXPECTED, found, rows
+from packed_row_cases import EXPECTED, rows
 
 from mcore_batching.integrations.megatron_lm.packed_batches import (
     SEVEN_FIELDS,
@@ -18,12 +18,10 @@ from mcore_batching.integrations.megatron_lm.packed_batches import (
     TEN_FIELDS,
 )
 from mcore_batching.integrations.megatron_lm.script_batches import (
-    declare_batch_fields,
     fields_unpacked_by,
     restore_batches,
     use_packed_batches,
 )
-from mcore_batching.integrations.megatron_lm.unpadding import FIELDS
 from mcore_batching.megatron import DynamicBatchArgumentError
 
 
@@ -174,17 +172,6 @@ UNREADABLE = """
 """
 
 
-def test_declared_names_take_the_place_of_the_source(tmp_path: Path) -> None:
-    module = script(tmp_path, UNREADABLE)
-    names = ("packed_seq_params", *FIELDS)
-    declare_batch_fields(names)
-    use_packed_batches(module.forward_step)
-    got = found(module.forward_step(rows(), None), names)
-    assert got["tokens"].tolist() == EXPECTED["tokens"]
-    with pytest.raises(DynamicBatchArgumentError, match=r"install\(batch_fields=.*has images"):
-        declare_batch_fields([*names, "images"])
-
-
 @pytest.mark.parametrize(
     ("unpacked", "message"),
     [
@@ -222,7 +209,5 @@ def test_scripts_whose_get_batch_cannot_be_read_are_refused() -> None:
         use_packed_batches(pytest.importorskip)
     scope: dict[str, Any] = {}
     exec(textwrap.dedent(UNREADABLE), scope)
-    with pytest.raises(
-        DynamicBatchArgumentError, match=r"cannot read the source .*install\(batch_fields="
-    ):
+    with pytest.raises(DynamicBatchArgumentError, match=r"cannot read the source .*next_batch"):
         use_packed_batches(scope["forward_step"])

@@ -25,7 +25,6 @@ LOSSES = {"lm loss": torch.tensor([2.0])}
 def _new_job() -> Iterator[None]:
     yield
     step_log._last_step.clear()
-    step_log._seconds_per_unit.clear()
     step_log._unread.clear()
 
 
@@ -87,15 +86,6 @@ def test_ranks_without_losses_log_nothing() -> None:
     assert with_batching_statistics({}) == {}
 
 
-def test_the_third_step_is_predicted_from_the_median_of_those_before() -> None:
-    predicted = []
-    for seconds in (1.0, 3.0, 100.0, 5.0):
-        step_log.record_step(STATISTICS, plan_seconds=0.0, run=(0.0, seconds), log_all=True)
-        predicted.append(with_batching_statistics(LOSSES).get("batching/predicted step seconds"))
-    assert predicted[:2] == [None, None]
-    assert [float(each) for each in predicted[2:]] == pytest.approx([2.0, 3.0])
-
-
 class Mark:
     """Of a device that gets there when it is told to."""
 
@@ -108,13 +98,6 @@ class Mark:
     def elapsed_time(self, end: Mark) -> float:
         assert end.over  # CUDA raises otherwise
         return 1e3 * (end.seconds - self.seconds)
-
-
-def test_a_step_without_cost_is_timed_and_predicts_nothing() -> None:
-    nothing = dataclasses.replace(STATISTICS, step_time=0.0)
-    step_log.record_step(nothing, plan_seconds=0.5, run=(1.0, 4.0), log_all=True)
-    assert with_batching_statistics(LOSSES)["batching/step seconds"].tolist() == [3.0]
-    assert not step_log._seconds_per_unit
 
 
 def test_the_time_of_a_step_that_is_not_over_is_read_a_step_later() -> None:

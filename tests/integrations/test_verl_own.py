@@ -63,20 +63,6 @@ def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
     assert module.rearrange_micro_batches.__wrapped__ is not None
 
 
-def test_prefixes_to_be_shared_are_refused_by_name(
-    small_verl: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    monkeypatch.setenv("MCORE_BATCHING_VERL_SHARE_PREFIXES", "1")
-    for value in ("1", ""):
-        monkeypatch.setenv("MCORE_BATCHING_VERL", value)
-        with pytest.raises(HookError, match="unset MCORE_BATCHING_VERL_SHARE_PREFIXES"):
-            load_plugin()
-        assert "verl keeps its own micro-batches" in capfd.readouterr().err
-    monkeypatch.setenv("MCORE_BATCHING_VERL", "0")
-    load_plugin()
-    assert capfd.readouterr() == ("", "")
-
-
 def test_verl_finds_the_plugin() -> None:
     tomllib = importlib.import_module("tomllib")
     path = Path(__file__).resolve().parents[2] / "pyproject.toml"

@@ -24,7 +24,6 @@ from mcore_batching.integrations.megatron_lm.arguments import (
 )
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
 from mcore_batching.integrations.megatron_lm.script_batches import (
-    declare_batch_fields,
     restore_batches,
 )
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
@@ -53,9 +52,7 @@ class Installation(Hook):
             _installed = None
 
 
-def install(
-    arguments: Sequence[str] | None = None, *, batch_fields: Sequence[str] | None = None
-) -> Installation:
+def install(arguments: Sequence[str] | None = None) -> Installation:
     """Hook the plugin into ``megatron.training``, if the command line has its flags.
 
     Call it in the first lines of a training script, or run the unchanged script by
@@ -64,8 +61,6 @@ def install(
 
     Args:
         arguments: the command line; None: this process's.
-        batch_fields: names of the values that the script's ``get_batch`` returns, in order; needed
-            only if they cannot be read from its forward step.
 
     Returns:
         the replaced names, to be printed.
@@ -85,8 +80,6 @@ def install(
     found = list(_replaced(given))
     for module, name, _ in found:
         _require(module, name)
-    if FLAG in given and batch_fields is not None:
-        declare_batch_fields(batch_fields)
     installation = _installed or Installation()
     for module, name, ours in found:
         if f"{module.__name__}.{name}" not in installation.hooked:

@@ -21,15 +21,7 @@ from mcore_batching.integrations.megatron_lm.packed_batches import (
 from mcore_batching.integrations.replacements import Function, Hook, is_replacement
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
-_declared_fields: tuple[str, ...] | None = None
 _scripts = Hook()  # those whose get_batch was replaced
-
-
-def declare_batch_fields(names: Sequence[str]) -> None:
-    """Name the values that a script's ``get_batch`` returns, in order, if its source does not."""
-    global _declared_fields
-    check_fields(names, "install(batch_fields=...)")
-    _declared_fields = tuple(names)
 
 
 def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
@@ -50,8 +42,8 @@ def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:
     code = getattr(inspect.unwrap(original), "__code__", None)
     if is_replacement(original) or "next_batch" in getattr(code, "co_names", ()):
         return
-    fields = _declared_fields or fields_unpacked_by(function)
-    _scripts.replace(scope, "get_batch", functools.partial(_get_batch, fields))
+    ours = functools.partial(_get_batch, fields_unpacked_by(function))
+    _scripts.replace(scope, "get_batch", ours)
 
 
 def _get_batch(
@@ -62,9 +54,7 @@ def _get_batch(
 
 
 def restore_batches() -> None:
-    """Undo `declare_batch_fields`, and `use_packed_batches` in every script."""
-    global _declared_fields
-    _declared_fields = None
+    """Undo `use_packed_batches` in every script."""
     _scripts.undo()
 
 
@@ -75,7 +65,10 @@ def fields_unpacked_by(forward_step: Callable[..., Any]) -> tuple[str, ...]:
         tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
     """
     where = f"{getattr(forward_step, '__module__', '')}.{forward_step.__name__}"
-    advice = "mcore_batching.install(batch_fields=(...)) with the names of what get_batch returns"
+    advice = (
+        "mcore_batching.integrations.megatron_lm.next_batch(data_iterator, names) in the first "
+        "lines of get_batch, with the names of what it returns"
+    )
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward_step)))
     except (OSError, SyntaxError) as error:

@@ -3,14 +3,12 @@
     record_step(...)                    kept until stock code logs
     with_batching_statistics(losses)    the log's entries, of which the README explains five
 
-A plan predicts units of cost. They become seconds by the median of earlier steps' seconds per unit,
-which the first two steps do not have; learnt costs are in seconds to begin with.
+A plan predicts units of cost, which are seconds where costs are learnt.
 """
 
 from __future__ import annotations
 
 import collections
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,15 +20,14 @@ from mcore_batching.planning.learn import LearntCosts
 from mcore_batching.planning.plans.memory import PredictedMemory
 
 PREFIX = "batching/"
-REMEMBERED_STEPS = 32  # in the median of seconds per unit of cost
+REMEMBERED_STEPS = 32
 # Entries without --dynamic-batch-log-all.
 LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
 
 # Values of the training step that ran last.
 _last_step: dict[str, float] = {}
-_seconds_per_unit: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
-# Marks of steps whose time has not been read, and the units of cost of each.
-_unread: collections.deque[tuple[Any, Any, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
+# Marks of steps whose time has not been read.
+_unread: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=REMEMBERED_STEPS)
 
 
 def record_step(
@@ -45,9 +42,8 @@ def record_step(
 ) -> None:
     """Remember the training step that has just run, of whose plan ``made`` are statistics.
 
-    ``run`` are marks before and after all its passes, on this rank. Predicted seconds that were
-    ``learnt`` replace the median's. ``truncated`` counts rows of ``--sft`` that were; None: other
-    data.
+    ``run`` are marks before and after all its passes, on this rank. ``learnt``: `learnt_entries`.
+    ``truncated`` counts rows of ``--sft`` that were; None: other data.
     """
     # First, as the last step's time is among the values logged with this one.
     _read_times()
@@ -67,17 +63,12 @@ def record_step(
     if memory is not None:
         values["activations GiB"] = memory.first_stage_bytes / 2**30
         values["logits GiB"] = memory.logit_bytes / 2**30
-    # From the third step on. Stock code averages the first two in one log line, in which each entry
-    # must be in both.
-    if len(_seconds_per_unit) >= 2:
-        seconds = statistics.median(_seconds_per_unit) * made.step_time
-        values["predicted step seconds"] = seconds
     values |= dict(learnt or {})
     _last_step.clear()
     _last_step.update(values if log_all else {name: values[name] for name in LOGGED})
     if truncated is not None:
         _last_step["truncated"] = truncated
-    _unread.append((*run, made.step_time))
+    _unread.append(run)
 
 
 def learnt_entries(learnt: LearntCosts | None, step_time: float) -> dict[str, float]:
@@ -99,12 +90,9 @@ def learnt_entries(learnt: LearntCosts | None, step_time: float) -> dict[str, fl
 def _read_times() -> None:
     """Read the times of steps that are over on the device, without waiting for it."""
     while _unread and is_over(_unread[0][1]):
-        start, end, units = _unread.popleft()
-        seconds = seconds_between(start, end)
+        seconds = seconds_between(*_unread.popleft())
         if "step seconds" in _last_step:
             _last_step["step seconds"] = seconds
-        if units:
-            _seconds_per_unit.append(seconds / units)
 
 
 def with_batching_statistics(loss_dict: Mapping[str, Any]) -> dict[str, Any]:

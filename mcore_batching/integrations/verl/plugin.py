@@ -10,7 +10,6 @@ from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.verl.hook import hook
 
 VARIABLE = "MCORE_BATCHING_VERL"
-REMOVED = "MCORE_BATCHING_VERL_SHARE_PREFIXES"
 
 
 def hook_if_asked() -> None:
@@ -25,10 +24,6 @@ def hook_if_asked() -> None:
     try:
         if value not in ("", "1"):
             raise HookError(f"{VARIABLE} must be 1, 0 or unset, got {value!r}")
-        if os.environ.get(REMOVED, "") not in ("", "0"):
-            raise HookError(
-                f"verl computes each sample by itself, prefixes are not shared: unset {REMOVED}"
-            )
         if value:
             print(hook(), flush=True)
     except Exception:
