@@ -13,13 +13,14 @@ from packed_row_cases import rows
 from mcore_batching.batch import SchemaError
 from mcore_batching.integrations.megatron_lm.forward_backward import (
     PackedForwardBackward,
+    _rows_of_replica,
     check_loss,
     row_given,
     with_deferred_errors,
 )
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.megatron import DynamicBatchArgumentError
-from mcore_batching.planning import CostModel
+from mcore_batching.planning import CostModel, ParallelDims
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,18 @@ def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
     assert steps._unpadded([batch], 65)
     with pytest.raises(SchemaError, match=r"'labels', sample 0: .* found 64 at place 2"):
         steps._unpadded([batch], 64)
+
+
+def test_rows_that_routers_losses_are_means_over() -> None:
+    """Of each replica: a row on several ranks is one."""
+    plan = SimpleNamespace(
+        dims=ParallelDims(data_parallel=2, context_parallel=2),
+        context_parallel=[[4, 2], [4, 2], [4, 1], [4, 1]],
+    )
+    schedule: Any = SimpleNamespace(steps=[[(), ()]], step_plan=lambda step: (plan, []))
+    for most, expected in ((None, 2), (4, (1 + 3) / 2)):
+        schedule.config = SimpleNamespace(max_context_parallel=most)
+        assert _rows_of_replica(schedule) == expected
 
 
 @pytest.mark.parametrize(

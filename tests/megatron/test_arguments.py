@@ -424,10 +424,14 @@ ACCEPTED: list[tuple[ParallelDims, dict[str, Any]]] = [
 ]
 PLANNER = PlannerConfig(max_tokens_per_gpu=128)
 SHARED = dataclasses.replace(PLANNER, max_context_parallel=4)
+RECOMPUTED = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ["moe"],
+}
 SHARED_REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
     (SEVERAL, {"calculate_per_token_loss": False}, f"a fixed number of ranks: {PER_TOKEN_LOSS}"),
-    (SEVERAL, LOSS, "set --moe-aux-loss-coeff 0 and no --moe-z-loss-coeff"),
-    (SEVERAL, Z_LOSS, "or unset --dynamic-batch-context-parallel"),
+    (SEVERAL, LOSS | RECOMPUTED, "leave moe out of --recompute-modules"),
+    (SEVERAL, {"multi_latent_attention": True}, "dev branch follows one, which is untried here"),
     (SEVERAL, {"fp8": "hybrid"}, "divide by 16 on each rank, so by 64 in all"),
 ]
 FP8_PAD_8 = dataclasses.replace(PLANNER, pad_total_to=8)
@@ -440,7 +444,7 @@ FP8_PAD_48 = dataclasses.replace(PLANNER, pad_total_to=48)
         *((PLANNER, *each) for each in REFUSED),
         *((PLANNER, *each, "") for each in ACCEPTED),
         *((SHARED, dims, PER_TOKEN | changes, said) for dims, changes, said in SHARED_REFUSED),
-        (SHARED, SEVERAL, PER_TOKEN, ""),
+        *((SHARED, SEVERAL, PER_TOKEN | changes, "") for changes in ({}, LOSS, RECOMPUTED)),
         (FP8_PAD_8, ONE, {"fp8": "hybrid"}, "padded to a multiple of 8"),
         (FP8_PAD_48, ONE, {"fp8": "hybrid"}, ""),
     ],
@@ -468,6 +472,8 @@ def test_a_z_loss_that_megatron_makes_too_weak_is_refused(
     check_model_config(made, ONE, PLANNER)
     with pytest.raises(DynamicBatchArgumentError, match=r"2 times too weak .*, or install"):
         check_model_config(made, dims, PLANNER)
+    with pytest.raises(DynamicBatchArgumentError, match="4 times too weak on 4 tensor- and"):
+        check_model_config(made, ONE, SHARED)
     made.moe_z_loss_coeff = None
     check_model_config(made, dims, PLANNER)
 

@@ -134,10 +134,12 @@ def test_all_losses_that_routers_record_are_scaled() -> None:
     recorded = compat.layers._moe_metrics()
     before = dict(recorded)
     recorded.clear()
-    for name, loss in (("load_balancing_loss", 2.0), ("z_loss", 6.0)):
-        save_to_aux_losses_tracker(name, torch.tensor(loss), layer_number=1, num_layers=1)
-    compat.layers.scale_moe_metrics(0.5)
-    assert [values(each).tolist() for each in recorded.values()] == [[1.0], [3.0]]
+    group: Any = object()
+    for name, groups in (("load_balancing_loss", {"reduce_group": group}), ("z_loss", {})):
+        save_to_aux_losses_tracker(name, torch.tensor(6.0), layer_number=1, num_layers=1, **groups)
+    # Of 4 slots one is of a row on two ranks, one of one on each.
+    compat.layers.scale_moe_metrics(4, rows=3.0, passes=2)
+    assert [values(each).tolist() for each in recorded.values()] == [[8.0], [12.0]]
     recorded.clear()
     recorded.update(before)
 
@@ -160,9 +162,27 @@ def test_hits_of_multi_token_prediction_are_counted_by_megatron() -> None:
     assert (float(guessed), float(trained)) == (1.0, 2.0)
 
 
-def test_a_layer_follows_the_groups_of_rows_once() -> None:
-    """Every step asks for it."""
-    layer = torch.nn.Identity()
-    compat.packed_rows.let_rows_have_groups(layer)
-    compat.packed_rows.let_rows_have_groups(layer)
+def test_layers_follow_the_groups_of_rows_while_they_run() -> None:
+    """Every step asks for it. A router's losses stay logged by the model's group."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, **unused: Any) -> tuple[Any, Any]:
+            return self.pg_collection.cp, self.router.tp_cp_group
+
+    layer: Any = Layer()
+    layer.pg_collection = SimpleNamespace(cp="the model's")
+    layer.router = SimpleNamespace(tp_cp_group="the model's")
+    for _ in range(2):
+        compat.packed_rows.let_rows_have_groups(layer)
     assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)
+    of_row = SimpleNamespace(cp_group="the row's")
+    assert layer(packed_seq_params=of_row) == ("the row's", "the model's")
+    expert: Any = Layer()
+    expert.pg_collection, expert.router = layer.pg_collection, layer.router
+    for _ in range(2):
+        compat.packed_rows.let_router_have_groups(expert, expert.router)
+    assert expert(packed_seq_params=of_row) == ("the model's", "the row's")
+    assert expert.router.models_group == "the model's"
+    for each in (layer, expert):
+        for params in (None, SimpleNamespace(cp_group=None)):
+            assert each(packed_seq_params=params) == ("the model's", "the model's")

@@ -132,7 +132,11 @@ class PackedForwardBackward:
         run = begun, mark()
         self._log(job, chunks, prepared.schedule, failed, run, ready - started, drawn() or ())
         # Megatron divides by the micro-batches that it was called with; other rows were run.
-        compat.layers.scale_moe_metrics(num_microbatches / prepared.num_rows)
+        compat.layers.scale_moe_metrics(
+            num_microbatches,
+            rows=_rows_of_replica(prepared.schedule),
+            passes=prepared.num_rows,
+        )
         later.log(num_microbatches)
         return losses
 
@@ -212,6 +216,16 @@ def _one_report(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """
     sums = summed_over_ranks(reports, [*reports[0]])
     return [{name: each.float() for name, each in sums.items()}] if sums else []
+
+
+def _rows_of_replica(schedule: MicroBatchSchedule) -> float:
+    """The step's rows, placeholders included, over the replicas of the model."""
+    if schedule.config.max_context_parallel is None:
+        return len(schedule.steps[0])
+    plan, _ = schedule.step_plan(0)
+    # Each rank of a row has a part of it.
+    rows: float = sum(1 / size for of_rank in plan.context_parallel or () for size in of_rank)
+    return rows / plan.dims.data_parallel
 
 
 def check_loss(result: Any) -> None:

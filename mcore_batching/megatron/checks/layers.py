@@ -14,6 +14,7 @@ from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.flags import FLAGS
@@ -228,6 +229,9 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
                 raise DynamicBatchArgumentError(
                     f"{name} is a state-space layer of a fixed parallel group: unset {_DYNAMIC_CP}"
                 )
+            router = getattr(getattr(module, "mlp", None), "router", None)
+            if isinstance(module, TransformerLayer) and router is not None:
+                compat.packed_rows.let_router_have_groups(module, router)
             if not isinstance(module, Attention):
                 continue
             core = module.core_attention
@@ -254,10 +258,18 @@ def shared_row_problems(
             f"under {_DYNAMIC_CP} Megatron averages over a fixed number of ranks: set "
             "--calculate-per-token-loss"
         )
-    if has_auxiliary_loss:
+    if config.multi_latent_attention:
         yield (
-            "auxiliary losses of experts have a fixed context-parallel group: set "
-            f"--moe-aux-loss-coeff 0 and no --moe-z-loss-coeff, or unset {_DYNAMIC_CP}"
+            "Megatron's multi-latent attention asserts that rows have no context-parallel group "
+            "of their own (0.16 to 0.19 and main at d98e8a64d; its dev branch follows one, which "
+            f"is untried here): unset {_DYNAMIC_CP}"
+        )
+    # Experts that are computed anew by themselves no longer have the row's group.
+    is_selective = config.recompute_granularity == "selective"
+    if has_auxiliary_loss and is_selective and "moe" in config.recompute_modules:
+        yield (
+            "auxiliary losses of recomputed experts have a fixed context-parallel group: leave "
+            f"moe out of --recompute-modules, or unset {_DYNAMIC_CP}"
         )
 
 

@@ -136,7 +136,7 @@ def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) ->
             yield f"auxiliary losses of experts would be means over micro-batches: {mend}"
         if config.dsa_indexer_loss_coeff:
             yield f"sparse attention's indexer loss would be a mean over micro-batches: {mend}"
-    ranks = dims.tensor_parallel * dims.context_parallel
+    ranks = dims.tensor_parallel * (planner.max_context_parallel or dims.context_parallel)
     is_too_weak = ranks > 1 and not compat.layers.multiplies_by_ranks()
     if has_loss and config.moe_z_loss_coeff and is_too_weak:
         yield (

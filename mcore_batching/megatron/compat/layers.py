@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
@@ -131,7 +136,8 @@ def fix_router_masks() -> None:
     ``[tokens, experts]`` map with a ``[tokens]`` mask, which does not broadcast; the load-balancing
     loss divides by the square of the number of real tokens, so that a placeholder's 0 becomes NaN;
     the local count of tokens is summed over tensor- and context-parallel ranks in place, and from
-    0.19 on multiplied by their number again.
+    0.19 on multiplied by their number again. And a loss is logged with the model's group, where the
+    router has the row's (`packed_rows.let_router_have_groups`): logs are summed once a step.
     """
     from megatron.core.transformer.moe import router
 
@@ -140,7 +146,8 @@ def fix_router_masks() -> None:
     apply_expert_bias = router.TopKRouter._apply_expert_bias
     load_balancing_loss = router.switch_load_balancing_loss_func
     count_tokens = router.get_tokens_per_expert_and_token_count
-    multiplies = multiplies_by_ranks()
+    attach_and_log = router.TopKRouter.attach_and_log_load_balancing_loss
+    multiplies, ranks_of = multiplies_by_ranks(), dist.get_process_group_ranks
 
     def with_second_axis(self: Any, routing_map: Tensor, padding_mask: Any = None) -> Any:
         if padding_mask is not None and padding_mask.dim() == routing_map.dim() - 1:
@@ -154,12 +161,26 @@ def fix_router_masks() -> None:
 
     def with_count_of_row(*args: Any, reduce_group: Any, **kwargs: Any) -> Any:
         per_expert, local, total = count_tokens(*args, reduce_group=reduce_group, **kwargs)
+        # A row's own group, of data- and context-parallel ranks, is without these.
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        if tensor.size() > 1 and not {*ranks_of(tensor)} <= {*ranks_of(reduce_group)}:
+            per_expert = reduce_from_tensor_model_parallel_region(per_expert, tensor)
+            counted = total if torch.is_tensor(total) else per_expert.new_tensor(total)
+            total = reduce_from_tensor_model_parallel_region(counted, tensor)
         # Only the loss's weight reads the local count. A rank's loss is its part of the row's, so
         # the weight is the row's tokens, however unevenly ranks hold padding.
         if torch.is_tensor(total):
             local = total / reduce_group.size() if multiplies else total
         return per_expert, local, total
 
+    @functools.wraps(attach_and_log)
+    def with_models_group(
+        self: Any, probs: Tensor, weight: float, loss: Tensor, name: str, group: Any, **others: Any
+    ) -> Any:
+        group = getattr(self, "models_group", group)
+        return attach_and_log(self, probs, weight, loss, name, group, **others)
+
+    router.TopKRouter.attach_and_log_load_balancing_loss = with_models_group
     router.TopKRouter._apply_expert_bias = with_second_axis
     router.get_tokens_per_expert_and_token_count = with_count_of_row
     router.switch_load_balancing_loss_func = of_at_least_one_token
@@ -171,17 +192,22 @@ def multiplies_by_ranks() -> bool:
     context-parallel ranks (from 0.19 on), False if by its tokens alone."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    code = TopKRouter.attach_and_log_load_balancing_loss.__code__
+    code = inspect.unwrap(TopKRouter.attach_and_log_load_balancing_loss).__code__
     return {"tp_cp_group", "size"} <= set(code.co_names)
 
 
-def scale_moe_metrics(factor: float) -> None:
-    """Multiply the losses that routers have recorded since the last report.
+def scale_moe_metrics(micro_batches: int, *, rows: float, passes: int) -> None:
+    """Turn the losses that routers have recorded since the last report into means.
 
-    ``factor``: micro-batches that stock code divides these sums by, over those that ran.
+    Args:
+        micro_batches: that stock code divides these sums by.
+        rows: run by each replica, by which losses that ranks of a row add up are divided.
+        passes: of each rank, by which losses are divided that each rank has of its own tokens.
     """
     for recorded in _moe_metrics().values():
-        (recorded["values"] if isinstance(recorded, dict) else recorded.values).mul_(factor)
+        entry = recorded if isinstance(recorded, dict) else vars(recorded)
+        is_added_up = entry["reduce_group"] is not None
+        entry["values"].mul_(micro_batches / (rows if is_added_up else passes))
 
 
 def _moe_metrics() -> Any:

@@ -111,27 +111,39 @@ def end_states_with_samples() -> None:
 
 def let_rows_have_groups(attention: Any) -> None:
     """Let an attention layer rotate positions by the row's group instead of the model's."""
-    if hasattr(attention, "groups_of_rows"):
-        return
     # Core attentions read the group in the row's parameters; the rotation before them reads the
-    # layer's `pg_collection.cp`. So that is replaced while the layer runs forward, which it does
-    # again, with the same parameters, where backward computes activations anew.
-    attention.groups_of_rows = []
-
-    def before_forward(module: Any, _: Any, named: dict[str, Any]) -> None:
-        params, groups = named.get("packed_seq_params"), module.pg_collection
-        module.groups_of_rows.append(groups.cp)
-        if params is not None and params.cp_group is not None:
-            groups.cp = params.cp_group
-
-    def after_forward(module: Any, *unused: Any) -> None:
-        module.pg_collection.cp = module.groups_of_rows.pop()
-
-    attention.register_forward_pre_hook(before_forward, with_kwargs=True)
-    attention.register_forward_hook(after_forward, always_call=True)
+    # layer's `pg_collection.cp`.
+    _follow_rows(attention, attention.pg_collection, "cp")
     if HAVE_TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         # Megatron makes it where the model's own size is above 1 alone.
         if TEDotProductAttention.cp_stream is None and torch.cuda.is_available():
             TEDotProductAttention.cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def let_router_have_groups(layer: Any, router: Any) -> None:
+    """Let the router of a layer sum the load of experts over the ranks that share a row."""
+    if not hasattr(router, "models_group"):
+        router.models_group = router.tp_cp_group
+    _follow_rows(layer, router, "tp_cp_group")
+
+
+def _follow_rows(layer: Any, owner: Any, name: str) -> None:
+    """Replace a group of ``owner`` by the row's while a layer runs forward, which it does again,
+    with the same parameters, where backward computes whole layers anew."""
+    if hasattr(layer, "groups_of_rows"):
+        return
+    layer.groups_of_rows = []
+
+    def before_forward(module: Any, _: Any, named: dict[str, Any]) -> None:
+        params = named.get("packed_seq_params")
+        module.groups_of_rows.append(getattr(owner, name))
+        if params is not None and params.cp_group is not None:
+            setattr(owner, name, params.cp_group)
+
+    def after_forward(module: Any, *unused: Any) -> None:
+        setattr(owner, name, module.groups_of_rows.pop())
+
+    layer.register_forward_pre_hook(before_forward, with_kwargs=True)
+    layer.register_forward_hook(after_forward, always_call=True)

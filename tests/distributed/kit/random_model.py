@@ -71,7 +71,6 @@ def drawn_model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
 def is_known_on_shared_rows(model: dict[str, Any]) -> bool:
     """True if rows of this model may lie on several ranks, under dynamic CP."""
     is_known = model["kind"] not in (*LATENT, *STATE_SPACE)
-    is_known = is_known and "moe_router_load_balancing_type" not in model["settings"]
     return is_known and model["options"]["position_embedding_type"] != "mrope"
 
 
