@@ -43,7 +43,7 @@ class Replacement(NamedTuple):
 
 
 class Hook:
-    """Replaced functions of a framework, put back by calling it or by leaving its ``with`` block.
+    """Replaced functions of a framework, put back by `undo` or by leaving its ``with`` block.
 
     Args:
         modules: searched besides those that are loaded.
@@ -70,10 +70,11 @@ class Hook:
         for each in replacements:
             self.add(each)
 
-    def add(self, replacement: Replacement) -> None:
-        """Replace a function wherever it is found."""
-        for scope in self._scopes_with(replacement.name, replacement.original):
-            self._put(scope, replacement)
+    def add(self, replacement: Replacement, scopes: Sequence[dict[str, Any]] = ()) -> None:
+        """Replace a function in these modules' globals; in none given: wherever it is found."""
+        for scope in scopes or self._scopes_with(replacement.name, replacement.original):
+            scope[replacement.name] = replacement.ours
+            self.hooked.append(f"{scope['__name__']}.{replacement.name}")
         self._done.append(replacement)
 
     def replace(self, scope: dict[str, Any], name: str, ours: Any) -> None:
@@ -84,14 +85,8 @@ class Hook:
         original = scope[name]
         if not inspect.isclass(ours):
             ours = in_place_of(original, functools.partial(ours, original))
-        replacement = Replacement(name, original, ours)
         self._scopes.append(scope)
-        self._put(scope, replacement)
-        self._done.append(replacement)
-
-    def _put(self, scope: dict[str, Any], replacement: Replacement) -> None:
-        scope[replacement.name] = replacement.ours
-        self.hooked.append(f"{scope['__name__']}.{replacement.name}")
+        self.add(Replacement(name, original, ours), [scope])
 
     def undo(self) -> None:
         """Put the originals back. A second call does nothing.
@@ -105,10 +100,6 @@ class Hook:
             for scope in self._scopes_with(each.name, each.ours):
                 scope[each.name] = each.original
         self.hooked.clear()
-
-    def __call__(self) -> None:
-        """`undo`."""
-        self.undo()
 
     def __enter__(self) -> Hook:
         return self

@@ -17,8 +17,8 @@ import pytest
 import torch
 from kit.stand_ins import module_of
 from planning_cases import plan_locally, real_lengths
+from rank_workers import batch_of, iterate_all
 from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
-from skyrl_worker import batch_of, iterate_all
 from spawned import reports_of_group
 
 from mcore_batching.batch import OrderError

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.stand_ins import forget
 from planning_cases import examples, plan_locally
+from rank_workers import CAP, VERL, batch_of, rearrange_all
 from spawned import reports_of_group
 from verl_package import small_verl
-from verl_worker import CAP, CASES, batch_of, rearrange_all
 
 from mcore_batching.batch import OrderError
 from mcore_batching.integrations.replacements import HookError
@@ -152,7 +152,7 @@ def test_ranks_have_equally_many(reports: list[dict[str, Any]]) -> None:
     for case, count in {"one rank needs more": 4, "groups of four": 8}.items():
         assert [len(report[case]) for report in reports] == [count, count]
     assert [len(report["alone"]) for report in reports] == [3, 1]
-    for report, lengths in zip(reports, CASES["groups of four"][0], strict=True):
+    for report, lengths in zip(reports, VERL["groups of four"][0], strict=True):
         flat = sorted(itertools.chain.from_iterable(report["groups of four"]))
         shortest = lengths.index(min(lengths))
         assert flat == sorted([*range(5), *[shortest] * 3])
