@@ -7,6 +7,7 @@ error, never a `None`. A placeholder's is dropped. A rank without samples return
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -148,6 +149,11 @@ def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
 
 
 _OPERATION = "forward_only"
+_ALL_LOGITS = (
+    "forward_only makes the logits of whole rows, as its function reads more of them than "
+    "response_log_probs and response_log_probs_and_entropy do, which multiply by the output layer "
+    "a chunk of tokens at a time"
+)
 
 
 @torch.no_grad()
@@ -165,7 +171,8 @@ def forward_only(
 
     Args:
         f: called on the last stage as ``f(logits, args=, unconcat_tokens=, total_lengths=,
-            response_lengths=, with_entropy=, micro_batch=)``, with logits as in `train_step` and a
+            response_lengths=, with_entropy=, micro_batch=)``, with logits as in `train_step`, made
+            only where something else than `response_log_probs` and its siblings reads them, and a
             `PackedMicroBatch`; keywords that it does not take are left out. Returns a dict of lists
             with one tensor per sample of the micro-batch (one for a placeholder), or a pair that
             ends in one; the same names for every micro-batch on every rank. Those of placeholders
@@ -267,12 +274,13 @@ def _run(
 ) -> tuple[list[Outputs], list[Exception], Collection[float]]:
     """Outputs of ``f`` on the last stage, in slot order; what it raised; temperatures it used."""
     failed: list[Exception] = []
+    when_made = functools.partial(job.say_once, "logits made", _ALL_LOGITS)
 
     def forward_step(
         rows: Iterator[PackedMicroBatch], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         row = next(rows)
-        of_chunk, logits_of = run_for_losses(job.options, chunk, row)
+        of_chunk, logits_of = run_for_losses(job.options, chunk, row, when_made=when_made)
 
         # Megatron names the second argument where it collects something else than losses.
         def collect(output: Tensor, non_loss_data: bool = True) -> Outputs:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.gather import gather_own_values, per_sample
@@ -350,6 +352,8 @@ def _gathered(
     logits: Logits, row: PackedMicroBatch, options: Options, overwrite_logits: bool
 ) -> Tensor:
     """``[R, 1 or 2]`` of the row's response tokens: log-probability, and entropy if wanted."""
+    if isinstance(logits, UnmadeLogits):
+        logits = logits.factors if logits.whole is None else logits.whole
     whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
     expected = row.labels.shape[1]
     shape = shape_of(whole) if isinstance(whole, Tensor) else None
@@ -416,14 +420,86 @@ class FusedLogits:
 Logits = Tensor | FusedLogits
 
 
+class UnmadeLogits(Tensor):
+    """Logits that `response_log_probs` and its siblings never make; any other reader has them made.
+
+    A tensor ``[1, local tokens, local vocabulary]`` without memory of its own, for forward passes
+    alone: without a gradient.
+
+    Attributes:
+        factors: what they are the product of.
+        whole: they themselves, once something has read them; None before.
+    """
+
+    factors: FusedLogits
+    whole: Tensor | None
+    _multiply: Callable[[Tensor], tuple[Tensor, Any]]
+    _when_made: Callable[[], None]
+
+    @staticmethod
+    def __new__(
+        cls,
+        factors: FusedLogits,
+        dtype: torch.dtype,
+        multiply: Callable[[Tensor], tuple[Tensor, Any]],
+        when_made: Callable[[], None],
+    ) -> UnmadeLogits:
+        """Logits of a type; `multiply` is the output layer's forward, of ``[tokens, 1, hidden]``,
+        and `when_made` is called as they are made."""
+        hidden = factors.hidden
+        shards = parallel_state.get_tensor_model_parallel_world_size()
+        tokens = hidden.shape[1] * (shards if factors.sequence_parallel else 1)
+        shape = (1, tokens, factors.weight.shape[0])
+        make: Any = Tensor._make_wrapper_subclass
+        made: UnmadeLogits = make(cls, shape, dtype=dtype, device=hidden.device)
+        made.factors, made.whole = factors, None
+        made._multiply, made._when_made = multiply, when_made
+        return made
+
+    def made(self) -> Tensor:
+        """The logits, the same ones each time: a reader may write over them."""
+        if self.whole is None:
+            self._when_made()
+            by_token, _ = self._multiply(self.factors.hidden.transpose(0, 1))
+            self.whole = by_token.transpose(0, 1).contiguous().to(self.dtype)
+        return self.whole
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run any function but those of shape, type and device on the logits made."""
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        """Run an operation on the logits made."""
+        args, kwargs = tree_map(_made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_WITHOUT_VALUES = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "requires_grad", "is_leaf", "grad_fn")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
+}
+
+
+def _made(value: Any) -> Any:
+    return value.made() if isinstance(value, UnmadeLogits) else value
+
+
 def check_can_be_fused(chunks: list[Any]) -> None:
     """Refuse models with a last layer that is more than a product."""
     for chunk in chunks:
-        layer = getattr(unwrap_model(chunk), "output_layer", None)
-        # Only the last stage's last chunk has the layer.
-        reason = "" if layer is None else compat.layers.why_no_plain_product(layer)
-        if not reason and getattr(get_model_config(chunk), "use_mup", False):
-            reason = "scales its logits (--use-mup)"
+        reason = why_not_fused(chunk)
         if reason:
             raise DynamicBatchArgumentError(
                 f"the output layer {reason}, so it cannot be fused with log-probs: unset "
@@ -431,26 +507,45 @@ def check_can_be_fused(chunks: list[Any]) -> None:
             )
 
 
+def why_not_fused(chunk: Any) -> str:
+    """Why the last layer of a chunk is more than a product; empty if it is not, or has none."""
+    layer = getattr(unwrap_model(chunk), "output_layer", None)
+    # Only the last stage's last chunk has the layer.
+    reason = "" if layer is None else compat.layers.why_no_plain_product(layer)
+    if not reason and getattr(get_model_config(chunk), "use_mup", False):
+        reason = "scales its logits (--use-mup)"
+    return reason
+
+
 @contextlib.contextmanager
-def output_layer(chunk: Any, fused: bool) -> Iterator[Callable[[Tensor], Logits]]:
+def output_layer(
+    chunk: Any, fused: bool, unmade: Callable[..., Logits] | None = None
+) -> Iterator[Callable[[Tensor], Logits]]:
     """Let one forward pass of a chunk inside the block return what goes into its output layer.
 
-    Yields a function from the chunk's output to what losses are given: `FusedLogits` on the last
-    stage if ``fused``, else the output itself.
+    Yields a function from the chunk's output to what losses are given: on the last stage
+    `FusedLogits` if ``fused``, what ``unmade(factors, multiply=)`` makes of them if it is given,
+    else the output itself.
     """
     layer = getattr(unwrap_model(chunk), "output_layer", None)
-    if layer is None or not fused:
+    if layer is None or not (fused or unmade):
         yield lambda output: output
         return
-    weights: list[Tensor] = []
+    forward, found = layer.forward, []
 
-    def keep(hidden: Tensor, weight: Tensor | None = None, **unused: Any) -> tuple[Tensor, None]:
-        weights.append(layer.weight if weight is None else weight)
+    def keep(hidden: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Tensor, None]:
+        found.append(functools.partial(forward, weight=weight, **options))
         return hidden, None
+
+    def logits_of(output: Tensor) -> Logits:
+        weight = found[0].keywords["weight"]
+        weight = layer.weight if weight is None else weight
+        factors = FusedLogits(output, weight, layer.sequence_parallel)
+        return factors if fused or unmade is None else unmade(factors, multiply=found[0])
 
     # On this one module and for this one pass: the model's own forward and its hooks run as ever.
     with compat.schedules.replaced(layer, "forward", keep):
-        yield lambda output: FusedLogits(output, weights[0], layer.sequence_parallel)
+        yield logits_of
 
 
 def tensors_of(logits: Logits) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ each has beforehand the shapes that it will receive. Another shape raises before
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -17,14 +18,20 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.log_probs import Logits, output_layer, temperatures_used
+from mcore_batching.megatron.log_probs import (
+    Logits,
+    UnmadeLogits,
+    output_layer,
+    temperatures_used,
+    why_not_fused,
+)
 from mcore_batching.megatron.model_inputs import joined_multimodal_inputs, padding_mask
 from mcore_batching.megatron.mtp import LaterLosses, predict_later_tokens
 from mcore_batching.megatron.options import Options
@@ -120,14 +127,26 @@ def _planned(shape: Shape | None) -> Shape:
 
 
 def run_for_losses(
-    options: Options, chunk: Any, row: PackedMicroBatch, later: LaterLosses | None = None
+    options: Options,
+    chunk: Any,
+    row: PackedMicroBatch,
+    later: LaterLosses | None = None,
+    *,
+    when_made: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Callable[[Tensor], Logits]]:
     """The chunk's output, logits ``[1, local tokens, local vocabulary]`` or hidden states, and what
     makes of it, on the last stage, what losses are given.
 
     ``row`` is this context-parallel rank's slice, on the device; without ``later`` the layers of
-    multi-token prediction are left out.
+    multi-token prediction are left out. With ``when_made``, which is called then, logits are made
+    only where something else than log-probs and entropies reads them.
     """
+    unmade, in_model_dtype = None, options.keeps_logits_in_model_dtype
+    if when_made is not None and not options.fuse_output_layer and not why_not_fused(chunk):
+        casts = not in_model_dtype and has_half_precision_wrapper(chunk)
+        dtype = torch.float32 if casts else get_model_config(chunk).params_dtype
+        unmade = functools.partial(UnmadeLogits, dtype=dtype, when_made=when_made)
+        in_model_dtype = in_model_dtype or hasattr(unwrap_model(chunk), "output_layer")
     arguments: dict[str, Any] = {
         "input_ids": row.tokens,
         "position_ids": row.position_ids,
@@ -138,7 +157,7 @@ def run_for_losses(
         # To every chunk, middle stages included: without them attention would cross samples.
         "packed_seq_params": compat.packed_rows.packed_seq_params(
             row.cu_seqlens_padded,
-            row.max_seqlen,
+            _longest(get_model_config(chunk), row),
             row.host_cu_seqlens_padded,
             row_group(row.context_parallel_size),
         ),
@@ -151,11 +170,24 @@ def run_for_losses(
         arguments["padding_mask"] = padding_mask(chunk, row)
     predict_later_tokens(params, chunk, row, later)
     # Else the wrapper copies logits to float32. The model inside would refuse the argument.
-    if options.keeps_logits_in_model_dtype and has_half_precision_wrapper(chunk):
+    if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
-    with output_layer(chunk, options.fuse_output_layer) as logits_of, replayed(chunk, row):
+    is_fused = options.fuse_output_layer
+    with output_layer(chunk, is_fused, unmade) as logits_of, replayed(chunk, row):
         return chunk(**arguments, **multimodal), logits_of
+
+
+def _longest(config: Any, row: PackedMicroBatch) -> int:
+    """Tokens of the longest sequence; where RoPE is fused, up to an eighth more.
+
+    Megatron keeps the rotary embeddings of the last 32 lengths: exact ones near 131k take 2.1 GB.
+    Unfused it takes positions by row instead of by sequence where the length is the row's.
+    """
+    if not config.apply_rope_fusion or row.nodes.has_branches:
+        return row.max_seqlen
+    step = 1 << max(row.max_seqlen.bit_length() - 4, 0)
+    return -(-row.max_seqlen // step) * step
 
 
 def has_half_precision_wrapper(chunk: Any) -> bool:

@@ -128,6 +128,7 @@ def _predicted(schedule: Any, config: Any, vocabulary: int, args: Any) -> dict[s
         ffn=config.ffn_hidden_size,
         heads=config.num_attention_heads,
         groups=config.num_query_groups,
+        head_dim=config.kv_channels,
         vocab=vocabulary,
         recompute=config.recompute_granularity == "full",
         fused_output=getattr(args, "dynamic_batch_fuse_output_layer", False),

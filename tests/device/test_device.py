@@ -144,6 +144,9 @@ def test_a_step(job: Job, outcomes: dict[str, Any]) -> None:
         if job.name.startswith("large"):
             predicted = found["predicted"]["train_step pipeline"]
             assert found["peaks"]["train_step pipeline"] == pytest.approx(predicted, rel=0.1)
+            # A quarter of the logits in float32, hidden states of the layers included.
+            logits_bytes = 4 * max(LARGE["lengths"]) * LARGE["vocabulary"]
+            assert found["peaks"]["forward_only pipeline"] <= 0.25 * logits_bytes
 
 
 @pytest.mark.skipif(not HAS_STOCK, reason="megatron.training is in megatron-core from 0.19 on")

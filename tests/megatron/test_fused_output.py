@@ -1,29 +1,28 @@
-"""Memory of log-probs: the fused output layer's as predicted, no float32 copy of logits otherwise;
-options that end with their step."""
+"""Logits that are made where something else than log-probs reads them; options that end with their
+step; the length that RoPE is made for."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from kit.packing import pack
 from megatron.core import parallel_state
 
 from mcore_batching.megatron.log_probs import (
-    Options,
-    StatisticsOfLogits,
-    StatisticsOfProduct,
+    FusedLogits,
+    UnmadeLogits,
     _options,
     temperatures_used,
 )
-from mcore_batching.planning import ParallelDims, PlannerConfig, plan_step, step_statistics
-from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
-
-TOKENS, VOCABULARY, HIDDEN = 128, 4096, 256
+from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.run_pipeline import run_for_losses
 
 
 @pytest.fixture
@@ -37,50 +36,26 @@ def groups(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("groups")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_takes_what_is_predicted(dtype: torch.dtype) -> None:
-    """Activations of the layers before it left out."""
-    hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
-    weight = torch.randn(VOCABULARY, HIDDEN, dtype=dtype, requires_grad=True)
-    places, targets = torch.arange(TOKENS), torch.randint(VOCABULARY, (TOKENS,))
-    product, options = cast(Any, StatisticsOfProduct), Options(1.0, TOKENS, with_entropy=True)
-
-    def run() -> None:
-        product.apply(hidden * 1, weight, places, targets, options).sum().backward()
-
-    shape = ModelShape(
-        layers=1,
-        hidden=HIDDEN,
-        ffn=1,
-        heads=1,
-        groups=1,
-        head_dim=HIDDEN,
-        vocab=VOCABULARY,
-        bytes_per_value=dtype.itemsize,
-        fused_output=True,
+def test_logits_are_made_once_for_what_else_reads_them() -> None:
+    """Not for their shape or type; what is written over them stays, also for log-probs."""
+    hidden, weight = torch.randn(1, 6, 4), torch.randn(8, 4)
+    times: list[None] = []
+    logits = UnmadeLogits(
+        FusedLogits(hidden, weight, sequence_parallel=False),
+        torch.float32,
+        lambda by_token: (by_token @ weight.t(), None),
+        lambda: times.append(None),
     )
-    step = plan_step([TOKENS], ParallelDims(), PlannerConfig(max_tokens_per_gpu=TOKENS))
-    predicted = predicted_memory(step_statistics(step, [TOKENS]), step, shape)
-    output = predicted.last_stage_bytes - predicted.first_stage_bytes
-    found = _peak_bytes(run)
-    assert 0.7 * output < found <= output
-
-
-@pytest.mark.usefixtures("groups")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_log_probs_need_no_float32_copy(dtype: torch.dtype) -> None:
-    """Logits that nothing else reads: their gradient takes their place."""
-    logits = torch.randn(1, TOKENS, VOCABULARY, dtype=dtype, requires_grad=True)
-    places, targets = torch.arange(TOKENS), torch.randint(VOCABULARY, (TOKENS,))
-    statistics, options = cast(Any, StatisticsOfLogits), Options(1.0, TOKENS // 16, True)
-
-    def run() -> None:
-        made = logits * 1
-        found = statistics.apply(made, places, targets, options, [None])
-        torch.autograd.grad(found.sum(), made)
-
-    of_logits, copy = TOKENS * VOCABULARY * dtype.itemsize, 4 * TOKENS * VOCABULARY
-    assert of_logits < _peak_bytes(run) <= of_logits + 0.7 * copy
+    assert isinstance(logits, torch.Tensor)
+    assert (logits.shape, logits.size(2), logits.dtype) == ((1, 6, 8), 8, torch.float32)
+    assert (logits.device.type, logits.requires_grad, times) == ("cpu", False, [])
+    expected = hidden @ weight.t()
+    torch.testing.assert_close(logits[:, 1:3], expected[:, 1:3])
+    torch.testing.assert_close(torch.cat([logits, logits]), torch.cat([expected, expected]))
+    logits.div_(2.0)
+    torch.testing.assert_close(logits.whole, expected / 2)
+    torch.testing.assert_close(logits.log_softmax(-1), (expected / 2).log_softmax(-1))
+    assert len(times) == 1
 
 
 def test_temperatures_are_of_the_innermost_step() -> None:
@@ -94,16 +69,30 @@ def test_temperatures_are_of_the_innermost_step() -> None:
     assert (outer, inner) == ({1.0}, {2.0})
 
 
-def _peak_bytes(run: Any) -> int:
-    """Most memory that is held at once, over that before."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run()
-    held = most = 0
-    events = cast(Any, profile).profiler.kineto_results.events()
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+class _Chunk(torch.nn.Module):
+    """A model that returns the length of the longest sequence, as its layers are given it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None, **settings)
+
+    def forward(self, *, packed_seq_params: Any, **unused: Any) -> int:
+        return int(packed_seq_params.max_seqlen_q)
+
+
+@pytest.mark.usefixtures("groups")
+def test_fused_rope_sees_few_lengths() -> None:
+    """An eighth longer at most; unfused, which goes by the exact length, the row's own."""
+    options = Options.of(SimpleNamespace(max_tokens_per_gpu=1 << 18))
+
+    def length_in(length: int, **settings: Any) -> int:
+        samples = {"tokens": [torch.zeros(length, dtype=torch.int64)], "total_lengths": [length]}
+        row = pack(samples | {"response_lengths": [1]}, sample_indices=[0])
+        return int(run_for_losses(options, _Chunk(**settings), row)[0])
+
+    lengths = range(131072 - 50 * 61, 131072 + 50 * 61, 61)
+    rounded = [length_in(length, apply_rope_fusion=True) for length in lengths]
+    assert len(lengths) == 100
+    assert len({*rounded}) == 2
+    assert all(own <= given <= 9 / 8 * own for own, given in zip(lengths, rounded, strict=True))
+    assert length_in(131073, apply_rope_fusion=False) == 131073

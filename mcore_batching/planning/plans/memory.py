@@ -119,7 +119,8 @@ def predicted_memory(
     vocab = shape.vocab / dims.tensor_parallel
     row = statistics.largest_row_tokens / dims.context_parallel
     depths = 0 if step.forward_only else shape.depths
-    if shape.fused_output:
+    # Forward passes alone make no logits, either.
+    if shape.fused_output or step.forward_only:
         # Hidden states and their gradient; the weight's, added up in float32 from products in the
         # model's type.
         trains = not step.forward_only
