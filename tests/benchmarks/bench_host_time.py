@@ -1,6 +1,6 @@
 """Time that the host spends on dynamic micro-batches, beside a plain loop over rows packed by hand.
 
-    python tests/benchmarks/bench_host_time.py [--repeats 20] [--profile]
+    python tests/benchmarks/bench_host_time.py [--repeats 20]
 
 Processor time of one process with a model that does next to nothing: what is left is Python and
 launches. The plain loop is Megatron's schedule with the hooks that stock training gives it. The CPU
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import cProfile
 import functools
 import os
-import pstats
 import statistics
 import sys
 import tempfile
@@ -206,26 +204,6 @@ def arguments(cap: int) -> SimpleNamespace:
     )
 
 
-class Clock:
-    """The moment at which Megatron's schedule was last done."""
-
-    def __init__(self) -> None:
-        self.ended = 0.0
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note it for all schedules that are run inside."""
-        own = schedules.forward_backward_no_pipelining
-
-        def run(**given: Any) -> Any:
-            made = own(**given)
-            self.ended = time.process_time()
-            return made
-
-        with mock.patch.object(schedules, "forward_backward_no_pipelining", run):
-            yield
-
-
 class Job:
     """One process, its model and optimizer."""
 
@@ -244,53 +222,45 @@ class Job:
         )
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.model = [DistributedDataParallel(config, ddp, AlmostNothing(config))]
-        self.clock = Clock()
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), self.model)
 
     def timed(self, step: Callable[[], Any]) -> tuple[float, float]:
         """Milliseconds before the first forward pass, and from there to the last backward pass."""
-        module = self.model[0].module
+        module, schedule = self.model[0].module, schedules.forward_backward_no_pipelining
         module.started.clear()
+        ended = list[float]()
+
+        def run(**given: Any) -> Any:
+            made = schedule(**given)
+            ended.append(time.process_time())
+            return made
+
         began = time.process_time()
-        with self.clock.watching():
+        with mock.patch.object(schedules, "forward_backward_no_pipelining", run):
             step()
         first = module.started[0]
-        return 1000 * (first - began), 1000 * (self.clock.ended - first)
+        return 1000 * (first - began), 1000 * (ended[-1] - first)
 
-    def pairs(
-        self, per_row: int, losses: tuple[Loss, Loss], repeats: int, *, first_epoch: bool
-    ) -> list[float]:
-        """Milliseconds a micro-batch beside the plain loop's, of each pair."""
-        data = samples(ROWS * per_row, ROW_TOKENS // per_row)
-        found = self._both(data, per_row, ROW_TOKENS, losses, repeats, first_epoch=first_epoch)
-        return [passes / ROWS for _, passes in found]
-
-    def before_first(self, repeats: int, *, first_epoch: bool) -> list[float]:
-        """Milliseconds before the first forward pass of 64 rows of eight samples, beside the plain
-        loop's."""
-        losses, data = (bare, bare), samples(512, 2_000)
-        found = self._both(data, 8, 16_000, losses, repeats, first_epoch=first_epoch)
-        return [before for before, _ in found]
-
-    def _both(
+    def beside_plain_loop(
         self,
         data: dict[str, list[Any]],
         per_row: int,
-        cap: int,
         losses: tuple[Loss, Loss],
         repeats: int,
         *,
         first_epoch: bool,
     ) -> list[tuple[float, float]]:
-        """`timed` steps, less those of the plain loop."""
-        args, (ours, plain), found = arguments(cap), losses, []
+        """`timed` steps of rows of so many samples, less those of the plain loop."""
+        (ours, plain), args = losses, arguments(per_row * data["total_lengths"][0])
         rollout = megatron.get_data_iterator(args, self.model, data)
-        rows = rows_by_hand(data, per_row)
+        rows, found = rows_by_hand(data, per_row), []
         assert rollout[1][0] == len(rows), rollout[1]
         for _ in range(repeats + 2):
             if first_epoch:
                 rollout = megatron.get_data_iterator(args, self.model, data)
-            step = functools.partial(self._trained, ours, args, *rollout)
+            step = functools.partial(
+                megatron.train_step, ours, args, self.model, *rollout, self.optimizer
+            )
             with without_stand_in():
                 own = self.timed(step)
                 others = self.timed(lambda: plain_step(self.model, rows, plain, self.optimizer))
@@ -317,20 +287,6 @@ class Job:
                 found.append(1000 * (time.process_time() - started) - sum(planning))
         return found[1:]
 
-    def _trained(self, loss: Loss, args: Any, iterators: Any, counts: Any) -> None:
-        megatron.train_step(loss, args, self.model, iterators, counts, self.optimizer)
-
-    def profile(self, per_row: int) -> None:
-        """Print the functions that a step spends the most time in."""
-        args, data = arguments(ROW_TOKENS), samples(ROWS * per_row, ROW_TOKENS // per_row)
-        iterators, counts = megatron.get_data_iterator(args, self.model, data)
-        with without_stand_in():
-            self._trained(of_log_probs, args, iterators, counts)
-            with cProfile.Profile() as profile:
-                for _ in range(20):
-                    self._trained(of_log_probs, args, iterators, counts)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(10)
-
 
 def cell(times: list[float]) -> str:
     """The median, and the range in brackets."""
@@ -341,26 +297,26 @@ def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--profile", action="store_true", help="functions, in place of times")
-    options = parser.parse_args()
+    repeats = parser.parse_args().repeats
     with tempfile.TemporaryDirectory() as folder:
         job = Job(folder)
-        if options.profile:
-            job.profile(4)
-            return
         found: dict[str, list[list[float]]] = {}
-        repeats = options.repeats
+        epochs = (True, False)
         for name, losses in {
             "bare loss": (bare, bare),
             "log-probs": (of_log_probs, plain_log_probs),
         }.items():
             for per_row in (1, 4, 32):
+                data = samples(ROWS * per_row, ROW_TOKENS // per_row)
+                given = data, per_row, losses, repeats
+                steps = [job.beside_plain_loop(*given, first_epoch=first) for first in epochs]
                 found[f"micro-batch of {per_row} samples, {name}"] = [
-                    job.pairs(per_row, losses, repeats, first_epoch=first)
-                    for first in (True, False)
+                    [passes / ROWS for _, passes in each] for each in steps
                 ]
+        given = samples(512, 2_000), 8, (bare, bare), repeats
+        steps = [job.beside_plain_loop(*given, first_epoch=first) for first in epochs]
         found["before the first pass, 64 rows x 8 x 2,000"] = [
-            job.before_first(repeats, first_epoch=first) for first in (True, False)
+            [before for before, _ in each] for each in steps
         ]
         found["get_data_iterator of 512 samples"] = [job.reading(repeats)]
         rows = [

@@ -1,4 +1,4 @@
-"""Samples that begin alike: each computed by itself, sharing tokens, or merged.
+"""Samples that begin alike: each computed by itself, or sharing tokens.
 
     python tests/benchmarks/bench_shared_prefixes.py [--data ../shared/data] [--trajectories 6]
 
@@ -7,9 +7,7 @@ predicted end of a step; and the end where only turns share (chains) over shared
 tokens, a prompt and responses of these lengths; solutions are four of each question, four
 characters a token; turns are recorded ones with random tokens, behind the same first 1,400. The
 second table trains the first trajectories, each a sixteenth as long, on one process of the CPU:
-processor time of a step, and how far its gradient is from that of turns apart, with random
-advantages, the same for a token either way. Frameworks that merge change advantages besides, or
-weigh anew.
+processor time of a step, and the norm of its gradient, of random advantages.
 """
 
 from __future__ import annotations
@@ -151,7 +149,7 @@ def trained(trajectories: Trajectories, repeats: int) -> list[tuple[str, ...]]:
         (
             *(way, f"{found['samples']}", f"{found['tokens']:,}", f"{found['micro_batches']}"),
             f"{statistics.median(found['seconds']):.2f} s",
-            *(f"{found[mean][0]:.1%}, {found[mean][1]:.3f}" for mean in ("sample", "token")),
+            f"{found['norm']:.6f}",
         )
         for way, found in ways.items()
     ]
@@ -191,8 +189,7 @@ def main() -> None:
     )
     columns = (*columns, "step over chains x", "found + planned in")
     print(Table(columns=columns, rows=tuple(rows)))
-    columns = ("", "samples", "tokens", "micro-batches", "step", "sample mean: off by, cosine")
-    columns = (*columns, "token mean")
+    columns = ("", "samples", "tokens", "micro-batches", "step", "norm of the gradient")
     rows = trained(read[: options.trajectories], options.repeats)
     print(Table(columns=columns, rows=tuple(rows)))
 

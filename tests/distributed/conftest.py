@@ -1,20 +1,11 @@
-"""Fixtures: weights once a session, jobs in as few launches as possible."""
+"""Jobs of all selected tests, in as few launches as possible."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from kit.harness import Job, reference_files, results, run_jobs, with_reference
-
-
-@pytest.fixture(scope="session")
-def references(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, str]:
-    """Model kind to the file with its weights."""
-    wanted = {job.parameters.get("reference") for job in _selected(request)} - {None}
-    return reference_files(tmp_path_factory.mktemp("reference"), sorted({"dense", *wanted}))
+from kit.harness import Job, results, run_jobs
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +18,6 @@ def outcomes() -> dict[str, Any]:
 def ranks(
     request: pytest.FixtureRequest,
     job: Job,
-    references: dict[str, str],
     outcomes: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[Any]:
@@ -39,7 +29,7 @@ def ranks(
     if job.name not in outcomes:
         selected = {each.name: each for each in _selected(request)}
         together = [
-            with_reference(each, references)
+            each
             for each in selected.values()
             if each.nproc == job.nproc and each.name not in outcomes
         ]

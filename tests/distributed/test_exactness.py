@@ -14,7 +14,6 @@ from kit.covering import covered_by, is_late, to_be_covered
 from kit.harness import Job
 from kit.random_draw import drawn_job
 from kit.random_verdict import job_of, report, verdict
-from kit.samples import SHAPES
 
 VERSION = tuple(map(int, version("megatron-core").split(".")[:2]))
 
@@ -32,13 +31,13 @@ EVERY_VERSION = _seeds("""
 LATE = _seeds("""
     24136 18813 31532 12333 20776 11750 37535 33503 15397 4007 18735 36874 33381 30820 35341
     25867 3585 28128 11347 15847 25584 8917 560 28109 13117 6110 16394 6576 36573 11474 2584
-    3578 5162 529
+    3578 5162 529 7715
 """)
 """Seeds of the others, after those."""
 ARRAY = [job_of(seed) for seed in (*EVERY_VERSION, *LATE)]
 
 # Samples lie 40, 3, 0 and 1 on the data-parallel ranks.
-PLAIN = {
+PLAIN: dict[str, Any] = {
     "lopsided": True,
     "exchange": True,
     "dynamic_CP": False,
@@ -58,12 +57,49 @@ UNEVEN: dict[str, dict[str, Any]] = {
     "dp4-ep2": {"layout": (4, 1, 1, 1), "kind": "moe", "expert_parallel": 2},
     "dp2-tp2-sp": {"layout": (2, 1, 1, 2), "sequence_parallel": True},
 }
+# Nine of 18 samples on each rank, in steps of four.
+STAYING = {
+    "layout": (2, 1, 1, 1),
+    "lopsided": False,
+    "exchange": False,
+    "rollout_0,_steps": "global batch size",
+}
+# Of the second tensor-parallel rank all entries are banned.
+BANNED = {"layout": (1, 1, 1, 2), "fused_output": False, "entropy's_mean": "token"}
 SHARED_ROWS = {"dynamic_CP": True, "mixed_sizes": True, "lopsided": False, "layout": (4, 1, 1, 1)}
-SCARCE = {"one sample": 1567, "no responses": 194}
-"""Seeds of a rollout of which there is little to share."""
+# 13 samples of 39 tokens are computed as 294, up to five nodes behind each other.
+BRANCHES: dict[str, Any] = PLAIN | {
+    "nproc": 1,
+    "layout": (1, 1, 1, 1),
+    "turns": True,
+    "shared_prefixes": True,
+    "rollout_0,_steps": "one",
+    "rollout_0,_padding_samples": False,
+    "cap": 100,
+    "samples_of_a_row": False,
+    "worker": None,
+    "positions": "rope",
+    "trained": "all",
+    "bfloat16": False,
+    "loss_masks": "weights",
+    "lopsided": False,
+}
+DEPTHS = {"multi-token_prediction": True, "depths": 2, "detached_heads": False}
+SPECIAL = [
+    *(job_of(1, f"uneven-{name}", nproc=4, **PLAIN | each) for name, each in UNEVEN.items()),
+    job_of(1468, "samples-that-stay", nproc=2, **PLAIN | STAYING),
+    job_of(3, "banned-infinite", nproc=2, banned="infinite", temperature=0.7, **PLAIN | BANNED),
+    job_of(3, "banned-lowest", nproc=2, banned="lowest", temperature=1.0, **PLAIN | BANNED),
+    job_of(1567, "one-sample", nproc=4, **PLAIN | SHARED_ROWS),
+    job_of(194, "no-responses", nproc=4, **PLAIN | SHARED_ROWS),
+    job_of(174, "branches-one-rank", **BRANCHES),
+    job_of(174, "branches-cp2", **BRANCHES | {"layout": (1, 1, 2, 1), "nproc": 2}),
+    job_of(174, "branches-further-tokens", **BRANCHES | DEPTHS),
+]
+"""What the array has too rarely: samples on few ranks, little to share, many branches."""
 
 
-@pytest.mark.parametrize("job", ARRAY, ids=str)
+@pytest.mark.parametrize("job", [*ARRAY, *SPECIAL], ids=str)
 def test_equals_reference(job: Job, ranks: list[dict[str, Any]]) -> None:
     """Outputs in origin order, losses, metrics, gradients and weights after every step."""
     kind, said = verdict(job, ranks)
@@ -80,29 +116,13 @@ def test_every_pair_is_covered(late: bool) -> None:
     assert not to_be_covered(late=late).difference(*covered)
 
 
-@pytest.mark.parametrize(
-    "job",
-    [job_of(1, f"uneven-{name}", nproc=4, **PLAIN | layout) for name, layout in UNEVEN.items()],
-    ids=str,
-)
-def test_a_rollout_that_lies_unevenly(job: Job, ranks: list[dict[str, Any]]) -> None:
-    """Samples run on all ranks; outputs come back to the one that brought them."""
-    kind, said = verdict(job, ranks)
-    assert kind == "equal", report(job, said)
-
-
-@pytest.mark.parametrize(
-    "job",
-    [job_of(seed, name, nproc=4, **PLAIN | SHARED_ROWS) for name, seed in SCARCE.items()],
-    ids=str,
-)
-def test_rows_that_ranks_share_though_there_is_little(
-    job: Job, ranks: list[dict[str, Any]]
-) -> None:
-    samples = [response for _, response, _ in job.parameters["job"]["rollouts"][0]["samples"]]
-    assert len(samples) == 1 or not any(samples)
-    kind, said = verdict(job, ranks)
-    assert kind == "equal", report(job, said)
+def test_special_jobs_are_what_they_are_named_for() -> None:
+    rollouts = {job.name: job.parameters["job"]["rollouts"][0] for job in SPECIAL}
+    assert len(rollouts["one-sample"]["samples"]) == 1
+    assert not any(response for _, response, _ in rollouts["no-responses"]["samples"])
+    owners = [rank for _, _, rank in rollouts["samples-that-stay"]["samples"]]
+    assert owners == [0] * 9 + [1] * 9
+    assert rollouts["samples-that-stay"]["global_batch_size"] == 4
 
 
 def crossing(kind: str) -> Job:
@@ -123,96 +143,3 @@ def test_state_that_crosses_samples_would_be_seen(job: Job, ranks: list[dict[str
     found = rank["differences"]
     gradients = [value for name, value in found.items() if name.startswith("gradient of")]
     assert min(found["log_probs before"], max(gradients)) > 1000
-
-
-EXCHANGE = {"dynamic_batch_exchange": True}
-SHARED = {"dynamic_batch_context_parallel": 2}
-SHARE_PREFIXES = {"dynamic_batch_share_prefixes": True}
-FORWARD_CAP = "dynamic_batch_forward_only_max_tokens_per_gpu"
-LAYOUTS = {
-    "dp2-pp2": {"data_parallel": 2, "pipeline_parallel": 2},
-    "dp4": {"data_parallel": 4},
-    "dp2-cp2": {"data_parallel": 2, "context_parallel": 2},
-}
-MOVED: dict[str, dict[str, Any]] = {
-    "exchange": EXCHANGE,
-    # A cap under which no two samples share a micro-batch.
-    "exchange-forward-cap": EXCHANGE | {FORWARD_CAP: 1},
-    "shared": SHARED,
-    "exchange-prefixes": EXCHANGE | SHARE_PREFIXES,
-    "shared-prefixes": SHARED | SHARE_PREFIXES,
-}
-
-
-def there_and_back(layout: str, name: str, planner: dict[str, Any]) -> Any:
-    dims = LAYOUTS[layout]
-    given = {"dims": dims, "reference": "dense", "spread": "empty", "planner": planner}
-    job = Job(f"{layout}-{name}-there-and-back", "kit.shared_rows:there_and_back", 4, dims, given)
-    is_usual = f"{layout}-{name}" in ("dp2-pp2-shared", "dp2-pp2-exchange-prefixes")
-    return pytest.param(job, marks=() if is_usual else pytest.mark.long)
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        there_and_back(layout, name, planner)
-        for layout in LAYOUTS
-        for name, planner in MOVED.items()
-        if layout != "dp2-cp2" or FORWARD_CAP not in planner  # two ranks take 4 tokens at least
-    ],
-    ids=str,
-)
-def test_values_come_back_to_the_place_of_their_samples(
-    job: Job, ranks: list[dict[str, Any]]
-) -> None:
-    """Fields of every kind move with their samples, also added ones; outputs come back."""
-    for rank in ranks:
-        assert rank["trained"] == ranks[0]["trained"]
-        assert [len(rank["trained"]), sum(rank["trained"])] == [3, len(SHAPES)]
-        assert rank["equal"] == (
-            dict.fromkeys(("tokens", "source", "long", "pixels", "weight", "beside"), True)
-            if rank["last_stage"]
-            else {}
-        )
-    assert any(rank["moved"] for rank in ranks)
-    if FORWARD_CAP in job.parameters["planner"]:
-        last = [rank["forward_rows"] for rank in ranks if rank["last_stage"]]
-        assert sum(last) == len(SHAPES)
-    shares_prefixes = job.parameters["planner"].get("dynamic_batch_share_prefixes", False)
-    assert any(rank["saved"] for rank in ranks) == shares_prefixes
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(
-            "cp2-shared-silent-placeholders",
-            "kit.shared_rows:silent_placeholders",
-            2,
-            {"context_parallel": 2},
-            {"dims": {"context_parallel": 2}, "reference": "dense"},
-        )
-    ],
-    ids=str,
-)
-def test_ranks_of_a_replica_need_not_ask_for_the_same_log_probs(job: Job, ranks: list[Any]) -> None:
-    """Under dynamic CP they run rows of their own; without, they have to."""
-    (first, rows), (second, no_rows) = ranks
-    assert sorted([rows, no_rows]) == [[0], [1]]
-    assert first == second
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        Job(
-            "dp2-own-weights",
-            "kit.model:weights_where_ranks_begin_with_their_own",
-            2,
-            {"data_parallel": 2},
-        )
-    ],
-    ids=str,
-)
-def test_replicas_begin_alike_whatever_their_random_numbers(job: Job, ranks: list[float]) -> None:
-    assert ranks[0] == ranks[1] != 0.0

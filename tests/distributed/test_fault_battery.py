@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from kit.battery import FAULTS, LAYOUTS, STOPPED_SECONDS, always_on, layouts_of
 from kit.forked import End, run_forked
-from kit.harness import Job, JobFailedError, reference_files, results, run_jobs
+from kit.harness import Job, JobFailedError, results, run_jobs
 from kit.stock_jobs import FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
 from mcore_batching.megatron.watch import EXIT_CODE
@@ -41,12 +41,11 @@ def ends(
         if "ends" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
     }
     chosen |= {("none", layout): None for fault, layout in chosen if FAULTS[fault].where == "0"}
-    weights = reference_files(tmp_path_factory.mktemp("reference"), ["dense"])["dense"]
     jobs = []
     for fault, layout in chosen:
         dims = LAYOUTS[layout]
         nproc = math.prod(size for name, size in dims.items() if name != "virtual_pipeline")
-        given = {"dims": dims, "reference": weights, "fault": fault, "layout": layout}
+        given = {"dims": dims, "fault": fault, "layout": layout}
         name, agent = name_of(fault, layout), "no agent" not in layout
         jobs.append(Job(name, "kit.battery:train", nproc, dims, given, SECONDS + 60, agent))
     found = run_forked(jobs, tmp_path_factory.mktemp("battery"))

@@ -19,12 +19,13 @@ SECONDS = 45.0  # an error that came by a collective's timeout would take 60
 def job(name: str, function: str, dims: dict[str, Any], *, long: bool = False, **given: Any) -> Any:
     """A job of every rank of a layout, called with the layout and the model's weights."""
     ranks = [size for name, size in dims.items() if name in PARALLEL]
-    parameters = {"dims": dims, "reference": given.get("kind", "dense"), **given}
+    parameters = {"dims": dims, **given}
     made = Job(name, f"kit.{function}", math.prod(ranks), dims, parameters)
     return pytest.param(made, marks=pytest.mark.long if long else (), id=name)
 
 
 PARALLEL = ("data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel")
+DP4 = {"data_parallel": 4}
 DP2, PP2, CP2, TP2 = ({name: 2} for name in PARALLEL)
 TP2_SP = {**TP2, "sequence_parallel": True}
 DP2_EP2, TP2_EP2 = DP2 | {"expert_parallel": 2}, TP2_SP | {"expert_parallel": 2}
@@ -60,10 +61,6 @@ def test_what_is_wrong_on_one_rank_is_a_named_error_on_all(
 
 
 OUTPUTS = [
-    *output_faults.jobs_of("engine"),
-    *output_faults.jobs_of("engine", "", "dp2", **STAY),
-    *output_faults.jobs_of("engine", "", "dp2", **SHARED),
-    *output_faults.jobs_of("unplanned", "", "dp2"),
     *output_faults.jobs_of("planned slime"),
     *output_faults.jobs_of("planned miles", "", "dp2"),
 ]
@@ -84,10 +81,11 @@ MROPE = {"kind": "mrope", "mrope_section": [2, 1, 1]}
 # Megatron raised in mid-forward.
 MROPE_CUT = "cuts positions that are cut for context-parallel ranks already"
 PLACEHOLDERS = "guarantees:placeholders_add_nothing"
-STEPS = "guarantees:several_steps"
 ROUTER = "guarantees:router_counts_real_tokens"
+OVERSIZE = "guarantees:over_the_cap_is_said_once"
+COLLECTIVES = "collectives:phases_make_the_collectives_that_are_listed"
+MEMORY = "log_probs:memory_is_shared"
 NONFINITE = "nonfinite:error_or_skipped"
-UNTRAINED = "counted_steps:nothing_to_train"
 HOOKED = "hooking:forward_equals_the_engines"
 JOBS = [
     *(
@@ -120,26 +118,16 @@ JOBS = [
         )
         for balancing in ("aux_loss", "seq_aux_loss")
     ),
-    job("steps-equal", STEPS, DP2, sizes=[6, 6], batch=4),
-    job("steps-short", STEPS, DP2, sizes=[5, 5], batch=4),
-    job("steps-uneven", STEPS, DP2, sizes=[9, 1], batch=5),
-    job("steps-none", STEPS, DP2, sizes=[9, 0], batch=4),
-    job("steps-one", STEPS, DP2, sizes=[5, 4], batch=1),
-    job("steps-few", STEPS, {"data_parallel": 4}, sizes=[1, 1, 1, 1], batch=2),
-    job("steps-all", STEPS, DP2, sizes=[3, 2], batch=64),
-    job("steps-stay", STEPS, DP2, sizes=[5, 2], batch=3, **STAY),
-    job("steps-stay-equal", STEPS, DP2, sizes=[5, 5], batch=4, **STAY),
-    job("steps-shared", STEPS, DP2, sizes=[5, 2], batch=3, **SHARED),
+    *(job(f"gradient-over-logits-{n}", MEMORY, d) for n, d in (("dp2", DP2), ("tp2", TP2))),
+    job("log-prob-flags", "log_probs:flags_in_a_step", {"data_parallel": 1}),
+    job("collectives-dp2", COLLECTIVES, DP2),
+    job("collectives-dp2-pp2", COLLECTIVES, DP2 | PP2),
+    job("silent-placeholders", "shared_rows:silent_placeholders", CP2),
+    job("own-weights", "guarantees:replicas_begin_alike", DP2),
     job("later-dp2", "guarantees:later_steps", DP2),
     job("later-dp2-pp2", "guarantees:later_steps", DP2 | PP2),
-    *(
-        job(f"learning-rates-{turns}-turns", "counted_steps:learning_rates", DP2, turns=turns)
-        for turns in (1, 5)
-    ),
-    job("nothing-to-train-experts", UNTRAINED, DP2_EP2, kind="moe"),
-    job("nothing-to-train-exchange", UNTRAINED, DP2, planner={"dynamic_batch_exchange": True}),
-    job("nothing-to-train-shared-rows", UNTRAINED, DP2, planner=SHARED),
-    job("nothing-to-train-dp2-pp2", UNTRAINED, DP2 | PP2, distributed_optimizer=True),
+    job("padding-alone", "guarantees:padding_moves_nothing", DP2_EP2),
+    job("prefixes-printed-and-reported", "prefixes:said_and_reported", DP2),
     job("models-of-shared-rows", "shared_rows:refused_models", {"data_parallel": 1}),
     job("time-outs", "guarantees:wrong_time_outs_are_named", DP2),
     job(
@@ -151,6 +139,9 @@ JOBS = [
     ),
     job("mrope-cp2", "guarantees:model_is_refused", CP2, text=MROPE_CUT, **MROPE),
     job("mrope-dp2", "guarantees:model_is_refused", DP2, text="", **MROPE),
+    job("over-the-cap", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10),
+    job("over-the-cap-stays", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10, **STAY),
+    job("over-the-cap-shared", OVERSIZE, DP4, row=10, needed=100, max_tokens_per_gpu=5, **SHARED),
     job("averaged-loss", "guarantees:averaged_loss_is_told", DP2),
     *(
         job(name, NONFINITE, DP2 | PP2, fault=name.partition("-")[0], overlap="-" in name)
@@ -193,8 +184,12 @@ JOBS = [
     job("framework-shows-model", "hooking:framework_shows_model", PP2),
     job("framework-holds-model", "hooking:framework_holds_model", PP2),
 ]
+PP4 = {"pipeline_parallel": 4}
+NEIGHBOURS = "kit.blocking_p2p:neighbours_send_first"
 NEEDS_GLOO = [
     job("groups-remade", "guarantees:groups_made_anew", DP2),
+    pytest.param(Job("neighbours-send-first", NEIGHBOURS, 4, PP4, {"blocking": False})),
+    pytest.param(Job("neighbours-send-first-blocking", NEIGHBOURS, 4, PP4, {"blocking": True})),
     pytest.param(Job("timeouts", "kit.guarantees:groups_have_the_jobs_time_out", 2, PP2)),
     pytest.param(Job("freed-while-sending", "kit.guarantees:freed_outputs_arrive_whole", 2, PP2)),
 ]

@@ -59,7 +59,7 @@ def test_outputs_that_no_sample_has_are_an_error_on_all(
 
 
 def verl(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
-    parameters = {"dims": dims, "reference": "dense", "source": source_of("verl")} | parameters
+    parameters = {"dims": dims, "source": source_of("verl")} | parameters
     return Job(f"verl-{name}", "kit.verl_engine:compare", 2, dims, parameters)
 
 

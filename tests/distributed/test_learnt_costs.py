@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 from kit.harness import Job
-from kit.learning import CAP
 
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, plan_step
+from mcore_batching.planning import CostModel
 from mcore_batching.planning.plans.records import read_records
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools import replay
 
 DIMS = {"data_parallel": 2, "pipeline_parallel": 2}
-CONFIG = PlannerConfig(max_tokens_per_gpu=CAP, plan_effort=60)
 SECONDS_PER_UNIT = 1e-5
 LEARNT_BY = 5
 """Steps after which the model is to be known."""
@@ -55,21 +53,9 @@ def row_errors(step: dict[str, Any]) -> list[float]:
     return [abs(scale * learnt.micro_batch(row) / hidden.micro_batch(row) - 1) for row in rows]
 
 
-def loss_of_time(step: dict[str, Any], dims: dict[str, int] = DIMS) -> float:
-    """Time of all samples' plan by what was learnt over that by the hidden model, under it."""
-    shape, hidden = ParallelDims(**dims), CostModel(**step["hidden"])
-
-    def time(model: CostModel) -> float:
-        plan = plan_step(step["lengths"], shape, CONFIG, model)
-        return predicted_step_time(plan, step["lengths"], hidden)
-
-    return time(CostModel(**step["costs"])) / time(hidden) - 1
-
-
 @on(
     job("launches", hidden=LAUNCHES),
-    job("attention", hidden=ATTENTION),
-    job("drifting", hidden=BOTH, drift=0.03, num_steps=8),
+    job("drifting", hidden=ATTENTION, drift=0.03, num_steps=8),
     job("chunks", hidden=BOTH, dims={**DIMS, "virtual_pipeline": 2}),
 )
 def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> None:
@@ -80,7 +66,6 @@ def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> No
     assert known == [False, False] + [True] * (len(known) - 2)
     for step in ranks[0][LEARNT_BY:]:
         assert max(row_errors(step)) < 0.1
-        assert loss_of_time(step, job.parameters["dims"]) < 0.02
 
 
 @on(job("fixed", hidden=LAUNCHES, num_steps=4, cost_model=None))

@@ -94,7 +94,12 @@ PARTS = [
         part("packed", "--attention", "te"),
         engine=True,
     ),
-    Part("waits", "where the host waits for the device in a step", part("waits")),
+    Part(
+        "waits",
+        "where the host waits for the device in a step",
+        part("waits"),
+        twin=pytest("tests/device/test_device.py", "-k", "test_a_step"),
+    ),
     Part(
         "memory",
         "peak memory at vocabulary 152064 × 16384 tokens, against the prediction",
@@ -166,7 +171,7 @@ def run(part: Part, gpus: int, lengths: Path | None) -> list[dict[str, Any]]:
     if part.engine and not gpus and part.processes > 1:
         return [row(part, "needs Transformer Engine, so a GPU", "not run", True)]
     command = part.twin if part.twin and not gpus else part.command
-    if lengths is not None and part.name in ("throughput", "waits"):
+    if lengths is not None and command is part.command and part.name in ("throughput", "waits"):
         command = (*command, "--lengths", str(lengths.resolve()))
     if part.engine is None and part.processes == 1 and has_engine and "parts" in command[0]:
         command = (*command, "--attention", "te")

@@ -175,7 +175,7 @@ def layouts_of(fault: str) -> list[str]:
     return [*dict.fromkeys(name.strip("*") for name in FAULTS[fault].layouts)]
 
 
-def train(dims: dict[str, Any], reference: str, fault: str, layout: str, folder: str) -> list[Any]:
+def train(dims: dict[str, Any], fault: str, layout: str, folder: str) -> list[Any]:
     """What came of three steps, each planned anew, with the fault in the second."""
     planner: dict[str, Any] = {}
     if "shared" in layout:
@@ -183,7 +183,7 @@ def train(dims: dict[str, Any], reference: str, fault: str, layout: str, folder:
         planner["dynamic_batch_context_parallel"] = 2
     if "later step" in fault:
         planner["global_batch_size"] = 5
-    calls = Calls(dims, reference, **planner)
+    calls = Calls(dims, **planner)
     found = [calls.step()]
     faulty = 0 if "no agent" in layout or "rank 0" in fault else dist.get_world_size() - 1
     if fault not in FAULTS:  # of undisturbed steps

@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
 from kit.exactness import arguments, log_probs_of
-from kit.model import adam, named_parameters, sharded_model
+from kit.model import adam, named_parameters, seeded_model
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY, make_samples, share, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
@@ -36,13 +36,10 @@ Function = Callable[..., Any]
 TABLES = Path(__file__).resolve().parents[1] / "FAULTS.md"
 
 
-def small_model(dims: dict[str, Any], reference: str, **settings: Any) -> list[Any]:
+def small_model(dims: dict[str, Any], kind: str = "dense", **settings: Any) -> list[Any]:
     """The test model in Megatron's data-parallel wrapper."""
-    weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return sharded_model(
-        ParallelDims(**dims), settings.pop("kind", "dense"), weights, ddp, **settings
-    )
+    return seeded_model(ParallelDims(**dims), kind, ddp, **settings)
 
 
 def my_samples(dims: dict[str, Any], spread: str = "uneven") -> dict[str, list[Any]]:
@@ -59,13 +56,12 @@ class Calls:
     def __init__(
         self,
         dims: dict[str, Any],
-        reference: str,
         spread: str = "uneven",
         model: dict[str, Any] | None = None,
         **planner: Any,
     ) -> None:
-        self.dims, self.planner, self.made_of = ParallelDims(**dims), planner, (dims, reference)
-        self.model = small_model(dims, reference, **(model or {}))
+        self.dims, self.planner, self.made_of = ParallelDims(**dims), planner, dims
+        self.model = small_model(dims, **(model or {}))
         self.args = arguments(self.dims, **planner)
         self.data: Any = my_samples(dims, spread)
         self.iterators, self.counts = self.plan()

@@ -33,6 +33,7 @@ ALONE = {
     *("kl term", "entropy term", "micro_batch_size", "log-probs replaced", "costs learnt"),
     *("dynamic_batch_no_planned_shapes", "holders first of replica", "global_batch_size"),
     *(f"worker {fault}" for fault in WORKERS),
+    *("banned infinite", "banned lowest", "recorded"),
 }
 """What need not meet everything else."""
 
@@ -64,8 +65,13 @@ def model_of(job: dict[str, Any]) -> set[str]:
 def features_of(job: dict[str, Any]) -> set[str]:
     """Settings of a job, its loss, its samples and their steps."""
     planner, objective, rollouts = job["planner"], job["objective"], job["rollouts"]
-    found = {name for name in ("mixed_sizes", "turns", "blocking", "bfloat16") if job[name]}
+    found = {
+        name
+        for name in ("mixed_sizes", "turns", "blocking", "bfloat16", "fields", "recorded")
+        if job[name]
+    }
     found |= {f"worker {job['worker']}"} if job["worker"] else set()
+    found |= {f"banned {job['banned']}"} if job["banned"] else set()
     found |= {name for name, value in job["ddp"].items() if value}
     found |= {f"masks {job['loss_masks']}", f"mean of each {objective['policy']}"}
     found |= {f"{name} term" for name in ("kl", "entropy") if objective[name]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,11 @@ def outputs(change: Function) -> Function:
     return f_with(lambda made, number: {"log_probs": [*map(change, made["log_probs"])]})
 
 
+def lists(change: Callable[[list[Any], int], list[Any]]) -> Function:
+    """f, with the list of each output changed, from the first micro-batch with samples (0) on."""
+    return f_with(lambda made, number: {n: change(values, number) for n, values in made.items()})
+
+
 def metric(change: Function) -> Function:
     """The loss function, with a metric that is made of the loss."""
     return loss_with(lambda loss, metrics, number: (loss, metrics | {"kl": change(loss)}))
@@ -68,7 +74,7 @@ def by_lengths(logits: torch.Tensor, total_lengths: Any) -> Any:
 
 def forward_of_another(calls: Calls, mask: AttnMaskType = AttnMaskType.causal) -> Any:
     """A pass of another model than it was planned with, whose first layer has this mask."""
-    model = small_model(*calls.made_of)
+    model = small_model(calls.made_of)
     unwrap_model(model[0]).decoder.layers[0].self_attention.attn_mask_type = mask
     return calls.forward(model=model)
 
@@ -88,7 +94,7 @@ _read = PlanRequest.read
 def plan_beyond_cap(planner: Planner, job: Any, request: Any, ticket: Any) -> Any:
     config = dataclasses.replace(request.config, max_tokens_per_gpu=1000)
     step = plan_step(request.lengths, request.dims, config, request.cost_model)
-    return dataclasses.replace(step, config=request.config)
+    return dataclasses.replace(step, config=request.config).to_json().encode()
 
 
 def gathered(logits: torch.Tensor) -> torch.Tensor:
@@ -102,9 +108,15 @@ def slime_plan(calls: Calls, data: Any = None, **flags: Any) -> Any:
     return before_1860.get_data_iterator(DEFAULT_SCHEMA, args, calls.model, data)
 
 
-def slime_pass(calls: Calls, iterators: Any, counts: Any, **flags: Any) -> Any:
+def slime_pass(
+    calls: Calls, iterators: Any, counts: Any, f: Any = log_probs_by_lengths, **flags: Any
+) -> Any:
     args = arguments(calls.dims, **flags)
-    return before_1860.forward_only(log_probs_by_lengths, args, calls.model, iterators, counts)
+    return before_1860.forward_only(f, args, calls.model, iterators, counts)
+
+
+def too_few(logits: torch.Tensor, **keywords: Any) -> Any:
+    return {name: v[:-1] for name, v in log_probs_by_lengths(logits, **keywords).items()}
 
 
 FAULTS = read_faults(
@@ -128,9 +140,9 @@ def table_of(layout: str) -> list[Any]:
     return [fault for fault in FAULTS if layout in fault.layouts]
 
 
-def faults(dims: dict[str, Any], reference: str, layout: str) -> dict[str, Any]:
+def faults(dims: dict[str, Any], layout: str) -> dict[str, Any]:
     """What this rank raises for each fault of a layout; what a right step then comes to."""
-    calls = Calls(dims, reference, **LAYOUTS[layout][1])
+    calls = Calls(dims, **LAYOUTS[layout][1])
     before = {name: p.detach().clone() for name, p in named_parameters(calls.model)}
     report = []
     for fault in table_of(layout):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import threading
 import time
 import warnings
@@ -19,14 +20,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from kit.calls import Calls, loss_with, my_samples, small_model
 from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
 from kit.groups import keep_data_parallel_group, remake_groups
-from kit.model import adam, named_parameters
+from kit.model import adam, named_parameters, quick_model
 from kit.objective import packed_objective
-from kit.samples import make_samples, take
+from kit.samples import take
 from kit.workers import is_planning_rank
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron import (
@@ -41,6 +42,14 @@ from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.megatron.watch import FailureWatch
 from mcore_batching.planning import ParallelDims, PlanningError
+from mcore_batching.rl import pad_batch
+
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_dtype": "fp32",
+}
+"""Settings with which the tokens that routers count move their bias."""
 
 
 def on_all_ranks(value: Any) -> list[Any]:
@@ -68,7 +77,7 @@ def error_of(call: Any) -> str:
 
 
 def placeholders_add_nothing(
-    dims: dict[str, Any], reference: str, kind: str, per_token_loss: bool, **settings: Any
+    dims: dict[str, Any], kind: str, per_token_loss: bool, **settings: Any
 ) -> None:
     """slime counts each placeholder as one token. Here some more on every rank change no bit.
 
@@ -77,7 +86,7 @@ def placeholders_add_nothing(
     of micro-batches, that number differs and what undoes it rounds.
     """
     settings |= {"kind": kind, "calculate_per_token_loss": per_token_loss}
-    calls, more = Calls(dims, reference, model=settings), 4
+    calls, more = Calls(dims, model=settings), 4
     plain, metrics = _gradients(calls)
     schedule = schedule_of(calls.iterators)
     schedule.steps = (((),) * more + schedule.steps[0],)
@@ -99,43 +108,20 @@ def _gradients(calls: Calls) -> tuple[list[torch.Tensor], dict[str, float]]:
     return [p.main_grad.clone() for _, p in named_parameters(calls.model)], metrics
 
 
-def several_steps(
-    dims: dict[str, Any], reference: str, sizes: list[int], batch: int, **planner: Any
-) -> None:
-    """Whole steps of ``batch`` samples and a short one where rank ``r`` holds ``sizes[r]``, every
-    sample in one of them.
-
-    Each rank's share was rounded down: 1, 1, 1, 1 in steps of 2 gave steps of 0 and 4. A rank
-    without samples knows no batch size.
-    """
-    calls = Calls(dims, reference, **planner)
-    size = sizes[parallel_state.get_data_parallel_rank()]
-    count = len(make_samples()["tokens"])
-    calls.data = take(make_samples(), [i % count for i in range(size)])
-    calls.args.global_batch_size = batch if size else None
-    calls.iterators, calls.counts = calls.plan()
-    steps = range(len(calls.counts))
-    trained = [calls.train(step=step).totals.num_samples for step in steps]
-    whole, left = divmod(sum(sizes), batch)
-    assert trained == [batch] * whole + [left] * bool(left)
-    assert len(calls.forward().get("log_probs", [])) == size
-    if planner.get("dynamic_batch_exchange", True):
-        return
-    held = [
-        sorted(i for micro_batch in step for i in micro_batch)
-        for step in schedule_of(calls.iterators).steps
-    ]
-    assert [i for step in held for i in step] == [*range(size)]
-    if len({*sizes}) == 1 and batch % len(sizes) == 0:
-        assert on_all_ranks(held[:whole])[0] == held[:whole]
+def replicas_begin_alike(dims: dict[str, Any]) -> None:
+    """Ranks with random numbers of their own get the same weights."""
+    torch.manual_seed(dist.get_rank())
+    model = quick_model(ParallelDims(**dims), 8)
+    sums = [float(weight.double().sum()) for _, weight in named_parameters(model)]
+    assert on_all_ranks(sums) == [sums] * dist.get_world_size()
 
 
-def later_steps(dims: dict[str, Any], reference: str) -> None:
+def later_steps(dims: dict[str, Any]) -> None:
     """Rollouts of three steps, of which the later ones are planned while earlier ones run.
 
     Nothing is left behind by those that nobody trains on, nor by one that cannot be planned on.
     """
-    calls = Calls(dims, reference, "empty", global_batch_size=5)
+    calls = Calls(dims, "empty", global_batch_size=5)
 
     def rollout() -> Any:
         """Of data that the caller overwrites at once."""
@@ -198,9 +184,9 @@ def later_steps(dims: dict[str, Any], reference: str) -> None:
     assert plan_of(rollout()) == at_first
 
 
-def found_by_lengths(dims: dict[str, Any], reference: str, pad_each_to: int) -> None:
+def found_by_lengths(dims: dict[str, Any], pad_each_to: int) -> None:
     """slime's functions step through the logits by lengths: padded samples would shift them."""
-    calls = Calls(dims, reference, dynamic_batch_pad_each_to=pad_each_to)
+    calls = Calls(dims, dynamic_batch_pad_each_to=pad_each_to)
     if "context_parallel" in dims:
         with pytest.raises(ValueError, match="let it take micro_batch"):
             calls.forward(log_probs_by_lengths)
@@ -211,9 +197,9 @@ def found_by_lengths(dims: dict[str, Any], reference: str, pad_each_to: int) -> 
     assert max(float((a - b).abs().max()) for a, b in pairs if a.numel()) < 1e-5
 
 
-def slime_style(dims: dict[str, Any], reference: str) -> None:
+def slime_style(dims: dict[str, Any]) -> None:
     """A function with slime's keywords, which returns a pair, runs; and so does `get_next`."""
-    calls = Calls(dims, reference, "empty")
+    calls = Calls(dims, "empty")
     data = calls.data
 
     def f(
@@ -255,9 +241,7 @@ def slime_style(dims: dict[str, Any], reference: str) -> None:
         assert len(drawn["tokens"]) == max(1, len(indices))
 
 
-def router_counts_real_tokens(
-    dims: dict[str, Any], reference: str, kind: str, per_rank: int
-) -> None:
+def router_counts_real_tokens(dims: dict[str, Any], kind: str, per_rank: int) -> None:
     """The mask has a broadcast bug upstream; padding and placeholders must not move the bias.
 
     Only the first stage of a GPTModel scatters the mask over tensor-parallel ranks by itself.
@@ -268,11 +252,8 @@ def router_counts_real_tokens(
     args, data = arguments(ParallelDims(**dims), **staying), my_samples(dims, "empty")
     model = small_model(
         dims,
-        reference,
         kind=kind,
-        moe_router_enable_expert_bias=True,
-        moe_router_score_function="sigmoid",
-        moe_router_dtype="fp32",
+        **EXPERT_BIAS,
     )
     counted: list[int] = []
 
@@ -296,7 +277,31 @@ def router_counts_real_tokens(
         assert not any(together)
 
 
-def groups_made_anew(dims: dict[str, Any], reference: str) -> None:
+def padding_moves_nothing(dims: dict[str, Any]) -> None:
+    """Padding samples that all ranks have alone, or one, move no weights by the momentum that is
+    left, and no router's bias."""
+    calls = Calls(dims, model=EXPERT_BIAS | {"kind": "moe"})
+    calls.train()
+    count = len(calls.data["tokens"])
+    padded = pad_batch(calls.data, count + 3, pad_token_id=0)
+    padding = take(padded, [i for i, is_padding in enumerate(padded["is_padding"]) if is_padding])
+    none, is_first = take(padded, []), parallel_state.get_data_parallel_rank() == 0
+
+    def state() -> list[torch.Tensor]:
+        values = (unwrap_model(chunk).state_dict().values() for chunk in calls.model)
+        tensors = filter(torch.is_tensor, itertools.chain(*values))
+        return [each.clone() for each in tensors]
+
+    for data in (padding, padding if is_first else none):
+        before = state()
+        done = calls.train_planned(calls.plan_of(data))
+        assert (done.update_successful, done.consumed_samples) == (False, 0)
+        assert equal(state(), before)
+    assert calls.train().update_successful
+    assert sum(not torch.equal(a, b) for a, b in zip(state(), before, strict=True)) > 10
+
+
+def groups_made_anew(dims: dict[str, Any]) -> None:
     """As slime does where it offloads a model: ranks agree and watch over the present groups, and
     the job goes on, twice. What one rank says of a failure before concerns nobody after; a new job
     knows nothing of the former."""
@@ -307,7 +312,7 @@ def groups_made_anew(dims: dict[str, Any], reference: str) -> None:
     for number in range(3):
         if number:
             remake_groups(shape, number)
-        model = small_model(dims, reference)
+        model = small_model(dims)
         args = arguments(shape, dynamic_batch_exchange=False)  # as in slime
         iterators, counts = get_data_iterator(args, model, my_samples(dims))
         found = forward_only(log_probs_of, args, model, iterators, counts)["log_probs"]
@@ -383,10 +388,10 @@ def groups_have_the_jobs_time_out() -> None:
         assert backend.options._timeout.total_seconds() == 60
 
 
-def placeholders_may_have_other_names(dims: dict[str, Any], reference: str) -> None:
+def placeholders_may_have_other_names(dims: dict[str, Any]) -> None:
     """A rank with placeholders alone learns the names from the others; metrics go by name, not by
     place."""
-    calls = Calls(dims, reference, "empty")
+    calls = Calls(dims, "empty")
 
     def of_placeholders(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, Any]:
         made = log_probs_of(logits, micro_batch=micro_batch)
@@ -398,6 +403,9 @@ def placeholders_may_have_other_names(dims: dict[str, Any], reference: str) -> N
         assert len(values) == len(calls.data["tokens"])
         assert equal(values, outputs[name])
     assert bool(calls.data["tokens"]) == (parallel_state.get_data_parallel_rank() == 0)
+    # A frozen reference model, which nothing was planned with.
+    others = calls.forward(model=small_model(dims))
+    assert equal(others.get("log_probs", []), usual.get("log_probs", []))
     turned = loss_with(
         lambda loss, metrics, n: (
             loss,
@@ -410,9 +418,9 @@ def placeholders_may_have_other_names(dims: dict[str, Any], reference: str) -> N
     assert calls.train(turned).metrics == pytest.approx(expected)
 
 
-def wrong_time_outs_are_named(dims: dict[str, Any], reference: str) -> None:
+def wrong_time_outs_are_named(dims: dict[str, Any]) -> None:
     """Before there is anything by which ranks agree; of the watches made for it one is left."""
-    model, data, last = small_model(dims, reference), my_samples(dims), dist.get_world_size() - 1
+    model, data, last = small_model(dims), my_samples(dims), dist.get_world_size() - 1
     for given in (0, -1, float("nan"), float("inf"), "soon"):
         for at_fault in ((last,), range(last + 1)):
             # What one at fault meets the others with: `kit.groups` tells groups by their options.
@@ -428,17 +436,32 @@ def wrong_time_outs_are_named(dims: dict[str, Any], reference: str) -> None:
     assert [each.name for each in threading.enumerate()].count("failure watch") == 1
 
 
-def model_is_refused(dims: dict[str, Any], reference: str, text: str, **settings: Any) -> None:
+def model_is_refused(dims: dict[str, Any], text: str, **settings: Any) -> None:
     """Planning refuses a model of a kind by this text; "": it does not."""
-    args, model = arguments(ParallelDims(**dims)), small_model(dims, reference, **settings)
+    args, model = arguments(ParallelDims(**dims)), small_model(dims, **settings)
     said = error_of(lambda: get_data_iterator(args, model, my_samples(dims)))
     assert text in said
     assert bool(said) == bool(text), said
 
 
-def averaged_loss_is_told(dims: dict[str, Any], reference: str) -> None:
+def over_the_cap_is_said_once(dims: dict[str, Any], row: int, needed: int, **planner: Any) -> None:
+    """By one rank, with the longest sample, the cap of a row, and that under which it would fit."""
+    args, data = arguments(ParallelDims(**dims), **planner), my_samples(dims)
+    model = small_model(dims)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for _ in range(2):
+            get_data_iterator(args, model, data)
+    *others, last = on_all_ranks(said.getvalue())
+    assert {*others} == {""}
+    assert last.count("\n") == 1
+    assert "a sample has 200 tokens, " in last
+    assert f"over the cap of {row} of a micro-batch: it runs alone" in last
+    assert f"--max-tokens-per-gpu {needed} would hold it" in last
+
+
+def averaged_loss_is_told(dims: dict[str, Any]) -> None:
     """A mean over each micro-batch is some times too large; warned of on the rank with several."""
-    calls = Calls(dims, reference, "fewer")
+    calls = Calls(dims, "fewer")
 
     def mean(logits: torch.Tensor, row: Any, totals: Any) -> Any:
         log_probs = torch.cat(response_log_probs(logits, row))

@@ -17,13 +17,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kit.patience import is_up, patience
+from kit.patience import is_up
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 JOB_SECONDS = 90.0
@@ -86,30 +85,6 @@ def run_jobs(
             outcomes[job.name] = outcome
         waiting = [job for job in waiting if job.name not in outcomes]
     return outcomes
-
-
-def reference_files(folder: Path, kinds: Sequence[str]) -> dict[str, str]:
-    """Model kind to the file with its reference results, which a process of its own makes."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "kit.reference", str(folder), *kinds],
-        env=environment(1) | alone | {"MASTER_PORT": "0"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=patience(180),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {kind: str(folder / f"{kind}.pt") for kind in kinds}
-
-
-def with_reference(job: Job, references: dict[str, str]) -> Job:
-    """The job with the reference's path in place of its kind, if it asks for one."""
-    kind = job.parameters.get("reference")
-    if kind is not None:
-        job.parameters["reference"] = references.get(kind, kind)
-    return job
 
 
 def results(outcome: list[Any] | JobFailedError) -> list[Any]:

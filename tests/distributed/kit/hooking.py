@@ -34,10 +34,10 @@ LOG_PROBS = 2e-6
 
 
 def forward_equals_the_engines(
-    dims: dict[str, Any], reference: str, spread: str = "uneven", **planner: Any
+    dims: dict[str, Any], spread: str = "uneven", **planner: Any
 ) -> None:
     """Log-probs found by lengths are the engine's, with placeholders where a rank has too few."""
-    calls = Calls(dims, reference, spread)
+    calls = Calls(dims, spread)
     expected = calls.forward().get("log_probs", [])
     planner |= {"data_pad_size_multiplier": PAD_MULTIPLIER, "dynamic_batch_fill": "placeholder"}
     calls.args = arguments(calls.dims, **planner)
@@ -56,7 +56,7 @@ def forward_equals_the_engines(
         assert difference(ours, theirs) < LOG_PROBS
 
 
-def batches(dims: dict[str, Any], reference: str) -> None:
+def batches(dims: dict[str, Any]) -> None:
     """What ``get_batch`` returns; of two data-parallel ranks the second has no sample."""
     shape = ParallelDims(**dims)
     args = arguments(shape, data_pad_size_multiplier=PAD_MULTIPLIER)
@@ -71,7 +71,7 @@ def batches(dims: dict[str, Any], reference: str) -> None:
     data["dynamic_global_batch_size"] = 4
     keys = [*names, "multimodal_train_inputs", "bonus", "values"]
     schema = DEFAULT_SCHEMA.declare("bonus", Kind.PER_TOKEN)
-    model, get_batch = small_model(dims, reference), before_1860.get_batch
+    model, get_batch = small_model(dims), before_1860.get_batch
     iterators, (count,) = before_1860.get_data_iterator(schema, args, model, data)
     data["bonus"] = [torch.ones(n) for n in data["total_lengths"]]  # since planning
     # As they are when drawn: all ones, which they were not when planned.
@@ -126,9 +126,9 @@ def batches(dims: dict[str, Any], reference: str) -> None:
     assert sorted(pixels) == ([] if empty else [[0.0] * 3, [1.0] * 3, [1.0] * 3])
 
 
-def positions(dims: dict[str, Any], reference: str) -> None:
+def positions(dims: dict[str, Any]) -> None:
     """Models that see images find positions themselves; others are given them."""
-    model = small_model(dims, reference)
+    model = small_model(dims)
     args = arguments(ParallelDims(**dims))
     seen: list[bool] = []
     forward = model[0].module.forward
@@ -148,7 +148,7 @@ def positions(dims: dict[str, Any], reference: str) -> None:
         seen.clear()
 
 
-def framework_shows_model(dims: dict[str, Any], reference: str) -> None:
+def framework_shows_model(dims: dict[str, Any]) -> None:
     """A model that a framework shows on one stage, and that overlaps communication on the last, is
     refused on all; a right one is its own matter, with its own plan and the manager's."""
     args = arguments(ParallelDims(**dims), use_dynamic_batch_size=True)
@@ -156,10 +156,10 @@ def framework_shows_model(dims: dict[str, Any], reference: str) -> None:
     def its_own(args: Any, model: Any, rollout_data: Any) -> str:
         return "its own"
 
-    hooked, model = checking_model(its_own, its_own), small_model(dims, reference)
+    hooked, model = checking_model(its_own, its_own), small_model(dims)
     own, managers = {"rollout_data": {}}, {"rollout_data": {"micro_batch_indices": []}}
     assert hooked(args, model, **own) == hooked(args, model, **managers) == "its own"
-    model = _overlapping_on_the_last(dims, reference)
+    model = _overlapping_on_the_last(dims)
     assert hooked(args, model, **own) == "its own"
     said = error_of(lambda: hooked(args, model, **managers))
     assert said.startswith("PlanningFailedError")
@@ -167,8 +167,8 @@ def framework_shows_model(dims: dict[str, Any], reference: str) -> None:
     assert "unset --tp-comm-overlap" in said
 
 
-def _overlapping_on_the_last(dims: dict[str, Any], reference: str) -> list[Any]:
-    model = small_model(dims, reference)
+def _overlapping_on_the_last(dims: dict[str, Any]) -> list[Any]:
+    model = small_model(dims)
     get_model_config(model[0]).tp_comm_overlap = is_last_rank()
     return model
 
@@ -202,14 +202,14 @@ class _Framework:
         return data._microbatches
 
 
-def framework_holds_model(dims: dict[str, Any], reference: str) -> None:
+def framework_holds_model(dims: dict[str, Any]) -> None:
     """The model of verl and SkyRL is packed by the rule, or refused on all stages."""
     problem = Problem.of(_LENGTHS, ParallelDims(**dims), PlannerConfig(max_tokens_per_gpu=_CAP))
     packed = pack_local(problem)
     plan = [list(row) for row in fill_local(problem, packed, least_count(problem, packed))]
     for call in (_Framework.verl, _Framework.skyrl):
-        assert call(_Framework(small_model(dims, reference))) == plan
-        wrong = _Framework(_overlapping_on_the_last(dims, reference))
+        assert call(_Framework(small_model(dims))) == plan
+        wrong = _Framework(_overlapping_on_the_last(dims))
         said = error_of(lambda call=call, wrong=wrong: call(wrong))
         assert said.startswith("RankFailedError")
         assert "rank 1" in said

@@ -181,21 +181,15 @@ def layer_spec(kind: str, attention_layer: ModuleSpec, config: TransformerConfig
     return with_mamba(attention_layer, config)
 
 
-def sharded_model(
-    dims: ParallelDims,
-    kind: str,
-    weights: dict[str, Tensor],
-    ddp: DistributedDataParallelConfig,
-    **settings: Any,
+def seeded_model(
+    dims: ParallelDims, kind: str, ddp: DistributedDataParallelConfig, **settings: Any
 ) -> list[Any]:
-    """This rank's chunks, holding its part of ``weights``."""
+    """This rank's chunks, with the same random weights each time: tensor-parallel ranks have parts
+    of the same ones, pipeline stages start from the same seed."""
+    torch.manual_seed(22)
     config = transformer_config(kind, **pipeline_config(dims) | settings)
     options = model_options(kind, dims.pipeline_parallel * dims.virtual_pipeline)
-    model = packed_model(kind, config, ddp, **options)
-    with torch.no_grad():
-        for name, parameter in named_parameters(model):
-            parameter.copy_(local_part(name, weights[name], parameter))
-    return model
+    return packed_model(kind, config, ddp, **options)
 
 
 def packed_model(
@@ -233,13 +227,6 @@ def quick_model(shape: ParallelDims, longest: int) -> list[Any]:
         **pipeline_config(shape),
     )
     return build_model(config, vocab_size=VOCABULARY, max_sequence_length=longest)
-
-
-def weights_where_ranks_begin_with_their_own() -> float:
-    """The sum of a new model's weights, by a rank with random numbers of its own."""
-    torch.manual_seed(torch.distributed.get_rank())
-    model = quick_model(ParallelDims(data_parallel=torch.distributed.get_world_size()), 8)
-    return sum(float(weight.double().sum()) for _, weight in named_parameters(model))
 
 
 def freeze(trained: str, chunk: Any) -> None:

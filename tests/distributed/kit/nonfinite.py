@@ -17,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from kit.calls import my_samples
 from kit.exactness import arguments
 from kit.guarantees import equal, on_all_ranks
-from kit.model import ADAM, adam, named_parameters, sharded_model
+from kit.model import ADAM, adam, named_parameters, seeded_model
 from kit.objective import packed_objective
 from mcore_batching.megatron import NonFiniteError, get_data_iterator, train_step
 from mcore_batching.planning import ParallelDims
@@ -57,19 +57,18 @@ def _objective(change: Change | None) -> Callable[..., Any]:
     return loss
 
 
-def error_or_skipped(dims: dict[str, Any], reference: str, fault: str, overlap: bool) -> None:
+def error_or_skipped(dims: dict[str, Any], fault: str, overlap: bool) -> None:
     """Such a step raises on all ranks or, where that is set, is skipped on all.
 
     Also where Megatron's wrapper would raise on one rank, and leave the others waiting.
     """
     changes = {"loss": _nan_loss, "gradient": _infinite_gradient, "field": _of_a_field}
     change = changes[fault]
-    weights = torch.load(reference, weights_only=True)["weights"]
     # As ``megatron.training`` sets it by default: raises on one rank inside the pipeline.
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, check_for_nan_in_grad=True, overlap_grad_reduce=overlap
     )
-    model = sharded_model(ParallelDims(**dims), "dense", weights, ddp)
+    model = seeded_model(ParallelDims(**dims), "dense", ddp)
     before = [p.detach().clone() for _, p in named_parameters(model)]
     optimizer = adam(model, distributed=False)
 
@@ -111,13 +110,12 @@ def error_or_skipped(dims: dict[str, Any], reference: str, fault: str, overlap: 
     assert 0 < done.grad_norm < math.inf
 
 
-def loss_scaling(dims: dict[str, Any], reference: str) -> None:
+def loss_scaling(dims: dict[str, Any]) -> None:
     """Steps in float16 past its range are skipped, as Megatron means it, until the scaler has come
     down. Norms of the same gradients are the same under optimizers of other scales."""
     settings = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
-    weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = sharded_model(ParallelDims(**dims), "dense", weights, ddp, **settings)
+    model = seeded_model(ParallelDims(**dims), "dense", ddp, **settings)
 
     def optimizer_of(scale: float, **changes: float) -> Any:
         config = OptimizerConfig(

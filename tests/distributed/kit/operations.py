@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
 from kit.exactness import arguments
@@ -29,8 +28,6 @@ def operations(
     dims: dict[str, Any],
     steps: list[tuple[list[float], bool]],
     seconds_per_cost: float = 0.0,
-    backward_ratio: float = 2.0,
-    which_cost: list[list[int]] | None = None,
 ) -> list[list[Operation]]:
     """The passes of this rank in the order in which Megatron's own schedule ran them.
 
@@ -38,22 +35,16 @@ def operations(
         dims: of the job; one data-parallel rank.
         steps: for each step, the forward cost of its micro-batches in every model chunk, and
             whether there is no backward pass.
-        seconds_per_cost: how long a forward pass sleeps for each unit of cost.
-        backward_ratio: how much longer a backward pass sleeps.
-        which_cost: the kind of each stage, which then has its own of the costs, as
-            `Clock` takes them.
+        seconds_per_cost: how long a forward pass sleeps for each unit of cost, a backward pass
+            twice as long.
 
     Returns:
         the passes of every step.
     """
     shape = ParallelDims(**dims)
     model = quick_model(shape, 64)
-    kinds = 1 + max((kind for (kind,) in which_cost), default=0) if which_cost else 1
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    first = which_cost[stage][0] if which_cost else 0
-    settings = seconds_per_cost, backward_ratio
     return [
-        _one_step(shape, model, costs[first::kinds], forward_only, *settings)
+        _one_step(shape, model, costs, forward_only, seconds_per_cost)
         for costs, forward_only in steps
     ]
 
@@ -64,7 +55,6 @@ def _one_step(
     forward_costs: list[float],
     forward_only: bool,
     seconds_per_cost: float,
-    backward_ratio: float,
 ) -> list[Operation]:
     lengths = [2 + slot % 5 for slot in range(len(forward_costs))]
     data = {
@@ -91,7 +81,7 @@ def _one_step(
         sleep(slot, 1.0)
         output, _ = run_for_losses(options, chunk, row)
         if output.requires_grad:
-            output.register_hook(lambda gradient: sleep(slot, backward_ratio))
+            output.register_hook(lambda gradient: sleep(slot, 2.0))
 
         def loss(logits: torch.Tensor) -> Any:
             value = logits.float().sum()

@@ -1,8 +1,8 @@
 """What comes of outputs that are too few, too many or of no sample, on the last rank alone.
 
-By every path on which they reach a user: `forward_only` of the engine; what replaces slime's where
-it plans as it trains, or before it deals out samples (`kit.listed_batches`); and slime and miles
-from their checkouts.
+By the paths of frameworks: what replaces slime's where it plans before it deals out samples
+(`kit.listed_batches`); and slime and miles from their checkouts. Those of the engine, and of slime
+where it plans as it trains, are rows of `FAULTS.md`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,10 @@ from megatron.core import parallel_state
 
 import mcore_batching
 from kit import listed_batches
-from kit.exactness import arguments as engine_arguments
-from kit.exactness import difference, log_probs_by_lengths, log_probs_of
+from kit.exactness import difference, log_probs_by_lengths
 from kit.harness import Job
 from kit.samples import make_samples, take
-from kit.shared_rows import mixed_sizes
 from kit.slime import SAMPLES, arguments, model_of, modules_of
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind
-from mcore_batching.integrations.slime import before_1860
-from mcore_batching.megatron import forward_only, get_data_iterator
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -78,21 +73,19 @@ ENDS = {
 """What every rank says at the end of each case, the first three words of the error aside."""
 
 
-def jobs_of(of: str, source: str = "", *layouts: str, **planner: Any) -> list[Job]:
+def jobs_of(of: str, source: str = "", *layouts: str) -> list[Job]:
     """`outputs` by this path, with the fault on one replica (dp2), or on the last stage (pp2)."""
     known = {"dp2": {"data_parallel": 2}, "pp2": {"pipeline_parallel": 2}}
     return [
         Job(
-            "-".join(["outputs", *of.split(), *planner, layout]),
+            "-".join(["outputs", *of.split(), layout]),
             "kit.output_faults:outputs",
             2,
             known[layout],
             {
                 "dims": known[layout],
-                "reference": "dense",
                 "of": of,
                 "source": source,
-                "planner": planner,
             },
         )
         for layout in layouts or known
@@ -111,18 +104,14 @@ def check(ranks: list[dict[str, str]]) -> None:
                 assert re.match("(Forward|Collation)FailedError|OrderError|ZeroDiv", found), found
 
 
-def outputs(
-    dims: dict[str, Any], reference: str, of: str, source: str, planner: dict[str, Any]
-) -> dict[str, str]:
+def outputs(dims: dict[str, Any], of: str, source: str) -> dict[str, str]:
     """What every case ends with on this rank: an error, or whether the samples' outputs are right.
 
     Args:
         dims: arguments of `ParallelDims`.
-        reference: file of the weights.
-        of: ``engine``; the kit's ``unplanned``, ``planned slime`` and ``planned miles`` (by how
-            these collect outputs); ``slime unplanned``, ``slime`` and ``miles`` of a checkout.
+        of: the kit's ``planned slime`` and ``planned miles`` (by how these collect outputs);
+            ``slime unplanned``, ``slime`` and ``miles`` of a checkout.
         source: folder with the framework.
-        planner: arguments of the engine.
     """
     shape = ParallelDims(**dims)
     at_fault = dist.get_rank() == dist.get_world_size() - 1
@@ -130,8 +119,8 @@ def outputs(
     micro_batches = MICRO_BATCHES[shape.data_parallel][replica]
     count = sum(map(len, micro_batches))
     samples = take(make_samples(), SAMPLES[replica * count : (replica + 1) * count])
-    path = _path(of, source, shape, planner)
-    model = model_of(shape, reference, path.args)
+    path = _path(of, source, shape)
+    model = model_of(shape, path.args)
 
     def run(
         change: Change | None = None,
@@ -151,10 +140,7 @@ def outputs(
         def f(logits: torch.Tensor, **keywords: Any) -> Any:
             made = path.f(logits, **keywords)
             *output, values = made if isinstance(made, tuple) else (made,)
-            row = keywords.get("micro_batch")
-            # Of a row that several ranks share, all of them return as many.
-            shared = row is not None and row.context_parallel_size > 1
-            if change is not None and (shared or at_fault) and next(calls) >= begins:
+            if change is not None and at_fault and next(calls) >= begins:
                 values = change(values)
             return (*output, values) if output else values
 
@@ -184,38 +170,20 @@ def outputs(
             doubled = [[0 if i == 1 else i for i in each] for each in micro_batches]
             report["a sample twice"] = ended(held=doubled)
             report["a sample left out"] = ended(held=[each[:1] for each in micro_batches])
-        if not path.own_plan:
-            report["a micro-batch less"] = ended(fewer=1)
+        report["a micro-batch less"] = ended(fewer=1)
         if shape.data_parallel > 1:
             report["no sample"] = ended(held=[[]] * 3, data=take(make_samples(), []))
         report["all right"] = ended()
     return report
 
 
-def _path(of: str, source: str, shape: ParallelDims, planner: dict[str, Any]) -> SimpleNamespace:
+def _path(of: str, source: str, shape: ParallelDims) -> SimpleNamespace:
     """How this path plans, is hooked and called."""
     args = arguments(shape, True, "grpo")
     args.use_dynamic_batch_size, args.use_rollout_entropy = True, False
     args.max_tokens_per_gpu = CAP_TOKENS
-    own_plan = any("forward_only" in name for name in planner)
-    path = SimpleNamespace(args=args, told=False, own_plan=own_plan, options={})
-    if of == "engine":
-        path.args = engine_arguments(
-            shape, calculate_per_token_loss=True, max_tokens_per_gpu=CAP_TOKENS, **planner
-        )
-        path.f, path.forward = log_probs_of, forward_only
-        # A plan of its own for forward passes has no fields, not even required ones.
-        schema = DEFAULT_SCHEMA.declare("rewards", Kind.PER_SAMPLE, required=True)
-        path.iterators = functools.partial(get_data_iterator, schema=schema)
-        shares_rows = "dynamic_batch_context_parallel" in planner
-        path.hooked = mixed_sizes if shares_rows else contextlib.nullcontext
-        return path
-    path.told = of not in ("unplanned", "slime unplanned")
+    path = SimpleNamespace(args=args, told=of != "slime unplanned", options={})
     path.hooked = contextlib.nullcontext
-    if of == "unplanned":
-        path.f, path.forward = log_probs_by_lengths, before_1860.forward_only
-        path.iterators = functools.partial(before_1860.get_data_iterator, DEFAULT_SCHEMA)
-        return path
     if of.startswith("planned"):
         args.collects_outputs = of == "planned miles"
         path.f, path.forward = _collected_log_probs, listed_batches.forward_only

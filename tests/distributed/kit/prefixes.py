@@ -14,11 +14,11 @@ from megatron.core.utils import get_model_config
 
 from kit.calls import small_model
 from kit.exactness import arguments, log_probs_of
+from kit.guarantees import error_of, on_all_ranks
 from kit.model import adam
 from kit.samples import VOCABULARY
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.megatron import (
-    CollectiveError,
     add_fields,
     forward_only,
     get_data_iterator,
@@ -34,6 +34,12 @@ BRANCH = 20
 """Tokens of a further sample of each trajectory, the first 15 of them those of a turn."""
 TRAJECTORIES = 3
 """Of each rank."""
+SAMPLES = len(TOTALS) + 1
+TOKENS = 2 * TRAJECTORIES * (sum(TOTALS) + BRANCH)
+SHARED = TOTALS[-2] - 1
+"""A branch begins with the last token that it has in common with a turn."""
+COMPUTED = 2 * TRAJECTORIES * (TOTALS[-1] + BRANCH - SHARED)
+KEYS = 2 * TRAJECTORIES * (SHARED + TOTALS[-1] + BRANCH)
 
 
 def turns() -> dict[str, list[Any]]:
@@ -62,37 +68,54 @@ def _samples(tokens: torch.Tensor) -> list[torch.Tensor]:
     return [*(tokens[:total].clone() for total in TOTALS), branch]
 
 
-def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
+def said_and_reported(dims: dict[str, Any]) -> None:
     """What planning prints, and what plans, learnt costs and errors have of samples and trees."""
-    shape, model = ParallelDims(**dims), small_model(dims, reference)
-    # A row holds two trajectories.
-    off, on = (
-        arguments(
-            shape,
-            max_tokens_per_gpu=2 * TOTALS[-1],
-            dynamic_batch_share_prefixes=flag,
-            dynamic_batch_exchange=False,
-        )
-        for flag in (False, True)
-    )
-    data, count = turns(), (len(TOTALS) + 1) * TRAJECTORIES
-    printed = {"off": _printed(lambda: get_data_iterator(off, model, data)[1])}
-    printed["on"] = _printed(lambda: get_data_iterator(on, model, data)[1])
-    marks = [torch.zeros(total) for total in data["total_lengths"]]
+    shape, model = ParallelDims(**dims), small_model(dims)
+
+    def with_flags(**flags: Any) -> Any:
+        """A row holds two trajectories."""
+        flags = {"max_tokens_per_gpu": 2 * TOTALS[-1], "dynamic_batch_share_prefixes": True} | flags
+        return arguments(shape, **flags)
+
+    on, data, count = with_flags(dynamic_batch_exchange=False), turns(), SAMPLES * TRAJECTORIES
+    off = with_flags(dynamic_batch_exchange=False, dynamic_batch_share_prefixes=False)
     is_second = parallel_state.get_data_parallel_rank() == 1
+    marks = [torch.zeros(total) for total in data["total_lengths"]]
     marks[1][2] = float(is_second)
     marked = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN)
-    printed["mark"] = _printed(
-        lambda: get_data_iterator(on, model, data | {"mark": marks}, schema=marked)[1]
-    )
+    for text, call in (
+        ("", lambda: get_data_iterator(off, model, data)[1]),
+        (  # looked for once a job
+            "tokens that samples have in common are computed for each",
+            lambda: get_data_iterator(on, model, data | {"mark": marks}, schema=marked)[1],
+        ),
+        (
+            f"{TOKENS:,} tokens of samples computed as {COMPUTED:,}: "
+            f"{TOKENS / COMPUTED:.1f}x fewer",
+            lambda: get_data_iterator(on, model, data)[1],
+        ),
+        ("", lambda: get_data_iterator(with_flags(), model, data)[1]),  # once a job
+    ):
+        printed = _printed(call)
+        assert (text in printed) if is_second else (printed == "")
+        assert printed.count("\n") == bool(is_second and text)
     seconds = [[i for i in range(count) if i % 5 < 2], [i for i in range(count) if i % 5 >= 2]]
     cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
-    moved = arguments(shape, max_tokens_per_gpu=2 * TOTALS[-1], dynamic_batch_share_prefixes=True)
-    printed["exchanged"] = _printed(lambda: get_data_iterator(moved, model, data)[1])
+    assert cut.forest is not None
+    assert cut.forest.tokens == TRAJECTORIES * (TOTALS[1] + TOTALS[-1] + BRANCH - SHARED)
     iterators, counts = get_data_iterator(on, model, data)
     schedule = schedule_of(iterators)
-    plan, lengths = schedule.step_plan(0)
-    statistics = step_statistics(plan, lengths)
+    statistics = step_statistics(*schedule.step_plan(0))
+    assert statistics.num_samples == 2 * count
+    found = [statistics.real_tokens, statistics.sample_tokens, statistics.keys]
+    assert found == [COMPUTED, TOKENS, KEYS]
+    assert schedule.forest is not None
+    for trajectory in range(TRAJECTORIES):
+        # The shared node, the last turn's and the branch's.
+        *begun, turn, branch = list(schedule.forest.last)[trajectory * SAMPLES :][:SAMPLES]
+        assert (turn, branch) == (3 * trajectory + 1, 3 * trajectory + 2)
+        assert {*begun} <= {turn, branch}
+    assert not any(schedule.rows_alone(0))  # costs are learnt of rows without trees
     optimizer = adam(model, distributed=False)
 
     def no_number(logits: torch.Tensor, row: Any, totals: Any) -> Any:
@@ -102,37 +125,29 @@ def said_and_reported(dims: dict[str, Any], reference: str) -> dict[str, Any]:
     def step(loss: Any = no_number) -> Any:
         return train_step(loss, on, model, iterators, counts, optimizer)
 
-    errors = {"not finite": _raised(step)}
+    assert "samples [0, 1, 2, 3" in error_of(step)
     for exchanges in (False, True):
-        small = arguments(
-            shape,
+        small = with_flags(
             max_tokens_per_gpu=TOTALS[-1] - 1,
-            dynamic_batch_share_prefixes=True,
             dynamic_batch_on_oversize="error",
             dynamic_batch_exchange=exchanges,
         )
-        said = _raised(functools.partial(get_data_iterator, small, model, data))
-        errors[f"oversize, {exchanges}"] = said
+        # The first trajectory's last turn, as its samples are numbered.
+        said = error_of(functools.partial(get_data_iterator, small, model, data))
+        assert f"sample {len(TOTALS) - 1} has {TOTALS[-1]} tokens" in said
     # Dropout of a model that is evaluated alone shares nothing.
-    evaluated = small_model(dims, reference)
+    evaluated = small_model(dims)
     get_model_config(evaluated[0]).hidden_dropout = 0.1
-    errors["evaluated"] = _raised(
-        lambda: forward_only(log_probs_of, on, evaluated, iterators, counts)
-    )
-    errors["drawn"] = _raised(lambda: iterators[0].get_next(["tokens"]))
-    for name, differs in (("agreeing field", False), ("other field", is_second)):
+    forward_only(log_probs_of, on, evaluated, iterators, counts)
+    drawn = error_of(lambda: iterators[0].get_next(["tokens"]))
+    assert "unset --dynamic-batch-share-prefixes" in drawn
+    for differs in (False, is_second):
         values = [torch.full((total,), total * differs) for total in data["total_lengths"]]
-        added = _raised(functools.partial(add_fields, iterators, {"beside": values}))
-        errors[name] = added or _raised(lambda: step(_nothing))
-    return {
-        "printed": printed,
-        "last": list(schedule.forest.last if schedule.forest else ()),
-        "cut": 0 if cut.forest is None else cut.forest.tokens,
-        "rows": schedule.rows_alone(0),
-        "samples": statistics.num_samples,
-        "tokens": [statistics.real_tokens, statistics.sample_tokens, statistics.keys],
-        "errors": errors,
-    }
+        added = error_of(functools.partial(add_fields, iterators, {"beside": values}))
+        said = added or error_of(lambda: step(_nothing))
+        others = on_all_ranks(bool(differs))
+        assert said.startswith("PlanningFailedError") == any(others)
+        assert ("field 'beside', sample " in said) == any(others)
 
 
 def _nothing(logits: torch.Tensor, row: Any, totals: Any) -> Any:
@@ -146,11 +161,3 @@ def _printed(call: Callable[[], Any]) -> str:
         call()
         call()
     return printed.getvalue()
-
-
-def _raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (CollectiveError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

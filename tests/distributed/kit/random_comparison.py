@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from kit.model import ADAM
+from kit.random_run import values_of
 
 # Relative to the largest entry of a tensor. float32 has a unit roundoff of 6e-8; a value here is a
 # sum of up to some hundred products in an order that depends on the layout, so that results of
@@ -20,7 +25,8 @@ FLOAT32 = {
     "weights": 1e-5,  # Adam multiplies an error of the gradient by up to lr / epsilon = 10
 }
 BFLOAT16 = dict.fromkeys(FLOAT32, 5e-2)
-"""8 bits are kept, so that each rounding is up to 4e-3 of a value; some tens of them in a row."""
+"""8 bits are kept, so that each rounding is up to 4e-3 of a value; some tens of them in a row. Of
+weights beside what their one step of Adam makes of such an error of the gradient, see `_adam`."""
 
 SMALL = 1e-2
 """Part of the largest gradient of all below which a tensor's is what rounding leaves of parts that
@@ -83,11 +89,20 @@ class Comparison:
         samples = self._rollouts[event["rollout"]]
         names = {"log_probs", "length"}
         names |= {"entropy"} if self._job["objective"]["forward_entropy"] else set()
+        exact: dict[str, list[Tensor]] = {}
+        if self._job["fields"]:
+            own = ([samples[name][i] for i in mine] for name in ("tokens", "source", "image"))
+            exact = values_of(*own)
+            names |= {*exact}
         self._require("outputs", set(outputs), names if event["last_stage"] else set())
         if not event["last_stage"] or set(outputs) != names:
             return
         lengths = [int(value) for value in outputs["length"][: len(mine)]]
         self._require("lengths", lengths, [samples["total_lengths"][i] for i in mine])
+        for name, expected in exact.items():
+            pairs = zip(outputs[name], expected, strict=False)
+            came = [a.dtype == b.dtype and torch.equal(a.cpu(), b) for a, b in pairs]
+            self._require(f"{name} of the samples", came, [True] * len(mine))
         when = "before" if not self._trained else "after training"
         for place, name in enumerate(("log_probs", "entropy")):
             for ours, i in zip(outputs.get(name, [])[: len(mine)], mine, strict=False):
@@ -104,6 +119,8 @@ class Comparison:
         counts = [totals.num_samples, totals.num_trained_samples, totals.num_tokens]
         self._require("samples, trained samples, tokens", counts, made["counts"])
         self._require("updated", event["updated"], "gradients" in made)
+        counted = [event["counts as"]] * 2 if made["counts"][0] else [0]
+        self._require("counted samples", event["counted"], counted)
         self._require("counts of slots", len(set(event["slots"])), 1)
         self._require("ends with a placeholder", event["ends with a placeholder"], False)
         self._require("tokens of the model, as planned", len(set(event["tokens"])) < 2, True)
@@ -121,8 +138,13 @@ class Comparison:
         for name, places, ours in event["weights"]:
             expected = made["weights"][name].flatten()[places]
             scale = float(made["weights"][name].abs().max()) or 1.0
-            error = float((ours - expected).abs().max()) / scale
-            self._note(f"weight {name}", error, self._tolerances["weights"])
+            errors = (ours - expected).abs()
+            if self._job["bfloat16"] and name in made.get("gradients", ()):
+                gradient = made["gradients"][name].flatten()[places]
+                off = self._tolerances["gradients"] * _scale(name, made["gradients"])
+                moved, more, less = map(_adam, (gradient, gradient + off, gradient - off))
+                errors = (errors - torch.maximum(more - moved, moved - less)).clamp(min=0.0)
+            self._note(f"weight {name}", float(errors.max()) / scale, self._tolerances["weights"])
 
     def _compare_gradients(
         self, event: Mapping[str, Any], whole: Mapping[str, Tensor], norm: float
@@ -131,11 +153,9 @@ class Comparison:
         self._note(
             "gradients' norm", abs(found - norm), self._tolerances["gradients"] * norm + 1e-9
         )
-        largest = max(float(each.abs().max()) for each in whole.values())
         for name, places, ours in event["gradients"]:
             expected = whole[name].flatten()[places]
-            scale = max(float(whole[name].abs().max()), SMALL * largest) or 1.0
-            error = float((ours - expected).abs().max()) / scale
+            error = float((ours - expected).abs().max()) / _scale(name, whole)
             self._note(f"gradient of {name}", error, self._tolerances["gradients"])
 
     def _check_steps(self) -> None:
@@ -154,6 +174,37 @@ class Comparison:
                 self._require("samples of the steps", [len(step) for step in held], sizes)
             else:
                 self._require("steps", held, [list(range(count))])
+            if not self._job["planner"]["dynamic_batch_exchange"] and "steps" not in rollout:
+                self._check_order(number)
             self._require(
                 "all samples", sorted(i for step in held for i in step), list(range(count))
             )
+
+    def _check_order(self, number: int) -> None:
+        """Samples that stay on their rank are trained in its order, where batches and ranks come
+        out even as many of each rank in every step."""
+        events = enumerate(self._seen)
+        at = [n for n, e in events if (e["kind"], e["rollout"]) == ("step", number)]
+        rollout = self._job["rollouts"][number]
+        held = collections.Counter(rank for _, _, rank in rollout["samples"])
+        ranks, size = self._job["dims"]["data_parallel"], rollout.get("global_batch_size", 0)
+        even = size and size % ranks == 0 and len(held) == ranks and len({*held.values()}) == 1
+        for of_rank in self._rows:
+            steps = [sorted(i for row in of_rank[n] for i in row) for n in at]
+            trained = [i for step in steps for i in step]
+            self._require("order of samples that stay", trained, sorted(trained))
+            if even:
+                whole = [len(step) for step in steps[: len(rollout["samples"]) // size]]
+                self._require("samples of a rank", {*whole} - {size // ranks}, set())
+
+
+def _scale(name: str, whole: Mapping[str, Tensor]) -> float:
+    """The size of a tensor's gradient, relative to which it may be off."""
+    largest = max(float(each.abs().max()) for each in whole.values())
+    return max(float(whole[name].abs().max()), SMALL * largest) or 1.0
+
+
+def _adam(gradient: Tensor) -> Tensor:
+    """By how much Adam's first step moves weights, up to the sign: steep where a gradient is near
+    0, so that weights may be off by more of their size than gradients."""
+    return ADAM["lr"] * gradient / (gradient.abs() + ADAM["adam_eps"])

@@ -43,6 +43,9 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
         if "indexer_loss" in balancing:  # refused with padding
             planner = {name: value for name, value in planner.items() if "pad_" not in name}
     half = _is_half(draw, model, rollouts)
+    # Scripts set logits of forbidden entries to -inf, or to the lowest number, if there are logits.
+    banned = draw.one("banned", [*(None,) * 5, "infinite", "lowest"])
+    banned = None if planner["dynamic_batch_fuse_output_layer"] else banned
     return {
         "seed": seed,
         "nproc": nproc,
@@ -61,6 +64,9 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
         "holders": draw.one("holders", ["all", "all", "first of replica"]),
         "blocking": dims["pipeline_parallel"] > 1 and draw.chance("blocking", 0.15),
         "turns": draw.chance("turns", 0.5),
+        "banned": banned,
+        "fields": draw.chance("further fields", 0.3),
+        "recorded": draw.chance("recorded", 0.2),
         "loss_masks": draw.one("loss masks", ["none", "some", "some", "all 0", "weights"])
         if not balancing
         else "some",

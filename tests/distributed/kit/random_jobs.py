@@ -29,7 +29,7 @@ from kit.model import ROUTING
 from kit.random_comparison import Comparison
 from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
-from kit.samples import VOCABULARY, multimodal_positions
+from kit.samples import ALLOWED, VOCABULARY, multimodal_positions
 from kit.shared_rows import mixed_sizes
 from kit.transfers import counted_transfers
 from kit.workers import FAULTS, is_planning_rank, worker_with
@@ -97,6 +97,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     if bool(messages["shapes"]) != exchanged:
         report["wrong"].append(f"stages exchange {messages['shapes']} shapes")
     report["wrong"] += _wrong_with_worker(job["worker"], planned, run.seen)
+    report["wrong"] += run.wrong_records()
     return report | {"gap": made["gap"], "counts": [event.get("slots") for event in run.seen]}
 
 
@@ -117,7 +118,7 @@ def _wrong_with_worker(
 ) -> list[str]:
     """What is said where later steps' plans come late or not at all, by the rank that plans."""
     if not is_planning_rank():
-        return [f"planned here: {planned}"] if planned["in_line"] or planned["said"] else []
+        return [f"planned here: {planned}"] if any(planned.values()) else []
     steps = collections.Counter(event["rollout"] for event in seen if event["kind"] == "step")
     is_lost = fault in FAULTS and max(steps.values(), default=0) > 1
     if is_lost == bool(planned["said"]) and all(
@@ -146,9 +147,10 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
     generator = torch.Generator(device="cpu").manual_seed(1000 * job["seed"] + number)
     uniform = functools.partial(torch.rand, generator=generator, device="cpu")
     lengths = [(total, response) for total, response, _ in job["rollouts"][number]["samples"]]
+    entries = ALLOWED if job["banned"] else VOCABULARY
     samples: Samples = {
         "tokens": [
-            torch.randint(VOCABULARY, (total,), generator=generator, device="cpu")
+            torch.randint(entries, (total,), generator=generator, device="cpu")
             for total, _ in lengths
         ],
         "total_lengths": [total for total, _ in lengths],
@@ -169,6 +171,9 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
     if job["objective"]["page"] is not None:  # samples of each lie on any ranks, in any steps
         samples["uids"] = [i % 3 for i in range(len(lengths))]
         samples["trajectory_ids"] = [i % 2 for i in range(len(lengths))]
+    if job["fields"]:
+        samples["source"] = [float(i) for i in range(len(lengths))]
+        samples["image"] = [{"pixels": torch.full((i % 4, 2), i)} for i in range(len(lengths))]
     if job["turns"]:
         _begin_others(samples["tokens"], stream, lengths)
     if job["model"]["options"]["position_embedding_type"] == "mrope":

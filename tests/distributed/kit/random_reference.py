@@ -26,7 +26,7 @@ from kit.objective import (
     terms_by_hand,
 )
 from kit.reference import clip, hidden_states_kept, plain_adam, plain_model_of
-from kit.samples import multimodal_positions
+from kit.samples import ALLOWED, multimodal_positions
 from mcore_batching.planning import ParallelDims
 
 WEIGHTS = {"policy": 1.0, "kl": KL_WEIGHT, "entropy": -0.2, "page": 0.2}
@@ -66,6 +66,7 @@ class RandomReference:
         self._optimizer = plain_adam(self._model)
         # Which keys sparse attention takes may hang on rounding, too.
         self._gaps = [0.0] if "dsa_indexer_topk" in drawn["settings"] else []
+        self._is_banned = job["banned"] is not None
         self._is_replayed = drawn["kind"] == "replay"
         self._has_axes = drawn["options"]["position_embedding_type"] == "mrope"
         self._balancing = job["balancing"] or {}
@@ -104,6 +105,8 @@ class RandomReference:
         with hidden_states_kept() as self._kept:
             logits = self._model(tokens[None], positions, future)[0].float()
         logits = logits / self._objective["temperature"]
+        if self._is_banned:
+            logits = logits[:, :ALLOWED]
         each = torch.log_softmax(logits, -1)
         log_probs = torch.cat([each.new_zeros(1), each[:-1].gather(1, tokens[1:, None])[:, 0]])
         entropies = torch.cat([each.new_zeros(1), -(each.exp() * each).sum(-1)[:-1]])

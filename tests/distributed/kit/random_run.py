@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from bootstrap import pipeline_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -23,7 +28,7 @@ from kit.model import (
 )
 from kit.objective import MEANS, kl_terms, policy_terms, share_of_the_page
 from kit.random_reference import WEIGHTS
-from kit.samples import take
+from kit.samples import ALLOWED, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, StepTotals
 from mcore_batching.batch.columns import map_tensors
 from mcore_batching.megatron import (
@@ -39,18 +44,44 @@ from mcore_batching.megatron import (
 from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.topology import is_last_stage
-from mcore_batching.planning import ParallelDims
+from mcore_batching.planning import CostModel, ParallelDims, plan_step
+from mcore_batching.planning.plans.records import read_records
+from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.rl import pad_batch
 
-SCHEMA = DEFAULT_SCHEMA.declare("old_log_probs", Kind.PER_RESPONSE_TOKEN).declare(
-    "old_entropy", Kind.PER_RESPONSE_TOKEN
-)
+SCHEMA = DEFAULT_SCHEMA
+for _name, _kind in {
+    "old_log_probs": Kind.PER_RESPONSE_TOKEN,
+    "old_entropy": Kind.PER_RESPONSE_TOKEN,
+    "source": Kind.PER_SAMPLE,
+    "image": Kind.METADATA,
+}.items():
+    SCHEMA = SCHEMA.declare(_name, _kind)
 OPTIONS = ("temperature", "chunk_tokens")
 """Of an objective, those of log-probabilities."""
+COSTS = CostModel(quadratic=0.25, per_micro_batch=2.0)
+"""Read from a file where steps are recorded."""
+DECLARED, INCREMENT = 5, 7
+"""Samples that a step counts as, by the rollout data or by what calls `train_step`, where there is
+no global batch size."""
 FORWARD_CAP = "dynamic_batch_forward_only_max_tokens_per_gpu"
 Samples = dict[str, list[Any]]
 BEHAVIOUR = {"none": "rollout_log_probs", "old": "old_log_probs", "replaced": "log_probs"}
 """The field that a policy loss compares with, by what the forward pass before is for."""
+
+
+def values_of(
+    tokens: Sequence[Any], source: Sequence[float], images: Sequence[Any]
+) -> dict[str, list[Tensor]]:
+    """Outputs of several types and shapes that are made of samples' fields alone."""
+    return {
+        "tokens": [torch.as_tensor(each) for each in tokens],
+        "source": [torch.tensor(each, dtype=torch.float64) for each in source],
+        "large": [torch.as_tensor(each) > 30 for each in tokens],
+        "pixels": [each["pixels"].bfloat16() for each in images],
+        # As the log-prob of a response of one token lies beside its entropy.
+        "beside": [torch.tensor([[each, 0.0]])[:, 0] for each in source],
+    }
 
 
 class RandomRun:
@@ -78,6 +109,10 @@ class RandomRun:
             job["bfloat16"],
         )
         self._args = arguments(shape, **job["planner"])
+        if job["recorded"]:
+            folder = [tempfile.mkdtemp()]
+            dist.broadcast_object_list(folder, src=0)
+            self._record_into(Path(folder[0]))
         self.seen: list[dict[str, Any]] = []
         self._rollout = -1
 
@@ -113,19 +148,62 @@ class RandomRun:
                 parameter.copy_(whole.flatten()[part].to(parameter.device))
         return model
 
+    def _record_into(self, folder: Path) -> None:
+        self._args.dynamic_batch_record = str(folder)
+        if self._args.dynamic_batch_cost_model == "fixed":
+            file = folder / "costs.json"
+            if dist.get_rank() == 0:
+                file.write_text(COSTS.to_json())
+            dist.barrier()
+            self._args.dynamic_batch_cost_model = str(file)
+
+    def wrong_records(self) -> list[str]:
+        """What rank 0 wrote of all ranks' steps, if that is not what was trained."""
+        if not self._job["recorded"] or dist.get_rank():
+            return []
+        records = read_records(self._args.dynamic_batch_record)
+        steps = sum(event["kind"] == "step" for event in self.seen)
+        found = [] if [each.step for each in records] == [*range(steps)] else ["recorded steps"]
+        samples = (each for rollout in self._job["rollouts"] for each in rollout["samples"])
+        totals = collections.Counter(total for total, _, _ in samples)
+        if totals - collections.Counter(length for each in records for length in each.lengths):
+            found.append("not all samples are recorded")
+        args, is_learnt = self._job["planner"], self._args.dynamic_batch_cost_model == "auto"
+        again = args["dynamic_batch_exchange"] and "micro_batch_size" not in args
+        again = again and not self._job["mixed_sizes"] and not is_learnt
+        for record in records:
+            validate_plan(record.plan, record.lengths)
+            dims, config, costs = record.plan.dims, record.plan.config, record.plan.cost_model
+            if dims.data_parallel != self._shape.data_parallel or not (is_learnt or costs == COSTS):
+                found.append(f"recorded with {dims} and {costs}")
+            if not (record.measured_seconds or 0) > 0:
+                found.append(f"recorded {record.measured_seconds} seconds")
+            plan = plan_step(record.lengths, dims, config, costs) if again else record.plan
+            if plan != record.plan and not record.plan.trees:
+                found.append("recorded another plan")
+        return found
+
     def train(self, samples: Samples, rollout: Mapping[str, Any]) -> None:
         """Plan the samples, run them forward if asked to, and train every step."""
         self._rollout += 1
-        self._args.global_batch_size = rollout.get("global_batch_size")
-        check_settings(self._args, self._model)
         data, mine, steps = self._own(samples, rollout)
+        # A rank without samples need not know of a batch size.
+        self._args.global_batch_size = rollout.get("global_batch_size") if mine else None
+        check_settings(self._args, self._model)
         given = map_tensors(data, torch.clone)
+        size = rollout.get("global_batch_size")
+        declared = (
+            {"dynamic_global_batch_size": DECLARED}
+            if steps is not None and not self._rollout
+            else {}
+        )
         iterators, counts = get_data_iterator(
             self._args,
             self._model,
-            given if self._holds else None,
+            given | declared if self._holds else None,
             schema=SCHEMA,
-            steps=steps if self._holds else None,
+            # Steps may be read once.
+            steps=None if steps is None or not self._holds else map(iter, steps),
         )
         # What the caller does to its own afterwards changes nothing.
         map_tensors(given, torch.Tensor.zero_)
@@ -135,6 +213,8 @@ class RandomRun:
         are_padding = held.get("is_padding") or [False] * len(held["tokens"])
         for step in range(len(counts)):
             rows = schedule.steps[step]
+            advances: list[int] = []
+            scheduler = SimpleNamespace(step=lambda increment, a=advances: a.append(increment))
             with counted_tokens(self._model) as tokens:
                 result = train_step(
                     self._loss,
@@ -143,7 +223,9 @@ class RandomRun:
                     iterators,
                     counts,
                     self._optimizer,
+                    scheduler,
                     step=step,
+                    increment=None if size or declared else INCREMENT,
                 )
             self.seen.append(
                 {
@@ -156,6 +238,8 @@ class RandomRun:
                     "metrics": result.metrics,
                     "grad_norm": result.grad_norm,
                     "updated": result.update_successful,
+                    "counted": [result.consumed_samples, *advances],
+                    "counts as": size or (DECLARED if declared else INCREMENT),
                     "totals": result.totals,
                     "slots": [result.num_microbatches, counts[step], len(rows)],
                     "ends with a placeholder": any(rows)
@@ -215,7 +299,7 @@ class RandomRun:
         fullest = 0.0
         if cap is not None:
             own = plan_forward_passes(rollout_of(iterators), job_of(self._args), self._model)
-            fullest = self._fullest(own, 0, cap)
+            fullest = self._fullest(own.schedule, 0, cap)
         self.seen.append(
             {
                 "kind": "forward",
@@ -227,23 +311,38 @@ class RandomRun:
                 "outputs": {name.removeprefix(prefix): v for name, v in outputs.items()},
             }
         )
-        outputs.pop(f"{prefix}length", None)
+        statistics = (f"{prefix}log_probs", f"{prefix}entropy")
         if objective["forward_only"] != "none":
-            add_fields(iterators, outputs)
+            add_fields(iterators, {n: v for n, v in outputs.items() if n in statistics})
 
     def _statistics(self, logits: Any, micro_batch: PackedMicroBatch) -> dict[str, Any]:
+        logits = self._allowed(logits)
         options = {name: self._job["objective"][name] for name in OPTIONS}
-        lengths = [torch.tensor(length) for length in micro_batch.total_lengths]
+        found: dict[str, Any] = {
+            "length": [torch.tensor(length) for length in micro_batch.total_lengths]
+        }
+        if self._job["fields"]:
+            images = [image or {"pixels": torch.zeros(0, 2)} for image in micro_batch["image"]]
+            found |= values_of(micro_batch["tokens"], micro_batch["source"], images)
         if not self._job["objective"]["forward_entropy"]:
-            log_probs = response_log_probs(logits, micro_batch, **options)
-            return {"log_probs": log_probs, "length": lengths}
+            return found | {"log_probs": response_log_probs(logits, micro_batch, **options)}
         log_probs, entropy = response_log_probs_and_entropy(logits, micro_batch, **options)
-        return {"log_probs": log_probs, "entropy": entropy, "length": lengths}
+        return found | {"log_probs": log_probs, "entropy": entropy}
+
+    def _allowed(self, logits: Any) -> Any:
+        """Logits, of which the last half of the vocabulary may be banned."""
+        if self._job["banned"] is None:
+            return logits
+        lowest = -math.inf if self._job["banned"] == "infinite" else torch.finfo(logits.dtype).min
+        size = logits.shape[-1]
+        first = size * parallel_state.get_tensor_model_parallel_rank()
+        entries = torch.arange(first, first + size, device=logits.device)
+        return logits.masked_fill(entries >= ALLOWED, lowest)
 
     def _loss(
         self, logits: Any, row: PackedMicroBatch, totals: StepTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        objective = self._job["objective"]
+        logits, objective = self._allowed(logits), self._job["objective"]
         options = {name: objective[name] for name in OPTIONS}
         if objective["entropy"] is None:
             log_probs = response_log_probs(logits, row, **options)

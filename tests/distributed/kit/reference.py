@@ -1,47 +1,27 @@
-"""Models on plain rows: Megatron's own attention, nothing packed.
-
-Run as ``python -m kit.reference FOLDER KIND...``; writes the weights of each kind to
-FOLDER/KIND.pt.
-"""
+"""Models on plain rows: Megatron's own attention, nothing packed."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from bootstrap import (
-    build_model,
-    initialize_model_parallel,
-    initialize_process_group,
-    pipeline_config,
-)
+from bootstrap import build_model
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from kit import cpu_kernels
-from kit.model import (
-    ADAM,
-    CLIP_GRAD,
-    MAX_SEQUENCE_LENGTH,
-    model_options,
-    named_parameters,
-    transformer_config,
-)
+from kit.model import ADAM, CLIP_GRAD, MAX_SEQUENCE_LENGTH
 from kit.samples import VOCABULARY
 from mcore_batching.megatron import compat
-from mcore_batching.planning import ParallelDims
 
 
 def plain_model_of(
@@ -155,21 +135,6 @@ def plain_adam(model: Any) -> torch.optim.Optimizer:
     )
 
 
-def main(folder: str, *kinds: str) -> None:
-    """Write the weights of each model kind."""
-    initialize_process_group()
-    initialize_model_parallel(ParallelDims())
-    for kind in kinds:
-        torch.manual_seed(22)  # the same weights whichever kinds are asked for
-        model_parallel_cuda_manual_seed(22)  # likewise, of state-space layers
-        config = transformer_config(kind, **pipeline_config(ParallelDims()))
-        model = plain_model_of(
-            config, share_embeddings_and_output_weights=False, **model_options(kind)
-        )
-        weights = {name: p.detach().cpu().clone() for name, p in named_parameters([model])}
-        torch.save({"weights": weights}, Path(folder) / f"{kind}.pt")
-
-
 def clip(model: Any) -> Tensor:
     """Clip gradients as Megatron does, and return the norm that it reports."""
     parameters = [*model.parameters()]
@@ -178,7 +143,3 @@ def clip(model: Any) -> Tensor:
     others = [p for p in parameters if not hasattr(p, "grad_norm_group")]
     torch.nn.utils.clip_grad_norm_(apart, CLIP_GRAD)
     return torch.nn.utils.clip_grad_norm_(others, CLIP_GRAD)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

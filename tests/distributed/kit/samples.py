@@ -8,6 +8,8 @@ import torch
 
 VOCABULARY = 64
 CAP_TOKENS = 48
+ALLOWED = VOCABULARY // 2
+"""Entries that are not banned where the others are: under two tensor-parallel ranks all of one."""
 
 # (total length, response length): responses of 0 tokens, of one, of the whole sample; a sample of
 # a single token; one longer than the cap even with context parallelism over 4 ranks.

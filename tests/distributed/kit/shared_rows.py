@@ -10,38 +10,29 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import unwrap_model
 
 from kit import exactness
 from kit.calls import my_samples, small_model
 from kit.cpu_kernels import stand_in_for_kernels
+from kit.guarantees import on_all_ranks
 from kit.model import adam
-from kit.objective import packed_objective
 from kit.stand_ins import stood_in
 from mcore_batching.batch import (
-    DEFAULT_SCHEMA,
-    Kind,
     PackedMicroBatch,
     StepTotals,
     token_mean,
 )
 from mcore_batching.megatron import (
     DynamicBatchArgumentError,
-    add_fields,
     check_settings,
-    forward_only,
     get_data_iterator,
     response_log_probs,
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
-from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.options import Options
-from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -60,90 +51,10 @@ SIZES = {
 slot, and differ within one. As many slots as PP2 x VPP2 takes."""
 
 
-def there_and_back(
-    dims: dict[str, Any], reference: str, spread: str, planner: dict[str, Any]
-) -> dict[str, Any]:
-    """Values that go with samples to the ranks that run them, and come back as outputs.
-
-    Returns:
-        ``equal``: by name, True if all came back to their places; ``trained``: samples of each of
-        three steps; ``moved``: samples that this rank runs and did not bring; ``saved``: tokens
-        that it does not compute, as samples share them; ``last_stage``; ``forward_rows``:
-        micro-batches of forward passes that hold samples.
-    """
-    model = small_model(dims, reference)
-    args = exactness.arguments(ParallelDims(**dims), global_batch_size=5, **planner)
-    data = my_samples(dims, spread)
-    rank, count = parallel_state.get_data_parallel_rank(), len(data["tokens"])
-    data["source"] = [float(100 * rank + i) for i in range(count)]
-    data["image"] = [{"pixels": torch.full((i, 2), float(rank))} for i in range(count)]
-    schema = DEFAULT_SCHEMA.declare("image", Kind.METADATA)
-    iterators, counts = get_data_iterator(args, model, data, schema=schema)
-
-    def f(logits: torch.Tensor, *, micro_batch: PackedMicroBatch) -> dict[str, Any]:
-        numbers = range(len(micro_batch.total_lengths))
-        images = [micro_batch["image"][i] or {"pixels": torch.zeros(0, 2)} for i in numbers]
-        return {
-            "tokens": list(micro_batch["tokens"]),
-            "source": [torch.tensor(each, dtype=torch.float64) for each in micro_batch["source"]],
-            "long": [torch.as_tensor(tokens) > 30 for tokens in micro_batch["tokens"]],
-            "pixels": [each["pixels"].bfloat16() for each in images],
-            "weight": [torch.as_tensor(each) for each in micro_batch["weight"]],
-            # As the log-prob of a response of one token lies beside its entropy.
-            "beside": [torch.tensor([[each, 0.0]])[:, 0] for each in micro_batch["source"]],
-        }
-
-    weights = [torch.rand(length) for length in data["response_lengths"]]
-    add_fields(iterators, {"weight": weights})
-    outputs = forward_only(f, args, model, iterators, counts)
-    # As a frozen reference model is run, which nothing was planned with.
-    scored = [
-        forward_only(exactness.log_probs_of, args, each, iterators, counts).get("log_probs", [])
-        for each in (model, small_model(dims, reference))
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*scored, strict=True))
-    expected = {
-        "tokens": data["tokens"],
-        "source": [torch.tensor(each, dtype=torch.float64) for each in data["source"]],
-        "long": [tokens > 30 for tokens in data["tokens"]],
-        "pixels": [each["pixels"].bfloat16() for each in data["image"]],
-        "weight": weights,
-        "beside": [torch.tensor([each]) for each in data["source"]],
-    }
-    optimizer = adam(model, distributed=False)
-    trained = [
-        train_step(packed_objective, args, model, iterators, counts, optimizer, step=step)
-        for step in range(len(counts))
-    ]
-    held = iterators[0].rollout_data["source"]
-    forward = plan_forward_passes(rollout_of(iterators), job_of(args), model)
-    return {
-        "last_stage": is_last_stage(),
-        "equal": {
-            name: len(values) == count
-            and all(
-                a.dtype == b.dtype and torch.equal(a, b)
-                for a, b in zip(values, expected[name], strict=True)
-            )
-            for name, values in outputs.items()
-        },
-        "trained": [result.totals.num_samples for result in trained],
-        "forward_rows": sum(bool(row) for row in forward.micro_batches),
-        "moved": len(set(held) - set(data["source"])),
-        "saved": _saved(schedule_of(iterators)),
-    }
-
-
-def _saved(schedule: MicroBatchSchedule) -> int:
-    """Tokens that this rank does not compute, as samples share them."""
-    forest = schedule.forest
-    return 0 if forest is None else sum(schedule.own_lengths) - forest.tokens
-
-
-def silent_placeholders(dims: dict[str, Any], reference: str) -> list[Any]:
-    """The metrics of a step of one short sample, whose loss asks for nothing in placeholders, and
-    the samples of each of this rank's rows."""
-    model = small_model(dims, reference)
+def silent_placeholders(dims: dict[str, Any]) -> None:
+    """Ranks of a replica run rows of their own, so that they need not ask for the same log-probs:
+    the loss of one short sample asks for nothing in placeholders."""
+    model = small_model(dims)
     args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=2)
     data = {name: values[:1] for name, values in my_samples(dims).items()}
     iterators, counts = get_data_iterator(args, model, data)
@@ -155,10 +66,13 @@ def silent_placeholders(dims: dict[str, Any], reference: str) -> list[Any]:
         return share, {"policy": share}
 
     done = train_step(loss, args, model, iterators, counts, adam(model, distributed=False))
-    return [done.metrics, [len(row) for row in schedule_of(iterators).steps[0]]]
+    found = on_all_ranks([done.metrics, [len(row) for row in schedule_of(iterators).steps[0]]])
+    (first, rows), (second, others) = found
+    assert sorted([rows, others]) == [[0], [1]]
+    assert first == second
 
 
-def refused_models(dims: dict[str, Any], reference: str) -> None:
+def refused_models(dims: dict[str, Any]) -> None:
     """Models whose layers do not follow a row's own group are refused, each by what it has."""
 
     class OwnAttention(SelfAttention):  # type: ignore[misc]
@@ -187,7 +101,7 @@ def refused_models(dims: dict[str, Any], reference: str) -> None:
 
     args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=1)
     for change in (other_positions, other_core, other_layer, state_space):
-        model = small_model(dims, reference)
+        model = small_model(dims)
         check_settings(args, model)
         text = change(unwrap_model(model[0]))
         with pytest.raises(DynamicBatchArgumentError) as refused:

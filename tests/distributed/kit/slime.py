@@ -29,7 +29,7 @@ from megatron.core.utils import get_model_config
 import mcore_batching
 from kit.exactness import difference
 from kit.harness import Job
-from kit.model import named_parameters, sharded_model
+from kit.model import named_parameters, seeded_model
 from kit.samples import make_samples, take
 from kit.stand_ins import StandIns, forget
 from mcore_batching.integrations.slime import hook_schedule
@@ -78,7 +78,7 @@ def compared_jobs(of: str, source: str) -> list[Job]:
             "kit.slime:compare",
             2,
             dims,
-            {"dims": dims, "reference": "dense", "of": of, "source": source, **settings},
+            {"dims": dims, "of": of, "source": source, **settings},
         )
         for name, (dims, settings) in COMPARED.items()
     ]
@@ -119,7 +119,6 @@ def use_checkout(source: str) -> None:
 
 def compare(
     dims: dict[str, Any],
-    reference: str,
     of: str,
     source: str,
     per_token_loss: bool,
@@ -137,7 +136,7 @@ def compare(
     shape = ParallelDims(**dims)
     args = arguments(shape, per_token_loss, advantage_estimator)
     modules = modules_of(of, source, shape, args)
-    own_part, own = _step(modules, args, shape, reference)
+    own_part, own = _step(modules, args, shape)
     args = copy.copy(args)
     args.use_dynamic_batch_size = True
     planned: Any = contextlib.nullcontext()
@@ -146,7 +145,7 @@ def compare(
     assert planned is not None
     with planned, mcore_batching.hook(modules.data, modules.model) as hooked:
         assert len(hooked.hooked) == (2 if modules.plan else 4), hooked
-        part, ours = _step(modules, args, shape, reference)
+        part, ours = _step(modules, args, shape)
     replaced = [modules.model.forward_only, modules.model.get_batch]
     replaced += [modules.plan.build_dp_schedule] if modules.plan else []
     assert not any(hasattr(each, "_mcore_batching_original") for each in replaced)
@@ -221,7 +220,7 @@ def _modules_of_miles(shape: ParallelDims, args: Any) -> SimpleNamespace:
 
 
 def _step(
-    modules: SimpleNamespace, args: Any, shape: ParallelDims, reference: str
+    modules: SimpleNamespace, args: Any, shape: ParallelDims
 ) -> tuple[list[int], dict[str, Any]]:
     """This rank's samples, and what a step over them gave."""
     samples = take(make_samples(), SAMPLES)
@@ -231,7 +230,7 @@ def _step(
     _cut_to_rank(modules.cut, rollout)
     # slime has values of the whole batch among those of this rank's samples.
     rollout |= plan | {"raw_reward": [0.0] * (len(SAMPLES) + 3)}
-    chunks = model_of(shape, reference, args)
+    chunks = model_of(shape, args)
     iterators, counts = modules.iterators(args, chunks, rollout)
     assert counts == plan.get("num_microbatches", counts)
     made, gradients, reported = _trained(
@@ -294,12 +293,11 @@ def _planned(
     return part, added, tuple(sizes)
 
 
-def model_of(shape: ParallelDims, reference: str, args: Any) -> list[Any]:
+def model_of(shape: ParallelDims, args: Any) -> list[Any]:
     """This rank's chunks with the weights of the reference, set up as slime does."""
-    weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    chunks = sharded_model(
-        shape, "dense", weights, ddp, calculate_per_token_loss=args.calculate_per_token_loss
+    chunks = seeded_model(
+        shape, "dense", ddp, calculate_per_token_loss=args.calculate_per_token_loss
     )
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.utils import get_model_config, unwrap_model
 
 from kit.exactness import difference
-from kit.model import named_parameters, sharded_model
+from kit.model import named_parameters, seeded_model
 from kit.samples import make_samples
 from kit.stand_ins import StandIns, bare_packages
 from mcore_batching.integrations.verl import hook
@@ -54,7 +54,6 @@ SAMPLES = [12, 2, 9, 0, 11, 7, 10, 5, 1, 8]
 
 def compare(
     dims: dict[str, Any],
-    reference: str,
     source: str,
     num_samples: int = 10,
     group: int = 0,
@@ -63,7 +62,6 @@ def compare(
 
     Args:
         dims: arguments of `ParallelDims`.
-        reference: file of the weights.
         source: folder with verl.
         num_samples: of all data-parallel ranks.
         group: micro-batches that a model chunk runs before the next, under the hook alone.
@@ -80,7 +78,7 @@ def compare(
     mine = SAMPLES[:num_samples][replica * share : (replica + 1) * share]
     data = _batch(mine)
     lengths = data["input_ids"].offsets().diff().tolist()
-    run = functools.partial(_step, engine_class, tensors, loss, shape, reference, data)
+    run = functools.partial(_step, engine_class, tensors, loss, shape, data)
     own = run(0)
     with hook() as hooked:
         assert sum(name.endswith(NAMES) for name in hooked.hooked) == 5, hooked
@@ -166,13 +164,11 @@ def _step(
     tensors: Any,
     loss: Any,
     shape: ParallelDims,
-    reference: str,
     batch: dict[str, torch.Tensor],
     group: int,
 ) -> dict[str, Any]:
-    weights = torch.load(reference, weights_only=True)["weights"]
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    chunks = sharded_model(shape, "dense", weights, ddp, calculate_per_token_loss=False)
+    chunks = seeded_model(shape, "dense", ddp, calculate_per_token_loss=False)
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads
     config.variable_seq_lengths = True

@@ -1,8 +1,6 @@
 """Where the host waits for the device in a step, by line; none may grow with micro-batches.
 
-On a GPU PyTorch reports each wait. The CPU twin counts values that are read from any tensor, and
-operations whose result's size depends on values; it cannot tell the host's tensors from the
-device's, so its counts are for information.
+PyTorch reports each wait. Without a GPU `tests/device` counts them on a device that is not there.
 """
 
 from __future__ import annotations
@@ -18,14 +16,12 @@ from typing import Any
 import megatron.core
 import setting
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mcore_batching
 from mcore_batching.megatron import cpu_emulation, get_data_iterator
 
 MOST_SHOWN = 12
 ROOTS = [os.path.dirname(str(package.__file__)) for package in (mcore_batching, megatron.core)]
-READS = ("_local_scalar_dense", "nonzero", "masked_select")
 Lines = collections.Counter[str]
 
 
@@ -33,7 +29,9 @@ def main() -> None:
     """Count waits of a step, and of one over twice as many micro-batches."""
     options = setting.parse(__doc__)
     dims = setting.start(options)
-    sizes = setting.GPU if setting.on_gpu() else setting.CPU
+    if not setting.on_gpu():
+        raise SystemExit("on a CPU waits are counted by tests/device/test_device.py")
+    sizes = setting.GPU
     longest = sizes.cap_tokens // 4
     lengths = setting.real_lengths(options.lengths, 48, longest)
     model = setting.bare_model(dims, sizes, options.attention)
@@ -50,20 +48,19 @@ def main() -> None:
     assert many > few
     ours = {line: n for line, n in once.items() if _is_ours(line)}
     grown = {line: n - once[line] for line, n in twice.items() if n > once[line]}
-    wanted = "none" if setting.on_gpu() else "for information"
     for line, number in sorted(grown.items(), key=lambda each: -each[1])[:MOST_SHOWN]:
         mine = _is_ours(line)
         setting.report(
             f"waits at {line}",
             f"{number} more with {many} micro-batches than with {few}",
-            wanted if mine else "for information: not this package",
-            not (mine and setting.on_gpu()),
+            "none" if mine else "for information: not this package",
+            not mine,
         )
     setting.report(
         "waits of this package that grow with micro-batches",
         sum(number for line, number in grown.items() if _is_ours(line)),
-        wanted,
-        not (setting.on_gpu() and any(map(_is_ours, grown))),
+        "none",
+        not any(map(_is_ours, grown)),
     )
     setting.report("waits of this package a step", sum(ours.values()), "for information", True)
 
@@ -81,24 +78,9 @@ def _line() -> str:
     return "elsewhere"
 
 
-class _Reads(TorchDispatchMode):
-    def __init__(self, lines: Lines) -> None:
-        super().__init__()
-        self.lines = lines
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in READS:
-            self.lines[_line()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def _waits() -> Iterator[Lines]:
     lines: Lines = collections.Counter()
-    if not setting.on_gpu():
-        with _Reads(lines):
-            yield lines
-        return
 
     def note(*unused: Any, **also_unused: Any) -> None:
         lines[_line()] += 1
