@@ -10,15 +10,12 @@ from dataclasses import replace
 import pytest
 
 from mcore_batching.planning import (
-    ConfigError,
-    CostModel,
     InvariantError,
     OversizeSampleError,
     ParallelDims,
     Plan,
     PlanFormatError,
     PlannerConfig,
-    Problem,
     StepPlan,
     plan_step,
     predicted_step_time,
@@ -134,13 +131,6 @@ def test_sizes_are_powers_of_two_and_all_ranks() -> None:
     assert ParallelDims(context_parallel=3).row_sizes(3) == (1, 3)
 
 
-def test_a_token_has_room_on_one_rank() -> None:
-    """Where a placeholder goes, although rows on two ranks have room for one."""
-    config = PlannerConfig(max_tokens_per_gpu=5, max_context_parallel=4, pad_each_to=8)
-    with pytest.raises(ConfigError, match="takes 8 tokens, the cap is 5"):
-        Problem.of([3], DIMS, config)
-
-
 def test_a_sample_gets_no_less_than_its_length_needs() -> None:
     step = plan_step([*LENGTHS, 500], DIMS, CONFIG)
     least = {row.samples[0]: row.size for row in step.rows() if row.size > 1}
@@ -178,29 +168,6 @@ def test_a_long_sample_gets_more_ranks_than_it_needs() -> None:
     without = plan_step(lengths, dims, replace(config, max_context_parallel=None))
     sooner = predicted_step_time(without, lengths) / predicted_step_time(step, lengths)
     assert sooner > 2.0
-
-
-def test_costs_of_a_row_grow_with_each_doubling_of_its_size() -> None:
-    """By a share of its work and a fixed part; on one rank not at all."""
-    model = CostModel(context_parallel_overhead=0.25, context_parallel_fixed=40.0)
-    assert model.on_ranks(1) == model
-    alone = model.sample(8000)
-    for size, doublings in ((2, 1), (4, 2), (8, 3), (3, 2), (6, 3)):
-        rows = model.on_ranks(size)
-        assert rows.sample(8000) == pytest.approx(alone * 1.25**doublings / size, rel=1e-12)
-        assert rows.per_micro_batch == model.per_micro_batch + 40.0 * doublings
-    free = CostModel(context_parallel_overhead=0.0, context_parallel_fixed=0.0)
-    assert free.on_ranks(4).micro_batch([8000]) == pytest.approx(256 + alone / 4)
-
-
-def test_documents_of_costs_have_what_dynamic_cp_adds_only_where_it_was_set() -> None:
-    assert "context_parallel" not in CostModel().to_json()
-    assert CostModel.from_json(CostModel().to_json()) == CostModel()
-    model = CostModel(context_parallel_overhead=0.25)
-    assert CostModel.from_json(model.to_json()) == model
-    assert "context_parallel_fixed" not in model.to_json()
-    with pytest.raises(ConfigError, match="context_parallel_fixed must be a number from 0"):
-        CostModel(context_parallel_fixed=-1.0)
 
 
 def test_a_size_without_room_for_a_token_is_left_out() -> None:

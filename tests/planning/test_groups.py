@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -82,13 +80,6 @@ def test_numbers_of_other_libraries_count_by_value() -> None:
     assert group_steps([4, Tensor(4)], 1) == [[0, 1]]
 
 
-@pytest.mark.parametrize("group", [None, ["a"], ("a", ["b"]), {}])
-def test_a_uid_that_cannot_be_told_apart_is_refused(group: object) -> None:
-    with pytest.raises(LengthError, match=r"group of sample 1 must be hashable, got") as e:
-        group_steps(["a", group], 1)  # type: ignore[list-item]
-    assert e.value.index == 1
-
-
 def test_padding_samples_are_nobodys_group() -> None:
     """Each was a group of its own: 41 samples, padded to 48, took more optimizer steps."""
     groups = [f"prompt {i // 5}" for i in range(41)] + [f"padding-{i}" for i in range(7)]
@@ -99,30 +90,6 @@ def test_padding_samples_are_nobodys_group() -> None:
     assert len(steps) == 3
     # Nor need they have a uid, nor the tags be booleans.
     assert group_steps([None, 5], 1, is_padding=[1, None]) == [[1]]
-
-
-@pytest.mark.parametrize(
-    "is_padding", [[True], "no", [0, "no"], [0, [1]], [math.nan] * 2, [0, math.inf], [0, 10**400]]
-)
-def test_tags_of_padding_samples_that_are_none(is_padding: Any) -> None:
-    with pytest.raises(LengthError, match=r"is_padding (needs|must)"):
-        group_steps(["a", "b"], 1, is_padding=is_padding)
-
-
-@pytest.mark.parametrize("groups", ["ab", b"ab", {"a": 0, "b": 1}, {1, 2}, 3, None])
-def test_groups_without_an_order_are_refused(groups: Any) -> None:
-    """A text would be cut into characters, a dict into its keys, a set into any order."""
-    with pytest.raises(LengthError, match="groups must be a sequence, got"):
-        group_steps(groups, 1)
-
-
-def test_arguments_out_of_range() -> None:
-    with pytest.raises(LengthError, match="groups_per_step must be 1 or more, got 0"):
-        group_steps(["a"], 0)
-    with pytest.raises(
-        LengthError, match="last must be one of 'keep', 'drop', 'error', got 'short'"
-    ):
-        group_steps(["a"], 1, last="short")  # type: ignore[arg-type]
 
 
 @examples(60)
@@ -156,17 +123,3 @@ def test_plan_batch_plans_every_step(
         )
         assert not broken_invariants(renamed, [lengths[sample] for sample in samples])
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_arguments_that_exclude_or_need_each_other() -> None:
-    def plan(**arguments: object) -> None:
-        plan_batch([3, 4], ParallelDims(), CONFIG, **arguments)  # type: ignore[arg-type]
-
-    with pytest.raises(LengthError, match="leave out samples_per_step"):
-        plan(groups=[0, 1], groups_per_step=1, samples_per_step=1)
-    with pytest.raises(LengthError, match="need groups_per_step; set it"):
-        plan(groups=[0, 1])
-    with pytest.raises(LengthError, match="need groups; set it"):
-        plan(groups_per_step=1)
-    with pytest.raises(LengthError, match="groups has 3 entries for 2 samples"):
-        plan(groups=[0, 1, 1], groups_per_step=1)

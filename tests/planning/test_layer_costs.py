@@ -52,38 +52,31 @@ def stages(model: CostModel, count: int, chunks: int = 1) -> list[list[tuple[flo
     return [[shares[kind] for kind in stage] for stage in which]
 
 
-def test_a_small_transformer() -> None:
-    # Of each layer 48 weights of attention, 96 of the feed-forward layer; the output layer has 40.
-    dense = first_guess(TINY)
-    assert dense.quadratic == pytest.approx(0.5 * 16 / 328)
-    assert (dense.per_micro_batch, dense.backward_ratio) == (256, 2)
-    assert first_guess(TINY | {"recompute_granularity": "full"}).backward_ratio == 3
-    # A token meets 2 of 6 experts, whose weights a micro-batch reads all, and a router.
-    routed = first_guess(
-        TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    )
-    assert total(routed)[0] == 2 * (48 + 2 * 96 + 24) + 40
-    assert total(routed).read == 2 * (48 + 6 * 96 + 24) + 40
-
-
 @pytest.mark.parametrize(
-    ("config", "active", "whole"),
+    ("config", "active", "whole", "far_pair", "window"),
     [
-        (QWEN, 3.0, 34.2),
-        (NEMOTRON, 12.2, 120.0),
-        (GLM, 40.8, 743.0),
-        (DEEPSEEK, 36.6, 670.1),
-        (GPT_OSS, 5.1, 116.3),
+        # Of 40 layers every fourth has attention: 16 heads of size 256, half of the pairs masked.
+        (QWEN, 3.0, 34.2, 10 * 0.5 * 2 * 16 * 256, None),
+        (NEMOTRON, 12.2, 120.0, 8 * 0.5 * 2 * 32 * 128, None),
+        # DSA scores all pairs with a small indexer, and attends to 2048 tokens.
+        (GLM, 40.8, 743.0, 78 * 0.5 * 32 * 128, 2048),
+        # MLA's queries have 192 numbers, its values 128.
+        (DEEPSEEK, 36.6, 670.1, 61 * 0.5 * 128 * (192 + 128), None),
+        # Every other layer has a window of 128.
+        (GPT_OSS, 5.1, 116.3, 18 * 0.5 * 2 * 64 * 64, 128),
     ],
     ids=("Qwen3.5-35B-A3B", "Nemotron-3-Super-120B-A12B", "GLM-5", "DeepSeek-V3", "gpt-oss-120b"),
 )
 def test_published_models_have_the_weights_that_they_are_said_to_have(
-    config: dict[str, Any], active: float, whole: float
+    config: dict[str, Any], active: float, whole: float, far_pair: float, window: int | None
 ) -> None:
     """But for embeddings, of which a token meets one row."""
-    found = total(first_guess(config))
+    model = first_guess(config)
+    found = total(model)
     assert found.token / 1e9 == pytest.approx(active, rel=0.03)
     assert found.read / 1e9 == pytest.approx(whole, rel=0.01)
+    assert (found.far_pair, model.window) == (far_pair, window)
+    assert CostModel.from_json(model.to_json()) == model
 
 
 MLA = {"num_attention_heads": 3, "kv_lora_rank": 13, "q_lora_rank": 17}
@@ -118,20 +111,41 @@ def test_layers_by_hand(
 
 
 ROUTED = TINY | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+DEPTHS = ROUTED | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 2}
 
 
-def test_sizes_that_a_config_leaves_out_or_adds() -> None:
-    """Each layer of `TINY` has 48 weights of attention, 96 of the feed-forward layer."""
-    grouped = {name: size for name, size in TINY.items() if name != "num_key_value_heads"}
-    assert total(first_guess(grouped)).read == 2 * (64 + 96) + 40
-    shared = first_guess(ROUTED | {"expert_model_parallel_size": 3})
-    assert total(shared).read == 2 * (48 + 2 * 96 + 24) + 40
-    latent = total(first_guess(ROUTED | {"moe_latent_size": 2}))
-    assert latent[0] == 2 * (48 + 2 * 48 + 24 + 16) + 40
+@pytest.mark.parametrize(
+    ("config", "token", "read"),
+    [
+        (TINY, 48 + 96, 48 + 96),
+        (TINY | {"num_key_value_heads": None}, 64 + 96, 64 + 96),
+        # A token meets 2 of 6 experts, whose weights a micro-batch reads all, and a router.
+        (ROUTED, 48 + 2 * 96 + 24, 48 + 6 * 96 + 24),
+        (ROUTED | {"expert_model_parallel_size": 3}, 48 + 2 * 96 + 24, 48 + 2 * 96 + 24),
+        (ROUTED | {"moe_latent_size": 2}, 48 + 2 * 48 + 24 + 16, 48 + 6 * 48 + 24 + 16),
+    ],
+    ids=("dense", "ungrouped", "experts", "spread", "latent"),
+)
+def test_two_layers_and_an_output_layer_by_hand(
+    config: dict[str, Any], token: int, read: int
+) -> None:
+    """Each layer of `TINY` has 48 weights of attention, 96 of the feed-forward layer; the output
+    layer has 40."""
+    made = first_guess(config)
+    assert total(made)[::3] == (2 * token + 40, 2 * read + 40)
+    assert made.quadratic == pytest.approx(0.5 * 16 / (2 * token + 40))
+    assert (made.per_micro_batch, made.backward_ratio) == (
+        pytest.approx(256 * (2 * read + 40) / (2 * token + 40)),
+        2,
+    )
+
+
+def test_recomputation_depths_and_windows() -> None:
+    assert first_guess(TINY | {"recompute_granularity": "full"}).backward_ratio == 3
     # The last layer again for each depth, a projection of twice the size, and the output layer.
-    depths = ROUTED | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 2}
-    assert letters(first_guess(depths))["V"][0] == 40 + 2 * (48 + 2 * 96 + 24 + 2 * 16 + 40)
+    assert letters(first_guess(DEPTHS))["V"][0] == 40 + 2 * (48 + 2 * 96 + 24 + 2 * 16 + 40)
     assert first_guess(TINY | {"window_size": (7, 0)}).window == 8
+    assert first_guess(TINY | {"sliding_window": 9, "use_sliding_window": False}).window is None
 
 
 @pytest.mark.parametrize(
@@ -175,23 +189,6 @@ def test_layers_of_uneven_stages(config: dict[str, Any], counts: list[int]) -> N
     layers = 11 if "account_for_embedding_in_pipeline_split" in config else 12
     assert layers_of_chunks({"pipeline_model_parallel_size": 3} | config, layers) == counts
     assert layers_of_chunks(config, layers) == []  # a single stage
-
-
-def test_pairs_of_tokens_cost_by_the_type_of_attention() -> None:
-    # Of 40 layers of Qwen3.5 every fourth has any; 16 heads of size 256, half of pairs masked.
-    assert total(first_guess(QWEN)).pair == 10 * 0.5 * 2 * 16 * 256
-    # MLA's queries have 192 numbers, its values 128.
-    assert total(first_guess(DEEPSEEK)).pair == 61 * 0.5 * 128 * (192 + 128)
-    # DSA scores all pairs with a small indexer, and attends to 2048 tokens.
-    glm = first_guess(GLM)
-    assert total(glm).far_pair == 78 * 0.5 * 32 * 128
-    assert glm.window == 2048
-    near, far = glm.sample(2048) - 2048, glm.sample(100 * 2048) - 100 * 2048
-    share = glm.beyond_window
-    assert far / near == pytest.approx(share * 100**2 + (1 - share) * (100**2 - 99**2))
-    # Every other layer of gpt-oss has a window of 128.
-    assert (first_guess(GPT_OSS).window, first_guess(GPT_OSS).beyond_window) == (128, 0.5)
-    assert first_guess(TINY | {"sliding_window": 9, "use_sliding_window": False}).window is None
 
 
 def test_stages_of_the_layers_that_they_hold() -> None:
@@ -262,56 +259,43 @@ def test_equal_stages_have_one_cost() -> None:
     assert stages(uneven, 4) == []
 
 
-def test_costs_of_layers_travel_as_json() -> None:
-    model = first_guess(GLM)
-    assert CostModel.from_json(model.to_json()) == model
-
-
 @pytest.mark.parametrize("missing", ["hidden_size", "num_attention_heads", "intermediate_size"])
 def test_a_config_without_a_size_is_refused_by_name(missing: str) -> None:
     with pytest.raises(ConfigError, match=missing):
-        first_guess({name: size for name, size in TINY.items() if name != missing})
+        first_guess(TINY | {missing: None})
     assert config_of_json(json.dumps({"text_config": TINY})).items() >= TINY.items()
+    with pytest.raises(ConfigError, match="must have weights"):
+        cost_model("a", {"a": LayerCost()})
 
 
 @pytest.mark.parametrize(
     ("config", "same"),
     [
-        ({"num_key_value_heads": 0}, {"num_key_value_heads": 2}),
-        ({"head_dim": 0, "sliding_window": 0}, {}),
+        # A size of 0 is none; a job's 0 of what a model may be without is its own.
+        (TINY | {"num_key_value_heads": 0}, TINY | {"num_key_value_heads": 2}),
+        (TINY | {"head_dim": 0, "sliding_window": 0}, TINY),
         (ROUTED | {"moe_intermediate_size": 0}, ROUTED),  # as intermediate_size is 8, too
-        ({"num_layers": 3, "num_hidden_layers": 2}, {"num_hidden_layers": 3}),
-        # A job's 0 of what a model may be without is its own.
-        ({"mtp_num_layers": 0, "num_nextn_predict_layers": 1}, {}),
-        (ROUTED | {"num_moe_experts": 0}, {}),
+        (TINY | {"mtp_num_layers": 0, "num_nextn_predict_layers": 1}, TINY),
+        (ROUTED | {"num_moe_experts": 0}, TINY),
+        # The first name counts, and of older models others.
+        (TINY | {"num_layers": 3, "num_hidden_layers": 2}, TINY | {"num_hidden_layers": 3}),
+        (
+            {"n_embd": 4, "n_inner": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10},
+            TINY | {"num_key_value_heads": None},
+        ),
+        # Mixtral's experts have the size of what would be the dense layer.
+        (ROUTED | {"moe_intermediate_size": None}, ROUTED),
+        (
+            ROUTED | {"ffn_hidden_size": 6, "moe_intermediate_size": None},
+            ROUTED | {"moe_intermediate_size": 6},
+        ),
+        # transformers' head size counts the rotary part, not Megatron's of the same name.
+        (DEEPSEEK | {"qk_head_dim": 192, "head_dim": 64}, DEEPSEEK),
+        (DEEPSEEK | {"qk_nope_head_dim": None, "qk_head_dim": 128}, DEEPSEEK),
     ],
-    ids=("groups", "heads", "experts", "both names", "no depth", "no experts"),
 )
-def test_a_size_of_0_is_none_and_the_first_name_counts(
-    config: dict[str, Any], same: dict[str, Any]
-) -> None:
-    assert first_guess(TINY | config) == first_guess(TINY | same)
-
-
-def test_a_saved_config_s_head_size_counts_the_rotary_part() -> None:
-    """Not Megatron's of the same name: transformers writes both."""
-    assert first_guess(DEEPSEEK | {"qk_head_dim": 192, "head_dim": 64}) == first_guess(DEEPSEEK)
-    names = {"qk_nope_head_dim": None, "qk_head_dim": 128}
-    assert first_guess(DEEPSEEK | names) == first_guess(DEEPSEEK)
-
-
-def test_names_of_older_models_and_layers_without_weights() -> None:
-    names = {"n_embd": 4, "n_inner": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10}
-    named = {"num_attention_heads": 2, "hidden_size": 4, "ffn_hidden_size": 8, "num_layers": 2}
-    assert first_guess(names) == first_guess(named | {"vocab_size": 10})
-    # Mixtral's experts have the size of what would be the dense layer.
-    experts = ROUTED | {"moe_intermediate_size": None}
-    assert first_guess(experts) == first_guess(ROUTED | {"moe_intermediate_size": 8})
-    named_by_megatron = {"ffn_hidden_size": 6, "moe_intermediate_size": None}
-    six = first_guess(ROUTED | named_by_megatron | {"intermediate_size": None})
-    assert six == first_guess(ROUTED | {"moe_intermediate_size": 6})
-    with pytest.raises(ConfigError, match="must have weights"):
-        cost_model("a", {"a": LayerCost()})
+def test_names_and_sizes_that_mean_the_same(config: dict[str, Any], same: dict[str, Any]) -> None:
+    assert first_guess(config) == first_guess(same)
 
 
 def test_stages_are_of_the_same_kinds_for_rows_of_every_size() -> None:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from planning_cases import examples
 
 from mcore_batching.planning import (
-    ConfigError,
     CostModel,
     InvariantError,
-    LengthError,
     ParallelDims,
     Plan,
     PlanFormatError,
@@ -224,16 +222,6 @@ def test_a_window_counts_in_trees() -> None:
         for each in (MODEL, model)
     )
     assert narrow < 0.5 * wide
-
-
-def test_wrong_prompts_and_much_effort_are_refused() -> None:
-    with pytest.raises(LengthError, match="sample 1 has 5 tokens, its prompt 6; give total"):
-        plan_groups([5, 5], [5, 6], ["a", "a"], PP2, CONFIG)
-    with pytest.raises(LengthError, match="groups"):
-        plan_groups([5, 5], [5, 5], ["a"], PP2, CONFIG)
-    forest = forest_of_groups([5] * 4, [4] * 4, "abcd")
-    with pytest.raises(ConfigError, match="plan_effort"):
-        plan_forest(forest, PP2, replace(CONFIG, plan_effort=10**9))
 
 
 GROUP = plan_groups(

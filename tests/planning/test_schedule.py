@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from naive_pipeline import Node
 from planning_cases import examples, megatron_runs
 
-from mcore_batching.planning import ParallelDims, ParallelDimsError
+from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.plans.statistics import tokens_in_flight
 from mcore_batching.planning.schedule import Schedule
@@ -132,24 +132,3 @@ def test_tokens_in_flight_are_those_held_when_a_forward_pass_begins(
     # Of forward passes alone, one chunk's pass holds what it runs on whole, not a chunk's share.
     share = 1 if forward_only else dims.virtual_pipeline
     assert held == pytest.approx(most / share, rel=1e-12)
-
-
-def test_counts_that_no_schedule_runs_are_refused() -> None:
-    interleaved = ParallelDims(pipeline_parallel=4, virtual_pipeline=2, microbatch_group_size=6)
-    for dims, count, legal in (
-        (ParallelDims(pipeline_parallel=2), 0, 1),
-        (interleaved, 7, 10),
-        (interleaved, -3, 6),
-    ):
-        message = (
-            f"the schedule cannot run {count} micro-batches per rank; set num_microbatches to "
-            f"{legal}"
-        )
-        for forward_only in (False, True):
-            schedule = Schedule(dims=dims, forward_only=forward_only)
-            with pytest.raises(ParallelDimsError) as of_clock:
-                Clock([1.0] * count, schedule)
-            with pytest.raises(ParallelDimsError) as of_order:
-                schedule.order(0, count)
-            assert str(of_order.value) == message
-            assert count < 0 or str(of_clock.value) == message
