@@ -23,7 +23,15 @@ from mcore_batching.planning import (
 from mcore_batching.planning.planner import packed_on_least_ranks
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.dynamic_cp import shared_objective
-from mcore_batching.planning.search.moves import MOST_PATHS, NOWHERE, Moves, Pipeline, improve
+from mcore_batching.planning.search.moves import (
+    MOST_PATHS,
+    NOWHERE,
+    SLACK,
+    MicroBatch,
+    Moves,
+    Pipeline,
+    improve,
+)
 from mcore_batching.planning.search.objective import Step as SimulatedStep
 
 LENGTHS = [*long_tailed(50), 5000]
@@ -91,6 +99,38 @@ def test_room_is_what_a_micro_batch_may_cost_more(seed: int) -> None:
             assert steps[0] <= steps[1] + 1e-8
 
 
+@pytest.mark.parametrize(
+    ("samples", "old", "new", "may"),
+    [
+        ([0, 1], 1, 2, True),  # 60 + 40 tokens fill the cap
+        ([0, 1], 1, 3, False),
+        ([0, 1], -1, 4, False),  # three samples
+        ([0, 1], 1, -1, True),
+        ([3], 3, 5, True),  # alone over the cap
+        ([3], -1, 5, False),
+        ([], -1, 5, True),
+    ],
+)
+def test_samples_are_exchanged_within_the_cap_and_the_bound_on_samples(
+    samples: list[int], old: int, new: int, may: bool
+) -> None:
+    config = PlannerConfig(max_tokens_per_gpu=100, max_samples_per_row=2)
+    problem = Problem.of([60, 10, 40, 41, 1, 300], ParallelDims(), config)
+    assert MicroBatch(samples, problem, range(1)).may_exchange(old, new, problem) is may
+
+
+def test_a_sample_that_shared_a_row_goes_where_it_is_alone_only_within_the_cap() -> None:
+    problem = Problem.of(
+        [900, 10],
+        ParallelDims(data_parallel=2),
+        replace(CONFIG, max_tokens_per_gpu=500, max_context_parallel=2),
+    )
+    alone, shared = problem.on_ranks[1], problem.on_ranks[2]
+    micro_batch = MicroBatch([1], alone, range(1))
+    assert not micro_batch.may_exchange(1, 0, shared)
+    assert MicroBatch([1], shared, range(2)).may_exchange(1, 0, alone)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("dims", LAYOUTS)
@@ -105,7 +145,7 @@ def test_paths_refuse_only_what_ends_no_sooner(
     step, objective = packed(Problem.of(LENGTHS, dims, config, forward_only=forward_only))
     moves = Moves(step, objective)
     for number in range(600):
-        moves.try_one()
+        moves.try_one(1.0 + SLACK * (1 - number / 600))
         if number % 20:
             continue
         for pipeline in moves._pipelines:

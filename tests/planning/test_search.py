@@ -193,6 +193,16 @@ def test_little_is_looked_at_where_a_step_can_hardly_end_sooner(
     assert effort - objective.budget < share * effort
 
 
+@pytest.mark.parametrize("effort", [20, 100, 300, 1000])
+def test_few_equal_samples_on_a_deep_pipeline_end_no_later_with_more_effort(effort: int) -> None:
+    """Two or three of each rank, one a slot. Ranks of a number of slots start with as much work as
+    those of the nearest number's best step, not of its last, which may be far from even."""
+    dims = ParallelDims(data_parallel=24, pipeline_parallel=16)
+    config = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=effort)
+    step = plan_step([1000] * 56, dims, config)
+    assert predicted_step_time(step, [1000] * 56) == pytest.approx(70_021, rel=1e-4)
+
+
 def as_tuples(ranks: list[list[list[int]]]) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in ranks)
 

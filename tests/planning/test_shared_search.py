@@ -110,8 +110,9 @@ def test_the_slot_that_most_ranks_share_goes_last_where_one_ends_with_a_placehol
 @pytest.mark.parametrize("seed", range(36))
 def test_no_plan_of_one_size_ends_sooner(seed: int) -> None:
     """Each planned with as much effort as without dynamic CP, though the search spends more than
-    `LITTLE_EFFORT` only on the size of the best step. In a fifth of these problems one of them is
-    the best that is found; one is the plan without dynamic CP, where the dims have that size."""
+    `LITTLE_EFFORT` only on the size of the best step: with more, another size's plan may end 0.2 %
+    sooner. In a fifth of these problems one of them is the best that is found; one is the plan
+    without dynamic CP, where the dims have that size."""
     generator = random.Random(seed)
     count = generator.choice([5, 8, 12, 20, 40, 60, 100])
     ranks = generator.choice([2, 4, 8])
@@ -147,7 +148,8 @@ def test_no_plan_of_one_size_ends_sooner(seed: int) -> None:
         if not rows.oversize:
             alone = lengths, rows.dims, rows.config, rows.cost_model
             fixed = plan_step(*alone, forward_only=forward_only)
-            assert end <= predicted_step_time(fixed, lengths)
+            hardly = 1.002 if config.plan_effort > LITTLE_EFFORT else 1.0
+            assert end <= hardly * predicted_step_time(fixed, lengths)
 
 
 @pytest.mark.parametrize(("count", "spread", "seed"), [(40, 0.3, 1), (40, 0.6, 0)])

@@ -166,7 +166,7 @@ def test_explain_says_where_the_count_comes_from() -> None:
         "; the first stage holds 14 tokens at most\n"
         "  held back by: the cap of 10 tokens: micro-batches are full, and starting them is 96% of "
         "the work\n"
-        "  would help: max_tokens_per_gpu=20 (--max-tokens-per-gpu 20) (1.92 x as fast)"
+        "  would help: max_tokens_per_gpu=20 (--max-tokens-per-gpu 20) (1.93 x as fast)"
     )
 
 

@@ -37,7 +37,7 @@ from mcore_batching.planning.search.rounds import (
     SHARE_OF_EACH,
     useful_counts,
 )
-from mcore_batching.planning.search.targets import Targets, over_mean_stage
+from mcore_batching.planning.search.targets import Targets
 
 LIMITS, LIMIT_STEP = 32, math.sqrt(math.sqrt(0.5))
 """Limits below the costliest sample, four for each halving."""
@@ -155,7 +155,10 @@ class SharedSteps:
         self._problem = problem = objective.whole
         self._costs = problem.on_ranks[1].costs
         self._order = by_cost(range(problem.num_samples), self._costs)
-        self._ratios = over_mean_stage(problem.on_ranks[1], self._order)
+        alone = problem.on_ranks[1]
+        mean = alone.cost(self._order)
+        self._ratios = [cost / mean if mean else 1.0 for cost in alone.slot_costs([self._order])]
+        """Cost of a micro-batch on each kind of stage over that on the mean one."""
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._judged: dict[CpAssignment, float] = {}
         self._made: set[CpAssignment] = set()

@@ -27,11 +27,7 @@ from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Ranks, Step
-from mcore_batching.planning.search.targets import (
-    Targets,
-    all_targets,
-    lockstep_targets,
-)
+from mcore_batching.planning.search.targets import Targets, all_targets
 
 BUDGET_OF_ROUNDS = 0.5
 """Share of the budget after which no further number is tried, so that little effort leaves some for
@@ -82,6 +78,8 @@ class Rounds:
         self.offsets: dict[int, list[float]] = {}
         """For each number of slots tried, the work beyond the mean that each rank, or all of a
         lockstep group, is to have in the next round."""
+        self.learnt: dict[int, list[float]] = {}
+        """The offsets that made the best step of each number of slots."""
         self.best: dict[int, Step] = {}
         """The step of each number of slots that ends first."""
 
@@ -99,10 +97,10 @@ class Rounds:
         """Make steps of so many slots, in rounds until `in_vain` in a row made one end hardly
         sooner."""
         if count not in self.offsets:
-            # The nearest number's ranks are even already, which saves rounds.
-            near = min(sorted(self.offsets), key=lambda made: abs(made - count), default=None)
+            # The best step of the nearest number was even already, which saves rounds.
+            near = min(sorted(self.best), key=lambda made: abs(made - count), default=0)
             groups = len(self._problem.dims.lockstep_groups)
-            self.offsets[count] = self.offsets[near] if near else [0.0] * groups
+            self.offsets[count] = self.learnt.get(near, [0.0] * groups)
         left, before = in_vain, math.inf
         while left:
             step = self._round(count)
@@ -141,6 +139,8 @@ class Rounds:
             return None
         step = self.objective.step(self._arranged(ranks, targets))
         mean = ordered_sum(step.ends) / len(step.ends)
+        if count not in self.best or step.end < self.best[count].end:
+            self.learnt[count] = self.offsets[count]
         passes = problem.schedule.cost_of_passes
         self.offsets[count] = [
             more - DAMPING * (end - mean) / passes
@@ -157,7 +157,8 @@ class Rounds:
             self._targets_of[count] = Targets(problem, count, self._least)
         targets = self._targets_of[count]
         if problem.dims.in_lockstep:
-            return [lockstep_targets(targets, work, problem, self.order)] * self.ranks
+            longest = self._alone[0] if self._alone else 0.0
+            return [targets.of_rank(max(work, longest), longest)[0]] * self.ranks
         return all_targets(targets, [work + more for more in self.offsets[count]], self._alone)
 
     def _arranged(self, slots: list[Slots], targets: list[list[float]]) -> list[Slots]:

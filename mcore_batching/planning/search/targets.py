@@ -10,7 +10,7 @@ slots reach it, and what is left of them holds next to nothing:
 
 (PP4, 11 slots). Under the interleaved schedule groups of slots take the place of slots, of a
 pipeline of two stages. On one stage, and forward alone, order matters little: targets are even.
-Where ranks run in lockstep all have the same targets, fitted to the clock.
+Where ranks run in lockstep all have the same targets.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate, repeat
+from collections.abc import Sequence
+from itertools import repeat
 
 from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -40,11 +40,6 @@ quarter: there the clock is no guide, as costs of long samples are made up other
 SHARED_OVER = 1.12
 """A long sample shares a rank with a longer one in a slot whose target is up to 12 % smaller: fewer
 ranks have to wait for one. Without, steps of long samples on 8 stages end 4 % later."""
-FIT_STEPS, FIRST_STEP = 40, 0.15
-"""Steps of fitting in lockstep, the first by 0.15 of a mean slot, the tenth by half as much.
-Without, steps in lockstep end 0.4 % later."""
-HALVINGS, TINY = 14, 1e-9
-"""Steps of a bisection: to 1/16,384 of its range. Keeps divisors above zero."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -177,8 +172,10 @@ class Targets:
         over = ordered_sum(sizes) - longest - others * least
         rest = work - longest - others * least
         if rest < 0.0:  # small samples are enough for some of the others alone, just before it
-            small = (rest + others * (least - self._fixed)) / max(least - self._fixed, TINY)
-            real = min(others, max(0, math.ceil(small - 0.001)))
+            # What a thousandth of a small sample is lacking for is held by the others.
+            small = least - self._fixed
+            real = math.ceil((rest + others * small) / small - 0.001) if small > 0.0 else others
+            real = min(others, max(0, real))
             return [self._fixed] * (others - real) + [least] * real + [longest]
         if over > 0.0:
             sizes = [least + rest / over * (size - least) for size in sizes]
@@ -214,115 +211,3 @@ def all_targets(
                 break
             del left[place]
     return made
-
-
-def lockstep_targets(
-    targets: Targets, work: float, problem: Problem, order: Sequence[int]
-) -> list[float]:
-    """Targets of every rank [slots] where all run a slot together: each slot within what the
-    costliest samples and the cap allow, then fitted to the clock unless they are even.
-
-    Args:
-        targets: for the number of slots.
-        work: of each rank.
-        problem: of all ranks.
-        order: its samples, costliest first.
-    """
-    fixed, ranks = problem.cost_model.per_micro_batch, problem.dims.data_parallel
-    alone = [problem.costs[sample] + fixed for sample in order]
-    until = list(accumulate(problem.costs[sample] / ranks for sample in order))
-    filled = _filled_up(problem, order)
-    top = alone[0] if alone else 0.0
-    sizes, _ = targets.of_rank(max(work, top), top)
-    by_size = sorted(range(targets.count), key=lambda slot: (-sizes[slot], slot))
-    bounds = [(0.0, math.inf)] * targets.count
-
-    def scaled(scale: float) -> list[float]:
-        within, assigned = list(sizes), 0.0
-        for slot in by_size:
-            # The costliest sample that the larger slots do not hold.
-            at = bisect_right(until, assigned)
-            within[slot] = scale * sizes[slot]
-            if at < len(order):
-                # The rank with the cheapest of the next samples fills up least.
-                most = filled[min(at + ranks, len(order)) - 1]
-                bounds[slot] = alone[at], max(alone[at], most)
-                within[slot] = _within(within[slot], bounds[slot])
-                # A sample that just fills a slot up is held by it.
-                assigned += (min(within[slot], most) - fixed) * (1.0 + 1e-7)
-        return within
-
-    # Up to 8 times as large, to make up for slots that the cap keeps small.
-    made = scaled(_bisected(lambda scale: ordered_sum(scaled(scale)) < work, 0.0, 8.0))
-    return made if targets.even else _fitted(made, bounds, problem)
-
-
-def _filled_up(problem: Problem, order: Sequence[int]) -> list[float]:
-    """Cost of each sample's micro-batch if the rest of the cap is filled with cheaper samples, at
-    their mean cost per token [samples of the order]."""
-    filled: list[float] = []
-    cost = tokens = 0.0
-    for sample in reversed(order):
-        room = max(0.0, problem.capacity - problem.tokens[sample])
-        more = room * cost / tokens if tokens else 0.0
-        filled.append(problem.cost([sample]) + more)
-        cost += problem.costs[sample]
-        tokens += problem.tokens[sample]
-    return filled[::-1]
-
-
-def _fitted(
-    sizes: list[float], bounds: Sequence[tuple[float, float]], problem: Problem
-) -> list[float]:
-    """Sizes within bounds, of the same sum, with which the pipeline ends sooner.
-
-    The end is the largest of many sums of weights times sizes, one for each path through the
-    pipeline, so it falls along the weights of the critical path (a subgradient method).
-    """
-    work = ordered_sum(sizes)
-    ratios = over_mean_stage(problem, range(problem.num_samples))
-    best, soonest = sizes, math.inf
-    for number in range(FIT_STEPS):
-        clock = Clock([size * ratio for size in sizes for ratio in ratios], problem.schedule)
-        if clock.end < soonest:
-            best, soonest = sizes, clock.end
-        of_places = iter(clock.weights())
-        weights = [ordered_sum(ratio * next(of_places) for ratio in ratios) for _ in sizes]
-        mean = ordered_sum(weights) / len(weights)
-        steepest = max(abs(weight - mean) for weight in weights)
-        if not steepest:
-            break
-        step = FIRST_STEP * work / len(sizes) / (1 + number / 10) / steepest
-        moved = [size - step * (weight - mean) for size, weight in zip(sizes, weights, strict=True)]
-        sizes = _adding_up(moved, bounds, work)
-    return best
-
-
-def over_mean_stage(problem: Problem, samples: Sequence[int]) -> list[float]:
-    """Cost of a micro-batch of all samples on each kind of stage over that on the mean one."""
-    mean = problem.cost(samples)
-    return [cost / mean if mean else 1.0 for cost in problem.slot_costs([samples])]
-
-
-def _adding_up(
-    sizes: Sequence[float], bounds: Sequence[tuple[float, float]], work: float
-) -> list[float]:
-    """Sizes within bounds that add up to the work, by as much more for each."""
-
-    def shifted(by: float) -> list[float]:
-        return [_within(size + by, of) for size, of in zip(sizes, bounds, strict=True)]
-
-    return shifted(_bisected(lambda by: ordered_sum(shifted(by)) < work, -work, work))
-
-
-def _within(size: float, bounds: tuple[float, float]) -> float:
-    least, most = bounds
-    return max(least, min(most, size))
-
-
-def _bisected(is_short: Callable[[float], bool], low: float, high: float) -> float:
-    """About the least number that is not short."""
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if is_short(middle) else (low, middle)
-    return high
