@@ -1,4 +1,4 @@
-"""First-fit and first-fit-decreasing: bin for bin the linear scan; the lower bound is one."""
+"""First-fit and first-fit-decreasing are bin for bin the linear scan; the lower bound is one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples
 
-from mcore_batching.planning.packing.bounds import bin_lower_bound
+from mcore_batching.planning import ParallelDims, PlannerConfig, Problem, micro_batch_lower_bound
 from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 
 
@@ -71,22 +71,13 @@ def fewest_bins(sizes: list[int], capacity: int) -> int:
 
 
 @examples(300)
-@given(st.lists(st.integers(0, 12), max_size=5), st.sampled_from([12, 13, 20]))
-def test_lower_bound_is_one(sizes: list[int], capacity: int) -> None:
-    assert bin_lower_bound(sizes, capacity) <= fewest_bins(sizes, capacity)
-
-
-@examples(100)
-@given(problems)
-def test_lower_bound_is_at_least_the_tokens_bound(problem: tuple[list[int], int]) -> None:
-    sizes, capacity = problem
-    over_half = sum(2 * size > capacity for size in sizes)
-    bound = bin_lower_bound(sizes, capacity)
-    assert max(over_half, -(-sum(sizes) // capacity)) <= bound <= len(first_fit(sizes, capacity))
-
-
-def test_lower_bound_sees_that_large_items_leave_no_room_for_middling_ones() -> None:
-    """37 tokens fill 4 bins of 10, but no 5 fits beside a 7 or 6: 3 bins and 2 for the 5s."""
-    sizes = [7, 7, 6, 5, 5, 5, 2]
-    assert -(-sum(sizes) // 10) == 4
-    assert bin_lower_bound(sizes, 10) == 5
+@given(st.lists(st.integers(0, 30), max_size=5), st.sampled_from([12, 13, 20]))
+def test_no_packing_takes_fewer_micro_batches_than_the_lower_bound(
+    lengths: list[int], cap: int
+) -> None:
+    problem = Problem.of(lengths, ParallelDims(), PlannerConfig(max_tokens_per_gpu=cap))
+    fitting = [tokens for tokens in problem.tokens if tokens <= cap]
+    fewest = len(problem.oversize) + fewest_bins(fitting, cap)
+    over_half, total = sum(2 * n > cap for n in problem.tokens), sum(fitting)
+    bound = micro_batch_lower_bound(problem)
+    assert max(over_half, len(problem.oversize) - (-total // cap)) <= bound <= fewest

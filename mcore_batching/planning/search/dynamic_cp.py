@@ -254,11 +254,9 @@ class SharedSteps:
     def judge(self, assignment: CpAssignment) -> float:
         """About the end of the step, if samples could be cut to what each slot is to cost; infinite
         if the shared ones do not fit."""
-        if assignment not in self._judged:
-            self._judged[assignment] = self._judge(assignment)
-        return self._judged[assignment]
-
-    def _judge(self, assignment: CpAssignment) -> float:
+        if assignment in self._judged:
+            return self._judged[assignment]
+        self._judged[assignment] = math.inf
         own, ratios = self._layout(assignment.sizes).own, self._ratios
         rows, sizes, targets = self._targets(assignment)
         if not rows:
@@ -272,6 +270,7 @@ class SharedSteps:
         on_stages = [[cost * ratio for cost in costs for ratio in ratios] for costs in targets]
         (clock,) = clocks_of(on_stages, self._objective.problem.schedule, sizes)
         self._objective.budget -= clock.num_passes
+        self._judged[assignment] = clock.end
         return clock.end
 
     def make(self, assignment: CpAssignment) -> Step | None:
