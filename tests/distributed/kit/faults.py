@@ -91,7 +91,7 @@ def damaged(request: PlanRequest, document: bytes) -> Any:
 _read = PlanRequest.read
 
 
-def plan_beyond_cap(planner: Planner, job: Any, request: Any, ticket: Any) -> Any:
+def plan_beyond_cap(planner: Planner, job: Any, request: Any, ticket: Any) -> bytes:
     config = dataclasses.replace(request.config, max_tokens_per_gpu=1000)
     step = plan_step(request.lengths, request.dims, config, request.cost_model)
     return dataclasses.replace(step, config=request.config).to_json().encode()
