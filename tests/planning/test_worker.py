@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,6 @@ def planner() -> Iterator[PlanningWorker]:
 def plan_of(ticket: PlanTicket, seconds: float = LIMIT_SECONDS) -> StepPlan:
     ticket.wait(seconds)
     return ticket.request.read(ticket.result(seconds))
-
-
-def becomes_true(condition: Callable[[], bool], seconds: float = LIMIT_SECONDS) -> bool:
-    given_up = time.monotonic() + seconds
-    while not condition() and time.monotonic() < given_up:
-        time.sleep(0.02)
-    return condition()
 
 
 def is_gone(pid: int) -> bool:
@@ -138,14 +131,6 @@ def test_what_the_planner_refuses_is_raised_as_itself(planner: PlanningWorker) -
     assert (planner.pid, planner.complaint()) == (pid, None)
 
 
-def kill(by: int) -> Callable[[int], None]:
-    return lambda pid: os.kill(pid, by)
-
-
-def nothing(pid: int) -> None:
-    assert pid
-
-
 SLEEPS = "it.plan_step = lambda *given, **named: time.sleep(1000)"
 DAMAGES = "it.StepPlan.to_json = lambda plan: 'no plan'"
 OTHER_RANKS = """
@@ -164,28 +149,28 @@ resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
 @pytest.mark.parametrize(
     ("code", "fault", "complaint"),
     [
-        ("", kill(signal.SIGKILL), "was ended by signal 9"),
-        ("", kill(signal.SIGTERM), "was ended by signal 15"),
-        ("", kill(signal.SIGSTOP), "took more than 0.5 s"),
-        (SLEEPS, nothing, "took more than 0.5 s"),
-        (SLEEPS, kill(signal.SIGSTOP), "took more than 0.5 s"),
-        ("os._exit(3)", nothing, "ended with exit code 3"),
-        ("raise RuntimeError", nothing, "ended with exit code 1"),
-        ("it.plan_step = None", nothing, "raised TypeError"),
-        (NO_MEMORY, nothing, "raised MemoryError"),
-        ("os.write(1, b'a line of somebody else')", nothing, "the start of no answer"),
-        ("os.close(1); time.sleep(1000)", nothing, "closed its pipes"),
-        ("it._write(sys.stdout.buffer, 0, b'')", nothing, "sent no answer"),
-        ("it._write(sys.stdout.buffer, 1, b'I')", nothing, "sent an answer to another request"),
-        (DAMAGES, nothing, "sent expected a plan in JSON"),
-        (OTHER_RANKS, nothing, "sent a plan of 48 samples for 2 ranks"),
+        ("", signal.SIGKILL, "was ended by signal 9"),
+        ("", signal.SIGTERM, "was ended by signal 15"),
+        ("", signal.SIGSTOP, "took more than 0.5 s"),
+        (SLEEPS, None, "took more than 0.5 s"),
+        (SLEEPS, signal.SIGSTOP, "took more than 0.5 s"),
+        ("os._exit(3)", None, "ended with exit code 3"),
+        ("raise RuntimeError", None, "ended with exit code 1"),
+        ("it.plan_step = None", None, "raised TypeError"),
+        (NO_MEMORY, None, "raised MemoryError"),
+        ("os.write(1, b'a line of somebody else')", None, "the start of no answer"),
+        ("os.close(1); time.sleep(1000)", None, "closed its pipes"),
+        ("it._write(sys.stdout.buffer, 0, b'')", None, "sent no answer"),
+        ("it._write(sys.stdout.buffer, 1, b'I')", None, "sent an answer to another request"),
+        (DAMAGES, None, "sent expected a plan in JSON"),
+        (OTHER_RANKS, None, "sent a plan of 48 samples for 2 ranks"),
     ],
 )
 def test_after_a_fault_the_plan_is_made_in_line_and_the_reason_is_given_once(
     planner: PlanningWorker,
     monkeypatch: pytest.MonkeyPatch,
     code: str,
-    fault: Callable[[int], None],
+    fault: signal.Signals | None,
     complaint: str,
 ) -> None:
     starts_with(monkeypatch, code)
@@ -194,8 +179,8 @@ def test_after_a_fault_the_plan_is_made_in_line_and_the_reason_is_given_once(
     for _ in range(MOST_FAILURES + 2):
         ticket, second = planner.submit(REQUEST), planner.submit(REQUEST)
         pid = planner.pid
-        if pid is not None:
-            fault(pid)
+        if pid is not None and fault is not None:
+            os.kill(pid, fault)
         assert plan_of(ticket, wait) == plan_of(second, wait) == PLAN
         assert pid is None or is_gone(pid)
         reasons.append(planner.complaint() or "")
@@ -205,33 +190,34 @@ def test_after_a_fault_the_plan_is_made_in_line_and_the_reason_is_given_once(
     assert "".join(reasons) == reasons[0] + reasons[MOST_FAILURES]
 
 
-@pytest.mark.parametrize("executable", [None, "", "/nowhere/python", str(REPOSITORY), "/bin/true"])
-def test_without_a_python_plans_are_made_in_line(
-    planner: PlanningWorker, monkeypatch: pytest.MonkeyPatch, executable: str | None
+UNKNOWN = type("Unknown", (CostModel,), {})()
+"""Costs that cannot be sent: their class is found nowhere."""
+LITTLE_MEMORY = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**24, 2**24))\n"
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "request_"),
+    [
+        *(
+            ("sys.executable", python, REQUEST)
+            for python in (None, "", "/nowhere/python", str(REPOSITORY), "/bin/true")
+        ),
+        ("mcore_batching.planning.worker._START", LITTLE_MEMORY + worker._START, REQUEST),
+        ("sys.executable", sys.executable, dataclasses.replace(REQUEST, cost_model=UNKNOWN)),
+    ],
+)
+def test_without_a_worker_or_a_request_plans_are_made_in_line(
+    planner: PlanningWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    value: str | None,
+    request_: PlanRequest,
 ) -> None:
-    monkeypatch.setattr("sys.executable", executable)
+    monkeypatch.setattr(place, value)
     for _ in range(MOST_FAILURES + 1):
-        assert plan_of(planner.submit(REQUEST)) == PLAN
-    assert planner.complaint() is not None
-    assert planner.complaint() is None
-
-
-def test_without_memory_for_its_start_plans_are_made_in_line(
-    planner: PlanningWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**24, 2**24))\n"
-    monkeypatch.setattr(worker, "_START", limit + worker._START)
-    assert plan_of(planner.submit(REQUEST)) == PLAN
+        assert plan_of(planner.submit(request_)) == request_.read(request_.plan())
     assert "the planning worker" in (planner.complaint() or "")
-
-
-def test_a_request_that_cannot_be_sent_is_planned_in_line(planner: PlanningWorker) -> None:
-    class Costs(CostModel):
-        """No other process can import it."""
-
-    request = dataclasses.replace(REQUEST, cost_model=Costs())
-    assert plan_of(planner.submit(request)) == request.read(request.plan())
-    assert "Costs" in (planner.complaint() or "")
+    assert planner.complaint() is None
 
 
 def test_failures_count_only_where_no_plan_came_between(
@@ -360,6 +346,9 @@ def test_it_is_gone_with_a_parent_that_is_killed(
             assert not is_gone(pid)
             owner.kill()
             owner.wait()
-            assert becomes_true(lambda: is_gone(pid))
+            given_up = time.monotonic() + LIMIT_SECONDS
+            while not is_gone(pid):
+                assert time.monotonic() < given_up
+                time.sleep(0.02)
         finally:
             os.kill(fork, signal.SIGKILL)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recorded_jobs import recorded_job
 
 from mcore_batching.flags import FLAGS, OPTIONS, PREFIX, REMOVED_FLAGS, THEMES
 from mcore_batching.planning import (
@@ -170,30 +171,42 @@ def test_check_names_what_is_wrong(
     assert status == 2 or f"{path}: " in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("--max-tokens-per-gpu 0", "max_tokens_per_gpu (--max-tokens-per-gpu) must"),
-        ("--max-tokens-per-gpu 9 --column n", "column (--column) is for .csv"),
-        ("--max-tokens-per-gpu 9 --samples-per-step 0", "(--samples-per-step) must"),
-        ("--max-tokens-per-gpu 9 --dp 0", "data_parallel (--dp) must"),
-        ("--max-tokens-per-gpu 9 --vpp 2", "virtual_pipeline=2 (--vpp 2) needs"),
-        ("--max-tokens-per-gpu 9 --plan-effort 1000000000", "(--dynamic-batch-balance cost)"),
-        ("--max-tokens-per-gpu 9 --on-oversize error", "(--dynamic-batch-on-oversize own-bin)"),
-    ],
-)
-def test_planners_errors_are_one_line(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: str,
-    named: str,
+SEARCHED = "plan - --max-tokens-per-gpu 9"
+TREES = "plan groups.csv --max-tokens-per-gpu 9 --group-column uid"
+LARGEST = "max_context_parallel (--dynamic-batch-context-parallel)"
+REFUSED = {
+    "plan - --max-tokens-per-gpu 0": "max_tokens_per_gpu (--max-tokens-per-gpu) must",
+    f"{SEARCHED} --column n": "column (--column) is for .csv",
+    f"{SEARCHED} --samples-per-step 0": "(--samples-per-step) must",
+    f"{SEARCHED} --dp 0": "data_parallel (--dp) must",
+    f"{SEARCHED} --vpp 2": "virtual_pipeline=2 (--vpp 2) needs",
+    f"{SEARCHED} --plan-effort 1000000000": "(--dynamic-batch-balance cost)",
+    f"{SEARCHED} --on-oversize error": "(--dynamic-batch-on-oversize own-bin)",
+    f"{SEARCHED} --dp 4 --dynamic-cp 3": f"set {LARGEST} to 2",
+    **{
+        f"{SEARCHED} --plot {name}": f"expected a name that ends in .png or .svg, got {name}"
+        for name in ("a.pdf", "step.html", "png")
+    },
+    f"{TREES} --column tokens": "--group-column and --prompt-column need each other",
+    f"{TREES} --column tokens --prompt-column uids": "there is no column 'uids'",
+    f"{TREES} --column prompt --prompt-column tokens": "its prompt",
+    "replay records --steps 0": "--steps must be 1 or more",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_is_refused_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("groups.csv").write_text("tokens,prompt,uid\n9,8,a\n")
+    recorded_job(tmp_path / "records", [1.0])
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n17\n"))
-    assert main(["plan", "-", *arguments.split()]) == 2
+    assert main(line.split()) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert printed.err.startswith("mcore-batching: ")
-    assert named in printed.err
+    assert REFUSED[line] in printed.err
 
 
 @pytest.mark.parametrize("flag", REMOVED_FLAGS)
@@ -241,10 +254,3 @@ def test_groups_with_a_prompt_in_common_are_planned_as_trees(
     assert "71,972 tokens of samples computed as 23,978: 3.0x fewer, 3.7 keys per token" in text
     assert "longest: the tree of samples 0, 2, 4, 6 (11991 tokens)" in text
     assert main(["check", plan, table, "--column", "tokens"]) == 0
-    for wrong, message in (
-        (("--column", "tokens"), "--group-column and --prompt-column need each other"),
-        (("--column", "tokens", "--prompt-column", "uids"), "there is no column 'uids'"),
-        (("--column", "prompt", "--prompt-column", "tokens"), "its prompt"),
-    ):
-        assert main([*given, *wrong]) == 2
-        assert message in capsys.readouterr().err

@@ -96,9 +96,3 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     several = [*options, "--dynamic-cp", "4", "--samples-per-step", "20", "--out", str(plan)]
     assert main(["plan", str(path), *several]) == 0
     assert len(Plan.from_json(plan.read_text()).steps) == 3
-    capsys.readouterr()
-    assert main(["plan", str(path), *options, "--dynamic-cp", "3"]) == 2
-    assert (
-        "set max_context_parallel (--dynamic-batch-context-parallel) to 2"
-        in capsys.readouterr().err
-    )

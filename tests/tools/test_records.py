@@ -31,25 +31,20 @@ from mcore_batching.tools.explain import explain
 from mcore_batching.tools.replay import replay
 
 
-def test_round_trip(tmp_path: Path) -> None:
-    plans = recorded_job(tmp_path / "deep" / "folder", [0.5, None])
-    first, second = read_records(tmp_path / "deep" / "folder")
-    assert (first.plan, second.plan) == tuple(plans)
-    assert (first.step, second.step) == (0, 1)
-    assert first.lengths == tuple(lengths_of(0))
-    assert (first.measured_seconds, second.measured_seconds) == (0.5, None)
-    assert first.plan.cost_model == COSTS
-    assert read_records(the_file(tmp_path / "deep" / "folder")) == [first, second]
-
-
-def test_learnt_costs_are_recorded_with_their_unit(tmp_path: Path) -> None:
+def test_costs_times_and_their_unit_are_recorded(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "folder"
     models = [replace(COSTS, per_micro_batch=float(step)) for step in range(3)]
-    plans, units = [plan_step([5, 6], DIMS, CONFIG, model) for model in models], (None, 1e-3, 2e-3)
-    records = recorded(tmp_path, *((p, [5, 6], 1.0, u) for p, u in zip(plans, units, strict=True)))
+    plans = [plan_step([5, 6], DIMS, CONFIG, model) for model in models]
+    seconds, units = (0.5, None, 1.0), (None, 1e-3, 2e-3)
+    given = zip(plans, [[5, 6]] * 3, seconds, units, strict=True)
+    records = recorded(folder, *given)
     assert [record.plan.cost_model for record in records] == models
-    assert [record.seconds_per_unit for record in records] == [None, 1e-3, 2e-3]
+    assert tuple(record.seconds_per_unit for record in records) == units
+    assert tuple(record.measured_seconds for record in records) == seconds
+    assert [record.step for record in records] == [0, 1, 2]
+    assert read_records(the_file(folder)) == records
     # For other jobs, the last of them in a file of its own.
-    assert CostModel.from_json((tmp_path / COST_MODEL_FILE).read_text()) == models[-1]
+    assert CostModel.from_json((folder / COST_MODEL_FILE).read_text()) == models[-1]
 
 
 def test_samples_that_share_tokens_are_recorded_with_the_plan(tmp_path: Path) -> None:
@@ -92,12 +87,10 @@ def test_jobs_have_files_of_their_own(tmp_path: Path) -> None:
     assert sorted(record.lengths for record in read_records(tmp_path)) == [(1,), (2,), (3,)]
     for recorder in recorders:
         recorder.close()
-
-
-def test_ranks_that_do_not_write_touch_nothing(tmp_path: Path) -> None:
-    recorder = StepRecorder(tmp_path / "records", writes=False)
-    recorder.append(plan_step([5], DIMS, CONFIG), [5], 1.0)
-    recorder.close()
+    # Nor do ranks that record nothing touch the folder.
+    silent = StepRecorder(tmp_path / "records", writes=False)
+    silent.append(plan_step([5], DIMS, CONFIG), [5], 1.0)
+    silent.close()
     assert not (tmp_path / "records").exists()
 
 
