@@ -133,7 +133,7 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
         ),
         "no_planned_shapes": _switch(
             "let pipeline stages exchange the shape of every tensor before they send it, instead "
-            "of taking it from the plan: for models whose stages send each other anything but "
+            "of taking it from the plan: for models with stages that send each other anything but "
             "[tokens, 1, hidden size]"
         ),
     },

@@ -141,7 +141,7 @@ class Columns(Mapping[str, list[Any]]):
         return values
 
     def span(self, name: str) -> Span:
-        """Where these samples' rows lie in `flat`."""
+        """Places of these samples' rows in `flat`."""
         field = self.schema[name]
         return self._span_of(field.kind is Kind.PER_RESPONSE_TOKEN, field.length_offset)
 
@@ -153,12 +153,12 @@ class Columns(Mapping[str, list[Any]]):
 
     @property
     def token_span(self) -> Span:
-        """Where these samples' tokens lie in a field with one row for each token."""
+        """Places of these samples' tokens in a field with one row for each token."""
         return self._span_of(False, 0)
 
     @property
     def response_span(self) -> Span:
-        """Where their response tokens lie in a field with one row for each response token."""
+        """Places of their response tokens in a field with one row for each response token."""
         return self._span_of(True, 0)
 
     def _span_of(self, is_response: bool, offset: int) -> Span:

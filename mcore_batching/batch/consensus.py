@@ -158,7 +158,7 @@ class Agreement:
         return self._reduction(name, "min", value)
 
     def sum(self, name: str, value: Value) -> Reduction[Value]:
-        """For each number, the sum over replicas, whose ranks each give the same number."""
+        """For each number, the sum over replicas; all ranks of a replica give the same number."""
         return self._reduction(name, "sum", value)
 
     def sum_over_ranks(self, name: str, value: Value) -> Reduction[Value]:
@@ -310,7 +310,7 @@ class Consensus:
         failure: type[CollectiveError] = RankFailedError,
         mismatch: type[CollectiveError] | None = None,
     ) -> AbstractContextManager[Agreement]:
-        """A block whose end is reached only if its body succeeded on every rank. A collective.
+        """A block that ends without error only if its body succeeded on every rank. A collective.
 
         Args:
             stage: what is being done, in words; ranks in different stages disagree.
@@ -320,7 +320,7 @@ class Consensus:
         Raises, at the block's end:
             CollectiveError: ``failure`` or ``mismatch``, the same on every rank; if all ranks
                 raised the same exception, that itself.
-            SystemExit: on a rank whose body raised it; the others raise ``failure``.
+            SystemExit: on a rank where the body raised it; the others raise ``failure``.
         """
         return Agreement(self, stage, failure, mismatch or self._mismatch)
 
@@ -368,7 +368,7 @@ class Consensus:
         if not size:
             gathered.by_rank = dict.fromkeys(ranks)
         elif is_wanted and len(ranks) > 1:
-            # A gather takes as much from every rank: the longest. Pickles end where they say.
+            # A gather takes as much from every rank: the longest. Pickles mark their end.
             own = (gathered.own or pickle.dumps(None)).ljust(size)
             received = dict(zip(ranks, self.gather_messages(stage, own, ranks), strict=True))
             gathered.by_rank = {rank: pickle.loads(each) for rank, each in received.items()}

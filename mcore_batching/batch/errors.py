@@ -36,7 +36,7 @@ class BatchError(MCoreBatchingError, ValueError):
 
 
 class SchemaError(BatchError):
-    """A field whose values do not match its kind, or whose kind is not known.
+    """The values of a field do not match its kind, or its kind cannot be inferred.
 
     Attributes: `key` of the field; `sample_index`, None if the whole field is at fault; `expected`
     and `found` in words; `declaration`, the line of code that declares the field (one for each

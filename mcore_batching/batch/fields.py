@@ -147,7 +147,7 @@ class Field:
 
 
 def num_rows(length: int, length_offset: int) -> int:
-    """Rows of a value whose kind has this length."""
+    """Rows of a value of a kind with this length."""
     # A sample of 0 tokens has no routed experts rather than -1 rows of them.
     return max(0, length + length_offset)
 

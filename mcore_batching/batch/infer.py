@@ -73,9 +73,9 @@ def _found(values: Any, fitting: Sequence[Field]) -> str:
         return "an undeclared field of no samples, which may be any kind"
     example = f"{len(values)} values such as {describe(values[0])}"
     if not fitting:
-        return f"an undeclared field whose {example} fit no kind (metadata takes any value)"
+        return f"an undeclared field: {example} fit no kind (metadata takes any value)"
     names = " or ".join(field.kind.value for field in fitting)
-    return f"an undeclared field whose {example} may be {names}"
+    return f"an undeclared field: {example} may be {names}"
 
 
 def _candidates(name: str, values: Sequence[Any]) -> list[Field]:

@@ -55,8 +55,8 @@ class StepTotals:
 
     Attributes:
         num_samples: real samples, with or without trainable tokens.
-        num_trained_samples: samples whose loss mask is not all zero.
-        num_tokens: predicted response tokens whose loss mask is not zero.
+        num_trained_samples: samples with a loss mask that is not all zero.
+        num_tokens: predicted response tokens with a loss mask other than zero.
         token_weight: sum of the loss masks of the predicted response tokens.
         trajectory_weights: the same sum of each trajectory, by ``(uid, trajectory id)`` where
             samples have ``uids``; empty where they have no ``trajectory_ids``.
@@ -83,7 +83,7 @@ class SampleWeights:
 
     Attributes:
         is_real: bool ``[samples]``, False for padding samples.
-        num_tokens: int64 ``[samples]``, predicted response tokens whose loss weight is not zero.
+        num_tokens: int64 ``[samples]``, predicted response tokens with another loss weight than 0.
         weights: float64 ``[depths + 1, samples]``, sums of loss weights, and of those of tokens
             that are predicted at each depth of multi-token prediction.
     """

@@ -138,7 +138,7 @@ def _joined(low: bytes, high: bytes) -> bytes:
 
 def digest_of(*texts: Any) -> int:
     """Digest of texts, numbers and dicts of them, independent of a dict's order."""
-    # repr, not pickle, whose bytes may differ between Python versions.
+    # repr, not pickle: its bytes may differ between Python versions.
     parts = [sorted(each.items()) if isinstance(each, Mapping) else each for each in texts]
     digest = hashlib.sha256(repr(parts).encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:_DIGEST_BYTES], "little")

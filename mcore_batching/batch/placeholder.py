@@ -33,7 +33,7 @@ def make_placeholder(
         batch_keys: the fields to give a value: ``[1]`` for tokens; 1 row per token and 0 rows per
             response token, plus the field's offset; 0 per sample; position 0 on every axis; ``{}``
             for multimodal inputs; None for metadata.
-        example_batch: field name to values whose type, device and trailing shape are taken; fields
+        example_batch: field name to values that give type, device and trailing shape; fields
             may be empty, None or absent, and so may the batch.
         pad_token_id: the one token.
 
@@ -72,7 +72,7 @@ def fabricated(
     is_routed = field.kind is Kind.ROUTED_EXPERTS
     has_ids = field.kind is Kind.TOKENS or field.fill is Fill.TOKEN_IDS
     if example is None or (is_routed and example.dim() != 3):
-        # A rank that has never seen a sample cannot know the number of layers.
+        # A rank without any sample so far lacks the number of layers.
         is_integral = has_ids or field.fill is Fill.ONES
         dtype = torch.int64 if is_integral else field.default_type
         example = torch.zeros((0, 0, 0) if is_routed else (0,), dtype=dtype)

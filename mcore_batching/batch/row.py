@@ -134,7 +134,7 @@ class PackedMicroBatch:
 
     @functools.cached_property
     def index(self) -> RowIndex:
-        """Where each position's values stand in flat fields; on the host."""
+        """Places of each position's values in flat fields; on the host."""
         return RowIndex(
             self.fields.token_span,
             self.fields.response_span,

@@ -27,7 +27,7 @@ _DISTINCT = ("distinct_positions", "distinct_indices")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How rows are cut and filled.
+    """Options of how rows are cut and filled.
 
     Attributes:
         context_parallel_size: ranks that share each row.

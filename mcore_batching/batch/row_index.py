@@ -42,7 +42,7 @@ from mcore_batching.planning.prefix_trees import Forest
 def padded_offsets(
     total_lengths: Sequence[int], sample_alignment_tokens: int, row_alignment_tokens: int
 ) -> tuple[int, ...]:
-    """Offsets of the padded samples in a row, whose own padding is one more segment; a `BatchError`
+    """Offsets of the padded samples in a row, its own padding as one more segment; a `BatchError`
     if it is too long for int32 offsets."""
     unit = sample_alignment_tokens
     offsets = [*accumulate([-(-max(n, 1) // unit) * unit for n in total_lengths], initial=0)]
@@ -63,7 +63,7 @@ def integers(values: Sequence[int]) -> Tensor:
 
 
 class Span:
-    """Where samples' rows lie in a flat field; on the host.
+    """Places of samples' rows in a flat field; on the host.
 
     Attributes:
         lengths: rows of each sample, int64 ``[samples]``.
@@ -203,7 +203,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """What a row is made of: stretches of samples, one behind the other.
+    """Stretches of samples, one behind the other, that make up a row.
 
     Attributes:
         samples: place of the sample that has a node's tokens [nodes]; the number of samples for a
@@ -310,7 +310,7 @@ class Nodes:
 
 
 class RowIndex(Slice):
-    """Where the values of packed rows stand in flat fields of their samples.
+    """Places of the values of packed rows in flat fields of their samples.
 
     Args:
         totals: tokens of each sample.

@@ -67,7 +67,7 @@ def require_vocabulary(
     weights: Sequence[Tensor] | None = None,
 ) -> None:
     """Refuse token ids that are outside the model's vocabulary (its embedding's entries, padding
-    included), but for those of tokens whose loss weight is 0."""
+    included), but for those of tokens with a loss weight of 0."""
     # Megatron would not notice: each tensor-parallel rank masks ids outside its part of the
     # embedding, and one outside all parts trains as a vector of zeros.
     outlier = _first_outside(values, vocabulary_size, weights)

@@ -1,4 +1,4 @@
-"""What samples of all ranks have in common at their beginnings, before they are planned.
+"""Common beginnings of all ranks' samples, found before they are planned.
 
 Ranks gather hashes of beginnings. The planning rank makes the forest of a step of them, and the
 rank that runs some samples makes it anew of their tokens, with which everything shared is compared.

@@ -65,7 +65,7 @@ class JobConsensus(Consensus):
         """Itself, where under dynamic CP every context-parallel rank has rows of its own: a replica
         is then what runs the same rows. Not for what replicas share or exchange, which is samples.
         """
-        made = copy.copy(self)  # the same groups and messages: only who must say the same changes
+        made = copy.copy(self)  # the same groups and messages: only what is compared changes
         made.regroup(
             _ranks_by([rank for _, _, rank in self._places]),
             _ranks_by([(rank, stage) for _, stage, rank in self._places]),

@@ -1,6 +1,6 @@
 """The origins of samples, the ranks that run them, and the way of their values there and back.
 
-Samples of all data-parallel ranks are numbered through. One whose row is shared runs on several:
+Samples of all data-parallel ranks are numbered through. One in a shared row runs on several:
 
     rank 0 held samples 0 1 2, rank 1 held 3 4          first    [0, 3, 5]
     1 is cut over both ranks, 4 runs on rank 0          runs_on  [[1, 2, 4], [0, 1, 3]]
@@ -61,7 +61,7 @@ class SampleMoves:
 
     @functools.cached_property
     def places(self) -> dict[int, int]:
-        """Where each of them stands among them."""
+        """Place of each of these samples among them."""
         return {number: place for place, number in enumerate(self.held)}
 
     @functools.cached_property
@@ -184,7 +184,7 @@ class SampleMoves:
         return {number: rank for rank, runs in backwards for number in runs}
 
     def _sent(self, source: int, target: int) -> list[int]:
-        """The samples of `target` whose outputs come from `source`."""
+        """The samples of `target` with outputs that come from `source`."""
         brought, runner = self._brought_by(target), self._first_runner
         return [n for n in self.runs_on[source] if n in brought and runner[n] == source]
 

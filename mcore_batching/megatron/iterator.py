@@ -52,8 +52,8 @@ def get_data_iterator(
     Under ``--no-dynamic-batch-exchange`` each data-parallel rank packs its own samples, and those
     with fewer micro-batches split theirs, then add placeholders.
 
-    Under ``--dynamic-batch-share-prefixes`` samples whose tokens begin another's, in the same step
-    and on the same rank, are computed in that one's segment of a row; all else stays per sample.
+    Under ``--dynamic-batch-share-prefixes`` tokens with which several samples of a step begin are
+    computed once, in one row; all else stays per sample.
 
     Args:
         args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the
@@ -267,8 +267,8 @@ def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
 
 
 class NumMicroBatches(Sequence[int]):
-    """The number of micro-batches of each step, as a list whose later entries are planned when they
-    are read: read them on all ranks."""
+    """The number of micro-batches of each step, as a list. Later entries are planned when they are
+    read: read them on all ranks."""
 
     def __init__(self, schedule: MicroBatchSchedule) -> None:
         self._schedule = schedule

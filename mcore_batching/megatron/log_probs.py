@@ -14,7 +14,7 @@ S = sum exp(x - h), p = exp(x - h) / S:
     entropy H         log S - sum p (x - h)                       -p_i (log p_i + H)
 
 Sums over the vocabulary are sums over the tensor-parallel ranks: each rank sums exp(x - h) with the
-highest entry h of its own part; once all know the highest of all, its sums are scaled to that. Two
+highest entry h of its own part; once all have the highest of all, its sums are scaled to that. Two
 all-reduces, of one and of two or three numbers a token, whatever the chunks.
 """
 
@@ -197,8 +197,8 @@ class _Softmax:
         return torch.cat([target - total.log(), self.entropy], 1)
 
     def _measured(self, part: slice, logits: Tensor) -> list[Tensor]:
-        """Of a chunk the highest logit, and relative to it the target's, the sum of exponentials
-        and, for entropies, their sum weighted by the logits: ``[part, 1]`` each."""
+        """Measure a chunk: the highest logit, and relative to it the target's, the sum of
+        exponentials and, for entropies, their sum weighted by the logits: ``[part, 1]`` each."""
         x = self._scaled(logits)
         del logits
         # Not -inf, of which a rank's part may consist: the difference would be NaN.

@@ -128,7 +128,7 @@ class CollectedShares:
 
 
 class WatchedTotals(StepTotals):
-    """A step's totals that know whether anybody has read them."""
+    """A step's totals that note whether a loss function has read them."""
 
     were_read = False
 
@@ -141,7 +141,7 @@ class WatchedTotals(StepTotals):
 
 
 def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) -> None:
-    """Warn of a loss function that cannot know what the step adds up to, where that matters."""
+    """Warn of a loss function that lacks the step's totals, where that matters."""
     # No error: it may be a sum over a constant of the whole step.
     step = prepared.totals.num_tokens
     # A micro-batch that holds the whole step has the step's own mean.

@@ -126,7 +126,7 @@ class LossesOfRows:
 def predict_later_tokens(
     params: Any, chunk: Any, row: PackedMicroBatch, losses: LaterLosses | None
 ) -> None:
-    """Let a row's packed-sequence parameters say what multi-token prediction is to do with it.
+    """Set on a row's packed-sequence parameters what multi-token prediction is to do with it.
 
     Without ``losses`` these layers are left out.
     """
@@ -143,7 +143,7 @@ def predict_later_tokens(
 
 @functools.cache
 def _follow_parameters() -> None:
-    """Let Megatron's multi-token prediction do as a row's parameters say, if they say anything."""
+    """Let Megatron's multi-token prediction follow a row's parameters, where they are set."""
     roll = multi_token_prediction.roll_tensor
     block = multi_token_prediction.MultiTokenPredictionBlock
     forward = block.forward

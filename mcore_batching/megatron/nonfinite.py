@@ -112,7 +112,7 @@ def raise_on_all(job: Job, operation: str, found: tuple[str, str]) -> None:
         everyone = agree.every("what is not finite", found)
     losses = {rank: loss for rank, (loss, _) in everyone.by_rank.items() if loss}
     gradients = {rank: gradient for rank, (_, gradient) in everyone.by_rank.items() if gradient}
-    # A loss that is not finite makes gradients so: they would say nothing new.
+    # A loss that is not finite makes gradients so: they would add nothing.
     raise NonFiniteError(losses or gradients)
 
 

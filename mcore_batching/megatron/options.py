@@ -124,7 +124,7 @@ class Options:
         return self.cost_model == LEARNT and bool(self.use_dynamic_batch_size)
 
     def checked_timeout_seconds(self) -> float:
-        """How long a rank waits for the others in an agreement."""
+        """Seconds that a rank waits for the others in an agreement."""
         given = self.consensus_timeout_seconds
         seconds = as_number(given)
         if seconds is None or not 1 <= seconds <= _MOST_TIMEOUT_SECONDS:

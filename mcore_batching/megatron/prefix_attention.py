@@ -14,10 +14,10 @@ of the row, as recomputed layers run again in the backward pass:
 - core attention gets keys and values gathered along the paths, and offsets of these stretches: the
   last query is aligned to the last key;
 - rotary embeddings are gathered by each token's place in its sample;
-- the owner of a rotary embedding says which row it is for.
+- a rotary embedding is handed to the row of its owner.
 
 Gathered keys take memory: about `keys / real_tokens` of `StepStatistics` times those of a row
-without branches, in each layer whose attention is not recomputed.
+without branches, in each layer that does not recompute its attention.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _ALONG_PATHS = {
     *("Attention", "MultiLatentAttention"),
     *("DotProductAttention", "TEDotProductAttention", "PackedAttention"),
 }
-"""Classes whose forward pass takes a row's offsets and can run rows with branches. Any other that
-takes them runs on from branch to branch, or may: state-space layers, sparse attention, a caller's
-own layers."""
+"""Classes with a forward pass that takes a row's offsets and runs rows with branches. Any other
+that takes them runs on from branch to branch, or may: state-space layers, sparse attention, a
+caller's own layers."""
 
 
 def why_no_branches(chunks: Sequence[Any]) -> str:
@@ -107,7 +107,7 @@ class _BottomRight:
 
 
 class Paths(RowGeometry):
-    """What the queries of one rank's slice of a row with branches attend to.
+    """Keys that the queries of one rank's slice of a row with branches attend to.
 
     Attributes:
         positions: place of each token of the full row in its sample, int64 ``[T]`` on the device.

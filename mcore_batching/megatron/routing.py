@@ -1,6 +1,6 @@
 """Experts that the inference engine routed tokens to, replayed in training.
 
-An engine whose kernels round otherwise routes some tokens of a rollout to other experts than
+An engine with kernels that round otherwise routes some tokens of a rollout to other experts than
 training does. Megatron replays recorded routing in models built with ``moe_enable_routing_replay``:
 each router then takes the given experts. Here they are those of a packed row's tokens:
 

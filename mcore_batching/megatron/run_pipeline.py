@@ -150,7 +150,7 @@ def run_for_losses(
     arguments: dict[str, Any] = {
         "input_ids": row.tokens,
         "position_ids": row.position_ids,
-        # Offsets say what attends to what; a dense mask has the square of the row's tokens.
+        # Offsets bound what attends to what; a dense mask has the square of the row's tokens.
         "attention_mask": None,
         # With labels Megatron's model would return its own loss instead of logits.
         "labels": None,

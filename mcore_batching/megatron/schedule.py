@@ -128,7 +128,7 @@ class MicroBatchSchedule:
         return tuple(indices for step in self.steps for indices in step)
 
     def names_of(self, indices: Sequence[int]) -> str:
-        """Samples of a micro-batch as whoever brought them counts them, for messages."""
+        """Samples of a micro-batch, for messages: numbered as on the rank that brought them."""
         # Where they run they have other indices than in the data that they came in.
         brought = self.moves.origins(indices)
         named = (f"samples {given} of data-parallel rank {rank}" for rank, given in brought.items())
@@ -235,7 +235,7 @@ class MicroBatchSchedule:
         return [self.nodes(indices, size).segments[-1] // size for indices, size in rows]
 
     def nodes(self, indices: Sequence[int], size: int) -> Nodes:
-        """What a row of some samples, or of one fabricated sample, is made of on this many
+        """Nodes of a row of some samples, or of one fabricated sample, on this many
         context-parallel ranks."""
         key = tuple(indices), size
         if key not in self._nodes:

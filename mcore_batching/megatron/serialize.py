@@ -73,7 +73,7 @@ def put_together(pickled: bytes, data: Tensor) -> Any:
 
 
 def has_bytes(tensor: Tensor) -> bool:
-    """True if a tensor's type and shape say all of it but the bytes that it holds."""
+    """True if a tensor is fully described by its type, its shape and its bytes."""
     wraps_others = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     elsewhere = tensor.is_nested or tensor.is_quantized or tensor.is_meta
     return tensor.layout == torch.strided and not elsewhere and not wraps_others

@@ -75,7 +75,7 @@ def model_chunks(model: Any) -> list[Any]:
 
 
 def vocabulary_size(chunks: list[Any]) -> int | None:
-    """Entries of the model's embedding, padding included; None for models that do not say."""
+    """Entries of the model's embedding, padding included; None for models without one."""
     return as_integer(getattr(unwrap_model(chunks[0]), "vocab_size", None))
 
 

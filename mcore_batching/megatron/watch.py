@@ -163,7 +163,7 @@ class FailureWatch:
         return True
 
     def report(self, operation: str, exception: BaseException) -> None:
-        """Let all ranks know of a failure on this one; any thread may."""
+        """Report a failure on this rank to all ranks; any thread may."""
         if self._store is None or (_is_lost_connection(exception) and self._is_explained()):
             return
         text = f"{operation}: {_described(exception)}"

@@ -9,7 +9,7 @@ do not separate keep their proportion. Errors are relative, so a row that stalls
 pulls 1 / k as hard. All else of the cost model stays as it is. Only rows in which no rank waited
 for another one may be given.
 
-Bad: stages that differ by 20 % from what their layers' shapes say are learnt 8 % too fast.
+Bad: stages that differ by 20 % from their layers' shapes are learnt 8 % too fast.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Problem:
             if not isinstance(value, kind):
                 what = f" must be a {kind.__name__}, got {value!r:.60}; pass {kind.__name__}(…)"
                 raise ConfigError(f"{named(name)}{what}")
-        config.check_max_context_parallel(dims)  # the config alone does not know the ranks
+        config.check_max_context_parallel(dims)  # the config alone lacks the ranks
         checked = tuple(check_lengths(lengths))
         problem = cls(checked, dims, config, costs, forward_only, tuple(trees))
         if config.max_context_parallel is not None:

@@ -237,7 +237,7 @@ class _Process:
 
     def __init__(self) -> None:
         if not sys.executable:  # as where Python is embedded
-            raise FileNotFoundError("sys.executable does not say where Python is")
+            raise FileNotFoundError("sys.executable is empty: it must be the path of Python")
         package = str(Path(__file__).parents[1])
         self.popen = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _START, package, str(os.getpid())],

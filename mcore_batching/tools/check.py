@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         return 1
     digest = "digest matches" if recorded else "no digest recorded"
     if of_lengths is None:
-        digest += "; the plan does not say from which lengths it was made"
+        digest += "; the plan does not record the lengths it was made from"
     name, heading = printable(options.plan), report.plan_heading(plan)
     print(f"{name}: {heading}: every invariant holds; {digest}")
     return 0

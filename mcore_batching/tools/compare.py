@@ -112,7 +112,7 @@ def planners(
         for size in sizes:
             plan = partial(one_size, size, dims, cost_model)
             yield Planner(f"CP {size} for all", "mode", plan, fills_up=False)
-        # The rules know one size for all: the dims', or the largest below it that rows may have.
+        # The rules have one size for all: the dims', or the largest below it that rows may have.
         rows = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
 
     def by_rule(rule: Rule, lengths: Sequence[int], config: PlannerConfig) -> StepPlan:
@@ -234,7 +234,7 @@ def _planned(
 ) -> _Step:
     """One step planned under `cap`, and weighed under the config's."""
     given = config.max_tokens_per_gpu
-    # The process's own time: the machine's other work would count against whoever runs meanwhile.
+    # The process's own time: other work of the machine would count against a rule.
     started = time.process_time()
     try:
         plan = planner.plan(lengths, replace(config, max_tokens_per_gpu=cap))
@@ -248,7 +248,7 @@ def _planned(
     # Fill and floor are those of the given cap, whatever the plan was made under.
     plan = replace(plan, config=replace(plan.config, max_tokens_per_gpu=given))
     found = step_statistics(plan, lengths, cost_model)
-    # The rules do not know this bound: a plan that breaks it is none.
+    # The rules ignore this bound: a plan that breaks it is none.
     most = max(len(samples) for rank in plan.micro_batches for samples in rank)
     bound = config.max_samples_per_row
     if bound is not None and most > bound:

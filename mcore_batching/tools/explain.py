@@ -175,8 +175,8 @@ def _what_holds_back(
         # No rank is late by itself here: each slot ends with its slowest micro-batch.
         if statistics.slot_balance * _ALMOST > 1:
             return (
-                "slots whose micro-batches differ over ranks: with expert parallelism each waits "
-                f"for its slowest, which adds up to {statistics.slot_balance:.2f} x the mean"
+                "slots with micro-batches that differ over ranks: with expert parallelism each "
+                f"waits for its slowest, which adds up to {statistics.slot_balance:.2f} x the mean"
             )
     else:
         ends = [each for clock in step_clocks(step, problem, ranks) for each in clock.ends]

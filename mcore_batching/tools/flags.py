@@ -14,7 +14,7 @@ def add_arguments(parser: CommandParser) -> None:
     """The command's arguments: none."""
     parser.description = (
         "Print the flags of a training job: of `python -m mcore_batching.run SCRIPT`, and of a "
-        "loop whose parser has them by add_dynamic_batch_arguments."
+        "loop with a parser that has them by add_dynamic_batch_arguments."
     )
 
 

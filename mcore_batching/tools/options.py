@@ -124,7 +124,7 @@ def add_search(parser: CommandParser) -> None:
         "--model-config",
         metavar="config.json",
         help="a model's config.json, as Hugging Face's have it: its layers and stages are what "
-        "samples cost, unless --cost-model says it; `plan` also estimates the memory of "
+        "samples cost, unless --cost-model gives it; `plan` also estimates the memory of "
         "activations and logits",
     )
 

@@ -41,7 +41,7 @@ def rule_plan(
     A `RuleFailureError` where the framework crashes on this input, there are no samples, or the
     interleaved schedule cannot run the rule's count of micro-batches.
     """
-    # Whether an oversize sample is an error is the rule's to say, not the config's.
+    # The rule decides whether an oversize sample is an error, not the config.
     problem = Problem.of(lengths, dims, replace(config, on_oversize="own-bin"))
     ranks = rule(problem) if problem.num_samples else []
     return StepPlan(

@@ -141,7 +141,7 @@ REVERSED = broken([[2, 4], [5]], [[0, 1], [3]])
         (REVERSED, "6", 1, "invariants hold, but its digest is"),
         (REVERSED | {"digest": None}, "6", 0, "every invariant holds; no digest recorded\n"),
         ({}, "5", 1, "made from other lengths than "),  # that fit as well
-        ({"lengths_digest": None}, "5", 0, "matches; the plan does not say from which lengths"),
+        ({"lengths_digest": None}, "5", 0, "matches; the plan does not record the lengths"),
         ({"lengths_digest": 7}, "5", 2, '"lengths_digest" must be a string, got 7'),
     ],
 )

@@ -21,7 +21,7 @@ from mcore_batching.integrations.megatron_lm.packed_batches import (
 from mcore_batching.integrations.replacements import Function, Hook, is_replacement
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
-_scripts = Hook()  # those whose get_batch was replaced
+_scripts = Hook()  # those with a replaced get_batch
 
 
 def use_packed_batches(forward_step_func: Callable[..., Any]) -> None:

@@ -26,7 +26,7 @@ LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan se
 
 # Values of the training step that ran last.
 _last_step: dict[str, float] = {}
-# Marks of steps whose time has not been read.
+# Marks of steps that have not been timed yet.
 _unread: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=REMEMBERED_STEPS)
 
 

@@ -36,7 +36,7 @@ STOCK_SCHEMA = DEFAULT_SCHEMA.declare("labels", Kind.PER_TOKEN).declare("loss_ma
 
 
 class StockDataError(MCoreBatchingError, RuntimeError):
-    """A script's data iterator that ended too soon, or whose batches lack a field."""
+    """A script's data iterator ended too soon, or its batches lack a field."""
 
 
 def draw_batches(data_iterator: Any, num_batches: int) -> list[Mapping[str, Any]] | None:
@@ -85,7 +85,7 @@ def unpadded_samples(
 
 def num_truncated(batches: Iterable[Mapping[str, Any]]) -> int:
     """Rows of ``--sft`` that end inside a conversation, or just behind it: Megatron gives nothing
-    that tells these two apart."""
+    that distinguishes these two."""
     rows = [row for batch in batches for row in _rows(batch) if "cu_seqlens" in row]
     # The last label is padding in every row, the last token only where the row was not full.
     return sum(int(row["tokens"][-1] != row["labels"][-1]) for row in rows)

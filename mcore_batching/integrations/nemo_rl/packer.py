@@ -81,7 +81,7 @@ def hook(
 
 
 def _costs_of_config(model: Any, sizes: dict[str, int]) -> CostModel:
-    """The first guess of a model's costs; ``sizes`` of the job count where it does not say."""
+    """The first guess of a model's costs; ``sizes`` of the job count where it has none."""
     if hasattr(model, "to_dict"):
         model = model.to_dict()
     if isinstance(model, Mapping):

@@ -121,7 +121,7 @@ def build_dp_schedule(
     """
     if getattr(args, "custom_megatron_init_path", _INIT) is None:
         raise HookError(
-            f"the trainer would not know placeholders: set {_INIT}, or call it in your own init"
+            f"the trainer would train on placeholders: set {_INIT}, or call it in your own init"
         )
     if problems := list(option_problems(args)):
         raise HookError("; ".join(problems))

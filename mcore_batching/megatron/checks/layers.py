@@ -102,7 +102,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
 
 
 def _engine_problems(layer: Any, config: Any, row_ranks: int) -> Iterator[str]:
-    """What Transformer Engine's attention lacks for packed rows; it asserts in the first step,
+    """List what Transformer Engine's attention lacks for packed rows: it asserts in the first step,
     while the other stages wait. Read in its releases 2.9 to 2.19."""
     if not compat.layers.is_engines_attention(layer):
         return
@@ -278,7 +278,7 @@ _POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
 
 
 def check_shared_prefixes(chunks: list[Any]) -> None:
-    """Refuse models whose samples cannot share tokens."""
+    """Refuse models that cannot share tokens among samples."""
     refuse(_SHARE_PREFIXES, sharing_problems(chunks))
 
 

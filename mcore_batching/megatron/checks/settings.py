@@ -101,7 +101,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
 
 
 def prepare_packed_model(model: Any) -> None:
-    """Check that a model can run packed rows, whoever makes them, and end Mamba's state in them.
+    """Check that a model can run packed rows of any origin, and end Mamba's state in them.
 
     For frameworks that make rows, which they pad, and take the loss themselves: nothing is required
     of the loss.

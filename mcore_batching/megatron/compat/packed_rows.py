@@ -88,7 +88,7 @@ def _sequence_of_tokens(params: Any, total_tokens: int) -> Tensor:
 
 
 def end_states_with_samples() -> None:
-    """Let Mamba layers begin anew with every sample, whoever makes a row's parameters.
+    """Let Mamba layers begin anew with every sample, also in rows that others make.
 
     For frameworks that make them without ``total_tokens``, once the model is built.
     """

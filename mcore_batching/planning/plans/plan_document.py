@@ -203,7 +203,7 @@ def _settings(kind: type[_Settings], raw: dict[str, Any], what: str) -> _Setting
             f'unknown keys in "{what}": {", ".join(unknown):.200}; expected '
             f"{', '.join(sorted(known))}"
         )
-    # An option that this release does not know may change what the plan means: refused above.
+    # An option that this release lacks may change what the plan means: refused above.
     try:
         return kind(**raw)  # options that are left out have their defaults
     except (PlanningError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""A plan checked against the invariants, whoever made it; no check calls the planner.
+"""A plan checked against the invariants, by whatever it was made; no check calls the planner.
 
 A plan that passes
 - covers every sample exactly once;
@@ -26,7 +26,7 @@ Broken = Callable[..., InvariantError]
 
 
 def validate_plan(plan: Plan | StepPlan, lengths: Sequence[int]) -> None:
-    """Check a plan, or one step of it, whoever made it.
+    """Check a plan, or one step of it, by whatever it was made.
 
     Args:
         plan: of a batch, or of a step; not changed.

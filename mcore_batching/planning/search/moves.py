@@ -260,7 +260,7 @@ class Moves:
 
     def __init__(self, step: Step, objective: Objective) -> None:
         self._objective, self._is_shared = objective, step.sizes is not None
-        # Not `randrange`, whose draws may differ between versions of Python.
+        # Not `randrange`: its draws may differ between versions of Python.
         self._draw = random.Random(1).random
         # Powers of ends are taken in units of the first end: in any other the 64th may overflow.
         self._scale = 1.0 / step.end if step.end else 1.0
