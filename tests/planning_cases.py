@@ -45,22 +45,18 @@ class Case:
     owners: list[int] | None
 
 
+def alignment(dims: ParallelDims) -> int:
+    """Tokens that context and sequence parallelism cut a sample or a row into multiples of."""
+    context = 2 * dims.context_parallel if dims.context_parallel > 1 else 1
+    return context * (dims.tensor_parallel if dims.sequence_parallel else 1)
+
+
 def sample_multiple(dims: ParallelDims, config: PlannerConfig) -> int:
-    alignment = 1
-    if dims.context_parallel > 1:
-        alignment *= 2 * dims.context_parallel
-    if dims.sequence_parallel:
-        alignment *= dims.tensor_parallel
-    return math.lcm(alignment, config.pad_each_to or 1)
+    return math.lcm(alignment(dims), config.pad_each_to or 1)
 
 
 def row_multiple(dims: ParallelDims, config: PlannerConfig) -> int:
-    alignment = 1
-    if dims.context_parallel > 1:
-        alignment *= 2 * dims.context_parallel
-    if dims.sequence_parallel:
-        alignment *= dims.tensor_parallel
-    return math.lcm(alignment, config.pad_total_to or 1)
+    return math.lcm(alignment(dims), config.pad_total_to or 1)
 
 
 def row_tokens(samples: Sequence[int], lengths: Sequence[int], step: StepPlan) -> int:
@@ -98,6 +94,13 @@ def planned(case: Case, cost_model: CostModel | None = None) -> StepPlan:
     if case.owners is None:
         return plan_step(*given, cost_model)
     return plan_locally(*given, case.owners, cost_model)
+
+
+def renumbered(step: StepPlan, samples: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Micro-batches of a step's plan in the numbers that its samples have in a batch."""
+    return tuple(
+        tuple(tuple(samples[i] for i in held) for held in rank) for rank in step.micro_batches
+    )
 
 
 def plan_locally(

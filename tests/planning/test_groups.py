@@ -7,16 +7,16 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import broken_invariants, examples
+from planning_cases import examples, renumbered
 
 from mcore_batching.planning import (
     LengthError,
     ParallelDims,
     Plan,
     PlannerConfig,
-    StepPlan,
     group_steps,
     plan_batch,
+    plan_step,
 )
 from mcore_batching.planning.plans.validation import validate_plan
 
@@ -98,28 +98,13 @@ def test_plan_batch_plans_every_step(
     groups: list[object], per_step: int, ranks: int, draw: random.Random
 ) -> None:
     lengths = [draw.randrange(20) for _ in groups]
-    plan = plan_batch(
-        lengths,
-        ParallelDims(data_parallel=ranks),
-        CONFIG,
-        groups=groups,
-        groups_per_step=per_step,
-    )
+    dims = ParallelDims(data_parallel=ranks)
+    plan = plan_batch(lengths, dims, CONFIG, groups=groups, groups_per_step=per_step)
     validate_plan(plan, lengths)
     expected = group_steps(groups, per_step) or [[]]
     assert [list(step.sample_indices) for step in plan.steps] == expected
     for step, samples in zip(plan.steps, expected, strict=True):
-        # The same rules as for a batch of these samples alone.
-        place = {sample: position for position, sample in enumerate(samples)}
-        renamed = StepPlan(
-            micro_batches=tuple(
-                tuple(tuple(place[sample] for sample in held) for held in rank)
-                for rank in step.micro_batches
-            ),
-            num_microbatches=step.num_microbatches,
-            sample_indices=tuple(range(len(samples))),
-            dims=step.dims,
-            config=step.config,
-        )
-        assert not broken_invariants(renamed, [lengths[sample] for sample in samples])
+        # The plan of these samples alone.
+        alone = plan_step([lengths[sample] for sample in samples], dims, CONFIG)
+        assert step.micro_batches == renumbered(alone, samples)
     assert Plan.from_json(plan.to_json()) == plan

@@ -26,6 +26,7 @@ from planning_cases import (
     examples,
     least_count,
     planned,
+    renumbered,
     row_tokens,
 )
 
@@ -146,13 +147,10 @@ def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
         first = 4 * index
         lengths = case.lengths[first : first + 4]
         alone = plan_step(lengths, case.dims, case.config)
-        shifted = tuple(
-            tuple(tuple(sample + first for sample in samples) for samples in rank)
-            for rank in alone.micro_batches
-        )
-        assert step.micro_batches == shifted
+        samples = range(first, first + len(lengths))
+        assert step.micro_batches == renumbered(alone, samples)
         assert step.context_parallel == alone.context_parallel
-        assert step.sample_indices == tuple(range(first, first + len(lengths)))
+        assert step.sample_indices == tuple(samples)
         validate_plan(step, case.lengths)
         assert StepPlan.from_json(step.to_json()) == step
 
@@ -184,13 +182,7 @@ def test_oversize_is_refused_or_alone(case: Case) -> None:
     error = caught.value
     assert error.index in oversize
     assert case.lengths[error.index] == max(case.lengths)
-    enough = PlannerConfig(
-        max_tokens_per_gpu=error.needed_max_tokens_per_gpu,
-        on_oversize="error",
-        pad_each_to=case.config.pad_each_to,
-        pad_total_to=case.config.pad_total_to,
-        plan_effort=case.config.plan_effort,
-    )
+    enough = replace(strict, max_tokens_per_gpu=error.needed_max_tokens_per_gpu)
     validate_plan(plan_step(case.lengths, case.dims, enough), case.lengths)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -228,34 +229,29 @@ GROUP = plan_groups(
     [20, 21, 22, 9], [15] * 3 + [4], list("aaab"), ParallelDims(), CONFIG, MODEL
 ).steps[0]
 TREE = GROUP.trees[0]
-BROKEN = {
-    "in two trees": ((TREE, TREE), "a sample is in two trees"),
-    "another sample": ((replace(TREE, samples=(0, 1, 5)),), "share tokens, but not a micro-batch"),
-    "no nodes": ((replace(TREE, nodes=()),), "but their nodes are"),
-    "backwards": ((replace(TREE, nodes=((0, 22), (22, 3))),), "but their nodes are"),
-    "too short": ((replace(TREE, nodes=((0, 21),)),), "but their nodes are"),
-    "too long": ((replace(TREE, nodes=((0, 22), (0, 22), (0, 22))),), "but as a tree 66"),
+LENGTHS = [20, 21, 22, 9]
+SMALL = replace(CONFIG, max_tokens_per_gpu=30)
+BROKEN: dict[str, dict[str, Any]] = {
+    "a sample is in two trees": {"trees": (TREE, TREE)},
+    "share tokens, but not a micro-batch": {"trees": (replace(TREE, samples=(0, 1, 5)),)},
+    **{
+        f"their nodes are {nodes}": {"trees": (replace(TREE, nodes=nodes),)}
+        for nodes in ((), ((0, 22), (22, 3)), ((0, 21),))
+    },
+    "but as a tree 66": {"trees": (replace(TREE, nodes=((0, 22),) * 3),)},
+    "not a micro-batch": {"micro_batches": (((0, 1), (2, 3)),), "num_microbatches": 2},
+    "the cap is 30": {"config": SMALL},
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_trees_are_named(name: str) -> None:
+@pytest.mark.parametrize("text", BROKEN)
+def test_broken_trees_are_named(text: str) -> None:
     """Invariant: the samples of a tree are in one micro-batch, with tokens that they may share."""
     assert TREE.samples == (0, 1, 2)
-    trees, text = BROKEN[name]
-    with pytest.raises(InvariantError, match=text) as raised:
-        validate_plan(replace(GROUP, trees=trees), [20, 21, 22, 9])
-    assert raised.value.invariant == "prefix trees"
-
-
-def test_a_tree_over_two_micro_batches_or_over_the_cap_is_refused() -> None:
-    rows = (((0, 1), (2, 3)),)
-    apart = replace(GROUP, micro_batches=rows, num_microbatches=2)
-    with pytest.raises(InvariantError, match="not a micro-batch"):
-        validate_plan(apart, [20, 21, 22, 9])
-    small = replace(GROUP, config=replace(CONFIG, max_tokens_per_gpu=30))
-    with pytest.raises(InvariantError, match="the cap is 30"):
-        validate_plan(small, [20, 21, 22, 9])
+    with pytest.raises(InvariantError) as raised:
+        validate_plan(replace(GROUP, **BROKEN[text]), LENGTHS)
+    assert text in str(raised.value)
+    assert raised.value.invariant == ("cap" if "cap" in text else "prefix trees")
 
 
 @pytest.mark.parametrize("trees", ["{}", "[[[0, 1]]]", "[[[], [0, 3]]]", "[[[0, 1], [0, 3, 5]]]"])

@@ -40,67 +40,46 @@ def test_what_is_read(
 BAD = "expected a length of 0 to 1099511627776 tokens, got"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "column", "message"),
-    [
-        ("a.txt", "3\n\n-4\n", None, f"{{path}}:3: {BAD} '-4'"),
-        ("a.txt", "3\n4.0\n", None, f"{{path}}:2: {BAD} '4.0'"),
-        ("a.txt", "٣\n", None, f"{{path}}:1: {BAD} '٣'"),
-        ("a.txt", "9" * 5000, None, f"{{path}}:1: {BAD} '999"),
-        ("a.txt", "1099511627777", None, f"{{path}}:1: {BAD} '1099511627777'"),
-        (
-            "a.txt",
-            "3\n",
-            "n",
-            "column (--column) is for .csv and .jsonl files; leave it out for {path}",
-        ),
-        (
-            "a.csv",
-            "a,b\n1,2\n",
-            None,
-            "{path}: no column is named; set column (--column) to one of 'a', 'b'",
-        ),
-        (
-            "a.csv",
-            "a,b\n1,2\n",
-            "c",
-            "{path}: there is no column 'c'; set column (--column) to one of 'a'",
-        ),
-        ("a.csv", "", "c", "{path}: there is no column 'c'; set column (--column) to one of none"),
-        ("a.csv", "a,b\n1,2\n1,x\n", "b", f"{{path}}:3: {BAD} 'x'"),
-        ("a.csv", "a,b\n1,2\n1\n", "b", f"{{path}}:3: {BAD} None"),
-        ("a.csv", "n\n1,024\n", None, "{path}:2: more cells than the heading's 1; write numbers"),
-        ("a.csv", "a,n\nx,5\nx,1,024\n", "n", "{path}:3: more cells than the heading's 2"),
-        ("a.csv", 'n\n"1,024"\n', None, f"{{path}}:2: {BAD} '1,024'"),
-        ("a.jsonl", '{"n": 3}\n{"n": 3.0}\n', "n", f"{{path}}:2: {BAD} 3.0"),
-        ("a.jsonl", '{"n": true}\n', "n", f"{{path}}:1: {BAD} True"),
-        ("a.jsonl", '{"n": [1, 2]}\n', "n", f"{{path}}:1: {BAD} [1, 2]"),
-        (
-            "a.jsonl",
-            '{"n": 3}\n{"m": 3}\n',
-            "n",
-            "{path}:2: there is no column 'n'; set column (--column) to",
-        ),
-        (
-            "a.jsonl",
-            '{"n": 3}\n',
-            None,
-            "{path}:1: no column is named; set column (--column) to one of 'n'",
-        ),
-        ("a.jsonl", '{"n": 3}\n{"n"\n', "n", "{path}:2: not a line of JSON"),
-        (
-            "a.jsonl",
-            "3\n",
-            "n",
-            "{path}:1: expected a JSON object, got '3'; give one a line, or a .txt file "
-            "of one length a line",
-        ),
-    ],
-)
-def test_what_is_refused(
-    tmp_path: Path, name: str, text: str, column: str | None, message: str
-) -> None:
+NONE_NAMED = "no column is named; set column (--column) to one of"
+NO_SUCH = "there is no column 'c'; set column (--column) to"
+REFUSED = {
+    ("a.txt", None, "3\n\n-4\n"): f":3: {BAD} '-4'",
+    ("a.txt", None, "3\n4.0\n"): f":2: {BAD} '4.0'",
+    ("a.txt", None, "٣\n"): f":1: {BAD} '٣'",
+    ("a.txt", None, "9" * 5000): f":1: {BAD} '999",
+    ("a.txt", None, "1099511627777"): f":1: {BAD} '1099511627777'",
+    ("a.csv", None, "a,b\n1,2\n"): f": {NONE_NAMED} 'a', 'b'",
+    ("a.csv", "c", "a,b\n1,2\n"): f": {NO_SUCH} one of 'a'",
+    ("a.csv", "c", ""): f": {NO_SUCH} one of none",
+    ("a.csv", "b", "a,b\n1,2\n1,x\n"): f":3: {BAD} 'x'",
+    ("a.csv", "b", "a,b\n1,2\n1\n"): f":3: {BAD} None",
+    ("a.csv", None, "n\n1,024\n"): ":2: more cells than the heading's 1; write numbers",
+    ("a.csv", "n", "a,n\nx,5\nx,1,024\n"): ":3: more cells than the heading's 2",
+    ("a.csv", None, 'n\n"1,024"\n'): f":2: {BAD} '1,024'",
+    ("a.jsonl", "n", '{"n": 3}\n{"n": 3.0}\n'): f":2: {BAD} 3.0",
+    ("a.jsonl", "n", '{"n": true}\n'): f":1: {BAD} True",
+    ("a.jsonl", "n", '{"n": [1, 2]}\n'): f":1: {BAD} [1, 2]",
+    ("a.jsonl", "c", '{"c": 3}\n{"m": 3}\n'): f":2: {NO_SUCH}",
+    ("a.jsonl", None, '{"n": 3}\n'): f":1: {NONE_NAMED} 'n'",
+    ("a.jsonl", "n", '{"n": 3}\n{"n"\n'): ":2: not a line of JSON",
+    ("a.jsonl", "n", "3\n"): ":1: expected a JSON object, got '3'; give one a line, or a .txt file "
+    "of one length a line",
+}
+"""Names of files, a column and contents: the place and the error that follow the file's path."""
+
+
+@pytest.mark.parametrize(("name", "column", "text"), REFUSED)
+def test_what_is_refused(tmp_path: Path, name: str, text: str, column: str | None) -> None:
     path = written(tmp_path, name, text)
     with pytest.raises(LengthsFileError) as caught:
         read_lengths(path, column)
-    assert message.format(path=path) in str(caught.value)
+    assert path + REFUSED[name, column, text] in str(caught.value)
+
+
+def test_a_column_is_for_tables(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.txt", "3\n")
+    with pytest.raises(LengthsFileError) as caught:
+        read_lengths(path, "n")
+    assert str(caught.value) == (
+        f"column (--column) is for .csv and .jsonl files; leave it out for {path}"
+    )
