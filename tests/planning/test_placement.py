@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mcore_batching.planning import (
     CostModel,
     ParallelDims,
@@ -44,25 +42,6 @@ def test_a_rank_may_take_more_micro_batches_where_that_evens_out_ranks() -> None
     problem = Problem.of(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
     ranks = place(problem, [(sample,) for sample in range(6)], 5)
     assert sorted(len(list(filter(None, rank))) for rank in ranks) == [1, 5]
-
-
-@pytest.mark.parametrize(
-    ("dims", "forward_only"),
-    [
-        (ParallelDims(), False),
-        (ParallelDims(pipeline_parallel=2), True),
-        (ParallelDims(data_parallel=2, expert_parallel=2), False),
-    ],
-)
-def test_the_largest_comes_first_where_order_takes_no_time(
-    dims: ParallelDims, forward_only: bool
-) -> None:
-    """For the allocator, although it costs less: attention makes 14000 tokens in one cost more."""
-    lengths = [14_000, 5_000, 5_000, 5_000] * dims.data_parallel
-    config = PlannerConfig(max_tokens_per_gpu=16_384)
-    step = plan_step(lengths, dims, config, forward_only=forward_only)
-    for rank in step.micro_batches:
-        assert [sum(lengths[i] for i in samples) for samples in rank] == [15_000, 14_000]
 
 
 def test_a_rank_in_lockstep_does_not_end_with_a_placeholder_for_the_largest_to_come_first() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from planning_cases import broken_invariants, dims_list, examples, log_normal, row_tokens
+from planning_cases import broken_invariants, cases, examples, log_normal, row_tokens
 
 from mcore_batching.planning import (
     CostModel,
@@ -33,52 +33,19 @@ ROUNDING = 1e-9
 """Costs are added in another order here than in the search."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step to be searched for."""
-
-    lengths: list[int]
-    dims: ParallelDims
-    config: PlannerConfig
-    cost_model: CostModel
-    forward_only: bool
-
-    def plan(self, **options: Any) -> StepPlan:
-        return plan_step(
-            self.lengths,
-            self.dims,
-            replace(self.config, **options),
-            self.cost_model,
-            forward_only=self.forward_only,
-        )
-
-    def objective(self) -> Objective:
-        return Objective(
-            Problem.of(
-                self.lengths,
-                self.dims,
-                self.config,
-                self.cost_model,
-                forward_only=self.forward_only,
-            )
-        )
-
-    def end(self, step: StepPlan) -> float:
-        return predicted_step_time(step, self.lengths)
+def planned(problem: Problem, **options: Any) -> StepPlan:
+    """The problem's plan, with other options."""
+    config = replace(problem.config, **options)
+    costs, forward_only = problem.cost_model, problem.forward_only
+    return plan_step(problem.lengths, problem.dims, config, costs, forward_only=forward_only)
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Step:
+def problems(draw: st.DrawFn) -> Problem:
     """None to many samples for their ranks, of one size or of all, oversize ones among them."""
-    dims = draw(dims_list())
-    config = PlannerConfig(
-        max_tokens_per_gpu=draw(st.sampled_from([24, 100, 1000])),
-        plan_effort=draw(st.sampled_from([1, 20, 150])),
-        pad_each_to=draw(st.sampled_from([None, None, 8])),
-        pad_total_to=draw(st.sampled_from([None, None, 12])),
-        max_samples_per_row=draw(st.sampled_from([None, None, 1, 2, 7])),
-    )
-    cap = config.max_tokens_per_gpu * dims.context_parallel
+    case = draw(cases(fill=("split",)))
+    config = replace(case.config, balance="auto", packing="auto")
+    cap = config.max_tokens_per_gpu * case.dims.context_parallel
     kinds = {
         "any": st.integers(0, cap),
         "small": st.integers(0, cap // 6),
@@ -89,32 +56,29 @@ def problems(draw: st.DrawFn) -> Step:
     }
     count = draw(st.sampled_from([0, 1, 2, 5, 12, 30]))
     lengths = kinds[draw(st.sampled_from(sorted(kinds)))]
-    return Step(
-        lengths=draw(st.lists(lengths, min_size=count, max_size=count)),
-        dims=dims,
-        config=config,
-        cost_model=CostModel(
-            quadratic=draw(st.sampled_from([0.0, 1 / 24576, 1 / 20])),
-            per_micro_batch=draw(st.sampled_from([0.0, 1.0, 256.0])),
-        ),
+    costs = CostModel(
+        quadratic=draw(st.sampled_from([0.0, 1 / 24576, 1 / 20])),
+        per_micro_batch=draw(st.sampled_from([0.0, 1.0, 256.0])),
+    )
+    return Problem.of(
+        draw(st.lists(lengths, min_size=count, max_size=count)),
+        case.dims,
+        config,
+        costs,
         forward_only=draw(st.booleans()),
     )
 
 
-TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER = Step(
+TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER = Problem.of(
     [0, 0, 0, 1, 1, 2, 5, 6],
     ParallelDims(data_parallel=2, pipeline_parallel=4, virtual_pipeline=3),
     PlannerConfig(max_tokens_per_gpu=8),
-    CostModel(),
-    False,
 )
-
-FILLS_A_RANK_OF_PLACEHOLDERS = Step(
+FILLS_A_RANK_OF_PLACEHOLDERS = Problem.of(
     [0, 0, 0, 2, 3],
     ParallelDims(data_parallel=3, pipeline_parallel=2, virtual_pipeline=2),
     PlannerConfig(max_tokens_per_gpu=24, plan_effort=20),
     CostModel(quadratic=0.0, per_micro_batch=1.0),
-    False,
 )
 
 
@@ -122,20 +86,20 @@ FILLS_A_RANK_OF_PLACEHOLDERS = Step(
 @given(problems())
 @example(TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER)
 @example(FILLS_A_RANK_OF_PLACEHOLDERS)
-def test_every_plan_is_legal_and_within_its_bounds_and_repeats_itself(problem: Step) -> None:
+def test_every_plan_is_legal_and_within_its_bounds_and_repeats_itself(problem: Problem) -> None:
     """Exact cover, the cap, equal counts, no needless placeholder and none in the last slot; no
     fewer micro-batches and no earlier end than the lower bounds."""
-    step = problem.plan()
+    step = planned(problem)
     assert broken_invariants(step, problem.lengths) == set()
     assert all(rank[-1] or not any(rank) for rank in step.micro_batches)
     real = [samples for rank in step.micro_batches for samples in rank if samples]
-    assert len(real) >= micro_batch_lower_bound(problem.objective().problem)
+    assert len(real) >= micro_batch_lower_bound(problem)
     statistics = step_statistics(step, problem.lengths)
     assert statistics.step_time >= statistics.floor_time * (1 - ROUNDING)
     check_largest_first(problem, step)
 
 
-def check_largest_first(problem: Step, step: StepPlan) -> None:
+def check_largest_first(problem: Problem, step: StepPlan) -> None:
     """The largest micro-batch is first where order takes no time."""
     dims = problem.dims
     if dims.pipeline_parallel > 1 and (not problem.forward_only or dims.virtual_pipeline > 1):
@@ -149,19 +113,19 @@ def check_largest_first(problem: Step, step: StepPlan) -> None:
     elif step_statistics(step, problem.lengths).num_placeholders == 0:
         assert max(rank[0] for rank in tokens) == max(map(max, tokens))
     backwards = tuple(rank[::-1] for rank in step.micro_batches)
-    end = problem.end(replace(step, micro_batches=backwards))
-    assert problem.end(step) == pytest.approx(end, rel=ROUNDING)
+    end = predicted_step_time(replace(step, micro_batches=backwards), problem.lengths)
+    assert predicted_step_time(step, problem.lengths) == pytest.approx(end, rel=ROUNDING)
 
 
 @examples(400)
 @given(problems())
-def test_never_ends_later_than_first_fit_decreasing(problem: Step) -> None:
+def test_never_ends_later_than_first_fit_decreasing(problem: Problem) -> None:
     """Balanced by tokens or by cost, whatever the effort."""
-    end = problem.end(problem.plan())
+    end = predicted_step_time(planned(problem), problem.lengths)
     for balance in ("tokens", "cost"):
         for packing in ("auto", "first-fit-decreasing"):
-            plain = problem.plan(balance=balance, packing=packing)
-            assert end <= problem.end(plain) * (1 + ROUNDING)
+            plain = planned(problem, balance=balance, packing=packing)
+            assert end <= predicted_step_time(plain, problem.lengths) * (1 + ROUNDING)
 
 
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
