@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -161,15 +160,3 @@ def test_ranks_wait_for_each_other_in_lockstep_and_where_they_share_rows() -> No
     (clock,) = clocks_of(costs, alone, sizes)
     begun = [[o.start for o in clock.operations(rank)] for rank in (0, 1)]
     assert begun == [[0.0, 3.0], [0.0, 3.0]]
-
-
-def test_model_chunks_of_different_costs() -> None:
-    """Down 1 + 2 + 4 + 8 of both, in halves, the first one ahead; the last chunk holds it up."""
-    dims = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
-    which = ((0, 2), (1, 3))
-    schedule = Schedule(dims=dims, forward_only=True, which_cost=which)
-    clock = Clock([2.0, 4.0, 8.0, 16.0] * 2, schedule)
-    assert [(o.stage, o.chunk, o.end - o.start) for o in clock.operations() if o.slot] == [
-        (stage, chunk, 2.0 ** which[stage][chunk]) for stage, chunk in product((0, 1), (0, 1))
-    ]
-    assert clock.end == 1 + 2 + 4 + 2 * 8

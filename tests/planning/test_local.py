@@ -22,7 +22,6 @@ from planning_cases import (
 
 from mcore_batching.planning import (
     CostModel,
-    LengthError,
     ParallelDims,
     PlannerConfig,
     Problem,
@@ -171,14 +170,6 @@ def test_samples_that_are_packed_by_a_rule_of_the_users_stay_as_packed() -> None
     problem = Problem.of([5, 5, 1, 1], ParallelDims(pipeline_parallel=2), config)
     packed = pack_local(problem)
     assert sorted(fill_local(problem, packed, 2)) == [(0, 1), (2, 3)]
-
-
-def test_more_micro_batches_than_the_count_is_refused() -> None:
-    with pytest.raises(LengthError) as caught:
-        fill_local(Problem.of([9, 9], ParallelDims(), CONFIG), [[0], [1]], 1)
-    assert str(caught.value) == (
-        "num_microbatches must be at least this rank's 2, got 1; set the maximum over all ranks"
-    )
 
 
 def test_splitting_many_samples_stays_fast() -> None:

@@ -154,22 +154,15 @@ def test_steps_are_cut_in_order_and_a_cap_that_holds_no_token_is_no_ones_failure
         compare.compare([[5]], ParallelDims(context_parallel=2), tiny)
 
 
-@pytest.fixture
-def lengths_file(tmp_path: Path) -> str:
+COMMAND = "--max-tokens-per-gpu 1000 --dp 2 --pp 2 --samples-per-step 16 --plan-effort 20"
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(map(str, LENGTHS)))
-    return str(path)
 
-
-COMMAND = [
-    *("--max-tokens-per-gpu", "1000", "--dp", "2", "--pp", "2"),
-    *("--samples-per-step", "16", "--plan-effort", "20"),
-]
-
-
-def test_command(lengths_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     def printed(*others: str) -> list[str]:
-        assert main(["compare", lengths_file, *COMMAND, *others]) == 0
+        assert main(["compare", str(path), *COMMAND.split(), *others]) == 0
         return capsys.readouterr().out.splitlines()
 
     lines = printed()

@@ -173,24 +173,15 @@ def test_jobs_of_different_layouts_are_replayed_apart(
         recorded(tmp_path / name, *given)
         the_file(tmp_path / name).rename(tmp_path / f"{name}.jsonl")
     assert main(["replay", str(tmp_path), "--plan-effort", "1"]) == 0
-    deep, wide = capsys.readouterr().out.split(
+    blocks = capsys.readouterr().out.split(
         "\nthen with data_parallel=8 (--dp 8), pipeline_parallel=1 (--pp 1)\n"
     )
-    for block, heading, unit, other in (
-        (
-            deep,
-            "2 recorded steps, DP2 x PP4, cap 1000 tokens\n",
-            2e-3,
-            "(--pp 8) and data_parallel=1 (--dp 1)",
-        ),
-        (
-            wide,
-            "2 recorded steps, DP8, cap 1000 tokens\n",
-            1e-3,
-            "pipeline_parallel=2 (--pp 2) and data_parallel=4 (--dp 4)",
-        ),
-    ):
-        assert block.startswith(heading)
+    expected = (
+        ("DP2 x PP4", 2e-3, "(--pp 8) and data_parallel=1 (--dp 1)"),
+        ("DP8", 1e-3, "pipeline_parallel=2 (--pp 2) and data_parallel=4 (--dp 4)"),
+    )
+    for block, (dims_, unit, other) in zip(blocks, expected, strict=True):
+        assert block.startswith(f"2 recorded steps, {dims_}, cap 1000 tokens\n")
         assert f"a unit of cost took {unit:.3e} s (median)" in block
         assert other in block
         assert "off by 0.0% on average, 0.0% at worst" in block
