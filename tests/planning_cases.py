@@ -35,6 +35,17 @@ def examples(count: int) -> settings:
     )
 
 
+SIX_LENGTHS = [6, 4, 3, 9, 2, 14]
+SIX_SAMPLES = StepPlan(
+    micro_batches=(((0, 1), (3,)), ((2, 4), (5,))),
+    num_microbatches=2,
+    sample_indices=(0, 1, 2, 3, 4, 5),
+    dims=ParallelDims(data_parallel=2),
+    config=PlannerConfig(max_tokens_per_gpu=10),
+)
+"""A sound plan of samples of `SIX_LENGTHS`, the last of them over the cap."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One planning problem; `owners`: the rank of each sample, None where they may move."""

@@ -8,6 +8,8 @@ import json
 from typing import Any
 
 import pytest
+from planning_cases import SIX_LENGTHS
+from planning_cases import SIX_SAMPLES as STEP
 
 from mcore_batching.planning import (
     CostModel,
@@ -21,14 +23,6 @@ from mcore_batching.planning import (
     plan_step,
 )
 
-LENGTHS = [6, 4, 3, 9, 2, 14]
-STEP = StepPlan(
-    micro_batches=(((0, 1), (3,)), ((2, 4), (5,))),
-    num_microbatches=2,
-    sample_indices=(0, 1, 2, 3, 4, 5),
-    dims=ParallelDims(data_parallel=2),
-    config=PlannerConfig(max_tokens_per_gpu=10),
-)
 PLAN = Plan(steps=(STEP,), num_samples=6)
 
 
@@ -171,7 +165,7 @@ def test_the_digest_check_can_be_left_out() -> None:
 
 
 def test_several_steps_are_no_step_and_one_of_several_is_no_batch() -> None:
-    plan = plan_batch(LENGTHS, ParallelDims(data_parallel=2), STEP.config, samples_per_step=4)
+    plan = plan_batch(SIX_LENGTHS, ParallelDims(data_parallel=2), STEP.config, samples_per_step=4)
     with pytest.raises(PlanFormatError, match="has 2 steps; read it with"):
         StepPlan.from_json(plan.to_json())
     with pytest.raises(PlanFormatError, match=r"it is one step of a batch; read it with StepPlan"):

@@ -4,40 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from planning_cases import Case, broken_invariants, cases, examples, planned
+from planning_cases import SIX_LENGTHS as LENGTHS
+from planning_cases import SIX_SAMPLES, Case, broken_invariants, cases, examples, planned
 
 from mcore_batching.planning import (
     InvariantError,
     ParallelDims,
     Plan,
-    PlannerConfig,
     StepPlan,
     plan_batch,
 )
 from mcore_batching.planning.plans.validation import validate_plan
 
-LENGTHS = [6, 4, 3, 9, 2, 14]
-LAYOUT = ParallelDims(data_parallel=2)
-CONFIG = PlannerConfig(max_tokens_per_gpu=10)
+CONFIG = SIX_SAMPLES.config
 
 
-def step_of(*ranks: tuple[tuple[int, ...], ...], **changes: object) -> StepPlan:
+def step_of(*ranks: tuple[tuple[int, ...], ...], **changes: Any) -> StepPlan:
     """A plan over LENGTHS with the given micro-batches."""
-    options: dict[str, object] = {
-        "micro_batches": ranks,
-        "num_microbatches": len(ranks[0]),
-        "sample_indices": tuple(range(len(LENGTHS))),
-        "dims": LAYOUT,
-        "config": CONFIG,
-    }
-    return StepPlan(**{**options, **changes})  # type: ignore[arg-type]
+    given = {"micro_batches": ranks, "num_microbatches": len(ranks[0])}
+    return replace(SIX_SAMPLES, **given | changes)
 
 
-GOOD = (((0, 1), (3,)), ((2, 4), (5,)))
+GOOD = SIX_SAMPLES.micro_batches
 
 
 def refusal(plan: StepPlan | Plan, lengths: list[int] = LENGTHS) -> InvariantError:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planning_cases import SIX_LENGTHS as LENGTHS
+from planning_cases import SIX_SAMPLES as STEP
 from planning_cases import Case, plan_locally, planned
 
 from mcore_batching.planning import (
@@ -31,16 +33,6 @@ PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=200)
 GENERATOR = random.Random(0)
 MANY = [int(GENERATOR.lognormvariate(7, 0.8)) + 1 for _ in range(512)]
-
-LENGTHS = [6, 4, 3, 9, 2, 14]
-STEP = StepPlan(
-    micro_batches=(((0, 1), (3,)), ((2, 4), (5,))),
-    num_microbatches=2,
-    sample_indices=(0, 1, 2, 3, 4, 5),
-    dims=ParallelDims(data_parallel=2),
-    config=PlannerConfig(max_tokens_per_gpu=10),
-)
-
 
 DP2, DP4 = ParallelDims(data_parallel=2), ParallelDims(data_parallel=4)
 
