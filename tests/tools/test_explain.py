@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from planning_cases import SIX_LENGTHS as LENGTHS
@@ -35,42 +34,27 @@ GENERATOR = random.Random(0)
 MANY = [int(GENERATOR.lognormvariate(7, 0.8)) + 1 for _ in range(512)]
 
 DP2, DP4 = ParallelDims(data_parallel=2), ParallelDims(data_parallel=4)
+DP8 = ParallelDims(data_parallel=8, expert_parallel=8)
+IN_ORDER = replace(CONFIG, balance="none", packing="first-fit")
+SMALL = replace(CONFIG, max_tokens_per_gpu=1000)
+HELD_BACK_BY = {
+    "sample 64 (12000 tokens): its own way": Case([200] * 64 + [12000], PP4, CONFIG, None),
+    "rank 0: it ends 1.49 x": Case([1000] * 40, DP2, CONFIG, [0] * 30 + [1] * 10),
+    "slots with micro-batches that differ over ranks": Case(MANY, DP8, IN_ORDER, None),
+    "the cap of 1000 tokens: micro-batches are full": Case([1000] * 64, PP4, SMALL, None),
+    "the most samples that may share a m": Case(
+        [1000] * 8, PP4, replace(CONFIG, max_samples_per_row=1), None
+    ),
+    "filling and draining 4 stages with ": Case(MANY, PP4, CONFIG, None),
+    "the work itself": Case(MANY, DP4, CONFIG, None),
+}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "dims", "options", "owners", "said"),
-    [
-        ([200] * 64 + [12000], PP4, {}, None, "sample 64 (12000 tokens): its own way"),
-        ([1000] * 40, DP2, {}, [0] * 30 + [1] * 10, "rank 0: it ends 1.49 x"),
-        (
-            MANY,
-            ParallelDims(data_parallel=8, expert_parallel=8),
-            {"balance": "none", "packing": "first-fit"},
-            None,
-            "slots whose micro-batches differ over ranks",
-        ),
-        (
-            [1000] * 64,
-            PP4,
-            {"max_tokens_per_gpu": 1000},
-            None,
-            "the cap of 1000 tokens: micro-batches are full",
-        ),
-        ([1000] * 8, PP4, {"max_samples_per_row": 1}, None, "the most samples that may share a m"),
-        (MANY, PP4, {}, None, "filling and draining 4 stages with "),
-        (MANY, DP4, {}, None, "the work itself"),
-    ],
-    ids=["sample", "rank", "lockstep", "cap", "samples", "ends", "work"],
-)
-def test_what_holds_a_step_back(
-    lengths: list[int],
-    dims: ParallelDims,
-    options: dict[str, Any],
-    owners: list[int] | None,
-    said: str,
-) -> None:
-    step = planned(Case(lengths, dims, replace(CONFIG, **options), owners))
-    assert f"held back by: {said}" in explain(step, lengths, advice_seconds=0)
+@pytest.mark.parametrize("reason", HELD_BACK_BY)
+def test_what_holds_a_step_back(reason: str) -> None:
+    case = HELD_BACK_BY[reason]
+    text = explain(planned(case), case.lengths, advice_seconds=0)
+    assert f"held back by: {reason}" in text
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
