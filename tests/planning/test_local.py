@@ -11,7 +11,8 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
+from hypothesis import strategies as st
 from planning_cases import (
     Case,
     cases,
@@ -31,6 +32,7 @@ from mcore_batching.planning import (
     predicted_step_time,
 )
 from mcore_batching.planning.local import fill_local, pack_local
+from mcore_batching.planning.packing.packing import first_fit
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
 
@@ -74,21 +76,19 @@ def _packed(lengths: list[int], cap: int, packing: Any) -> list[list[int]]:
     return pack_local(Problem.of(lengths, ParallelDims(), config))
 
 
-def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie() -> None:
-    worse_decreasing = [4, 7, 9, 10, 6, 4]
-    assert _packed(worse_decreasing, 20, "auto") == [[0, 1, 2], [3, 4, 5]]
-    assert _packed(worse_decreasing, 20, "first-fit") == [[0, 1, 2], [3, 4, 5]]
-    assert _packed(worse_decreasing, 20, "first-fit-decreasing") == [[2, 3], [0, 1, 4], [5]]
-    worse_in_order = [3, 3, 7, 7]
-    assert _packed(worse_in_order, 10, "first-fit") == [[0, 1], [2], [3]]
-    assert _packed(worse_in_order, 10, "auto") == [[0, 2], [1, 3]]
-    same_count = [2, 5, 8, 5]
-    assert _packed(same_count, 10, "first-fit") == [[0, 1], [2], [3]]
-    assert _packed(same_count, 10, "auto") == [[0, 2], [1, 3]]
-    tie = [6, 6, 3, 2, 3]
-    assert _packed(tie, 10, "first-fit") == [[0, 2], [1, 3], [4]]
-    assert _packed(tie, 10, "first-fit-decreasing") == [[0, 2], [1, 4], [3]]
-    assert _packed(tie, 10, "auto") == [[0, 2], [1, 4], [3]]
+@examples(150)
+@given(st.lists(st.integers(0, 20), max_size=12))
+@example([4, 7, 9, 10, 6, 4])  # in order takes fewer
+@example([6, 6, 3, 2, 3])  # as many
+def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie(
+    lengths: list[int],
+) -> None:
+    auto, decreasing, in_order = (
+        _packed(lengths, 20, rule) for rule in ("auto", "first-fit-decreasing", "first-fit")
+    )
+    assert auto == min(decreasing, in_order, key=len)
+    in_order_of_index = [sorted(samples) for samples in first_fit([max(n, 1) for n in lengths], 20)]
+    assert in_order == in_order_of_index
 
 
 def test_oversize_samples_come_last_and_alone() -> None:
