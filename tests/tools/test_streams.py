@@ -118,7 +118,9 @@ WRITERS = {
 }
 
 
-def run(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, script: str, output: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A line of shell in which $MCB is the command."""
     settings = {"PYTHONPATH": str(REPOSITORY), "MCB": f"{sys.executable} -m mcore_batching"}
     return subprocess.run(
@@ -126,7 +128,8 @@ def run(folder: Path, script: str, **environment: str) -> subprocess.CompletedPr
         cwd=folder,
         env={**os.environ, **settings, **environment},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=output,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=patience(60),
     )
@@ -162,16 +165,8 @@ def test_a_locale_without_utf_8_gets_all_output(folder: Path, command: str) -> N
 def test_a_reader_that_leaves_early_gets_no_traceback(folder: Path, command: str) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    with os.fdopen(write_end, "w") as broken:
-        failed = subprocess.run(
-            [sys.executable, "-m", "mcore_batching", *COMMANDS[command].split()],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},  # buffered or not, as the tests are
-            stdout=broken,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=patience(60),
-        )
+    failed = run(folder, f"exec $MCB {COMMANDS[command]}", write_end)
+    os.close(write_end)
     assert (failed.returncode, failed.stderr) == (141, "")
 
 
