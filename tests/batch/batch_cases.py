@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kit.packing import pack
 from torch import Tensor
 
-from mcore_batching.batch import PackedMicroBatch
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.batch.row_index import Nodes
@@ -37,6 +37,25 @@ def make_samples(shapes: list[tuple[int, int]], seed: int = 0) -> dict[str, list
             torch.rand(response, generator=generator, dtype=torch.float64) for _, response in shapes
         ],
     }
+
+
+MARKED = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN).declare(
+    "fewer", Kind.PER_TOKEN, length_offset=-2
+)
+
+
+def marked(shapes: list[tuple[int, int]]) -> dict[str, list[Any]]:
+    """Samples of `MARKED` in which no two values of a field are the same, none of them 0."""
+    totals = torch.tensor([total for total, _ in shapes])
+    starts = (totals.cumsum(0) - totals + 1).tolist()
+    samples = make_samples(shapes)
+    samples["tokens"] = [torch.arange(s, s + t) for s, (t, _) in zip(starts, shapes, strict=True)]
+    samples["mark"] = [torch.stack((each, -each), 1) for each in samples["tokens"]]
+    samples["fewer"] = [each[: max(len(each) - 2, 0)] * 0.5 for each in samples["tokens"]]
+    samples["position_ids"] = [
+        torch.stack((each + 7, each + 9)) if len(each) else [] for each in samples["tokens"]
+    ]
+    return samples
 
 
 def full_batch(
@@ -136,11 +155,13 @@ class PlainRow:
     loss_mask: list[float]
     padding_mask: list[bool]
     offsets: list[int]
+    places: list[int]
+    """Of the token in its samples' tokens one behind the other; -1 for padding."""
 
 
 def plain_row(samples: dict[str, list[Any]], sample_multiple: int, row_multiple: int) -> PlainRow:
     """The row that `pack` should make without context parallelism."""
-    row = PlainRow([], [], [], [], [], [0])
+    row = PlainRow([], [], [], [], [], [0], [])
 
     def pad() -> None:
         row.tokens.append(PAD)
@@ -148,7 +169,9 @@ def plain_row(samples: dict[str, list[Any]], sample_multiple: int, row_multiple:
         row.position_ids.append(0)
         row.loss_mask.append(0.0)
         row.padding_mask.append(True)
+        row.places.append(-1)
 
+    place = itertools.count()
     for i, tokens in enumerate(samples["tokens"]):
         ids = tokens.tolist()
         prompt = len(ids) - samples["response_lengths"][i]
@@ -162,6 +185,7 @@ def plain_row(samples: dict[str, list[Any]], sample_multiple: int, row_multiple:
                 float(samples["loss_masks"][i][successor - prompt]) if trained else 0.0
             )
             row.padding_mask.append(False)
+            row.places.append(next(place))
         if not ids:
             pad()
         while len(row.tokens) % sample_multiple:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.packing import pack
 
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
@@ -53,14 +52,9 @@ def make_row(
         chosen = {key: [values[i] for i in indices] for key, values in samples.items()}
     else:
         chosen = make_placeholder(DEFAULT_SCHEMA, list(samples), samples)
-    return pack(
-        chosen,
-        sample_indices=indices,
-        sample_alignment_tokens=2 * size if size > 1 else 1,
-        context_parallel_size=size,
-        context_parallel_rank=rank,
-        is_placeholder=not indices,
-    )
+    return batch_cases.pack_on_all_ranks(
+        chosen, size, sample_indices=indices, is_placeholder=not indices
+    )[rank]
 
 
 def plain_means(samples: dict[str, list[Any]], values: list[torch.Tensor]) -> dict[str, float]:
@@ -160,15 +154,6 @@ def test_masked_token_that_is_not_finite_does_no_harm() -> None:
     assert share.item() == 2.0
     (gradient,) = torch.autograd.grad(share, value)
     assert gradient.tolist() == [0.5, 0.0, 0.5]
-
-
-def test_value_of_the_wrong_length_is_named() -> None:
-    samples = make_samples([(4, 2), (5, 3)], seed=1)
-    row = make_row(samples, (0, 1))
-    with pytest.raises(ValueError, match=r"sample 1 .*expected values of shape \[3\].*got \[5\]"):
-        token_mean([torch.zeros(2), torch.zeros(5)], row, StepTotals())
-    with pytest.raises(ValueError, match="expected values of 2 samples, got 1"):
-        token_mean([torch.zeros(2)], row, StepTotals())
 
 
 def test_mean_over_groups_names_ids_that_are_missing_or_of_another_step() -> None:

@@ -58,8 +58,3 @@ def test_a_long_list_of_indices_is_cut_in_the_message_but_not_in_the_error(
     with pytest.raises(OrderError) as caught:
         restore_order([], [], 100)
     assert caught.value.missing == (0, 1, 2)
-
-
-def test_apply_order_is_as_strict() -> None:
-    with pytest.raises(OrderError, match=r"missing 1; doubled 0"):
-        apply_order(["a", "b"], [0, 0])

@@ -8,21 +8,28 @@ import math
 import numpy as np
 import pytest
 import torch
-from batch_cases import PAD, make_samples, merge_packed, pack_on_all_ranks, plain_row, sample_shapes
+from batch_cases import (
+    MARKED,
+    PAD,
+    boundary_shapes,
+    make_samples,
+    marked,
+    merge_packed,
+    pack_on_all_ranks,
+    plain_row,
+    sample_shapes,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import pad
 
-from mcore_batching.batch import (
-    DEFAULT_SCHEMA,
-    Kind,
-    PackedMicroBatch,
-    SchemaError,
-    make_placeholder,
-)
+from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
 from mcore_batching.batch.prefix_tree import find_forest_of
+from mcore_batching.batch.row import packed_field
 
+Shapes = list[tuple[int, int]]
 STREAMS = ("tokens", "labels", "position_ids", "loss_mask", "padding_mask")
 
 
@@ -31,24 +38,59 @@ def merged(rows: list[PackedMicroBatch], name: str) -> list:
     return merge_packed(parts, rows[0].host_cu_seqlens_padded, -1)[0].tolist()
 
 
-def later(values: list, offsets: list[int], depth: int) -> list:
-    """At each position the value `depth` positions on in its segment, else 0."""
+def later(values: list, offsets: list[int], depth: int, missing: int = 0) -> list:
+    """At each position the value `depth` positions on in its segment."""
     cut = [values[start:end] for start, end in itertools.pairwise(offsets)]
-    return [value for each in cut for value in (each[depth:] + [0] * depth)[: len(each)]]
+    return [value for each in cut for value in (each[depth:] + [missing] * depth)[: len(each)]]
 
 
-def require_equals_plain_row(samples: dict, size: int, align: int, row_align: int) -> None:
-    rows = pack_on_all_ranks(
-        samples, size, sample_alignment_tokens=align, row_alignment_tokens=row_align, depths=2
-    )
+def require_slices(rows: list[PackedMicroBatch]) -> None:
+    """Every position of every rank's slices is in exactly one place, and so is every token."""
+    for rank, index in enumerate(row.index for row in rows):
+        held = [place for _, first, end in index.chunks for place in range(first, end)]
+        assert index.positions.tolist() == held
+        assert index.local(index.positions).tolist() == list(range(index.num_local))
+        for other in rows[:rank]:
+            assert (other.index.local(index.positions) == -1).all()
+    positions = torch.cat([row.index.positions for row in rows]).sort().values
+    assert positions.tolist() == list(range(rows[0].host_cu_seqlens_padded[-1]))
+    span = rows[0].fields.token_span
+    real = torch.cat([row.index.places(row.fields.token_span) for row in rows])
+    assert real[real < span.end].sort().values.tolist() == list(range(span.end))
+
+
+def require_packed(
+    shapes: Shapes, size: int, align: int, row_align: int, depths: int = 2, has_axes: bool = True
+) -> None:
+    """The streams of all ranks' slices are those of `plain_row`, and fields come back."""
+    samples = marked(shapes)
+    missing = [(0, min(total, 2)) for total, _ in shapes]
+    flat = {
+        "mark": torch.cat([*samples["mark"], torch.zeros(1, 2).long()]),
+        # The last tokens of a sample have none.
+        "fewer": torch.cat([*map(pad, samples["fewer"], missing), torch.zeros(1)]),
+        "position_ids": pad(torch.cat(samples["tokens"]) + torch.tensor([[7], [9]]), (0, 1)),
+    }
+    if not has_axes:
+        del samples["position_ids"]
+    alignments = {"sample_alignment_tokens": align, "row_alignment_tokens": row_align}
+    rows = pack_on_all_ranks(samples, size, schema=MARKED, depths=depths, **alignments)
+    require_slices(rows)
     plain = plain_row(samples, align, row_align)
-    for name in STREAMS:
-        assert merged(rows, name) == getattr(plain, name), name
-    for name in ("tokens", "labels", "position_ids", "loss_mask"):
-        for depth in (1, 2):
-            parts = [getattr(row.later[depth - 1], name) for row in rows]
-            full = merge_packed(parts, plain.offsets, -1)[0].tolist()
-            assert full == later(getattr(plain, name), plain.offsets, depth), (name, depth)
+    for depth in range(depths + 1):
+        streams = [row.later[depth - 1] if depth else row for row in rows]
+        for name in STREAMS[: 5 if not depth else 4]:
+            full = merge_packed([getattr(each, name) for each in streams], plain.offsets, -1)
+            if name == "position_ids" and has_axes and any(samples["total_lengths"]):
+                places = later(plain.places, plain.offsets, depth, -1)
+                assert torch.equal(full[:, 0], flat[name][:, places])
+            else:
+                wanted = later(getattr(plain, name), plain.offsets, depth)
+                assert full[0].tolist() == wanted, (name, depth)
+        for name in ("mark", "fewer"):
+            parts = [packed_field(row.index, row.fields, MARKED[name], depth)[0] for row in rows]
+            places = later(plain.places, plain.offsets, depth, -1)
+            assert torch.equal(merge_packed(parts, plain.offsets), flat[name][places]), name
     for row in rows:
         assert row.cu_seqlens_padded.tolist() == plain.offsets
         assert list(row.host_cu_seqlens_padded) == plain.offsets
@@ -56,12 +98,36 @@ def require_equals_plain_row(samples: dict, size: int, align: int, row_align: in
         assert row.total_lengths == samples["total_lengths"]
         assert row.response_lengths == samples["response_lengths"]
         assert row.sample_indices == tuple(range(row.num_samples))
-        assert row.num_samples == len(samples["tokens"])
-        masks = [later(plain.loss_mask, plain.offsets, depth) for depth in range(3)]
-        _, weights = SampleWeights(row.fields, depths=2).totals(range(row.num_samples))
+        assert row.num_samples == len(shapes)
+        masks = [later(plain.loss_mask, plain.offsets, depth) for depth in range(depths + 1)]
+        _, weights = SampleWeights(row.fields, depths=depths).totals(range(row.num_samples))
         assert weights == [*map(sum, masks)]
-        if size > 1:
-            assert all(offset % (2 * size) == 0 for offset in plain.offsets)
+        for name in ("tokens", "mark", "fewer", "advantages", "loss_masks"):
+            assert all(map(torch.equal, row[name], samples[name])), name
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sample_shapes(),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_any_samples_are_packed_token_by_token_and_come_back(
+    shapes: Shapes, size: int, factor: int, row: int, depths: int, has_axes: bool
+) -> None:
+    align = (2 * size if size > 1 else 1) * factor
+    require_packed(shapes, size, align, math.lcm(align, row), depths, has_axes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_boundary_lengths(size: int) -> None:
+    align = 2 * size if size > 1 else 1
+    require_packed(boundary_shapes(size), size, align, 5 * align)
+    for shape in boundary_shapes(size):
+        require_packed([shape], size, align, align)
 
 
 def test_types() -> None:
@@ -71,15 +137,6 @@ def test_types() -> None:
     assert row.padding_mask.dtype == torch.bool
     assert row.cu_seqlens_padded.dtype == torch.int32
     assert row.tokens.shape == row.loss_mask.shape == (1, 5)
-
-
-@settings(max_examples=200, deadline=None)
-@given(sample_shapes(), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(1, 40))
-def test_any_batch(
-    shapes: list[tuple[int, int]], size: int, sample_factor: int, pad_total_to: int
-) -> None:
-    align = (2 * size if size > 1 else 1) * sample_factor
-    require_equals_plain_row(make_samples(shapes), size, align, math.lcm(align, pad_total_to))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -144,14 +201,6 @@ def test_fields_are_copies_of_the_values_given() -> None:
         row["values"]
 
 
-def test_positions_are_one_field() -> None:
-    samples = make_samples([(4, 2), (4, 2)])
-    schema = DEFAULT_SCHEMA.declare("mrope", Kind.POSITION_IDS)
-    samples["position_ids"] = samples["mrope"] = [torch.arange(4)] * 2
-    with pytest.raises(SchemaError, match=r"one field of kind POSITION_IDS .* position_ids, mrope"):
-        pack_on_all_ranks(samples, schema=schema)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_routed_experts_are_padded_with_different_experts(size: int) -> None:
     """All-zero rows would send every slot of every padding token to expert 0."""
@@ -175,17 +224,6 @@ def test_routed_experts_are_padded_with_different_experts(size: int) -> None:
     assert len(used) == 8, "padding goes round over the experts, not to two of them"
 
 
-def test_what_cannot_be_packed_is_refused() -> None:
-    (row,) = pack_on_all_ranks(make_samples([(4, 2)]))
-    with pytest.raises(ValueError, match=r"declared as Kind.PER_RESPONSE_TOKEN.*Kind.PER_TOKEN"):
-        row.packed("advantages")
-    samples = make_samples([(4, 2)]) | {"ragged": [torch.rand(5, 2)]}
-    schema = DEFAULT_SCHEMA.declare("ragged", Kind.PER_TOKEN, length_offset=1)
-    (row,) = pack_on_all_ranks(samples, schema=schema)
-    with pytest.raises(ValueError, match=r"'ragged' cannot be packed.*at most one row per token"):
-        row.packed("ragged")
-
-
 def test_a_row_goes_to_a_device_with_all_its_tensors() -> None:
     samples = make_samples([(4, 2)]) | {
         "uids": ["a"],
@@ -206,7 +244,6 @@ def test_a_row_goes_to_a_device_with_all_its_tensors() -> None:
     assert moved.host_cu_seqlens_padded == (0, 4)
 
 
-MARKED = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN)
 DEPTHS = 2
 
 

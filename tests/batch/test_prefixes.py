@@ -60,14 +60,6 @@ def test_a_shared_node_ends_one_token_short_of_what_is_common() -> None:
     assert spelt(deeper, batch) == ["[ab]", "ab[cdghi]", "ab[cdef]", "[x]"]
 
 
-def test_turns_and_equal_samples_are_computed_in_the_longest() -> None:
-    batch = batch_of([("ab", 1), ("abcdef", 1), ("abcd", 4), ("abcdef", 2), ("b", 1)])
-    forest = found(batch)
-    assert spelt(forest, batch) == ["[abcdef]", "[b]"]
-    assert forest.last == (0, 0, 0, 0, 1)
-    assert not forest.has_branches
-
-
 def test_without_branches_only_turns_share() -> None:
     batch = batch_of([("abcd", 1), ("abce", 1), ("ab", 1)])
     forest = found(batch, branches=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics as plain
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks_worker import STEPS, plain_zscores, turns_of
 
-from mcore_batching.batch import BatchError, OrderError, SchemaError
 from mcore_batching.rl import compute_advantages, pad_batch
 from mcore_batching.rl.advantages import ESTIMATORS, outcome_advantages
 
@@ -126,10 +124,6 @@ def test_the_last_turn_is_the_last_by_number_where_there_are_numbers() -> None:
         assert compute_advantages(batch, "dr_grpo", step_wise=True)[0][0] == 0.5
     summed = compute_advantages(batch, "dr_grpo", step_wise=True, outcome="sum")
     assert summed[0][0] == 4.5
-    with pytest.raises(BatchError, match="outcome must be one of 'last', 'sum', got 'first'"):
-        compute_advantages(batch, step_wise=True, outcome="first")  # type: ignore[arg-type]
-    with pytest.raises(BatchError, match="outcome must be one of 'last', 'sum', got tensor"):
-        compute_advantages(batch, step_wise=True, outcome=torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_trajectories_and_single_sequences() -> None:
@@ -144,20 +138,6 @@ def test_trajectories_and_single_sequences() -> None:
     for step_wise in (True, False):
         again = compute_advantages(batch, "rloo", step_wise=step_wise)
         assert all(map(torch.equal, again, found))
-    with pytest.raises(
-        BatchError, match=r"trajectory 5 has 3 samples \(0, 1, 2\).*set step_wise=True"
-    ):
-        compute_advantages(two_trajectories())
-
-
-@pytest.mark.parametrize("estimator", ["gae", "opo", "maxrl", "ppo", None])
-def test_other_estimators_are_refused_with_those_offered(estimator: Any) -> None:
-    with pytest.raises(BatchError) as caught:
-        compute_advantages(two_trajectories(), estimator, step_wise=True)
-    assert str(caught.value) == (
-        f"estimator must compare trajectories, got {estimator!r}; set one of grpo, dr_grpo, rloo, "
-        "reinforce_baseline"
-    )
 
 
 @pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
@@ -170,27 +150,6 @@ def test_outcome_estimators_are_the_textbooks_formulas(
     expected = [plain_estimate(estimator, i, rewards) for i in range(len(rewards))]
     # Up to 1e-8 off where all rewards are equal but for rounding, over a deviation of 1e-6.
     assert found == pytest.approx([*expected, 0.0], rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_rewards_that_cannot_be_compared(bad: float) -> None:
-    with pytest.raises(BatchError, match=f"reward {bad} of trajectory 1, group 'a', is not fini"):
-        outcome_advantages([1.0, bad], ["a", "a"], "grpo")
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("uids", None, "'uids': expected 4 values, one per sample, found no such field"),
-        ("rewards", [1.0], "'rewards': expected 4 values, .* found 1 values"),
-        ("trajectory_ids", None, "'trajectory_ids'"),
-        ("loss_masks", [torch.ones(1)] * 4, "'loss_masks', sample 0: expected 4 rows"),
-        ("loss_masks", [], "'loss_masks': expected 4 values"),
-    ],
-)
-def test_fields_that_are_missing_or_do_not_fit(field: str, value: Any, message: str) -> None:
-    with pytest.raises(SchemaError, match=message):
-        compute_advantages({**two_trajectories(), field: value}, step_wise=True)
 
 
 @pytest.mark.parametrize("rewards", [None, [3e7, 3e7, 3e7 + 4, 0.0, 0.0, 9.0]])
@@ -219,32 +178,6 @@ def test_steps_and_the_samples_of_none() -> None:
     assert all(map(torch.equal, partly[3:], found[3:]))
     # Not as they are: they would be on another scale than those beside them.
     assert not torch.cat(partly[:3]).any()
-
-
-@pytest.mark.parametrize(
-    ("steps", "text"),
-    [
-        ([[0, 2], [2, 1]], "each in one at most, got 2; pass"),
-        ([[0, -1], [6]], "steps of indices below 6, .* got -1, 6; pass"),
-        ([[0.5]], "expected integer steps, got 0.5"),
-    ],
-)
-def test_steps_hold_each_sample_once_at_most(steps: Any, text: str) -> None:
-    with pytest.raises(OrderError, match=text):
-        compute_advantages(turns_of(0), step_wise=True, steps=steps)
-    with pytest.raises(BatchError, match="steps must be a sequence, got int 3"):
-        compute_advantages(turns_of(0), step_wise=True, steps=3)  # type: ignore[arg-type]
-
-
-def test_rewards_are_numbers() -> None:
-    """float() would read "1"."""
-    batch = turns_of(0)
-    for bad in ("1", b"1", None, [1.0, 2.0], "nan"):
-        rewards = [bad, *batch["rewards"][1:]]
-        with pytest.raises(SchemaError, match="'rewards', sample 0: expected one number"):
-            compute_advantages({**batch, "rewards": rewards}, step_wise=True, outcome="sum")
-    rewards = [True, torch.tensor([0.0]), *batch["rewards"][2:]]
-    compute_advantages({**batch, "rewards": rewards}, step_wise=True, outcome="sum")
 
 
 def test_advantages_are_where_the_masks_are() -> None:

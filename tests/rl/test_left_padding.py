@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from batch_cases import AXES, LAYERS, TOP_K, equal, full_batch, make_samples, sample_shapes
 from hypothesis import given, settings
 
-from mcore_batching.batch import DEFAULT_SCHEMA, BatchError, Kind, SchemaError
+from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.rl import LeftPadded, left_pad, response_values, unpad
 
 PAD = 999
@@ -53,12 +52,6 @@ def test_position_ids_that_samples_bring_are_the_batchs() -> None:
     assert blocks.position_ids[:, :, 1].tolist() == [[0, 1, 2], [1, 2, 3]]
 
 
-def test_response_values_refuse_what_is_not_aligned_to_responses() -> None:
-    blocks = left_pad(make_samples([(5, 1), (5, 3)]), pad_token_id=PAD)
-    with pytest.raises(BatchError, match=r"shape \[2, 3\].*right-aligned.*got \[2, 5\]"):
-        response_values(blocks, torch.zeros(2, 5))
-
-
 def test_skyrl_fault_samples_beyond_max_seq_len_are_warned_of_and_whole() -> None:
     samples = make_samples([(5, 1), (9, 3), (7, 7)])
     text = r"2 samples are longer than max_seq_len=6 \(sample 1, 2\), up to 9 tokens; none is cut"
@@ -70,9 +63,6 @@ def test_skyrl_fault_samples_beyond_max_seq_len_are_warned_of_and_whole() -> Non
         for most in (None, 9):
             left_pad(samples, pad_token_id=PAD, max_seq_len=most)
         left_pad(make_samples([]), pad_token_id=PAD, max_seq_len=1)
-    for bad in (0, 2.5, True):
-        with pytest.raises(BatchError, match="max_seq_len must be"):
-            left_pad(samples, pad_token_id=PAD, max_seq_len=bad)  # type: ignore[arg-type]
 
 
 def test_padding_of_routed_experts_is_distinct_per_slot() -> None:
@@ -92,30 +82,14 @@ def test_no_samples_and_no_tokens() -> None:
 
 
 def test_blocks_of_ones_own() -> None:
-    """Blocks from elsewhere are checked against the lengths."""
-    parts: dict[str, Any] = {
-        "others": {"total_lengths": [2, 4], "response_lengths": [1, 2]},
-        "total_lengths": (2, 4),
-        "response_lengths": (1, 2),
-        "schema": DEFAULT_SCHEMA,
-    }
-    tokens = torch.tensor([[PAD, PAD, 1, 2], [3, 4, 5, 6]])
-    blocks = LeftPadded(blocks={"tokens": tokens}, **parts)
+    blocks = LeftPadded(
+        blocks={"tokens": torch.tensor([[PAD, PAD, 1, 2], [3, 4, 5, 6]])},
+        others={"total_lengths": [2, 4], "response_lengths": [1, 2]},
+        total_lengths=(2, 4),
+        response_lengths=(1, 2),
+        schema=DEFAULT_SCHEMA,
+    )
     assert [value.tolist() for value in unpad(blocks)["tokens"]] == [[1, 2], [3, 4, 5, 6]]
-    for shape in ((2, 5), (1, 4), (8,)):
-        with pytest.raises(SchemaError, match=r"'tokens': expected a block of 2 samples, 4 rows"):
-            LeftPadded(blocks={"tokens": torch.zeros(shape)}, **parts)
-    with pytest.raises(SchemaError, match=r"'rewards': expected a block of 2 samples, 0 rows"):
-        LeftPadded(blocks={"rewards": torch.zeros(2, 4)}, **parts)
-
-
-def test_values_of_different_types_or_shapes_are_refused() -> None:
-    samples = make_samples([(3, 1), (3, 2)])
-    schema = DEFAULT_SCHEMA.declare("x", Kind.PER_RESPONSE_TOKEN)
-    for value in (torch.zeros(2), torch.zeros(2, 4, dtype=torch.float64)):
-        samples["x"] = [torch.zeros(1, 4), value]
-        with pytest.raises(SchemaError, match=r"'x', sample 1: expected type torch\.float32 "):
-            left_pad(samples, schema, pad_token_id=PAD)
 
 
 def test_blocks_of_no_values_have_the_type_of_their_kind() -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
-    BatchError,
     Fill,
     Kind,
     Schema,
@@ -265,19 +264,6 @@ def test_numpy_and_lists() -> None:
     assert (int(result["total_lengths"][2]), int(result["response_lengths"][2])) == (2, 1)
 
 
-def test_no_samples_are_refused_with_what_to_do() -> None:
-    with pytest.raises(BatchError, match=r"need a sample to be like, got none; leave the step out"):
-        pad_batch(make_samples([]), 4, pad_token_id=PAD)
-
-
-@pytest.mark.parametrize("name", ["multiple", "identifier_seed"])
-@pytest.mark.parametrize("value", [-1, -2, 1.5, True])
-def test_integers_out_of_range(name: str, value: Any) -> None:
-    arguments: dict[str, Any] = {"multiple": 2, "pad_token_id": PAD, name: value}
-    with pytest.raises(BatchError, match=rf"{name} must be (an integer|[01] or more)"):
-        pad_batch(make_samples([(2, 1)]), **arguments)
-
-
 def test_a_schema_without_the_tag_gets_it() -> None:
     plain = Schema(tuple(field for field in DEFAULT_SCHEMA.values() if field.name != "is_padding"))
     result = pad_batch(make_samples([(2, 1)]), 2, plain, pad_token_id=PAD)
@@ -295,14 +281,3 @@ def test_verl_fault_the_multiple_of_a_batch(
     sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
     more = {"critic_mini_batch_size": critic, "actor_trains": actor_trains}
     assert required_batch_multiple(**sizes, **more) == multiple
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["data_parallel_size", "samples_per_prompt", "actor_mini_batch_size", "critic_mini_batch_size"],
-)
-@pytest.mark.parametrize("value", [0, 1.5, True])
-def test_sizes_of_a_multiple_out_of_range(name: str, value: Any) -> None:
-    sizes = {"data_parallel_size": 2, "samples_per_prompt": 8, "actor_mini_batch_size": 15}
-    with pytest.raises(BatchError, match=f"{name} must be (an integer|1 or more)"):
-        required_batch_multiple(**{**sizes, name: value})
