@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-import pytest
+import numpy as np
 import torch
-from batch_cases import make_samples
+from batch_cases import equal, full_batch, make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,48 +48,26 @@ def test_verl_fault_metrics_of_a_batch_that_is_all_padding() -> None:
     assert sample_metrics(make_samples([]), ["response_lengths"]) == {}
 
 
-def numbered(count: int) -> dict[str, Any]:
-    """Every field says which sample it belongs to."""
-    return {
-        "tokens": [torch.full((3,), i) for i in range(count)],
-        "total_lengths": [3] * count,
-        "response_lengths": [1] * count,
-        "rewards": torch.arange(count).double(),
-        "uids": [f"prompt {i}" for i in range(count)],
-        "metadata": tuple({"number": i} for i in range(count)),
-        "returns": None,
-    }
-
-
-def numbers_of(batch: dict[str, Any]) -> list[list[int]]:
-    return [
-        [int(tokens[0]) for tokens in batch["tokens"]],
-        [int(reward) for reward in batch["rewards"]],
-        [int(uid.removeprefix("prompt ")) for uid in batch["uids"]],
-        [each["number"] for each in batch["metadata"]],
-    ]
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.booleans(), max_size=12))
 def test_every_field_is_sliced_alike(tags: list[bool]) -> None:
-    batch = numbered(len(tags)) | {"is_padding": tags}
+    batch = full_batch([(3, 1)] * len(tags)) | {
+        "rewards": torch.arange(len(tags)).double(),
+        "scores": np.arange(len(tags)),
+        "metadata": tuple({"number": i} for i in range(len(tags))),
+        "is_padding": tags,
+    }
+    before = copy.deepcopy(batch)
     part = real_samples(batch)
     real = [index for index, tag in enumerate(tags) if not tag]
-    assert numbers_of(part) == [real] * 4
-    assert part["returns"] is None
+    assert part.keys() == batch.keys()
+    for name, values in batch.items():
+        if values is None:
+            assert part[name] is None
+        else:
+            assert equal([*part[name]], [values[index] for index in real]), name
+            assert equal([*values], [*before[name]]), name
     assert isinstance(part["rewards"], torch.Tensor)
-    assert numbers_of(batch) == [list(range(len(tags)))] * 4
+    assert isinstance(part["scores"], np.ndarray)
     part["uids"].append("new")
     assert len(batch["uids"]) == len(tags)
-
-
-def test_numpy_fields() -> None:
-    numpy = pytest.importorskip("numpy")
-    batch = {
-        "rewards": numpy.arange(3.0),
-        "uids": list("abc"),
-        "is_padding": numpy.array([0, 1, 0]),
-    }
-    part = real_samples(batch)
-    assert (part["rewards"].tolist(), part["uids"]) == ([0.0, 2.0], ["a", "c"])

@@ -6,6 +6,7 @@ import copy
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batch_cases import equal, full_batch, make_samples, sample_shapes
@@ -51,6 +52,11 @@ def test_divisible_minimal_and_untouched(
     assert len(set(result["uids"][len(shapes) :])) == size - len(shapes)
     assert not set(result["uids"][len(shapes) :]) & set(batch["uids"])
     DEFAULT_SCHEMA.validate(result)
+    # Tags of the batch stay, and all identifiers are new.
+    again = pad_batch(result, size + 3, pad_token_id=PAD)
+    assert again["is_padding"] == [*result["is_padding"], *[True] * 3]
+    assert len(set(again["uids"][len(shapes) :])) == size + 3 - len(shapes)
+    assert len(set(again["sample_indices"])) == size + 3
 
 
 def test_fabricated_values_share_memory_with_nothing() -> None:
@@ -62,13 +68,6 @@ def test_fabricated_values_share_memory_with_nothing() -> None:
         if batch[key] is not None:
             assert equal(batch[key][:3] + batch[key][4:], before[key][:3] + before[key][4:]), key
     assert batch["multimodal_train_inputs"][3] is not batch["multimodal_train_inputs"][4]
-
-
-def test_tags_of_the_batch_are_respected() -> None:
-    again = pad_batch(padded(3, 5), 4, pad_token_id=PAD)
-    assert again["is_padding"] == [False] * 3 + [True] * 5
-    assert len(set(again["uids"][3:])) == 5
-    assert len(set(again["sample_indices"])) == 8
 
 
 @pytest.mark.parametrize(
@@ -151,6 +150,11 @@ FILLS: list[tuple[str, Any, Any]] = [
         [torch.zeros(n, 2, 3, dtype=torch.uint8) for n in (3, 2)],
         torch.tensor([[[0, 1, 2]] * 2], dtype=torch.uint8),
     ),
+    # A first sample of one token has no rows, and as a list no trailing shape either.
+    ("rollout_routed_experts", [[], [[[0, 0]] * 2] * 2], torch.tensor([[[0, 1]] * 2])),
+    ("tokens", [np.arange(4), np.arange(3)], torch.tensor([PAD, EOS])),
+    ("total_lengths", np.array([4, 3]), 2),
+    ("response_lengths", torch.tensor([2, 1]), 1),
     # of verl and SkyRL: zeros masked the two tokens, and no trajectory ended with the sample
     ("input_ids", [[4, 5, 6, 7], [4, 5, 6]], torch.tensor([PAD, EOS])),
     ("sequences", [torch.arange(4), torch.arange(3)], torch.tensor([PAD, EOS])),
@@ -177,18 +181,11 @@ FILLS: list[tuple[str, Any, Any]] = [
 
 @pytest.mark.parametrize(("name", "values", "expected"), FILLS, ids=[name for name, *_ in FILLS])
 def test_the_value_of_a_padding_sample(name: str, values: Any, expected: Any) -> None:
-    batch = {**make_samples([(4, 2), (3, 1)]), name: values}
+    first = 1 if isinstance(values[0], list) and not values[0] else 4
+    batch = {**make_samples([(first, min(first, 2)), (3, 1)]), name: values}
     result = pad_batch(batch, 3, pad_token_id=PAD, response_token_id=EOS)
     assert equal(result[name][2], expected)
     assert type(result[name][2]) is type(expected)
-
-
-def test_shape_of_routed_experts_is_taken_from_a_sample_that_shows_it() -> None:
-    """A first sample of one token has no rows, and as a list no trailing shape either."""
-    batch = make_samples([(1, 1), (3, 1)])
-    batch["rollout_routed_experts"] = [[], [[[0, 0], [0, 0]]] * 2]
-    experts = pad_batch(batch, 3, pad_token_id=PAD)["rollout_routed_experts"]
-    assert experts[2].tolist() == [[[0, 1]] * 2]
 
 
 @pytest.mark.parametrize(
@@ -250,18 +247,6 @@ def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     assert result["prompt_number"][2] < 0
     schema = schema.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.ONES)
     assert pad_batch(batch, 3, schema, pad_token_id=PAD)["prompt_number"][2] == 1
-
-
-def test_numpy_and_lists() -> None:
-    numpy = pytest.importorskip("numpy")
-    batch = {
-        "tokens": [numpy.arange(4), numpy.arange(3)],
-        "total_lengths": numpy.array([4, 3]),
-        "response_lengths": torch.tensor([2, 1]),
-    }
-    result = pad_batch(batch, 3, pad_token_id=PAD)
-    assert result["tokens"][2].tolist() == [PAD, PAD]
-    assert (int(result["total_lengths"][2]), int(result["response_lengths"][2])) == (2, 1)
 
 
 def test_a_schema_without_the_tag_gets_it() -> None:
