@@ -125,12 +125,6 @@ def block_of(
     return RowBlock(columns, rows, nodes, Layout(**layout), sample_indices=indices)
 
 
-def owned_responses(row: PackedMicroBatch) -> list[Tensor]:
-    """For each sample bool ``[response_length]``: the tokens that this context-parallel rank
-    predicts."""
-    return list(row.responses.owned.split(row.response_lengths))
-
-
 def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
     """The packed row, from the slices of all context-parallel ranks: of each segment these hold a
     chunk from its beginning, then one from its end."""
@@ -213,16 +207,12 @@ def sample_shapes(draw: st.DrawFn, max_samples: int = 6) -> list[tuple[int, int]
     ]
 
 
-def boundary_lengths(context_parallel_size: int) -> list[int]:
-    """Lengths around which slicing goes wrong."""
-    chunks = 2 * context_parallel_size
-    return [0, 1, chunks - 1, chunks, chunks + 1, 5 * chunks + 3]
-
-
 def boundary_shapes(context_parallel_size: int) -> list[tuple[int, int]]:
-    """Those lengths with responses of no token, of one, of all but one and of the whole sample."""
+    """Lengths around which slicing goes wrong, with responses of no token, of one, of all but one
+    and of the whole sample."""
+    chunks = 2 * context_parallel_size
     return [
         (total, response)
-        for total in boundary_lengths(context_parallel_size)
+        for total in (0, 1, chunks - 1, chunks, chunks + 1, 5 * chunks + 3)
         for response in sorted({0, min(1, total), max(total - 1, 0), total})
     ]
