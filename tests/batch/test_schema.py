@@ -42,12 +42,19 @@ def test_a_schema_never_changes() -> None:
 
 
 def test_declaring_again_replaces_all_but_a_fill_that_the_kind_allows() -> None:
-    schema = DEFAULT_SCHEMA.declare("mine", TOKEN, fill=Fill.ONES)
-    for kind, fill in {TOKEN: Fill.ONES, SAMPLE: Fill.ONES, META: Fill.ZEROS}.items():
-        again = schema.declare("mine", kind)
-        assert (len(again), again["mine"].kind, again["mine"].fill) == (len(schema), kind, fill)
-        assert schema.declare("mine", kind, fill=Fill.ZEROS)["mine"].fill is Fill.ZEROS
-    assert schema.declare("other", TOKEN)["other"].fill is Fill.ZEROS
+    """Else the attention of a padding sample was masked, and it had no uid."""
+    allowed = {
+        Fill.ONES: (TOKEN, RESPONSE, SAMPLE),
+        Fill.TOKEN_IDS: (TOKEN, RESPONSE, META),
+        Fill.IDENTIFIER: (SAMPLE, META),
+    }
+    for fill, kinds in allowed.items():
+        schema = DEFAULT_SCHEMA.declare("mine", kinds[0], fill=fill)
+        for kind in (TOKEN, RESPONSE, SAMPLE, META):
+            again, kept = schema.declare("mine", kind), fill if kind in kinds else Fill.ZEROS
+            assert (len(again), again["mine"].kind, again["mine"].fill) == (len(schema), kind, kept)
+            assert schema.declare("mine", kind, fill=Fill.ZEROS)["mine"].fill is Fill.ZEROS
+        assert schema.declare("other", TOKEN)["other"].fill is Fill.ZEROS
 
 
 @pytest.mark.parametrize(

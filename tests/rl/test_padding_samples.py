@@ -213,33 +213,6 @@ def test_what_a_fill_is_cannot_be_inferred(
         pad_batch(batch, 3, scope["schema"], pad_token_id=PAD)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("attention_mask", Kind.PER_TOKEN),
-        ("input_ids", Kind.PER_TOKEN),
-        ("response_ids", Kind.PER_RESPONSE_TOKEN),
-        ("is_last_step", Kind.PER_SAMPLE),
-        ("uid", Kind.METADATA),
-        ("uid", Kind.PER_SAMPLE),
-    ],
-)
-def test_a_declaration_by_kind_alone_keeps_the_fill(name: str, kind: Kind) -> None:
-    """The attention of a padding sample was masked, and it had no uid."""
-    values = {"uid": [3, 3]} | {key: values for key, values, _ in FILLS}
-    batch = {**make_samples([(4, 2), (3, 1)]), name: values[name]}
-    results = {
-        text: pad_batch(batch, 3, schema, pad_token_id=PAD, identifier_seed=0)
-        for text, schema in {
-            "default": DEFAULT_SCHEMA,
-            "by kind": DEFAULT_SCHEMA.declare(name, kind),
-            "by fill": DEFAULT_SCHEMA.declare(name, kind, fill=Fill.ZEROS),
-        }.items()
-    }
-    assert equal(results["by kind"][name], results["default"][name])
-    assert not equal(results["by fill"][name], results["default"][name])
-
-
 def test_identifiers_of_ones_own_and_kinds_without_one() -> None:
     batch = {**make_samples([(4, 2), (3, 1)]), "prompt_number": [0, 0]}
     schema = DEFAULT_SCHEMA.declare("prompt_number", Kind.PER_SAMPLE, fill=Fill.IDENTIFIER)
