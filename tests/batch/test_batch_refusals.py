@@ -351,7 +351,7 @@ REFUSALS: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "text"), REFUSALS, ids=str)
+@pytest.mark.parametrize(("call", "error", "text"), REFUSALS, ids=[row[-1] for row in REFUSALS])
 def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
