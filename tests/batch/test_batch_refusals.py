@@ -87,7 +87,7 @@ UNMET: list[tuple[Kind, Any, int | None, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "values", "sample", "expected", "found"), UNMET, ids=str)
+@pytest.mark.parametrize(("kind", "values", "sample", "expected", "found"), UNMET)
 def test_a_value_of_another_kind_is_named_with_its_sample_and_declaration(
     kind: Kind, values: Any, sample: int | None, expected: str, found: str
 ) -> None:
@@ -169,7 +169,7 @@ INVALID: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "values", "text"), INVALID, ids=str)
+@pytest.mark.parametrize(("name", "values", "text"), INVALID)
 def test_invalid(name: str, values: Any, text: str) -> None:
     with pytest.raises(SchemaError, match=text if text[0] == "^" else f"'{name}'.*{text}"):
         validate(name, values)

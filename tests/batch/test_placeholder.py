@@ -59,7 +59,7 @@ def test_the_examples_hold_every_kind() -> None:
     assert {SCHEMA[key].kind for key in EXAMPLES} == set(Kind)
 
 
-@pytest.mark.parametrize(("key", "example", "expected", "default"), VALUES, ids=str)
+@pytest.mark.parametrize(("key", "example", "expected", "default"), VALUES)
 def test_a_value_is_like_the_examples_or_the_default(
     key: str, example: Any, expected: Any, default: Any
 ) -> None:
@@ -91,7 +91,6 @@ def test_a_value_is_like_the_examples_or_the_default(
         ("experts", [[[0, 0]] * 2] * 3, tensor([[[0, 1]] * 2])),
         ("experts", zeros(0).short(), zeros((1, 0, 0), dtype=torch.int64)),
     ],
-    ids=str,
 )
 def test_lists_arrays_and_other_shapes(key: str, example: Any, expected: Any) -> None:
     require_same(

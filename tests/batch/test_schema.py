@@ -76,7 +76,6 @@ def test_declaring_again_replaces_all_but_a_fill_that_the_kind_allows() -> None:
         (META, 0, [Kind, None]),
         (TOKEN, 0, None),
     ],
-    ids=str,
 )
 def test_batches_that_keep_to_the_schema_pass(kind: Kind, offset: int, values: Any) -> None:
     schema = DEFAULT_SCHEMA.declare("x", kind, length_offset=offset)
@@ -107,7 +106,6 @@ def test_batches_that_keep_to_the_schema_pass(kind: Kind, offset: int, values: A
         ([{"source": "web"}, None], META),
         (np.array(["a", "b"]), META),
     ],
-    ids=str,
 )
 def test_the_only_kind_that_fits_is_taken(values: Any, kind: Kind) -> None:
     field = resolve(MIXED, values)
@@ -149,7 +147,7 @@ SEVERAL_FIT: list[tuple[list[tuple[int, int]], Any, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("shapes", "values", "left"), SEVERAL_FIT, ids=str)
+@pytest.mark.parametrize(("shapes", "values", "left"), SEVERAL_FIT)
 def test_anything_else_is_an_error_with_a_line_for_each_kind_that_fits(
     shapes: list[tuple[int, int]], values: Any, left: list[str]
 ) -> None:

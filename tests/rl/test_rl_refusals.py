@@ -81,7 +81,7 @@ ADVANTAGES: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
 ]
 
 
-@pytest.mark.parametrize(("changed", "options", "error", "text"), ADVANTAGES, ids=str)
+@pytest.mark.parametrize(("changed", "options", "error", "text"), ADVANTAGES)
 def test_advantages_refused(
     changed: dict[str, Any], options: dict[str, Any], error: type[Exception], text: str
 ) -> None:
