@@ -134,7 +134,7 @@ INVALID: list[tuple[str, Any, str]] = [
     ("position_ids", [[1] * 5, [4, 6.5, 7]], ", sample 1: .*of an integer type"),
     # Masks are finite weights of 0 or more, one a token.
     *[
-        ("loss_masks", [make([1.0, 0.5]), make([0, bad, 1])], f", sample 1: .* more, found {bad}")
+        ("loss_masks", [make([1.0, 0.5]), make([bad, 0, 1])], f", sample 1: .* more, found {bad}")
         for make in (list, torch.tensor, np.array)
         for bad in (math.nan, -1.0, -0.5, math.inf)
     ],
