@@ -42,6 +42,8 @@ def _selected(request: pytest.FixtureRequest) -> list[Job]:
     return [
         item.callspec.params["job"]
         for item in request.session.items
-        if "job" in getattr(getattr(item, "callspec", None), "params", {})
+        # Other tests with jobs run them by themselves.
+        if "ranks" in getattr(item, "fixturenames", ())
+        and "job" in getattr(getattr(item, "callspec", None), "params", {})
         and item.get_closest_marker("skip") is None
     ]
