@@ -517,18 +517,24 @@ def why_not_fused(chunk: Any) -> str:
     return reason
 
 
+def factors_alone(factors: FusedLogits, multiply: Any) -> Logits:
+    """`FusedLogits` for losses, for which the product is never made."""
+    del multiply
+    return factors
+
+
 @contextlib.contextmanager
 def output_layer(
-    chunk: Any, fused: bool, unmade: Callable[..., Logits] | None = None
+    chunk: Any, made_of: Callable[..., Logits] | None
 ) -> Iterator[Callable[[Tensor], Logits]]:
     """Let one forward pass of a chunk inside the block return what goes into its output layer.
 
     Yields a function from the chunk's output to what losses are given: on the last stage
-    `FusedLogits` if ``fused``, what ``unmade(factors, multiply=)`` makes of them if it is given,
-    else the output itself.
+    ``made_of(factors, multiply=)``, if there is such a function, of the `FusedLogits` and the
+    layer's own product; else the output itself.
     """
     layer = getattr(unwrap_model(chunk), "output_layer", None)
-    if layer is None or not (fused or unmade):
+    if layer is None or made_of is None:
         yield lambda output: output
         return
     forward, found = layer.forward, []
@@ -541,7 +547,7 @@ def output_layer(
         weight = found[0].keywords["weight"]
         weight = layer.weight if weight is None else weight
         factors = FusedLogits(output, weight, layer.sequence_parallel)
-        return factors if fused or unmade is None else unmade(factors, multiply=found[0])
+        return made_of(factors, multiply=found[0])
 
     # On this one module and for this one pass: the model's own forward and its hooks run as ever.
     with compat.schedules.replaced(layer, "forward", keep):

@@ -43,6 +43,7 @@ from mcore_batching.planning.prefix_trees import PrefixTree, most_tokens_of_part
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 
 _STAGE = "exchanging samples"
+_SHARED = "prefixes are shared"  # a line that is printed once a job
 
 SECONDS_LATE = 3.0
 """Time that the worker has for a plan when it is due, beside twice what the slowest plan took in
@@ -129,9 +130,11 @@ def _scheduled(
         with job.agreement("finding samples that begin alike"):
             trees = [tree for plan in plans for tree in plan.trees_among(place)]
             forest = samples.beginnings.forest_here(columns, trees)
-        saved = [sharing(*shared_tokens(each.plan, each.lengths)) for each in plans]
-        if any(saved):
-            job.say_once("prefixes are shared", next(filter(None, saved)))
+        # Once a job: it goes through all samples of the step.
+        if _SHARED not in job.memory.said:
+            saved = (sharing(*shared_tokens(each.plan, each.lengths)) for each in plans)
+            if text := next(filter(None, saved), ""):
+                job.say_once(_SHARED, text)
     return MicroBatchSchedule(
         rollout_data=columns,
         template=batch.template,

@@ -28,6 +28,7 @@ from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.log_probs import (
     Logits,
     UnmadeLogits,
+    factors_alone,
     output_layer,
     temperatures_used,
     why_not_fused,
@@ -141,11 +142,14 @@ def run_for_losses(
     multi-token prediction are left out. With ``when_made``, which is called then, logits are made
     only where something else than log-probs and entropies reads them.
     """
-    unmade, in_model_dtype = None, options.keeps_logits_in_model_dtype
-    if when_made is not None and not options.fuse_output_layer and not why_not_fused(chunk):
+    made_of: Callable[..., Logits] | None = None
+    in_model_dtype = options.keeps_logits_in_model_dtype
+    if options.fuse_output_layer:
+        made_of = factors_alone
+    elif when_made is not None and not why_not_fused(chunk):
         casts = not in_model_dtype and has_half_precision_wrapper(chunk)
         dtype = torch.float32 if casts else get_model_config(chunk).params_dtype
-        unmade = functools.partial(UnmadeLogits, dtype=dtype, when_made=when_made)
+        made_of = functools.partial(UnmadeLogits, dtype=dtype, when_made=when_made)
         in_model_dtype = in_model_dtype or hasattr(unwrap_model(chunk), "output_layer")
     arguments: dict[str, Any] = {
         "input_ids": row.tokens,
@@ -173,8 +177,7 @@ def run_for_losses(
     if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
-    is_fused = options.fuse_output_layer
-    with output_layer(chunk, is_fused, unmade) as logits_of, replayed(chunk, row):
+    with output_layer(chunk, made_of) as logits_of, replayed(chunk, row):
         return chunk(**arguments, **multimodal), logits_of
 
 

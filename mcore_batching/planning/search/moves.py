@@ -181,9 +181,7 @@ class Pipeline:
 
     def exchange(self, at: int, place: int) -> None:
         """Exchange all that the ranks of two places have in their slots; in lockstep all ranks."""
-        mine, theirs = self.at[at][0], self.at[place][0]
-        at, place = mine.place, theirs.place
-        for column in range(len(mine.ranks) if self.width > 1 else 1):
+        for column in range(len(self.at[at][0].ranks) if self.width > 1 else 1):
             here, there = at + column, place + column
             self.at[here], self.at[there] = self.at[there], self.at[here]
         for here in (at, place):
