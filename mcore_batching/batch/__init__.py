@@ -4,8 +4,7 @@ Needs torch and the standard library; never imports megatron.
 """
 
 from mcore_batching.batch.errors import BatchError, OrderError, SchemaError
-from mcore_batching.batch.fields import Field, Fill, Kind
-from mcore_batching.batch.gather import gather_response
+from mcore_batching.batch.fields import Field, Fill, Kind, make_placeholder
 from mcore_batching.batch.loss import (
     StepTotals,
     prompt_mean,
@@ -15,8 +14,7 @@ from mcore_batching.batch.loss import (
     trajectory_mean,
 )
 from mcore_batching.batch.order import apply_order, restore_order
-from mcore_batching.batch.placeholder import make_placeholder
-from mcore_batching.batch.row import PackedMicroBatch
+from mcore_batching.batch.row import PackedMicroBatch, gather_response
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 
 __all__ = [

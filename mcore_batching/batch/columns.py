@@ -271,3 +271,9 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
             return value
         return type(value)(map_tensors(item, change) for item in value)
     return value
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, without the host waiting for the copy."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)

@@ -30,11 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.errors import BatchError
-from mcore_batching.batch.gather import flat_values
-from mcore_batching.batch.pinned_buffer import sent
-from mcore_batching.batch.row import PackedMicroBatch
+from mcore_batching.batch.row import PackedMicroBatch, flat_values
 from mcore_batching.batch.row_block import loss_weights
 from mcore_batching.batch.row_index import Span, integers, predicted_within
 from mcore_batching.planning import LengthError
@@ -320,11 +318,11 @@ def _weighted_sum(per_token: Sequence[Tensor], row: PackedMicroBatch, weights: T
     if values is None:
         _require_lengths(per_token, lengths)
         values = torch.cat([*per_token])
+    if row.context_parallel_size > 1:  # each rank counts the tokens that it predicts
+        own = row.responses.owned_indices
+        values, weights = values.index_select(0, own), weights.index_select(0, own)
     # torch.where, since 0 · inf is NaN; not an index, since the host would wait for its size.
-    keep = weights != 0
-    if row.context_parallel_size > 1:  # what one rank alone does not predict weighs nothing
-        keep = keep & row.responses.owned
-    weighted = torch.where(keep, values.float(), 0.0) * weights
+    weighted = torch.where(weights != 0, values.float(), 0.0) * weights
     # In double precision: packing, and so padding samples, should not show in the sum.
     return weighted.sum(dtype=torch.float64).float()
 

@@ -1,6 +1,8 @@
-"""Rows of a step, packed in blocks: laid out one behind the other, and then cut.
+"""Rows of a step, packed in blocks: laid out one behind the other, and then cut, so that each
+operation is launched once for several rows. A block moves to a device in one buffer.
 
-So each operation is launched once for several rows.
+    [1, 2, 3] int64, [0.5] float32          24 bytes, 104 of padding, 4 bytes, 124 of padding
+    PinnedBuffer(tensors).on(device)        the same tensors, views of one buffer on the device
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.pinned_buffer import PinnedBuffer
+from mcore_batching.batch.columns import Columns, map_tensors
 from mcore_batching.batch.row import LaterTokens, PackedMicroBatch, ResponseTokens, packed_field
 from mcore_batching.batch.row_index import Nodes, RowIndex, Span
 
 _STREAMS = ("tokens", "labels", "position_ids", "loss_mask")
 _TENSORS = (*_STREAMS, "padding_mask", "cu_seqlens_padded")
-_RESPONSES = ("loss_masks", "owned", "owned_indices", "owned_positions")
+_RESPONSES = ("loss_masks", "owned_indices", "owned_positions")
 _DISTINCT = ("distinct_positions", "distinct_indices")
+_ALIGNMENT_BYTES = 128
+"""Start of each tensor of a buffer, for kernels' vectorized loads; PyTorch's allocator aligns to
+512."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,18 +112,15 @@ class RowBlock:
         if self._is_placeholder:
             weights = torch.zeros_like(weights)
         held, positions = index.predicting()
-        row, owned = of_rows.samples, torch.ones_like(weights, dtype=torch.bool)
-        own, counts = weights, of_rows.lengths
+        row, own, counts = of_rows.samples, weights, of_rows.lengths
         if len(held) < len(weights):
             row, own = row.index_select(0, held), weights.index_select(0, held)
-            owned = torch.zeros_like(owned).index_fill_(0, held, True)
             counts = row.bincount(minlength=len(counts))
         tokens = Span.of(self._cuts["tokens"])
         trained = torch.segment_reduce((own != 0).float(), "sum", lengths=counts, unsafe=True)
         self.owned_num_tokens: list[int] = trained.long().tolist()
         made = {
             "loss_masks": weights,
-            "owned": owned,
             "owned_indices": held - of_rows.firsts.index_select(0, row),
             "owned_positions": positions - tokens.firsts.index_select(0, row),
         }
@@ -133,8 +134,8 @@ class RowBlock:
             self._cuts["distinct_positions"] = places.tolist()
             self._cuts["distinct_indices"] = counts.tolist()
         self._tensors |= {(name, 0): value for name, value in made.items()}
-        self._cuts |= dict.fromkeys(_RESPONSES[:2], of_rows.counts)
-        self._cuts |= dict.fromkeys(_RESPONSES[2:], counts.tolist())
+        self._cuts["loss_masks"] = of_rows.counts
+        self._cuts |= dict.fromkeys(_RESPONSES[1:], counts.tolist())
         tags = self.fields.get("is_padding")
         # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
         padding = None if tags is None else torch.tensor(tags, dtype=torch.bool, device="cpu")
@@ -252,3 +253,56 @@ def loss_weights(columns: Columns) -> Tensor:
         is_padding = torch.tensor(tags, dtype=torch.bool, device="cpu")
         weights = weights.masked_fill(is_padding.index_select(0, span.samples), 0.0)
     return weights
+
+
+class PinnedBuffer:
+    """Copies of the host tensors in a value (its dicts, lists and tuples) in one buffer, pinned for
+    a CUDA device: a copy from pageable memory makes the host wait, non_blocking or not. Tensors on
+    a device, with a gradient, or of a subclass stay outside it.
+
+    Attributes:
+        value: the same with views of the buffer in place of those tensors.
+    """
+
+    def __init__(self, value: Any, *, pin_memory: bool) -> None:
+        found: list[Tensor] = []
+        map_tensors(value, found.append)
+        copied = [tensor for tensor in found if _is_copied(tensor)]
+        self._kinds = [(tensor.dtype, tensor.shape) for tensor in copied]
+        # Bytes of the first tensor, of the padding behind it, of the second tensor, ...
+        sizes = [tensor.nbytes for tensor in copied]
+        self._sizes = [part for size in sizes for part in (size, -size % _ALIGNMENT_BYTES)]
+        self._buffer = torch.empty(
+            sum(self._sizes), dtype=torch.uint8, device="cpu", pin_memory=pin_memory
+        )
+        views = self._views(self._buffer)
+        for view, tensor in zip(views, copied, strict=True):
+            view.copy_(tensor)
+        held = iter(views)
+        self.value = map_tensors(value, lambda each: next(held) if _is_copied(each) else each)
+
+    def on(self, device: torch.device) -> Any:
+        """The value with copies of its tensors on a device. The host does not wait for pinned
+        memory."""
+        moved = iter(self._views(self._buffer.to(device, non_blocking=True, copy=True)))
+        # What was not copied follows by itself.
+        return map_tensors(
+            self.value,
+            lambda each: next(moved) if _is_copied(each) else each.to(device, non_blocking=True),
+        )
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        # unsafe_: views without a shared version counter. Otherwise autograd would take a change in
+        # place of one tensor for a change of all.
+        parts = torch.unsafe_split_with_sizes(buffer, self._sizes)[::2]
+        kinds = zip(parts, self._kinds, strict=True)
+        return [part.view(dtype).view(shape) for part, (dtype, shape) in kinds]
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )

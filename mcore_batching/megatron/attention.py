@@ -48,7 +48,7 @@ from megatron.core.utils import divide
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mcore_batching.batch.pinned_buffer import sent
+from mcore_batching.batch.columns import sent
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError

@@ -25,8 +25,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_batching.batch import OrderError, SchemaError
-from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.pinned_buffer import sent
+from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.serialize import (
     deserialize,

@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
-from mcore_batching.batch.gather import gather_own_values, per_sample
+from mcore_batching.batch.row import gather_own_values, per_sample
 from mcore_batching.batch.values import as_number, describe, shape_of
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError

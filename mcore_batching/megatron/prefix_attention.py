@@ -36,7 +36,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mcore_batching.batch.pinned_buffer import sent
+from mcore_batching.batch.columns import sent
 from mcore_batching.batch.row import PackedMicroBatch
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import compat

@@ -40,7 +40,7 @@ from mcore_batching.megatron.topology import is_last_stage, model_chunks, predic
 MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens_padded")
 _LOSS_INPUTS = (
     *("labels", "loss_mask", "loss_masks"),
-    *("owned", "owned_indices", "owned_positions"),
+    *("owned_indices", "owned_positions"),
     *("distinct_positions", "distinct_indices"),
 )
 _FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)

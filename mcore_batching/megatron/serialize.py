@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_batching.batch.columns import sent
 from mcore_batching.batch.errors import described
-from mcore_batching.batch.pinned_buffer import sent
 
 _LENGTH_BYTES = 8  # of the pickled part's length: 64 bits
 

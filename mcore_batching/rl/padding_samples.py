@@ -28,11 +28,11 @@ from mcore_batching.batch.fields import (
     Fill,
     Kind,
     declaration_line,
+    fabricated,
+    filled_with,
     num_samples,
 )
-from mcore_batching.batch.infer import infer_field
-from mcore_batching.batch.placeholder import fabricated, filled_with
-from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema, infer_field
 from mcore_batching.batch.values import is_integral, require_token_id, shape_of, tensor_of
 from mcore_batching.planning.integers import as_integer, at_least
 

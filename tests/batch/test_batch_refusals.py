@@ -23,9 +23,9 @@ from mcore_batching.batch import (
     SchemaError,
     StepTotals,
     apply_order,
+    fields,
     gather_response,
     make_placeholder,
-    placeholder,
     restore_order,
     token_mean,
 )
@@ -181,7 +181,7 @@ Row = tuple[Callable[[], Any], type[Exception], str]
 def fabricate(wrong: Any) -> Any:
     """Make a placeholder with this value."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placeholder, "fabricated", lambda *given: wrong)
+        patch.setattr(fields, "fabricated", lambda *given: wrong)
         return make_placeholder(DEFAULT_SCHEMA, ["log_probs"], None)
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
     PackedMicroBatch,
-    gather,
     gather_response,
     make_placeholder,
 )
+from mcore_batching.batch import row as packed_row
 
 # Sums of the same float64 terms in another order.
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}
@@ -77,7 +77,7 @@ def test_every_rank_has_values_and_gradients_of_the_unsliced_row(
 
     def on_all_ranks(reduce: Any) -> list[list[Tensor]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gather, "all_reduce", lambda own, group: reduce(own))
+            patch.setattr(packed_row, "all_reduce", lambda own, group: reduce(own))
             locals_ = [stream[row.index.positions] for row in rows]
             return [gather_response(*each, group=group) for each in zip(locals_, rows, strict=True)]
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_batching.batch.pinned_buffer import PinnedBuffer, sent
+from mcore_batching.batch.columns import sent
+from mcore_batching.batch.row_block import PinnedBuffer
 
 CPU = torch.device("cpu")
 TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, torch.complex64)

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.batch.pinned_buffer import sent
+from mcore_batching.batch.columns import sent
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.topology import row_group
