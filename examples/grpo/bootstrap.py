@@ -143,7 +143,7 @@ def build_model(
     model: Any = GPTModel
     if hybrid_layer_pattern is None:
         options["transformer_layer_spec"] = (spec or packed_layer_spec)(config)
-    elif not compat.layers.has_hybrid_model():
+    elif not compat.has_hybrid_model():
         raise DynamicBatchArgumentError(NO_HYBRID_MODEL)
     else:
         options["hybrid_stack_spec"] = spec(config) if spec else hybrid_spec()

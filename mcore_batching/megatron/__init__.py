@@ -28,10 +28,10 @@ from mcore_batching.megatron.iterator import (
     schedule_of,
 )
 from mcore_batching.megatron.log_probs import (
-    FusedLogits,
     response_log_probs,
     response_log_probs_and_entropy,
 )
+from mcore_batching.megatron.logits import FusedLogits
 from mcore_batching.megatron.specs import hybrid_spec as _hybrid_spec
 from mcore_batching.megatron.specs import (
     packed_layer_spec,

@@ -35,6 +35,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     get_cuda_rng_tracker,
     set_tensor_model_parallel_attributes,
@@ -50,7 +51,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mcore_batching.batch.columns import sent
 from mcore_batching.batch.row_index import Slice
-from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
 MAX_HEAD_DIM = 256
@@ -192,39 +192,6 @@ def why_not_variable_length(query: Tensor, value: Tensor) -> str:
     return ""
 
 
-class KernelRow:
-    """The runs of a row as the variable-length kernel takes them; the same in every layer."""
-
-    def __init__(self, runs: Sequence[Run], device: torch.device) -> None:
-        queries = [run.query_end - run.query_start for run in runs]
-        keys = [run.key_end - run.key_start for run in runs]
-        self._key_index: Tensor | None = None
-        # Runs of a context-parallel rank share keys; the kernel wants a copy for each run.
-        if [run.key_start for run in runs] != [0, *(run.key_end for run in runs)][:-1]:
-            index = torch.cat([torch.arange(run.key_start, run.key_end) for run in runs])
-            self._key_index = sent(index, device)
-        offsets = [
-            sent(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)
-            for lengths in (queries, keys)
-        ]
-        self._offsets_and_longest = (*offsets, max(queries), max(keys))
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = EVERYTHING
-    ) -> Tensor:
-        """``[tokens, heads, dim]`` attention of all runs by one kernel."""
-        if self._key_index is not None:
-            key, value = (each.index_select(0, self._key_index) for each in (key, value))
-        out: Tensor = variable_length_kernel()(
-            *(each.contiguous() for each in (query, key, value)),
-            *self._offsets_and_longest,
-            scale=scale,
-            window_size=(window, 0),  # 0 after: causal
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        return out
-
-
 logger = logging.getLogger(__name__)
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
@@ -253,7 +220,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class RowGeometry:
-    """A row's runs, and its indices on the device, each copied there once for all layers."""
+    """A row's runs, and what the device has of them: copied there once, the same in every layer."""
 
     def __init__(
         self, cu_seqlens: Sequence[int], size: int, runs: Sequence[Run], device: torch.device
@@ -262,14 +229,55 @@ class RowGeometry:
         self.runs = runs
 
     @functools.cached_property
-    def restore_index(self) -> Tensor:
+    def _restore_index(self) -> Tensor:
         """The order of gathered keys in the row."""
         return sent(zigzag_restore_index(self._cu_seqlens, self._size), self._device)
 
     @functools.cached_property
-    def kernel_row(self) -> KernelRow:
-        """For the variable-length kernel."""
-        return KernelRow(self.runs, self._device)
+    def key_index(self) -> Tensor | None:
+        """Keys of all runs, one run behind the other; None where they lie so."""
+        if [run.key_start for run in self.runs] == [0, *(run.key_end for run in self.runs)][:-1]:
+            return None
+        index = torch.cat([torch.arange(run.key_start, run.key_end) for run in self.runs])
+        return sent(index, self._device)
+
+    @functools.cached_property
+    def _offsets_and_longest(self) -> tuple[Tensor, Tensor, int, int]:
+        """Of queries and of keys, as the variable-length kernel takes them."""
+        queries = [run.query_end - run.query_start for run in self.runs]
+        keys = [run.key_end - run.key_start for run in self.runs]
+        of_queries, of_keys = (
+            sent(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), self._device)
+            for lengths in (queries, keys)
+        )
+        return of_queries, of_keys, max(queries), max(keys)
+
+    def gathered(
+        self, key: Tensor, value: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of the whole row, in its order, from this rank's slice of them."""
+        # One collective for both: keys and values side by side on the last axis.
+        both: Any = cast(Any, _GatherTokens).apply(torch.cat((key, value), dim=-1), group)
+        # Ranks hold zigzag chunks, which lie rank after rank: put into the row's order.
+        both = both.index_select(0, self._restore_index)
+        key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+        return key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = EVERYTHING
+    ) -> Tensor:
+        """``[tokens, heads, dim]`` attention of all runs by the variable-length kernel."""
+        # Runs of a context-parallel rank share keys; the kernel wants a copy for each run.
+        if self.key_index is not None:
+            key, value = (each.index_select(0, self.key_index) for each in (key, value))
+        out: Tensor = variable_length_kernel()(
+            *(each.contiguous() for each in (query, key, value)),
+            *self._offsets_and_longest,
+            scale=scale,
+            window_size=(window, 0),  # 0 after: causal
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out
 
 
 @functools.cache
@@ -309,8 +317,9 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
                 "with AttnMaskType.causal, or with Transformer Engine's attention"
             )
         self.config: TransformerConfig = config
-        # Passed on by Megatron where it does without its globals, else taken from these.
-        self.tp_group, self.cp_group = compat.packed_rows.attention_groups(pg_collection)
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         # Some models attend to everything in every n-th layer, to a window in the others.
         skips = config.window_attn_skip_freq
@@ -369,7 +378,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         own_size = getattr(packed_seq_params, "local_cp_size", None)
         has_keys = packed_seq_params.cp_group is None and own_size == 1
         if group.size() > 1 and not has_keys:
-            key, value = gathered(key, value, geometry.restore_index, group)
+            key, value = geometry.gathered(key, value, group)
         # The kernel has neither dropout, which training from scratch may ask for, nor sinks.
         sinks = self.softmax_offset
         reason = why_not_variable_length(query, value) or ("dropout" if dropout else "")
@@ -381,7 +390,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             settings = self.softmax_scale, dropout, self.window, sinks
             out = attend_run_by_run(query, key, value, geometry.runs, *settings)
         else:
-            out = geometry.kernel_row.attend(query, key, value, self.softmax_scale, self.window)
+            out = geometry.attend(query, key, value, self.softmax_scale, self.window)
         return out.reshape(out.shape[0], -1)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
@@ -395,18 +404,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         out = causal_attention(q, k, v, *settings)
         sequence, batch = query.shape[:2]
         return out.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
-
-
-def gathered(
-    key: Tensor, value: Tensor, restore: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole row, in its order, from this rank's slice of them."""
-    # One collective for both: keys and values side by side on the last axis.
-    both: Any = cast(Any, _GatherTokens).apply(torch.cat((key, value), dim=-1), group)
-    # Ranks hold zigzag chunks, which lie rank after rank: put into the row's order.
-    both = both.index_select(0, restore)
-    key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-    return key, value
 
 
 def _geometry(

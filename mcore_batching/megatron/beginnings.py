@@ -126,7 +126,7 @@ def find_beginnings(
             "multi-latent attention holds the keys that samples share for each of them: set "
             "--recompute-granularity selective (--recompute-modules core_attn)",
         )
-    if not reason and any(map(compat.layers.has_engines_attention, chunks)):
+    if not reason and any(map(compat.has_engines_attention, chunks)):
         job.say_once("untested", "shared prefixes on Transformer Engine are untested on a GPU")
     found = [each for of_rank in hashes.values for each in of_rank]
     return Beginnings(found, block, spare, not reason)

@@ -28,7 +28,7 @@ from mcore_batching.megatron.iterator import (
     rollout_of,
 )
 from mcore_batching.megatron.job import Job, job_of, raise_first
-from mcore_batching.megatron.log_probs import Logits, logits_of_shape
+from mcore_batching.megatron.logits import Logits
 from mcore_batching.megatron.prepare import (
     PreparedStep,
     collated,
@@ -262,7 +262,7 @@ def _evaluation_mode(chunks: list[Any]) -> Iterator[None]:
     for chunk in chunks:
         chunk.eval()
     try:
-        with compat.schedules.replaced(config, "timers", None):
+        with compat.replaced(config, "timers", None):
             yield
     finally:
         for module, training in modes:
@@ -285,9 +285,7 @@ def _run(
         # Megatron names the second argument where it collects something else than losses.
         def collect(output: Tensor, non_loss_data: bool = True) -> Outputs:
             try:
-                logits = logits_of(output)
-                with logits_of_shape(logits):
-                    return function(logits, row)
+                return function(logits_of(output), row)
             except Exception as exception:
                 # The pipeline has to run dry before all ranks can raise it.
                 job.defer(failed, exception, row)

@@ -20,26 +20,20 @@ all-reduces, of one and of two or three numbers a token, whatever the chunks.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.row import gather_own_values, per_sample
 from mcore_batching.batch.values import as_number, describe, shape_of
-from mcore_batching.megatron import compat
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.megatron.logits import FusedLogits, Logits, UnmadeLogits, present_use
 from mcore_batching.megatron.topology import context_parallel_group
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
@@ -240,40 +234,6 @@ class _Softmax:
         return x.div_(self.options.temperature) if self.options.temperature != 1.0 else x
 
 
-# Context variables, not arguments: losses call these functions, and are the user's.
-_temperatures: contextvars.ContextVar[set[float] | None] = contextvars.ContextVar(
-    "temperatures", default=None
-)
-
-
-@contextlib.contextmanager
-def temperatures_used() -> Iterator[set[float]]:
-    """Yield the temperatures of log-probabilities that are computed inside a ``with`` block."""
-    # Tensor-parallel ranks have to agree on them: each divides its own part of the vocabulary.
-    temperatures: set[float] = set()
-    token = _temperatures.set(temperatures)
-    try:
-        yield temperatures
-    finally:
-        _temperatures.reset(token)
-
-
-_model_shape: contextvars.ContextVar[torch.Size | None] = contextvars.ContextVar(
-    "model_shape", default=None
-)
-
-
-@contextlib.contextmanager
-def logits_of_shape(logits: Logits) -> Iterator[None]:
-    """Refuse logits of another vocabulary than these inside a ``with`` block."""
-    shape = logits.shape if isinstance(logits, Tensor) else None
-    token = _model_shape.set(shape)
-    try:
-        yield
-    finally:
-        _model_shape.reset(token)
-
-
 def response_log_probs(
     logits: Logits,
     row: PackedMicroBatch,
@@ -303,7 +263,7 @@ def response_log_probs(
         BatchError: the logits' shape is not that of the row.
         ValueError: ``temperature`` is not positive, or ``chunk_tokens`` less than 1.
     """
-    options = _options(temperature, chunk_tokens, with_entropy=False)
+    options = Options(temperature, chunk_tokens, with_entropy=False)
     found = _gathered(logits, row, options, overwrite_logits)
     return per_sample(found[:, 0], row)
 
@@ -326,7 +286,7 @@ def response_log_probs_and_entropy(
 
     Raises: as `response_log_probs`.
     """
-    options = _options(temperature, chunk_tokens, with_entropy=True)
+    options = Options(temperature, chunk_tokens, with_entropy=True)
     found = _gathered(logits, row, options, overwrite_logits)
     return per_sample(found[:, 0], row), per_sample(found[:, 1], row)
 
@@ -341,17 +301,13 @@ def log_probs_of_all(logits: FusedLogits, labels: Tensor) -> Tensor:
     return values[:, 0][None]
 
 
-def _options(temperature: float, chunk_tokens: int, *, with_entropy: bool) -> Options:
-    options, used = Options(temperature, chunk_tokens, with_entropy), _temperatures.get()
-    if used is not None:
-        used.add(float(temperature))
-    return options
-
-
 def _gathered(
     logits: Logits, row: PackedMicroBatch, options: Options, overwrite_logits: bool
 ) -> Tensor:
     """``[R, 1 or 2]`` of the row's response tokens: log-probability, and entropy if wanted."""
+    # Tensor-parallel ranks have to agree on it: each divides its own part of the vocabulary.
+    use = present_use()
+    use.temperatures.add(float(options.temperature))
     if isinstance(logits, UnmadeLogits):
         logits = logits.factors if logits.whole is None else logits.whole
     whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
@@ -363,11 +319,11 @@ def _gathered(
             f"{describe(logits) if shape is None else list(shape)}"
         )
     # Logits that a loss gathered or cut have the wrong part of the vocabulary on each rank.
-    model, tp = _model_shape.get(), parallel_state.get_tensor_model_parallel_world_size()
-    if model is not None and tp > 1 and whole is logits and shape[2] != model[2]:
+    is_shared = parallel_state.get_tensor_model_parallel_world_size() > 1
+    if is_shared and whole is logits and shape[2] != (use.vocabulary or shape[2]):
         raise BatchError(
-            f"expected logits of this tensor-parallel rank's {model[2]} entries of the vocabulary, "
-            f"got {shape[2]}: do not gather or cut them"
+            f"expected logits of this tensor-parallel rank's {use.vocabulary} entries of the "
+            f"vocabulary, got {shape[2]}: do not gather or cut them"
         )
     # Only the response tokens that this context-parallel rank holds; the others' values come in
     # `gather_own_values`.
@@ -389,171 +345,3 @@ def _gathered(
     if responses.distinct_indices is not None:
         values = values.index_select(0, responses.distinct_indices.to(values.device))
     return gather_own_values(values, row, group=context_parallel_group(row))
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedLogits:
-    """Factors of the logits; taken by `response_log_probs` and its siblings in their place.
-
-    Attributes:
-        hidden: ``[1, local tokens, hidden size]``, under sequence parallelism this tensor-parallel
-            rank's part of the tokens.
-        weight: ``[local vocabulary, hidden size]``.
-        sequence_parallel: True if the tokens are split over tensor-parallel ranks.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    sequence_parallel: bool
-
-    def whole_hidden(self) -> Tensor:
-        """``[local tokens, hidden size]`` on every tensor-parallel rank."""
-        rows = self.hidden[0]
-        # Both sum up the gradient over the ranks in the backward pass, as Megatron's layer does.
-        if self.sequence_parallel:
-            gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(rows)
-            return gathered
-        copied: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-        return copied
-
-
-Logits = Tensor | FusedLogits
-
-
-class UnmadeLogits(Tensor):
-    """Logits that `response_log_probs` and its siblings never make; any other reader has them made.
-
-    A tensor ``[1, local tokens, local vocabulary]`` without memory of its own, for forward passes
-    alone: without a gradient.
-
-    Attributes:
-        factors: what they are the product of.
-        whole: they themselves, once something has read them; None before.
-    """
-
-    factors: FusedLogits
-    whole: Tensor | None
-    _multiply: Callable[[Tensor], tuple[Tensor, Any]]
-    _when_made: Callable[[], None]
-
-    @staticmethod
-    def __new__(
-        cls,
-        factors: FusedLogits,
-        dtype: torch.dtype,
-        multiply: Callable[[Tensor], tuple[Tensor, Any]],
-        when_made: Callable[[], None],
-    ) -> UnmadeLogits:
-        """Logits of a type; `multiply` is the output layer's forward, of ``[tokens, 1, hidden]``,
-        and `when_made` is called as they are made."""
-        hidden = factors.hidden
-        shards = parallel_state.get_tensor_model_parallel_world_size()
-        tokens = hidden.shape[1] * (shards if factors.sequence_parallel else 1)
-        shape = (1, tokens, factors.weight.shape[0])
-        make: Any = Tensor._make_wrapper_subclass
-        made: UnmadeLogits = make(cls, shape, dtype=dtype, device=hidden.device)
-        made.factors, made.whole = factors, None
-        made._multiply, made._when_made = multiply, when_made
-        return made
-
-    def made(self) -> Tensor:
-        """The logits, the same ones each time: a reader may write over them."""
-        if self.whole is None:
-            self._when_made()
-            by_token, _ = self._multiply(self.factors.hidden.transpose(0, 1))
-            self.whole = by_token.transpose(0, 1).contiguous().to(self.dtype)
-        return self.whole
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run any function but those of shape, type and device on the logits made."""
-        if func in _WITHOUT_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return cls.__torch_dispatch__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        """Run an operation on the logits made."""
-        args, kwargs = tree_map(_made, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-_WITHOUT_VALUES = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "requires_grad", "is_leaf", "grad_fn")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
-}
-
-
-def _made(value: Any) -> Any:
-    return value.made() if isinstance(value, UnmadeLogits) else value
-
-
-def check_can_be_fused(chunks: list[Any]) -> None:
-    """Refuse models with a last layer that is more than a product."""
-    for chunk in chunks:
-        reason = why_not_fused(chunk)
-        if reason:
-            raise DynamicBatchArgumentError(
-                f"the output layer {reason}, so it cannot be fused with log-probs: unset "
-                "--dynamic-batch-fuse-output-layer"
-            )
-
-
-def why_not_fused(chunk: Any) -> str:
-    """Why the last layer of a chunk is more than a product; empty if it is not, or has none."""
-    layer = getattr(unwrap_model(chunk), "output_layer", None)
-    # Only the last stage's last chunk has the layer.
-    reason = "" if layer is None else compat.layers.why_no_plain_product(layer)
-    if not reason and getattr(get_model_config(chunk), "use_mup", False):
-        reason = "scales its logits (--use-mup)"
-    return reason
-
-
-def factors_alone(factors: FusedLogits, multiply: Any) -> Logits:
-    """`FusedLogits` for losses, for which the product is never made."""
-    del multiply
-    return factors
-
-
-@contextlib.contextmanager
-def output_layer(
-    chunk: Any, made_of: Callable[..., Logits] | None
-) -> Iterator[Callable[[Tensor], Logits]]:
-    """Let one forward pass of a chunk inside the block return what goes into its output layer.
-
-    Yields a function from the chunk's output to what losses are given: on the last stage
-    ``made_of(factors, multiply=)``, if there is such a function, of the `FusedLogits` and the
-    layer's own product; else the output itself.
-    """
-    layer = getattr(unwrap_model(chunk), "output_layer", None)
-    if layer is None or made_of is None:
-        yield lambda output: output
-        return
-    forward, found = layer.forward, []
-
-    def keep(hidden: Tensor, weight: Tensor | None = None, **options: Any) -> tuple[Tensor, None]:
-        found.append(functools.partial(forward, weight=weight, **options))
-        return hidden, None
-
-    def logits_of(output: Tensor) -> Logits:
-        weight = found[0].keywords["weight"]
-        weight = layer.weight if weight is None else weight
-        factors = FusedLogits(output, weight, layer.sequence_parallel)
-        return made_of(factors, multiply=found[0])
-
-    # On this one module and for this one pass: the model's own forward and its hooks run as ever.
-    with compat.schedules.replaced(layer, "forward", keep):
-        yield logits_of
-
-
-def tensors_of(logits: Logits) -> tuple[Tensor, ...]:
-    """The tensors that get a gradient from a loss."""
-    return (logits,) if isinstance(logits, torch.Tensor) else (logits.hidden, logits.weight)

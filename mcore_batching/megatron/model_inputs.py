@@ -12,7 +12,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.megatron import compat
 
 
 @contextlib.contextmanager
@@ -54,7 +53,8 @@ def padding_mask(chunk: Any, row: PackedMicroBatch) -> Tensor:
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
     # A first stage that scatters its input scatters the mask, too, and takes that of all tokens;
     # elsewhere a stage expects the mask of its own.
-    is_whole = compat.layers.scatters_padding_mask(model)
+    # GPTModel does, HybridModel hands it on as it is.
+    is_whole = bool(model.pre_process) and not hasattr(model, "hybrid_layer_pattern")
     return own_padding_mask(get_model_config(chunk), row, is_whole=is_whole)
 
 

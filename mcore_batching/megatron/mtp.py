@@ -27,7 +27,8 @@ from torch import Tensor
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.row import LaterTokens
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.log_probs import FusedLogits, log_probs_of_all
+from mcore_batching.megatron.log_probs import log_probs_of_all
+from mcore_batching.megatron.logits import FusedLogits
 from mcore_batching.megatron.model_inputs import own_padding_mask
 from mcore_batching.megatron.topology import prediction_depths
 
@@ -93,7 +94,7 @@ class LaterLosses:
         if self.counts_hits:
             targets = later.labels, later.loss_mask, output_layer
             given = logits, *targets, runtime_gather_output, tp_group
-            self.hits.append(compat.layers.multi_token_hits(*given))
+            self.hits.append(compat.multi_token_hits(*given))
         return compute_language_model_loss(later.labels, logits)
 
 
@@ -120,7 +121,7 @@ class LossesOfRows:
         for depth, shares in enumerate(by_depth):
             guessed, trained = (torch.stack(each).sum() for each in zip(*hits[depth], strict=True))
             share = torch.stack(shares).sum() * num_microbatches
-            compat.layers.log_multi_token_loss(share, guessed, trained, depth, len(by_depth))
+            compat.log_multi_token_loss(share, guessed, trained, depth, len(by_depth))
 
 
 def predict_later_tokens(
@@ -174,7 +175,7 @@ def _follow_parameters() -> None:
         return made
 
     multi_token_prediction.roll_tensor, block.forward = of_next_depth, run
-    for module in compat.layers.modules_with_multi_token_losses():
+    for module in compat.modules_with_multi_token_losses():
         module.process_mtp_loss = with_losses(module.process_mtp_loss)
 
 

@@ -58,7 +58,7 @@ def gradients_measured(model: list[Any], largest: list[Tensor]) -> Iterator[None
 
     # For the step alone: the model's configuration outlives it, and others train it, too.
     with contextlib.ExitStack() as stack:
-        replace = compat.schedules.replaced
+        replace = compat.replaced
         stack.enter_context(replace(config, "finalize_model_grads_func", finalize_and_measure))
         # Megatron's check raises on one rank inside the pipeline, where the others wait.
         for wrapper in wrappers:

@@ -40,7 +40,7 @@ from mcore_batching.batch.columns import sent
 from mcore_batching.batch.row import PackedMicroBatch
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention import RowGeometry, Run, gathered
+from mcore_batching.megatron.attention import RowGeometry, Run
 
 _ALONG_PATHS = {
     *("GPTModel", "HybridModel", "MambaModel", "TransformerBlock", "TransformerLayer"),
@@ -173,7 +173,7 @@ class Paths(RowGeometry):
     def keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[keys, heads, dim]`` of all paths, from this rank's slice."""
         if self._group is not None:
-            key, value = gathered(key, value, self.restore_index, self._group)
+            key, value = self.gathered(key, value, self._group)
         gather = cast(Any, _GatherStretches).apply
         return gather(key, self._stretches), gather(value, self._stretches)
 
@@ -199,11 +199,11 @@ def attend_to_paths(chunks: Sequence[Any]) -> None:
             core = getattr(module, "core_attention", None)
             if core is not None:
                 core.register_forward_pre_hook(_gather_keys, with_kwargs=True)
-                if compat.layers.is_engines_attention(core):
+                if compat.is_engines_attention(core):
                     core.register_forward_hook(_end_paths, with_kwargs=True, always_call=True)
             rotary = getattr(module, "rotary_pos_emb", None)
             # Multimodal ones go by the row's position ids.
-            if rotary is not None and compat.layers.class_of_forward(rotary) in _ROTARY:
+            if rotary is not None and compat.class_of_forward(rotary) in _ROTARY:
                 rotary.positions_of_rows = []
                 module.register_forward_pre_hook(_begin_row, with_kwargs=True)
                 module.register_forward_hook(_end_row, always_call=True)

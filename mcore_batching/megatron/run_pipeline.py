@@ -25,12 +25,12 @@ from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.log_probs import (
+from mcore_batching.megatron.logits import (
     Logits,
     UnmadeLogits,
     factors_alone,
+    noting_use,
     output_layer,
-    temperatures_used,
     why_not_fused,
 )
 from mcore_batching.megatron.model_inputs import joined_multimodal_inputs, padding_mask
@@ -65,7 +65,7 @@ def planned_transfers(
     shapes = [[of_row // shards, 1, config.hidden_size] for of_row in tokens]
     stage = parallel_state.get_pipeline_model_parallel_rank()
     transfers = PlannedTransfers(shapes, dims, stage, forward_only=forward_only)
-    with compat.schedules.shapes_of_transfers(transfers):
+    with compat.shapes_of_transfers(transfers):
         yield
 
 
@@ -159,7 +159,7 @@ def run_for_losses(
         # With labels Megatron's model would return its own loss instead of logits.
         "labels": None,
         # To every chunk, middle stages included: without them attention would cross samples.
-        "packed_seq_params": compat.packed_rows.packed_seq_params(
+        "packed_seq_params": compat.packed_seq_params(
             row.cu_seqlens_padded,
             _longest(get_model_config(chunk), row),
             row.host_cu_seqlens_padded,
@@ -240,7 +240,7 @@ def run_pipeline(
     with contextlib.ExitStack() as stack:
         for each in around:
             stack.enter_context(each)
-        temperatures = stack.enter_context(temperatures_used())
+        use = stack.enter_context(noting_use())
         made: list[Any] = (schedule or get_forward_backward_func())(
             forward_step_func=forward_step,
             # The interleaved schedule takes lists, the others a model and an iterator.
@@ -251,7 +251,7 @@ def run_pipeline(
             **{"seq_length": job.options.seq_length, "micro_batch_size": 1, **options},
             forward_only=forward_only,
         )
-    return made, temperatures
+    return made, use.temperatures
 
 
 def _timed(

@@ -20,7 +20,11 @@ from megatron.core.extensions.transformer_engine import (
     TENorm,
     TERowParallelLinear,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
@@ -45,7 +49,7 @@ NO_HYBRID_MODEL = (
 def uses_transformer_engine() -> bool:
     """True if `packed_layer_spec` takes Transformer Engine's layers, and RoPE is to be fused."""
     # Unfused, packed rotary embeddings read the offsets back from the device in every layer.
-    return compat.layers.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
+    return compat.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
 
 
 def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -71,9 +75,16 @@ def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
             "GPTModel and packed_mtp_block_spec get_gpt_decoder_block_spec(config, "
             "use_transformer_engine), through use_packed_attention without Transformer Engine"
         )
-    use_engine = uses_transformer_engine()
-    spec = compat.layers.gpt_layer_spec(config, use_transformer_engine=use_engine)
-    return spec if use_engine else use_packed_attention(spec, config)
+    shape = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+    }
+    if uses_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(**shape)
+    local = get_gpt_layer_local_spec(**shape, normalization=config.normalization)
+    return use_packed_attention(local, config)
 
 
 def packed_mtp_block_spec(
@@ -211,7 +222,7 @@ def hybrid_spec() -> ModuleSpec:
     With Transformer Engine installed, Megatron's own spec, unchanged. Where Megatron has no
     `HybridModel`, one that raises when it is built.
     """
-    if not compat.layers.has_hybrid_model():
+    if not compat.has_hybrid_model():
         return _refused(NO_HYBRID_MODEL)
     # Only here: versions before 0.18 have no such modules.
     from megatron.core.models.hybrid import hybrid_block
@@ -222,7 +233,7 @@ def hybrid_spec() -> ModuleSpec:
     # The final norm is no part of the spec: the block builds it by this name.
     hybrid_block.TENorm = SequenceParallelNorm
     ours = _local(hybrid_stack_spec.submodules)
-    if compat.layers.packs_sparse_attention():
+    if compat.packs_sparse_attention():
         sparse = ours.dsa_layer.submodules.self_attention.submodules.core_attention
         for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
             setattr(sparse.submodules.indexer.submodules, name, _WholeLinear)

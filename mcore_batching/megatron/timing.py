@@ -115,7 +115,7 @@ class CostLearner:
         # Around Megatron's own forward and backward step: what a stage waits for its neighbours is
         # outside.
         marks: list[Any] = []
-        with compat.schedules.around_passes(lambda: marks.append(mark())):
+        with compat.around_passes(lambda: marks.append(mark())):
             yield
         # The first step of a process compiles kernels and allocates memory.
         if not self._is_warm:

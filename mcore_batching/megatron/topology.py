@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.megatron.compat.schedules import waits_for_sends
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.job import Job, present_memory
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims
 from mcore_batching.planning.costs import layers_of
@@ -35,7 +35,7 @@ def current_dims(model: list[Any]) -> ParallelDims:
         sequence_parallel=bool(config.sequence_parallel),
         microbatch_group_size=config.microbatch_group_size_per_vp_stage if virtual > 1 else None,
         # The schedule without virtual stages always does.
-        waits_for_sends=virtual == 1 or waits_for_sends(config),
+        waits_for_sends=virtual == 1 or compat.waits_for_sends(config),
     )
 
 

@@ -29,7 +29,7 @@ from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.iterator import DataIterator, planned, rollout_of
 from mcore_batching.megatron.job import Job, job_of
-from mcore_batching.megatron.log_probs import logits_of_shape, tensors_of
+from mcore_batching.megatron.logits import tensors_of
 from mcore_batching.megatron.loss_shares import (
     CollectedShares,
     WatchedTotals,
@@ -198,7 +198,7 @@ class WeightUpdate:
             for name, hook in hooks.items():
                 # For the step alone: the next may be another optimizer's, with another scale.
                 if getattr(config, name) is None:
-                    stack.enter_context(compat.schedules.replaced(config, name, hook))
+                    stack.enter_context(compat.replaced(config, name, hook))
             yield
 
     def apply(
@@ -291,8 +291,7 @@ def _forward_backward(
             reported: dict[str, Tensor] = {}
             logits = logits_of(output)
             try:
-                with logits_of_shape(logits):
-                    made = loss_function(logits, row, totals)
+                made = loss_function(logits, row, totals)
                 share, metrics = checked_shares(made, output.device)
                 check_trains(share, row.owned_num_tokens, *tensors_of(logits))
                 # The step's own last: what is not finite is found in it.

@@ -35,7 +35,7 @@ from mcore_batching import megatron
 from mcore_batching.batch import token_mean
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron import plan as engine_plan
-from mcore_batching.megatron.compat.packed_rows import packed_seq_params
+from mcore_batching.megatron.compat import packed_seq_params
 from mcore_batching.planning import ParallelDims
 from mcore_batching.tools.report import Table
 

@@ -52,6 +52,7 @@ def whole_step(
     shape, kind = ParallelDims(**dims), getattr(torch, dtype)
     half = {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", "params_dtype": kind}
     settings = {"hidden_size": 64, "use_cpu_initialization": False, "pipeline_dtype": kind}
+    settings["num_layers"] = max(2, shape.pipeline_parallel * shape.virtual_pipeline)
     config = transformer_config(
         "dense", **pipeline_config(shape), **settings | half | (model or {})
     )
@@ -211,7 +212,7 @@ def faulty_losses() -> dict[str, str]:
     found = {}
     for name, fault in FAULTS.items():
         try:
-            made = whole_step({}, fault=fault)
+            made = whole_step({}, fault=fault, model={"num_layers": 1})
             found[name] = ", ".join(wait for wait, _ in made["waits"] if "steps:" in wait)
         except RuntimeError as error:
             found[name] = str(error)

@@ -72,7 +72,7 @@ def test_dynamic_run_and_baseline_have_the_same_curve(recorded):
 )
 def test_shared_rows_and_hybrid_models_have_the_same_curve(tmp_path, flag):
     done = run_grpo(4, *RECORDED, flag, "--compare", "--out", str(tmp_path))
-    if "hybrid" in flag and not compat.layers.has_hybrid_model():
+    if "hybrid" in flag and not compat.has_hybrid_model():
         assert "from 0.18 on: install a later one" in done.stderr
         return
     assert done.returncode == 0, done.stderr[-3000:]

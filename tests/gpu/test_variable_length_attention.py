@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_batching.megatron.attention import (
-    KernelRow,
+    RowGeometry,
     attend_run_by_run,
     attention_runs,
     variable_length_kernel,
@@ -41,7 +41,7 @@ def test_variable_length_kernel_equals_run_by_run(
         query = torch.randn(tokens, 8, 64, **options)
         key, value = (torch.randn(offsets[-1], key_heads, 64, **options) for _ in range(2))
         assert not why_not_variable_length(query, value)
-        row = KernelRow(runs, query.device)
+        row = RowGeometry(offsets, context_parallel_size, runs, query.device)
         results = []
         for compute in (
             lambda q, k, v, r=row: r.attend(q, k, v, 0.125),

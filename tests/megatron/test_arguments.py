@@ -309,7 +309,7 @@ def test_later_tokens_that_cannot_be_recomputed_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = config(mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform")
-    monkeypatch.setattr(compat.layers, "recomputes_multi_token_rows", lambda: False)
+    monkeypatch.setattr(compat, "recomputes_multi_token_rows", lambda: False)
     wanted = "set --recompute-granularity selective"
     assert any(wanted in problem for problem in multi_token_problems(made))
     made.recompute_method = "block"  # which these layers ignore
@@ -466,9 +466,9 @@ def test_a_z_loss_that_megatron_makes_too_weak_is_refused(
 ) -> None:
     """Before 0.19 by the number of ranks that share a row, with or without this package."""
     made = config(**Z_LOSS, **PER_TOKEN)
-    monkeypatch.setattr(compat.layers, "multiplies_by_ranks", lambda: True)
+    monkeypatch.setattr(compat, "multiplies_by_ranks", lambda: True)
     check_model_config(made, dims, PLANNER)
-    monkeypatch.setattr(compat.layers, "multiplies_by_ranks", lambda: False)
+    monkeypatch.setattr(compat, "multiplies_by_ranks", lambda: False)
     check_model_config(made, ONE, PLANNER)
     with pytest.raises(DynamicBatchArgumentError, match=r"2 times too weak .*, or install"):
         check_model_config(made, dims, PLANNER)

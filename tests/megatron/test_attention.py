@@ -27,8 +27,8 @@ from mcore_batching import megatron
 from mcore_batching.megatron import attention, compat, specs
 from mcore_batching.megatron.attention import (
     EVERYTHING,
-    KernelRow,
     PackedAttention,
+    RowGeometry,
     _geometry,
     _sinks,
     attend_run_by_run,
@@ -179,8 +179,8 @@ def test_layers_share_what_a_row_is_laid_out_like() -> None:
     row = SimpleNamespace(host_cu_seqlens=(0, 4))
     first = _geometry(row, group, torch.device("cpu"))
     assert _geometry(row, group, torch.device("cpu")) is first
-    assert first.kernel_row is first.kernel_row
-    assert first.restore_index is first.restore_index
+    assert first.key_index is first.key_index
+    assert first._restore_index is first._restore_index
 
 
 def test_offsets_are_read_back_where_a_row_carries_none_on_the_host() -> None:
@@ -274,7 +274,7 @@ def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
     assert attention.core_attention is PackedAttention
     assert attention.linear_qkv is ColumnParallelLinear
     assert hybrid_spec() is spec
-    if not compat.layers.packs_sparse_attention():
+    if not compat.packs_sparse_attention():
         with pytest.raises(megatron.DynamicBatchArgumentError, match="pattern without D"):
             build_module(spec.submodules.dsa_layer, config=None)
     from megatron.core.models.hybrid import hybrid_layer_specs
@@ -304,7 +304,8 @@ def test_runs_reach_the_variable_length_kernel_whole(
     for rank in range(size):
         runs = attention_runs(offsets(lengths), size, rank)
         query = torch.randn(24 // size, 4, 8, generator=generator, dtype=torch.float64)
-        ours = KernelRow(runs, query.device).attend(query, key, value, SCALE, window)
+        geometry = RowGeometry(offsets(lengths), size, runs, query.device)
+        ours = geometry.attend(query, key, value, SCALE, window)
         plain = attend_run_by_run(query, key, value, runs, SCALE, 0.0, window)
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 

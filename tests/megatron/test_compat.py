@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mcore_batching.megatron import compat, prepare_packed_model
 from mcore_batching.megatron.checks import settings
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.log_probs import check_can_be_fused
+from mcore_batching.megatron.logits import why_not_fused
 from mcore_batching.megatron.options import Options
 from mcore_batching.planning import ParallelDims
 
@@ -27,7 +27,7 @@ from mcore_batching.planning import ParallelDims
 def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> None:
     """THD, int32 offsets of the padded sequences for queries and keys, lengths as ints."""
     offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
-    params = compat.packed_rows.packed_seq_params(offsets, 8, [0, 4, 12])
+    params = compat.packed_seq_params(offsets, 8, [0, 4, 12])
     assert params.qkv_format == "thd"
     assert params.cu_seqlens_q.dtype == params.cu_seqlens_kv.dtype == torch.int32
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 12]
@@ -42,7 +42,7 @@ def test_each_token_of_a_row_has_the_number_that_megatron_gives_it() -> None:
     """Of a row on its own, and of one whose maker left out how long it is."""
     offsets = torch.tensor([0, 4, 12, 13], dtype=torch.int32)
     expected = PackedSeqParams(cu_seqlens_q=offsets, total_tokens=13)
-    made = compat.packed_rows.packed_seq_params(offsets, 8, [0, 4, 12, 13])
+    made = compat.packed_seq_params(offsets, 8, [0, 4, 12, 13])
     assert made.total_tokens == 13
     assert made.seq_idx.dtype == expected.seq_idx.dtype
     assert torch.equal(made.seq_idx, expected.seq_idx)
@@ -73,8 +73,8 @@ def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:
     """Until 0.17 ``megatron.training.initialize`` has a name of its own for it."""
     arguments = SimpleNamespace(validate_args=print)
     later, until_017 = SimpleNamespace(), SimpleNamespace(validate_args=print)
-    assert compat.schedules.modules_with_validate_args(arguments, later) == [arguments]
-    assert compat.schedules.modules_with_validate_args(arguments, until_017) == [
+    assert compat.modules_with_validate_args(arguments, later) == [arguments]
+    assert compat.modules_with_validate_args(arguments, until_017) == [
         arguments,
         until_017,
     ]
@@ -95,50 +95,49 @@ def test_who_waits_for_sends(
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", version)
     config = SimpleNamespace(deallocate_pipeline_outputs=frees_outputs)
-    assert compat.schedules.waits_for_sends(config) is waits
+    assert compat.waits_for_sends(config) is waits
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, ""),
-        ({"bias": torch.zeros(1)}, "has a bias"),
-        ({"gather_output": True}, "gathers its output (parallel_output=False)"),
-        ({"gtp_remat_size": 2}, "gathers its weight (generalized tensor parallelism)"),
-    ],
-)
-def test_output_layers_that_are_more_than_a_product(changes: dict[str, Any], reason: str) -> None:
+OUTPUT_LAYERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {}, ""),
+    ({}, {"use_mup": False}, ""),  # a setting that some releases lack
+    ({}, {"use_mup": True}, "scales its logits (--use-mup)"),
+    ({"bias": torch.zeros(1)}, {}, "has a bias"),
+    ({"gather_output": True}, {}, "gathers its output (parallel_output=False)"),
+    ({"gtp_remat_size": 2}, {}, "gathers its weight (generalized tensor parallelism)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "config", "reason"), OUTPUT_LAYERS)
+def test_output_layers_that_are_more_than_a_product(
+    changes: dict[str, Any], config: dict[str, Any], reason: str
+) -> None:
     layer = object.__new__(ColumnParallelLinear)
     layer.__dict__.update({"bias": None, "gather_output": False, "gtp_remat_size": 1} | changes)
-    assert compat.layers.why_no_plain_product(layer) == reason
+    chunk = SimpleNamespace(output_layer=layer, config=SimpleNamespace(**config))
+    assert why_not_fused(chunk) == reason
 
 
-def test_output_layers_of_another_class_and_scaled_logits_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_with_another_output_layer_cannot_be_fused() -> None:
     chunk = SimpleNamespace(output_layer=torch.nn.Identity(), config=SimpleNamespace())
     args = SimpleNamespace(use_dynamic_batch_size=True, dynamic_batch_fuse_output_layer=True)
     with pytest.raises(DynamicBatchArgumentError, match="the output layer is a Identity, so it"):
         settings.check_logits(Options.of(args), [chunk])
-    monkeypatch.setattr(compat.layers, "why_no_plain_product", lambda layer: "")
-    check_can_be_fused([chunk])  # of a release that lacks the setting
-    chunk.config.use_mup = True
-    with pytest.raises(DynamicBatchArgumentError, match="the output layer scales its logits"):
-        check_can_be_fused([chunk])
+    settings.check_logits(Options.of(SimpleNamespace()), [chunk])
 
 
 def test_all_losses_that_routers_record_are_scaled() -> None:
     def values(each: Any) -> Any:  # an object from 0.18 on
         return (each if isinstance(each, dict) else vars(each))["values"]
 
-    recorded = compat.layers._moe_metrics()
+    recorded = compat._moe_metrics()
     before = dict(recorded)
     recorded.clear()
     group: Any = object()
     for name, groups in (("load_balancing_loss", {"reduce_group": group}), ("z_loss", {})):
         save_to_aux_losses_tracker(name, torch.tensor(6.0), layer_number=1, num_layers=1, **groups)
     # Of 4 slots one is of a row on two ranks, one of one on each.
-    compat.layers.scale_moe_metrics(4, rows=3.0, passes=2)
+    compat.scale_moe_metrics(4, rows=3.0, passes=2)
     assert [values(each).tolist() for each in recorded.values()] == [[8.0], [12.0]]
     recorded.clear()
     recorded.update(before)
@@ -147,7 +146,7 @@ def test_all_losses_that_routers_record_are_scaled() -> None:
 def test_who_multiplies_auxiliary_losses_by_ranks() -> None:
     """megatron-core 0.16 to 0.18 by a rank's own tokens alone."""
     version = tuple(map(int, megatron.core.__version__.split(".")[:2]))
-    assert compat.layers.multiplies_by_ranks() == (version >= (0, 19))
+    assert compat.multiplies_by_ranks() == (version >= (0, 19))
 
 
 @pytest.mark.skipif(
@@ -158,7 +157,7 @@ def test_hits_of_multi_token_prediction_are_counted_by_megatron() -> None:
     logits = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])[:, None]
     labels, mask = torch.tensor([[1, 1, 0]]), torch.tensor([[1.0, 1.0, 0.0]])
     layer = SimpleNamespace(gather_output=True)
-    guessed, trained = compat.layers.multi_token_hits(logits, labels, mask, layer, None)
+    guessed, trained = compat.multi_token_hits(logits, labels, mask, layer, None)
     assert (float(guessed), float(trained)) == (1.0, 2.0)
 
 
@@ -173,14 +172,14 @@ def test_layers_follow_the_groups_of_rows_while_they_run() -> None:
     layer.pg_collection = SimpleNamespace(cp="the model's")
     layer.router = SimpleNamespace(tp_cp_group="the model's")
     for _ in range(2):
-        compat.packed_rows.let_rows_have_groups(layer)
+        compat.let_rows_have_groups(layer)
     assert (len(layer._forward_pre_hooks), len(layer._forward_hooks)) == (1, 1)
     of_row = SimpleNamespace(cp_group="the row's")
     assert layer(packed_seq_params=of_row) == ("the row's", "the model's")
     expert: Any = Layer()
     expert.pg_collection, expert.router = layer.pg_collection, layer.router
     for _ in range(2):
-        compat.packed_rows.let_router_have_groups(expert, expert.router)
+        compat.let_router_have_groups(expert, expert.router)
     assert expert(packed_seq_params=of_row) == ("the model's", "the row's")
     assert expert.router.models_group == "the model's"
     for each in (layer, expert):

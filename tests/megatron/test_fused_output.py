@@ -15,12 +15,8 @@ import torch.distributed as dist
 from kit.packing import pack
 from megatron.core import parallel_state
 
-from mcore_batching.megatron.log_probs import (
-    FusedLogits,
-    UnmadeLogits,
-    _options,
-    temperatures_used,
-)
+from mcore_batching.megatron.log_probs import response_log_probs
+from mcore_batching.megatron.logits import FusedLogits, UnmadeLogits, noting_use
 from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.run_pipeline import run_for_losses
 
@@ -58,15 +54,18 @@ def test_logits_are_made_once_for_what_else_reads_them() -> None:
     assert len(times) == 1
 
 
+@pytest.mark.usefixtures("groups")
 def test_temperatures_are_of_the_innermost_step() -> None:
     """Also after one that failed inside of another."""
-    with temperatures_used() as outer:
-        with contextlib.suppress(ZeroDivisionError), temperatures_used() as inner:
-            _options(2.0, 1, with_entropy=False)
+    samples = {"tokens": [torch.arange(3)], "total_lengths": [3], "response_lengths": [1]}
+    row, logits = pack(samples, sample_indices=[0]), torch.zeros(1, 3, 8)
+    with noting_use() as outer:
+        with contextlib.suppress(ZeroDivisionError), noting_use() as inner:
+            response_log_probs(logits, row, temperature=2.0)
             raise ZeroDivisionError
-        _options(1.0, 1, with_entropy=False)
-    _options(0.7, 1, with_entropy=False)
-    assert (outer, inner) == ({1.0}, {2.0})
+        response_log_probs(logits, row)
+    response_log_probs(logits, row, temperature=0.7)
+    assert (outer.temperatures, inner.temperatures) == ({1.0}, {2.0})
 
 
 class _Chunk(torch.nn.Module):

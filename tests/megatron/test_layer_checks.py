@@ -137,7 +137,7 @@ def test_what_transformer_engine_has_no_packed_rows_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Under context parallelism; of one rank it has all of it, but for sinks before 2.12."""
-    found, given = compat.layers, PLAIN | changes
+    found, given = compat, PLAIN | changes
     monkeypatch.setattr(found, "is_engines_attention", lambda layer: hasattr(layer, "cp_comm_type"))
     monkeypatch.setattr(found, "engine_versions", lambda: (version, (9, 18)))
     made: Any = torch.nn.Linear(1, 1)

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import nn
 
-from mcore_batching.megatron.attention import KernelRow, Run
+from mcore_batching.megatron.attention import RowGeometry, Run
 from mcore_batching.megatron.prefix_attention import _GatherStretches, why_no_branches
 
 
@@ -38,11 +38,12 @@ def test_a_layer_of_the_callers_own_may_not_follow_branches(kind: type[nn.Module
 
 def test_stretches_behind_each_other_are_copied_once() -> None:
     """The kernel takes gathered keys as they are; under context parallelism it gathers them."""
-    gathered = KernelRow([Run(0, 3, 0, 3), Run(3, 5, 3, 8)], torch.device("cpu"))
-    shared = KernelRow([Run(0, 3, 0, 3), Run(3, 5, 0, 5)], torch.device("cpu"))
-    assert gathered._key_index is None
-    assert shared._key_index is not None
-    assert shared._key_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    for runs, index in (
+        ([Run(0, 3, 0, 3), Run(3, 5, 3, 8)], None),
+        ([Run(0, 3, 0, 3), Run(3, 5, 0, 5)], [0, 1, 2, 0, 1, 2, 3, 4]),
+    ):
+        found = RowGeometry([], 1, runs, torch.device("cpu")).key_index
+        assert (None if found is None else found.tolist()) == index
 
 
 def test_gradients_of_a_beginning_are_added_in_float32() -> None:

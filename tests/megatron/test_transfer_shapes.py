@@ -72,7 +72,7 @@ def test_megatrons_exchange_is_replaced_inside_the_block_alone() -> None:
         answers.append(transfer)
         return [1], [2]
 
-    with contextlib.suppress(ZeroDivisionError), compat.schedules.shapes_of_transfers(known):
+    with contextlib.suppress(ZeroDivisionError), compat.shapes_of_transfers(known):
         assert P2PCommunicator._communicate_shapes(None, None, None, True, False) == ([1], [2])
         raise ZeroDivisionError
     assert answers == [(None, None, True, False)]
@@ -88,7 +88,7 @@ def test_an_exchange_of_another_kind_is_left_alone_with_one_warning(
     monkeypatch.setattr(P2PCommunicator, "_communicate_shapes", exchange)
     with warnings.catch_warnings(record=True) as caught:
         for _ in range(3):
-            with compat.schedules.shapes_of_transfers(lambda *transfer: ([], [])):
+            with compat.shapes_of_transfers(lambda *transfer: ([], [])):
                 assert P2PCommunicator._communicate_shapes is exchange
     assert [str(each.message).split(":")[0] for each in caught] == [
         "this Megatron-LM exchanges shapes between pipeline stages in a way that is not known here"

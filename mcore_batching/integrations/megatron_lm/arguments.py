@@ -158,10 +158,7 @@ def start_messages(args: Any, config: Any) -> list[str]:
             "validation and test losses are means over the trained tokens of all ranks; without "
             "--use-dynamic-batch-size --sft logs means of micro-batches' means"
         )
-    if (
-        getattr(args, "log_throughput", False)
-        and not compat.schedules.counts_operations_of_samples()
-    ):
+    if getattr(args, "log_throughput", False) and not compat.counts_operations_of_samples():
         messages.append(
             "this Megatron-LM computes TFLOP/s (--log-throughput) as if samples were padded to "
             "--seq-length: read them as too high by that padding; 0.18 and later count real tokens"

@@ -132,7 +132,7 @@ class PackedForwardBackward:
         run = begun, mark()
         self._log(job, chunks, prepared.schedule, failed, run, ready - started, drawn() or ())
         # Megatron divides by the micro-batches that it was called with; other rows were run.
-        compat.layers.scale_moe_metrics(
+        compat.scale_moe_metrics(
             num_microbatches,
             rows=_rows_of_replica(prepared.schedule),
             passes=prepared.num_rows,
@@ -268,11 +268,11 @@ def row_given(
             # Mamba layers end their state at them; attention without Transformer Engine would have
             # to wait for the device to read them there.
             group = row_group(row.context_parallel_size)
-            compat.packed_rows.give_offsets(params, row.host_cu_seqlens_padded, group)
+            compat.give_offsets(params, row.host_cu_seqlens_padded, group)
             predict_later_tokens(params, chunk, row, later_of(row))
         if not is_routed:
             return inputs
-        compat.packed_rows.forget_padded_length(params)
+        compat.forget_padded_length(params)
         # By it routers neither route nor count padding. Newer scripts pass a mask of their own.
         if row is None or inputs.get("padding_mask") is not None:
             return inputs

@@ -95,7 +95,7 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
     if any(word.startswith((FLAG, PREFIX, "--max-tokens-per-gpu")) for word in given):
         arguments = _module("arguments")
         yield arguments, "add_megatron_arguments", _then(add_arguments)
-        for module in compat.schedules.modules_with_validate_args(arguments, _module("initialize")):
+        for module in compat.modules_with_validate_args(arguments, _module("initialize")):
             yield module, "validate_args", _validate_args
     if FLAG in given:
         training = _module("training")

@@ -68,7 +68,7 @@ class PackedRows(Iterator[PackedMicroBatch]):
             "labels": lambda: row.labels,
             "loss_mask": lambda: row.loss_mask,
             "position_ids": lambda: row.position_ids,
-            "packed_seq_params": lambda: compat.packed_rows.packed_seq_params(
+            "packed_seq_params": lambda: compat.packed_seq_params(
                 row.cu_seqlens_padded, row.max_seqlen, row.host_cu_seqlens_padded
             ),
             "cu_seqlens": lambda: self._counted_cu_seqlens(row),

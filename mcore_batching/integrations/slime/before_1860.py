@@ -159,7 +159,7 @@ def get_batch(
     batch |= {
         "unconcat_tokens": values["tokens"],
         "tokens": row.tokens,
-        "packed_seq_params": compat.packed_rows.packed_seq_params(
+        "packed_seq_params": compat.packed_seq_params(
             row.cu_seqlens_padded, row.max_seqlen, row.host_cu_seqlens_padded
         ),
         "full_loss_masks": row.loss_mask if masks is None else row.loss_mask.to(masks[0].dtype),

@@ -232,7 +232,7 @@ def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Ca
 
     def checked(*arguments: Any, **keywords: Any) -> Any:
         # Mamba's state ends with each sample, which slime's and miles' rows do not mark.
-        compat.packed_rows.end_states_with_samples()
+        compat.end_states_with_samples()
         given = signature.bind(*arguments, **keywords).arguments
         # At the first call that has the model: the manager, which plans, has none.
         if "model" in given and _is_planned(given):

@@ -64,7 +64,7 @@ def layer_problems(
 
 def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) -> str:
     # The class that runs counts: a subclass with a forward pass of its own may handle packed rows.
-    runs = compat.layers.class_of_forward(layer)
+    runs = compat.class_of_forward(layer)
     # Not isinstance, likewise.
     if type(layer) is DotProductAttention:
         return (
@@ -72,7 +72,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             "with mcore_batching.megatron.packed_layer_spec(config), or Transformer Engine's spec"
         )
     if runs.startswith("GatedDeltaNet"):
-        if not compat.layers.packs_gated_delta_net(layer):
+        if not compat.packs_gated_delta_net(layer):
             return f"is a GatedDeltaNet, which runs packed rows from Megatron-LM 0.18 on: {_LATER}"
         if config.deterministic_mode:
             return (
@@ -84,7 +84,7 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
                 "--swiglu (activation_func=torch.nn.functional.silu)"
             )
     if runs == "DSAttention":
-        if not compat.layers.packs_sparse_attention():
+        if not compat.packs_sparse_attention():
             return f"is sparse attention, which runs packed rows from Megatron-LM 0.19 on: {_LATER}"
         if config.dsa_indexer_loss_coeff and pads_rows:
             return (
@@ -97,16 +97,16 @@ def _problem(layer: Any, config: Any, context_parallel: int, pads_rows: bool) ->
             "--context-parallel-size 1 with --position-embedding-type mrope"
         )
     # Its state runs on from token to token: it must end with each sample.
-    lacks = compat.layers.what_mamba_lacks(context_parallel) if runs == "MambaMixer" else ""
+    lacks = compat.what_mamba_lacks(context_parallel) if runs == "MambaMixer" else ""
     return f"is a Mamba layer, and packed rows need {lacks}" if lacks else ""
 
 
 def _engine_problems(layer: Any, config: Any, row_ranks: int) -> Iterator[str]:
     """List what Transformer Engine's attention lacks for packed rows: it asserts in the first step,
     while the other stages wait. Read in its releases 2.9 to 2.19."""
-    if not compat.layers.is_engines_attention(layer):
+    if not compat.is_engines_attention(layer):
         return
-    version, cudnn = compat.layers.engine_versions()
+    version, cudnn = compat.engine_versions()
     engine = f"Transformer Engine {'.'.join(map(str, version))}"
     mend = "build the model with mcore_batching.megatron.packed_layer_spec(config)"
     softmax = config.softmax_type
@@ -167,7 +167,7 @@ def _wrong_gradient(layer: Any, dims: ParallelDims) -> str:
                 f"is multi-latent attention, {_TO_NOW} gradients under tensor parallelism without "
                 "sequence parallelism: set --sequence-parallel"
             )
-    runs = compat.layers.class_of_forward(layer)
+    runs = compat.class_of_forward(layer)
     if runs.startswith("GatedDeltaNet") and not dims.sequence_parallel:
         return (
             f"is a GatedDeltaNet, {_TO_NOW} gradients of its output norm under tensor parallelism "
@@ -225,17 +225,17 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
                 f"--position-embedding-type rope, or unset {_DYNAMIC_CP}"
             )
         for name, module in chunk.named_modules():
-            if compat.layers.class_of_forward(module) in _STATE_SPACE_LAYERS:
+            if compat.class_of_forward(module) in _STATE_SPACE_LAYERS:
                 raise DynamicBatchArgumentError(
                     f"{name} is a state-space layer of a fixed parallel group: unset {_DYNAMIC_CP}"
                 )
             router = getattr(getattr(module, "mlp", None), "router", None)
             if isinstance(module, TransformerLayer) and router is not None:
-                compat.packed_rows.let_router_have_groups(module, router)
+                compat.let_router_have_groups(module, router)
             if not isinstance(module, Attention):
                 continue
             core = module.core_attention
-            known = isinstance(core, PackedAttention) or compat.layers.is_engines_attention(core)
+            known = isinstance(core, PackedAttention) or compat.is_engines_attention(core)
             # Not isinstance: a subclass may well slice by itself.
             if type(module) is not SelfAttention or not known:
                 raise DynamicBatchArgumentError(
@@ -243,7 +243,7 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
                     f"to follow a row's own group: unset {_DYNAMIC_CP}, or build the model with "
                     "mcore_batching.megatron.packed_layer_spec(config)"
                 )
-            compat.packed_rows.let_rows_have_groups(module)
+            compat.let_rows_have_groups(module)
 
 
 def shared_row_problems(
@@ -339,7 +339,7 @@ def multi_token_problems(config: Any) -> Iterator[str]:
     """Why a configuration's multi-token prediction cannot run, with the setting that mends it."""
     if not prediction_depths(config):
         return
-    lacks = compat.layers.what_multi_token_prediction_lacks()
+    lacks = compat.what_multi_token_prediction_lacks()
     if lacks:
         yield f"multi-token prediction {lacks}: unset --mtp-num-layers"
     if getattr(config, "mtp_standalone", False):
@@ -349,7 +349,7 @@ def multi_token_problems(config: Any) -> Iterator[str]:
             "(--pipeline-model-parallel-layout)"
         )
     is_recomputed = config.recompute_granularity == "full" and config.recompute_method == "uniform"
-    if is_recomputed and not compat.layers.recomputes_multi_token_rows():
+    if is_recomputed and not compat.recomputes_multi_token_rows():
         yield (
             "multi-token prediction of packed rows is recomputed from Megatron-LM 0.19 on: set "
             "--recompute-granularity selective"

@@ -20,8 +20,8 @@ from mcore_batching.megatron.checks.layers import (
     shared_row_problems,
     unfit_for_later_tokens,
 )
-from mcore_batching.megatron.errors import fields_to_unset, refuse
-from mcore_batching.megatron.log_probs import check_can_be_fused
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, fields_to_unset, refuse
+from mcore_batching.megatron.logits import why_not_fused
 from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.topology import current_dims, model_chunks
 from mcore_batching.planning import (
@@ -72,9 +72,14 @@ def check_settings(args: Any, model: Any) -> None:
 
 
 def check_logits(options: Options, chunks: list[Any]) -> None:
-    """Refuse flags of log-probabilities that this model cannot have."""
-    if options.fuse_output_layer:
-        check_can_be_fused(chunks)
+    """Refuse ``--dynamic-batch-fuse-output-layer`` where a last layer is more than a product."""
+    for chunk in chunks if options.fuse_output_layer else ():
+        reason = why_not_fused(chunk)
+        if reason:
+            raise DynamicBatchArgumentError(
+                f"the output layer {reason}, so it cannot be fused with log-probs: unset "
+                "--dynamic-batch-fuse-output-layer"
+            )
 
 
 def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -> None:
@@ -93,7 +98,7 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
     )
     # What packed rows need beyond settings, each where the model has such layers.
     if model_config.num_moe_experts:
-        compat.layers.fix_router_masks()
+        compat.fix_router_masks()
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
     # megatron.training forces it off: pipeline stages would wait for rows of seq_length tokens.
@@ -118,7 +123,7 @@ def prepare_packed_model(model: Any) -> None:
         _PACKED_ROWS,
         [*_row_problems(config, dims), *layer_problems(chunks, dims, pads_rows=True)],
     )
-    compat.packed_rows.end_states_with_samples()
+    compat.end_states_with_samples()
 
 
 def check_model_config(config: Any, dims: ParallelDims, planner: PlannerConfig) -> None:
@@ -137,7 +142,7 @@ def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) ->
         if config.dsa_indexer_loss_coeff:
             yield f"sparse attention's indexer loss would be a mean over micro-batches: {mend}"
     ranks = dims.tensor_parallel * (planner.max_context_parallel or dims.context_parallel)
-    is_too_weak = ranks > 1 and not compat.layers.multiplies_by_ranks()
+    is_too_weak = ranks > 1 and not compat.multiplies_by_ranks()
     if has_loss and config.moe_z_loss_coeff and is_too_weak:
         yield (
             f"before 0.19 megatron-core makes the z-loss of experts {ranks} times too weak on "

@@ -63,7 +63,7 @@ def _own_forward_only(
             input_ids=row[None],
             position_ids=None,
             attention_mask=None,
-            packed_seq_params=compat.packed_rows.packed_seq_params(places, len(row), ends),
+            packed_seq_params=compat.packed_seq_params(places, len(row), ends),
         )
         lengths = {name: batch[name] for name in LENGTHS}
         return output, functools.partial(f, unconcat_tokens=batch["tokens"], **lengths)

@@ -34,7 +34,6 @@ from kit.shared_rows import mixed_sizes
 from kit.transfers import counted_transfers
 from kit.workers import FAULTS, is_planning_rank, worker_with
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, timing
-from mcore_batching.megatron.compat import packed_rows
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
 REFUSALS = ("DynamicBatchArgumentError",)
@@ -53,9 +52,9 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     if job["model"]["kind"] == "mla" and latent.HAVE_TE and not isinstance(latent.TELinear, type):
         return {"not built": "0.16 makes no such layers without Transformer Engine"}
     predicts = job["model"]["settings"].get("mtp_num_layers")
-    if predicts and not compat.layers.modules_with_multi_token_losses():
+    if predicts and not compat.modules_with_multi_token_losses():
         return {"not built": "0.16 runs no multi-token prediction on packed rows"}
-    if "hybrid_layer_pattern" in job["model"]["options"] and not compat.layers.has_hybrid_model():
+    if "hybrid_layer_pattern" in job["model"]["options"] and not compat.has_hybrid_model():
         return {"not built": "HybridModel is there from 0.18 on"}
     if not {*job["model"]["settings"]} <= {*TransformerConfig.__dataclass_fields__}:
         return {"not built": "a setting of later versions"}
@@ -268,9 +267,9 @@ def _rows_of_frameworks() -> Iterator[None]:
 
     base = Mixer.__base__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_rows, "give_offsets", without_total)
+        patch.setattr(compat, "give_offsets", without_total)
         patch.setattr(base, "_ssm_training", base._ssm_training)
-        packed_rows.end_states_with_samples()
+        compat.end_states_with_samples()
         yield
     if "states_end_with_samples" in vars(base):
         del base.states_end_with_samples

@@ -119,7 +119,7 @@ def hidden_states_kept() -> Iterator[list[tuple[Tensor, ...]]]:
         return kept[-1][0]
 
     with contextlib.ExitStack() as stack:
-        for module in compat.layers.modules_with_multi_token_losses():
+        for module in compat.modules_with_multi_token_losses():
             stack.enter_context(mock.patch.object(module, "process_mtp_loss", keep))
         yield kept
 

@@ -22,6 +22,7 @@ from bootstrap import (
     initialize_process_group,
     pipeline_config,
 )
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -35,7 +36,6 @@ from mcore_batching.megatron import (
     train_step,
     use_packed_attention,
 )
-from mcore_batching.megatron.compat.layers import gpt_layer_spec
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.specs import uses_transformer_engine
 from mcore_batching.planning import ParallelDims
@@ -149,7 +149,9 @@ def bare_model(
 
 
 def _local_spec(config: TransformerConfig) -> Any:
-    return use_packed_attention(gpt_layer_spec(config, use_transformer_engine=False), config)
+    return use_packed_attention(
+        get_gpt_layer_local_spec(normalization=config.normalization), config
+    )
 
 
 def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,4 +1,8 @@
-"""Kinds of layers, what they can run and record, and their specs."""
+"""Differences between Megatron-LM versions, and nothing else.
+
+The rest of the package calls `compat.<function>` and never reads a version. Run on megatron-core
+0.16.1 and 0.19.2.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,20 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 try:
@@ -63,12 +70,6 @@ def has_hybrid_model() -> bool:
     return importlib.util.find_spec("megatron.core.models.hybrid") is not None
 
 
-def scatters_padding_mask(model: Any) -> bool:
-    """True if a model's first stage scatters its padding mask under sequence parallelism."""
-    # GPTModel does, HybridModel hands it on as it is.
-    return bool(model.pre_process) and not hasattr(model, "hybrid_layer_pattern")
-
-
 def packs_gated_delta_net(layer: Any) -> bool:
     """True if this Megatron's GatedDeltaNet runs packed rows (from 0.18 on)."""
     return hasattr(layer, "_resolve_cu_seqlens")
@@ -96,39 +97,6 @@ def what_mamba_lacks(context_parallel: int) -> str:
     return ""
 
 
-def why_no_plain_product(layer: Any) -> str:
-    """Differences of an output layer from the product with its weight; empty if there are none."""
-    if type(layer) is not ColumnParallelLinear:
-        return f"is a {type(layer).__name__}"
-    if layer.bias is not None:
-        return "has a bias"
-    if layer.gather_output:
-        return "gathers its output (parallel_output=False)"
-    if getattr(layer, "gtp_remat_size", 1) > 1:  # from 0.19 on
-        return "gathers its weight (generalized tensor parallelism)"
-    return ""
-
-
-def gpt_layer_spec(config: Any, *, use_transformer_engine: bool) -> ModuleSpec:
-    """Megatron's own layer spec for this model's shape, with or without Transformer Engine."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    engines, local = (
-        specs.get_gpt_layer_with_transformer_engine_spec,
-        specs.get_gpt_layer_local_spec,
-    )
-    make = engines if use_transformer_engine else local
-    options = {
-        "num_experts": config.num_moe_experts,
-        "moe_grouped_gemm": config.moe_grouped_gemm,
-        "qk_layernorm": config.qk_layernorm,
-        "multi_latent_attention": config.multi_latent_attention,
-        "normalization": config.normalization,  # Transformer Engine's layers read it themselves
-    }
-    known = inspect.signature(make).parameters
-    return make(**{k: v for k, v in options.items() if k in known})
-
-
 def fix_router_masks() -> None:
     """Let routers leave padding out, also in a row that is all padding. Patches Megatron once.
 
@@ -137,7 +105,7 @@ def fix_router_masks() -> None:
     loss divides by the square of the number of real tokens, so that a placeholder's 0 becomes NaN;
     the local count of tokens is summed over tensor- and context-parallel ranks in place, and from
     0.19 on multiplied by their number again. And a loss is logged with the model's group, where the
-    router has the row's (`packed_rows.let_router_have_groups`): logs are summed once a step.
+    router has the row's (`let_router_have_groups`): logs are summed once a step.
     """
     from megatron.core.transformer.moe import router
 
@@ -271,3 +239,215 @@ def multi_token_hits(*arguments: Any) -> tuple[Tensor, Tensor]:
         return (torch.zeros((), device=torch.cuda.current_device()),) * 2
     found: tuple[Tensor, Tensor] = count(*arguments)
     return found
+
+
+def packed_seq_params(
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    host_cu_seqlens: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> PackedSeqParams:
+    """Megatron's THD parameters for a row of padded sequences.
+
+    Args:
+        cu_seqlens: int32 ``[sequences + 1]`` offsets in the full row, before context-parallel
+            slicing.
+        max_seqlen: longest padded sequence, in tokens.
+        host_cu_seqlens: the same offsets as Python ints.
+        group: ranks that share the row, where rows differ in it; None: the model's own.
+    """
+    # As stock Megatron does, the offsets of the padded sequences are given as the real ones, as
+    # Transformer Engine's context-parallel attention wants it: trailing padding attends to its own
+    # sequence, and causal masking hides it from every real token.
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+    )
+    give_offsets(params, host_cu_seqlens, group)
+    return params
+
+
+def give_offsets(
+    params: Any, host_cu_seqlens: Sequence[int], group: dist.ProcessGroup | None = None
+) -> None:
+    """Set the offsets on the host, the sequence of each token and, under dynamic CP, the row's own
+    context-parallel group on a row's parameters."""
+    params.host_cu_seqlens = tuple(host_cu_seqlens)
+    # From 0.17 on Mamba layers begin anew with every sample by `seq_idx` alone. Megatron makes it
+    # where `total_tokens` is given from the start, but then the host waits for the device.
+    if hasattr(params, "seq_idx"):
+        params.total_tokens = host_cu_seqlens[-1]
+        params.seq_idx = _sequence_of_tokens(params, host_cu_seqlens[-1])
+    if group is not None:
+        params.cp_group, params.local_cp_size = group, group.size()
+
+
+def forget_padded_length(params: Any) -> None:
+    """Clear ``tokens_per_sample`` of packed-sequence parameters."""
+    # From 0.19 on layers of experts cut a row at multiples of it, and stock scripts set it to the
+    # padded length of a sample, which packed rows do not have.
+    if getattr(params, "tokens_per_sample", None) is not None:
+        params.tokens_per_sample = None
+
+
+def _sequence_of_tokens(params: Any, total_tokens: int) -> Tensor:
+    """int32 ``[1, total_tokens]``: the number of each token's sequence in the whole row."""
+    offsets = (
+        params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    )
+    numbers = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
+    return numbers.repeat_interleave(offsets.diff(), output_size=total_tokens)[None]
+
+
+def end_states_with_samples() -> None:
+    """Let Mamba layers begin anew with every sample, also in rows that others make.
+
+    For frameworks that make them without ``total_tokens``, once the model is built.
+    """
+    mixer = sys.modules.get("megatron.core.ssm.mamba_mixer")
+    if mixer is None or not hasattr(PackedSeqParams, "seq_idx"):
+        return
+    if hasattr(mixer.MambaMixer, "states_end_with_samples"):
+        return
+    ssm_training = mixer.MambaMixer._ssm_training
+
+    def with_sequences(self: Any, inputs: Tensor, packed_seq_params: Any = None) -> Tensor:
+        if packed_seq_params is not None and packed_seq_params.seq_idx is None:
+            packed_seq_params.seq_idx = _sequence_of_tokens(packed_seq_params, len(inputs))
+        output: Tensor = ssm_training(self, inputs, packed_seq_params)
+        return output
+
+    mixer.MambaMixer._ssm_training = with_sequences
+    mixer.MambaMixer.states_end_with_samples = True
+
+
+def let_rows_have_groups(attention: Any) -> None:
+    """Let an attention layer rotate positions by the row's group instead of the model's."""
+    # Core attentions read the group in the row's parameters; the rotation before them reads the
+    # layer's `pg_collection.cp`.
+    _follow_rows(attention, attention.pg_collection, "cp")
+    if HAVE_TRANSFORMER_ENGINE:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        # Megatron makes it where the model's own size is above 1 alone.
+        if TEDotProductAttention.cp_stream is None and torch.cuda.is_available():
+            TEDotProductAttention.cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def let_router_have_groups(layer: Any, router: Any) -> None:
+    """Let the router of a layer sum the load of experts over the ranks that share a row."""
+    if not hasattr(router, "models_group"):
+        router.models_group = router.tp_cp_group
+    _follow_rows(layer, router, "tp_cp_group")
+
+
+def _follow_rows(layer: Any, owner: Any, name: str) -> None:
+    """Replace a group of ``owner`` by the row's while a layer runs forward, which it does again,
+    with the same parameters, where backward computes whole layers anew."""
+    if hasattr(layer, "groups_of_rows"):
+        return
+    layer.groups_of_rows = []
+
+    def before_forward(module: Any, _: Any, named: dict[str, Any]) -> None:
+        params = named.get("packed_seq_params")
+        module.groups_of_rows.append(getattr(owner, name))
+        if params is not None and params.cp_group is not None:
+            setattr(owner, name, params.cp_group)
+
+    def after_forward(module: Any, *unused: Any) -> None:
+        setattr(owner, name, module.groups_of_rows.pop())
+
+    layer.register_forward_pre_hook(before_forward, with_kwargs=True)
+    layer.register_forward_hook(after_forward, always_call=True)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value inside a ``with`` block."""
+    own = vars(owner)
+    was_there, before = name in own, own.get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_there:
+            setattr(owner, name, before)
+        else:  # of the class
+            delattr(owner, name)
+
+
+def waits_for_sends(config: Any) -> bool:
+    """True if the interleaved schedule waits for an output's transfer before it frees it."""
+    # Before 0.18 it freed at once, and could free a tensor that was on its way.
+    major, minor = map(int, megatron.core.__version__.split(".")[:2])
+    return bool((major, minor) >= (0, 18) and config.deallocate_pipeline_outputs)
+
+
+_ASKS_FOR_SHAPES = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
+
+
+@contextlib.contextmanager
+def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> Iterator[None]:
+    """Take the shapes of what stages receive from a function, in place of an exchange.
+
+    Args:
+        known: ``(tensor to the next stage or None, to the previous one or None, whether one comes
+            from the previous stage, from the next) -> (shape from the previous, from the next)``;
+            called before every transfer.
+    """
+    exchange = getattr(P2PCommunicator, "_communicate_shapes", None)
+    # The exchange is slow, but never wrong.
+    if exchange is None or [*inspect.signature(exchange).parameters] != _ASKS_FOR_SHAPES:
+        warnings.warn(
+            "this Megatron-LM exchanges shapes between pipeline stages in a way that is not known "
+            "here: each transfer waits for its exchange",
+            stacklevel=2,
+        )
+        yield
+        return
+
+    def known_shapes(_: Any, *transfer: Any, **named: Any) -> tuple[list[int], list[int]]:
+        return known(*transfer, **named)
+
+    with replaced(P2PCommunicator, "_communicate_shapes", known_shapes):
+        yield
+
+
+@contextlib.contextmanager
+def around_passes(mark: Callable[[], None]) -> Iterator[None]:
+    """Call a function before and after each pass of one model chunk, without its transfers."""
+
+    def inside(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def run(*arguments: Any, **options: Any) -> Any:
+            mark()
+            result = step(*arguments, **options)
+            mark()
+            return result
+
+        return run
+
+    forward, backward = inside(schedules.forward_step), inside(schedules.backward_step)
+    with (
+        replaced(schedules, "forward_step", forward),
+        replaced(schedules, "backward_step", backward),
+    ):
+        yield
+
+
+def modules_with_validate_args(arguments: Any, initialize: Any) -> list[Any]:
+    """The modules of ``megatron.training`` in which ``validate_args`` is looked up.
+
+    Until 0.17 ``initialize`` imports it by name.
+    """
+    return [arguments, initialize] if hasattr(initialize, "validate_args") else [arguments]
+
+
+def counts_operations_of_samples() -> bool:
+    """True if stock code counts floating-point operations by samples' lengths (from 0.18 on)."""
+    from megatron.training import training
+
+    return hasattr(training, "consume_seqlen_stats_in_iteration")
