@@ -8,13 +8,9 @@ import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import megatron.core
 import pytest
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
-from packaging.version import Version
 
 from mcore_batching.flags import FLAGS as FLAG_OF
 from mcore_batching.flags import (
@@ -23,12 +19,7 @@ from mcore_batching.flags import (
     add_dynamic_batch_arguments,
     add_flags,
 )
-from mcore_batching.megatron import compat, cpu_emulation
-from mcore_batching.megatron.checks.layers import (
-    multi_token_problems,
-    unfit_for_later_tokens,
-)
-from mcore_batching.megatron.checks.settings import check_model_config
+from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.options import Options
 from mcore_batching.planning import (
@@ -273,232 +264,20 @@ def test_a_loop_of_ones_own_without_a_cap_is_refused(words: list[str], expected:
         Options.of(parse(*words)).planner_config(ParallelDims())
 
 
-SOME_RELEASES = (
-    "moe_hybridep_pad_uneven_dispatch_inputs",
-    "mtp_hsm",
-    "sequence_packing_scheduler",
-)
-"""Fields that other releases of Megatron may have."""
-
-
-def config(**changes: Any) -> TransformerConfig:
-    """A configuration that is accepted, with fields set as Megatron's validation leaves them."""
-    made = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2)
-    made.overlap_p2p_comm, made.batch_p2p_comm = False, True
-    for name, value in changes.items():
-        assert hasattr(made, name) or name in SOME_RELEASES, f"this megatron-core has no {name}"
-        setattr(made, name, value)
-    return made
-
-
-def test_multi_token_prediction_runs_from_0_17_on() -> None:
-    predicting = config(mtp_num_layers=1)
-    if Version(megatron.core.__version__) >= Version("0.17"):
-        check_model_config(predicting, ParallelDims(), PlannerConfig(max_tokens_per_gpu=64))
-        return
-    with pytest.raises(DynamicBatchArgumentError, match=r"runs from Megatron-LM 0.17 on: unset"):
-        check_model_config(predicting, ParallelDims(), PlannerConfig(max_tokens_per_gpu=64))
-
-
-def test_hidden_states_mixed_at_random_are_refused() -> None:
-    made = config(mtp_num_layers=2, mtp_hsm=True)
-    assert any("unset --mtp-hsm" in problem for problem in multi_token_problems(made))
-
-
-def test_later_tokens_that_cannot_be_recomputed_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = config(mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform")
-    monkeypatch.setattr(compat, "recomputes_multi_token_rows", lambda: False)
-    wanted = "set --recompute-granularity selective"
-    assert any(wanted in problem for problem in multi_token_problems(made))
-    made.recompute_method = "block"  # which these layers ignore
-    assert not any(wanted in problem for problem in multi_token_problems(made))
-
-
-def test_models_that_cannot_predict_later_tokens_are_refused() -> None:
-    made = config(mtp_num_layers=1)
-    chunk = SimpleNamespace(config=made, post_process=True, position_embedding_type="rope")
-    (problem,) = unfit_for_later_tokens([chunk])
-    assert "mtp_block_spec=packed_mtp_block_spec(config)" in problem
-    chunk.post_process, chunk.position_embedding_type = False, "learned_absolute"
-    assert not [*unfit_for_later_tokens([chunk])]
-    made.pipeline_model_parallel_size = 2
-    (problem,) = unfit_for_later_tokens([chunk])
-    assert "set --position-embedding-type rope" in problem
-    chunk.position_embedding_type, made.mtp_detach_heads = "rope", True
-    assert not [*unfit_for_later_tokens([chunk])]
-    chunk.ddp_config = SimpleNamespace(overlap_grad_reduce=True)
-    (problem,) = unfit_for_later_tokens([chunk])
-    assert "unset --overlap-grad-reduce or unset --mtp-detach-heads" in problem
-    chunk.share_embeddings_and_output_weights = True
-    for made.mtp_detach_heads in (True, False):
-        (problem,) = unfit_for_later_tokens([chunk])
-        assert "--untie-embeddings-and-output-weights" in problem
-    made.grad_sync_func = print  # aligned
-    assert not [*unfit_for_later_tokens([chunk])]
-    made.grad_sync_func, chunk.ddp_config.overlap_grad_reduce = None, False
-    assert not [*unfit_for_later_tokens([chunk])]
-    made.mtp_num_layers = None
-    assert not [*unfit_for_later_tokens([chunk])]
-
-
-ONE, SEVERAL = ParallelDims(), ParallelDims(data_parallel=4)
-VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
-TP2, CP2 = ParallelDims(tensor_parallel=2), ParallelDims(context_parallel=2)
-TP2_SP = ParallelDims(tensor_parallel=2, sequence_parallel=True)
-CP2_TP2_SP = ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
-PER_TOKEN = {"calculate_per_token_loss": True}
-EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
-FLEX = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
-HYBRID_EP = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
-LOSS = {**EXPERTS, "moe_aux_loss_coeff": 0.01}
-Z_LOSS = {**EXPERTS, "moe_z_loss_coeff": 0.01}
-ALL_TOKENS = "routes a token by all tokens of its micro-batch"
-ROUTING = "set --moe-router-load-balancing-type aux_loss or none"
-PER_TOKEN_LOSS = "set --calculate-per-token-loss"
-
-
-def routed(*kinds: str, **changes: Any) -> dict[str, Any]:
-    kind = [*kinds] if len(kinds) > 1 else kinds[0]
-    return {**EXPERTS, "moe_router_load_balancing_type": kind, **changes}
-
-
-PAD = "set --dynamic-batch-pad-total-to"
-REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
-    (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
-    (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
-    (ONE, {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
-    (ONE, {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
-    (ONE, LOSS, PER_TOKEN_LOSS),
-    (ONE, routed("none", "seq_aux_loss", moe_aux_loss_coeff=[0.0, 0.01]), PER_TOKEN_LOSS),
-    (ONE, Z_LOSS, PER_TOKEN_LOSS),
-    (ONE, {"mtp_num_layers": 1, "mtp_standalone": True}, "put its layers on the last stage"),
-    (ONE, {"dsa_indexer_loss_coeff": 0.1}, "sparse attention's indexer loss would be a mean"),
-    (ONE, routed("global_aux_loss"), ROUTING),
-    (ONE, routed("sinkhorn"), f"sinkhorn {ALL_TOKENS}"),
-    (ONE, routed("none", "sinkhorn"), ROUTING),
-    (ONE, routed("quantile_balancing"), f"quantile_balancing {ALL_TOKENS}"),
-    (
-        ONE,
-        {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
-        "set --moe-token-dispatcher-type alltoall",
-    ),
-    (ONE, {**EXPERTS, "moe_expert_capacity_factor": 0.0}, "unset --moe-expert-capacity-factor"),
-    (CP2_TP2_SP, {"fp8": "hybrid"}, f"{PAD} 64"),
-    (ONE, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, f"{PAD} 32"),
-    (ONE, {"fp4": "e2m1"}, f"{PAD} 32"),
-    (
-        TP2_SP,
-        {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-        "FP8 rows must divide by 128 on each rank, so by 256 in all",
-    ),
-    (TP2, {"fp8": "e4m3", "fp8_recipe": "blockwise"}, f"{PAD} 16"),
-    (CP2_TP2_SP, {"fp4": "e2m1"}, "FP4 rows must divide by 32 on each rank, so by 128 in all"),
-    (ONE, {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
-    (
-        ONE,
-        {"experimental_attention_variant": "dsv4_hybrid"},
-        "attention of the variant dsv4_hybrid is not known to keep packed samples apart",
-    ),
-    (ONE, {"defer_embedding_wgrad_compute": True}, "unset --defer-embedding-wgrad-compute"),
-    (ONE, HYBRID_EP, "set --moe-hybridep-pad-uneven-dispatch-inputs"),
-    (
-        ONE,
-        {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
-        "set --moe-flex-dispatcher-backend deepep",
-    ),
-    (ONE, {"overlap_moe_expert_parallel_comm": True}, "unset --overlap-moe-expert-parallel-comm"),
-    (ONE, {"sequence_packing_scheduler": "dp_balanced"}, "unset --sequence-packing-scheduler"),
-]
-ACCEPTED: list[tuple[ParallelDims, dict[str, Any]]] = [
-    (ONE, {}),
-    (ONE, {"overlap_p2p_comm": True}),  # without a pipeline nothing is sent
-    (ParallelDims(pipeline_parallel=4), {}),
-    (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
-    (ONE, EXPERTS),  # a load-balancing loss with coefficient 0
-    (ONE, {**LOSS, **PER_TOKEN}),
-    (ONE, {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
-    (ONE, {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
-    (ONE, {**HYBRID_EP, "moe_hybridep_pad_uneven_dispatch_inputs": True}),
-]
-PLANNER = PlannerConfig(max_tokens_per_gpu=128)
-SHARED = dataclasses.replace(PLANNER, max_context_parallel=4)
-RECOMPUTED = {
-    "recompute_granularity": "selective",
-    "recompute_modules": ["moe"],
-}
-SHARED_REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
-    (SEVERAL, {"calculate_per_token_loss": False}, f"a fixed number of ranks: {PER_TOKEN_LOSS}"),
-    (SEVERAL, LOSS | RECOMPUTED, "leave moe out of --recompute-modules"),
-    (SEVERAL, {"multi_latent_attention": True}, "dev branch follows one, which is untried here"),
-    (SEVERAL, {"fp8": "hybrid"}, "divide by 16 on each rank, so by 64 in all"),
-]
-FP8_PAD_8 = dataclasses.replace(PLANNER, pad_total_to=8)
-FP8_PAD_48 = dataclasses.replace(PLANNER, pad_total_to=48)
-
-
-@pytest.mark.parametrize(
-    ("planner", "dims", "changes", "expected"),
-    [
-        *((PLANNER, *each) for each in REFUSED),
-        *((PLANNER, *each, "") for each in ACCEPTED),
-        *((SHARED, dims, PER_TOKEN | changes, said) for dims, changes, said in SHARED_REFUSED),
-        *((SHARED, SEVERAL, PER_TOKEN | changes, "") for changes in ({}, LOSS, RECOMPUTED)),
-        (FP8_PAD_8, ONE, {"fp8": "hybrid"}, "padded to a multiple of 8"),
-        (FP8_PAD_48, ONE, {"fp8": "hybrid"}, ""),
-    ],
-)
-def test_refused_combination_says_what_to_set(
-    planner: PlannerConfig, dims: ParallelDims, changes: dict[str, Any], expected: str
-) -> None:
-    if not expected:
-        check_model_config(config(**changes), dims, planner)
-        return
-    with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(config(**changes), dims, planner)
-    assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize("dims", [CP2, TP2])
-def test_a_z_loss_that_megatron_makes_too_weak_is_refused(
-    dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before 0.19 by the number of ranks that share a row, with or without this package."""
-    made = config(**Z_LOSS, **PER_TOKEN)
-    monkeypatch.setattr(compat, "multiplies_by_ranks", lambda: True)
-    check_model_config(made, dims, PLANNER)
-    monkeypatch.setattr(compat, "multiplies_by_ranks", lambda: False)
-    check_model_config(made, ONE, PLANNER)
-    with pytest.raises(DynamicBatchArgumentError, match=r"2 times too weak .*, or install"):
-        check_model_config(made, dims, PLANNER)
-    with pytest.raises(DynamicBatchArgumentError, match="4 times too weak on 4 tensor- and"):
-        check_model_config(made, ONE, SHARED)
-    made.moe_z_loss_coeff = None
-    check_model_config(made, dims, PLANNER)
-
-
 def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
     words = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
     args = parse(*words, "--dynamic-batch-context-parallel", "2")
-    assert Options.of(args).planner_config(SEVERAL).max_context_parallel == 2
+    assert Options.of(args).planner_config(ParallelDims(data_parallel=4)).max_context_parallel == 2
     assert Options.of(args).exchanges_samples
     assert Options.of(parse(*words)).exchanges_samples
     stays = parse(*words, "--no-dynamic-batch-exchange")
     assert not Options.of(stays).exchanges_samples
     stays.dynamic_batch_context_parallel = 2
     with pytest.raises(DynamicBatchArgumentError, match="unset --no-dynamic-batch-exchange"):
-        Options.of(stays).planner_config(SEVERAL)
+        Options.of(stays).planner_config(ParallelDims(data_parallel=4))
     args = parse(*words, "--dynamic-batch-context-parallel", "3")
     with pytest.raises(ConfigError, match=r"\(--dynamic-batch-context-parallel\) to 2"):
-        Options.of(args).planner_config(SEVERAL)
+        Options.of(args).planner_config(ParallelDims(data_parallel=4))
     args = parse("--dynamic-batch-context-parallel", "2")
     with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and"):
         Options.of(args).planner_config(ParallelDims())
-
-
-def test_all_problems_are_listed_at_once() -> None:
-    broken = config(**EXPERTS, moe_expert_capacity_factor=1.0, cuda_graph_impl="local")
-    with pytest.raises(DynamicBatchArgumentError) as caught:
-        check_model_config(broken, VIRTUAL, PlannerConfig(max_tokens_per_gpu=128))
-    assert str(caught.value).count("\n  - ") == 3

@@ -1,7 +1,6 @@
 """The CPU stand-in patches when asked to, and never where a GPU would be forgotten.
 
-All in two processes of their own: one in which it is turned on last, and one in which the variable
-turns it on.
+All in one process, in which it is turned on last.
 """
 
 from __future__ import annotations
@@ -19,27 +18,33 @@ from kit.patience import patience
 from torch.nn.functional import silu, softplus
 
 PROGRAM = """
-import json, os, sys, types, torch
+import importlib, json, os, sys, types, torch
 found = {}
-
 before = torch.cuda.current_device, torch.cuda.Stream
+has_cuda = True
+torch.cuda.is_available = lambda: has_cuda
+
+os.environ['MCORE_BATCHING_CPU'] = '1'
+try:
+    import mcore_batching.megatron
+except Exception as error:
+    found['refused'] = [type(error).__name__, str(error), isinstance(error, RuntimeError)]
+try:
+    import transformer_engine
+except ImportError as error:
+    found['engine hidden'] = type(error).__name__
+
+os.environ['MCORE_BATCHING_CPU'] = '0'
+import mcore_batching.megatron
 from mcore_batching.megatron import cpu_emulation
 from bootstrap import initialize_process_group
 after = torch.cuda.current_device, torch.cuda.Stream
 found['import'] = [after == before, cpu_emulation.is_enabled()]
-
-torch.cuda.is_available = lambda: False
+has_cuda = False
 try:
     initialize_process_group()
 except cpu_emulation.DeviceError as error:
     found['bootstrap'] = str(error)
-
-torch.cuda.is_available = lambda: True
-try:
-    cpu_emulation.enable()
-except cpu_emulation.DeviceError as error:
-    found['refused'] = [str(error), isinstance(error, RuntimeError), cpu_emulation.is_enabled()]
-
 sys.modules['transformer_engine'] = types.ModuleType('transformer_engine')
 try:
     cpu_emulation.enable(force=True)
@@ -47,7 +52,9 @@ except cpu_emulation.DeviceError as error:
     found['engine imported'] = str(error)
 del sys.modules['transformer_engine']
 
-cpu_emulation.enable(force=True)
+has_cuda = True
+os.environ['MCORE_BATCHING_CPU'] = 'force'
+importlib.reload(mcore_batching.megatron)
 cpu_emulation.enable(force=True)
 x = torch.ones(2, device='cuda')
 with torch.cuda.stream(torch.cuda.Stream()):
@@ -55,6 +62,8 @@ with torch.cuda.stream(torch.cuda.Stream()):
 torch.cuda.manual_seed(3)
 a = torch.rand(2)
 torch.manual_seed(3)
+scope = {'__name__': 'megatron.training.initialize', 'torch': torch}
+exec('found = torch.cuda.is_available()', scope)
 found['enabled'] = {
     'is enabled': cpu_emulation.is_enabled(),
     'on the host': x.device.type == 'cpu' and x.cuda() is x,
@@ -63,6 +72,8 @@ found['enabled'] = {
     'current device': torch.zeros(1, device=torch.cuda.current_device()).device.type == 'cpu',
     'event': torch.cuda.current_stream().record_event().query(),
     'seed': torch.equal(a, torch.rand(2)),
+    'for megatron.training': scope['found'],
+    'not for torch': not torch.cuda.is_available(),
 }
 
 from megatron.core import parallel_state
@@ -90,50 +101,19 @@ found['depths'] = [len(each.mtp.layers) if each.mtp_process else 0 for each in
                    (chunk.module.module, later.module)]
 print(json.dumps(found))
 """
-ASKED_FOR = """
-import json, os, torch
-torch.cuda.is_available = lambda: has_cuda
-found = {}
-for asked, has_cuda in [('1', True), ('1', False)]:
-    os.environ['MCORE_BATCHING_CPU'] = asked
-    try:
-        import mcore_batching.megatron
-    except Exception as error:
-        found['with CUDA'] = type(error).__name__ + ': ' + str(error)
-from mcore_batching.megatron import cpu_emulation
-found['is enabled'] = cpu_emulation.is_enabled()
-try:
-    import transformer_engine
-except ImportError as error:
-    found['engine hidden'] = type(error).__name__
-scope = {'__name__': 'megatron.training.initialize', 'torch': torch}
-exec('found = torch.cuda.is_available()', scope)
-found['for megatron.training'], found['for torch'] = scope['found'], torch.cuda.is_available()
-print(json.dumps(found))
-"""
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, object]:
-    """What `PROGRAM` found."""
-    return _run(PROGRAM)
-
-
-@pytest.fixture(scope="module")
-def asked_for(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What `ASKED_FOR` found, with a Transformer Engine on the path that no CPU can import."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What `PROGRAM` found, with a Transformer Engine on the path that no CPU can import."""
     folder = tmp_path_factory.mktemp("engine")
     (folder / "transformer_engine").mkdir()
     (folder / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('no GPU')\n")
-    return _run(ASKED_FOR, str(folder))
-
-
-def _run(program: str, *folders: str) -> dict[str, object]:
-    bootstrap = str(Path(__file__).resolve().parents[2] / "examples" / "grpo")
-    paths = os.pathsep.join([*folders, bootstrap, os.environ.get("PYTHONPATH", "")])
+    bootstrap = Path(__file__).resolve().parents[2] / "examples" / "grpo"
+    paths = os.pathsep.join([str(folder), str(bootstrap), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env=os.environ | {"PYTHONPATH": paths, "MCORE_BATCHING_CPU": ""},
+        [sys.executable, "-W", "ignore", "-c", PROGRAM],
+        env=os.environ | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=patience(240),
@@ -149,19 +129,22 @@ def test_nothing_is_touched_unless_asked_to_nor_where_cuda_is_present(
 ) -> None:
     assert found["import"] == [True, False]
     assert "no CUDA device: set MCORE_BATCHING_CPU=1" in str(found["bootstrap"])
-    message, is_runtime_error, enabled = found["refused"]  # type: ignore[misc]
+    name, message, is_runtime_error = found["refused"]  # type: ignore[misc]
+    assert (name, is_runtime_error) == ("DeviceError", True)
     assert "this machine has CUDA: unset MCORE_BATCHING_CPU" in message
     assert "set it to force" in message
-    assert is_runtime_error
-    assert not enabled
     assert "cannot run with Transformer Engine" in str(found["engine imported"])
     assert "set MCORE_BATCHING_CPU=1 before" in str(found["engine imported"])
 
 
-def test_cuda_tensors_are_cpu_tensors(found: dict[str, object]) -> None:
+def test_the_variable_alone_turns_it_on_before_megatron_looks_for_kernels(
+    found: dict[str, object],
+) -> None:
+    """In a loop of one's own, under plain torchrun; CUDA tensors are then the host's."""
     enabled = found["enabled"]
     assert isinstance(enabled, dict)
     assert [name for name, right in enabled.items() if not right] == []
+    assert found["engine hidden"] == "ModuleNotFoundError"
 
 
 def test_programs_without_a_training_script_start(found: dict[str, object]) -> None:
@@ -173,18 +156,6 @@ def test_programs_without_a_training_script_start(found: dict[str, object]) -> N
     assert found["timeout"] == 30.0
     assert found["model"] == ["DistributedDataParallel", "Float16Module", "GPTModel"]
     assert found["depths"] == [0, 2]  # of multi-token prediction, as configured
-
-
-def test_the_variable_alone_turns_it_on_in_a_loop_of_ones_own(
-    asked_for: dict[str, object],
-) -> None:
-    """Under plain torchrun it did nothing, and Megatron said that it requires CUDA."""
-    assert asked_for["is enabled"]
-    assert asked_for["for megatron.training"]
-    assert not asked_for["for torch"]
-    assert "DeviceError: the CPU stand-in was asked for, but" in str(asked_for["with CUDA"])
-    assert "set it to force" in str(asked_for["with CUDA"])
-    assert asked_for["engine hidden"] == "ModuleNotFoundError"
 
 
 def test_mambas_state_decays_from_token_to_token() -> None:

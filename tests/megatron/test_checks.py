@@ -1,0 +1,467 @@
+"""Settings, layers and models that cannot run packed rows, each with what to set instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kit.stand_ins import stood_in
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.checks.layers import (
+    check_shared_prefixes,
+    layer_problems,
+    multi_token_problems,
+    unfit_for_later_tokens,
+)
+from mcore_batching.megatron.checks.settings import check_model_config
+from mcore_batching.megatron.errors import DynamicBatchArgumentError
+from mcore_batching.planning import ParallelDims, PlannerConfig
+
+MEGATRON = tuple(map(int, version("megatron-core").split(".")[:2]))
+ONE, SEVERAL = ParallelDims(), ParallelDims(data_parallel=4)
+VIRTUAL = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
+TP2, CP2 = ParallelDims(tensor_parallel=2), ParallelDims(context_parallel=2)
+TP2_SP = ParallelDims(tensor_parallel=2, sequence_parallel=True)
+CP2_TP2_SP = ParallelDims(context_parallel=2, tensor_parallel=2, sequence_parallel=True)
+
+
+def layer(path: str) -> Any:
+    """A layer of this class, of which nothing was made."""
+    module, name = path.rsplit(".", 1)
+    with stood_in("triton"):
+        made = object.__new__(getattr(importlib.import_module(f"megatron.core.{module}"), name))
+    torch.nn.Module.__init__(made)
+    return made
+
+
+def problems(
+    made: Any,
+    dims: ParallelDims = CP2,
+    *,
+    pads_rows: bool = True,
+    row_ranks: int | None = None,
+    **changes: Any,
+) -> str:
+    """What is said of a model with two of this layer."""
+    chunk = torch.nn.ModuleDict({"first": made, "second": made.__class__.__new__(made.__class__)})
+    torch.nn.Module.__init__(chunk["second"])
+    chunk["second"].__dict__.update({k: v for k, v in made.__dict__.items() if k[0] != "_"})
+    settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1} | changes
+    settings |= {"recompute_granularity": None}
+    chunk.config = SimpleNamespace(**{"deterministic_mode": False} | settings)
+    return "\n".join(layer_problems([chunk], dims, pads_rows=pads_rows, row_ranks=row_ranks))
+
+
+def later(since: tuple[int, int], kind: str) -> str:
+    """What is said of a layer before a version of Megatron; empty from it on."""
+    since_when = ".".join(map(str, since))
+    said = f"first is {kind}, which runs packed rows from Megatron-LM {since_when} on: install"
+    return said if since > MEGATRON else ""
+
+
+def latent(columns: int) -> dict[str, Any]:
+    """A local layer has a slice of 20 columns on each rank, Transformer Engine's has all."""
+    shape = SimpleNamespace(kv_lora_rank=16, qk_pos_emb_head_dim=4)
+    projection = SimpleNamespace(weight=torch.zeros(columns, 8))
+    return {"config": shape, "linear_kv_down_proj": projection}
+
+
+LOCAL = "transformer.dot_product_attention.DotProductAttention"
+MULTIMODAL = "models.common.embeddings.rotary_pos_embedding.MultimodalRotaryEmbedding"
+LATENT = "transformer.multi_latent_attention.MLASelfAttention"
+GDN, NO_GDN = "ssm.gated_delta_net.GatedDeltaNet", later((0, 18), "a GatedDeltaNet")
+DSA = "transformer.experimental_attention_variant.dsa.DSAttention"
+NO_DSA = later((0, 19), "sparse attention")
+SILU, GELU, LOSS_OF_INDEXER = (
+    {"activation": "silu"},
+    {"activation": "gelu"},
+    "dsa_indexer_loss_coeff",
+)
+LAYERS: list[tuple[str, dict[str, Any], ParallelDims, dict[str, Any], str]] = [
+    # They mix samples, or cut positions that are cut already.
+    (LOCAL, {}, ONE, {}, "mcore_batching.megatron.packed_layer_spec(config)"),
+    (MULTIMODAL, {}, CP2, {}, "set --context-parallel-size 1"),
+    (MULTIMODAL, {}, ONE, {}, ""),
+    # Without packed rows, in deterministic mode and without silu they raise in mid-forward.
+    (GDN, SILU, CP2, {}, NO_GDN),
+    (GDN, SILU, CP2, {"deterministic_mode": True}, NO_GDN or "unset --deterministic-mode"),
+    (GDN, GELU, CP2, {}, NO_GDN or "with gelu; its kernel has silu alone: set --swiglu"),
+    # Until 0.18 it asserts in mid-forward; later its indexer's loss counts padding.
+    (DSA, {}, CP2, {LOSS_OF_INDEXER: 0.0}, NO_DSA),
+    (DSA, {}, CP2, {LOSS_OF_INDEXER: 0.1, "pads_rows": False}, NO_DSA),
+    (DSA, {}, CP2, {LOSS_OF_INDEXER: 0.1}, NO_DSA or "dsa_indexer_loss_coeff=0"),
+    # Weights that all heads share, with gradients that tensor-parallel ranks do not add up.
+    (GDN, SILU, TP2, {}, "output norm under tensor parallelism without sequence parallelism"),
+    (GDN, SILU, TP2_SP, {}, NO_GDN),
+    (
+        LATENT,
+        latent(10),
+        TP2,
+        {},
+        "or build the model with Transformer Engine's spec and set --seq",
+    ),
+    (LATENT, latent(10), TP2_SP, {}, "set --tensor-model-parallel-size 1, or build the model with"),
+    (LATENT, latent(20), TP2, {}, "without sequence parallelism: set --sequence-parallel"),
+    (LATENT, latent(20), TP2_SP, {}, ""),
+    (LATENT, latent(10), ONE, {}, ""),
+]
+
+
+@pytest.mark.parametrize(("path", "attributes", "dims", "settings", "mend"), LAYERS)
+def test_a_layer_that_cannot_run_packed_rows_is_refused(
+    path: str,
+    attributes: dict[str, Any],
+    dims: ParallelDims,
+    settings: dict[str, Any],
+    mend: str,
+) -> None:
+    made = layer(path)
+    vars(made).update(attributes)
+    said = problems(made, dims, **settings)
+    assert mend in said
+    assert bool(said) == bool(mend)
+
+
+def test_a_layer_with_a_forward_pass_of_its_own_may_run_packed_rows() -> None:
+    made = layer(GDN)
+    made.__class__ = type("GatedDeltaNet", (type(made),), {"forward": lambda self: None})
+    assert problems(made, deterministic_mode=True) == ""
+    assert problems(torch.nn.Linear(1, 1)) == ""
+
+
+def test_mamba_without_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of packed rows, and Transformer Engine's where they are cut."""
+    made = layer("ssm.mamba_mixer.MambaMixer")
+    mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    found: list[Any] = [False, "causal_conv1d >= 1.4.0 is required"]
+    monkeypatch.setattr(mixer, "_check_mamba_sequence_packing_support", lambda **_: found)
+    assert "causal_conv1d >= 1.4.0 is required" in problems(made, ONE)
+    found[:] = [True, None]
+    assert problems(made, ONE) == ""
+    context = importlib.import_module("megatron.core.ssm.mamba_context_parallel")
+    monkeypatch.setattr(context, "tex", None)
+    assert "need Transformer Engine under context parallelism" in problems(made)
+
+
+PLAIN = {"exchange": "p2p", "window": (-1, 0), "softmax_type": "vanilla", "fp8": None, "mla": False}
+ENGINE = [
+    ((2, 9), {}, ""),
+    ((2, 9), {"exchange": "a2a"}, "by a2a from Transformer Engine 2.10 on, not in"),
+    ((2, 10), {"exchange": "a2a"}, ""),
+    ((2, 17), {"exchange": "all_gather"}, "from Transformer Engine 2.18 on, not in"),
+    ((2, 18), {"exchange": "all_gather"}, ""),
+    ((2, 18), {"exchange": "a2a+p2p"}, "from Transformer Engine 2.19 on, not in"),
+    ((2, 19), {"exchange": "a2a+p2p"}, ""),
+    ((2, 19), {"window": (128, 0)}, "do not have under p2p: set --cp-comm-type a2a"),
+    ((2, 19), {"window": (128, 0), "exchange": "a2a"}, ""),
+    ((2, 11), {"softmax_type": "learnable", "exchange": "a2a"}, "not in Transformer Engine 2.11"),
+    ((2, 12), {"softmax_type": "learnable", "exchange": "a2a"}, ""),
+    ((2, 12), {"softmax_type": "learnable"}, "not have under p2p: set --cp-comm-type a2a"),
+    ((2, 14), {"mla": True, "exchange": "a2a"}, "2.14 does not exchange by a2a: set --cp-comm"),
+    ((2, 14), {"mla": True}, ""),
+    ((2, 15), {"mla": True, "exchange": "a2a"}, ""),
+    ((2, 19), {"fp8": "hybrid"}, "unset --fp8-dot-product-attention"),
+]
+
+
+@pytest.mark.parametrize(("version", "changes", "mend"), ENGINE)
+def test_what_transformer_engine_has_no_packed_rows_for(
+    version: tuple[int, int],
+    changes: dict[str, Any],
+    mend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under context parallelism; of one rank it has all of it, but for sinks before 2.12."""
+    given = PLAIN | changes
+    monkeypatch.setattr(compat, "is_engines_attention", lambda it: hasattr(it, "cp_comm_type"))
+    monkeypatch.setattr(compat, "engine_versions", lambda: (version, (9, 18)))
+    made: Any = torch.nn.Linear(1, 1)
+    made.cp_comm_type, made.window_size = given.pop("exchange"), given.pop("window")
+    settings = {
+        "multi_latent_attention": given.pop("mla"),
+        "fp8_dot_product_attention": True,
+        "fp8_multi_head_attention": False,
+        **given,
+    }
+    said = problems(made, **settings)
+    assert mend in said
+    assert bool(said) == bool(mend)
+    alone = problems(made, ONE, **settings)
+    assert bool(alone) == (given["softmax_type"] != "vanilla" and version < (2, 12))
+    assert problems(made, ONE, row_ranks=2, **settings) == said
+
+
+def test_layers_recomputed_behind_a_frozen_embedding() -> None:
+    """Their input needs no gradient, so that they get none, unless somebody lets it."""
+    chunk = torch.nn.ModuleDict(
+        {"embedding": torch.nn.Linear(1, 1), "decoder": torch.nn.LayerNorm(1)}
+    )
+    settings = {"num_moe_experts": None, "tensor_model_parallel_size": 1}
+    chunk.config = SimpleNamespace(recompute_granularity="full", **settings)  # type: ignore[assignment]
+    chunk.embedding, chunk.decoder = chunk.embedding, chunk.decoder
+
+    def said() -> str:
+        return "\n".join(layer_problems([chunk], ONE, pads_rows=False))
+
+    assert said() == ""
+    chunk.embedding.requires_grad_(False)
+    assert "behind a frozen embedding without gradients" in said()
+    assert "set --recompute-granularity selective" in said()
+    chunk.config.recompute_granularity = "selective"
+    assert said() == ""
+    chunk.config.recompute_granularity = "full"
+    hook = chunk.embedding.register_forward_hook(lambda *call: call[2].requires_grad_())
+    assert said() == ""
+    hook.remove()
+    chunk.decoder.requires_grad_(False)
+    assert said() == ""
+
+
+NO_MASK = (
+    "0 lets tokens see later ones (attn_mask_type no_mask): build the model with "
+    "AttnMaskType.causal, or unset --dynamic-batch-share-prefixes"
+)
+BY_LENGTH = "may go by a sample's length: unset --dynamic-batch-share-prefixes"
+
+
+@pytest.mark.parametrize(
+    ("settings", "attributes", "mend"),
+    [
+        ({}, {}, ""),
+        ({"hidden_dropout": 0.1}, {}, "would share dropout: set --hidden-dropout 0"),
+        ({"attention_dropout": 0.1}, {}, "would share dropout: set --attention-dropout 0"),
+        ({"hidden_dropout": 0.1}, {"training": False}, ""),  # evaluation drops nothing
+        ({}, {"position_embedding_type": "relative"}, "set --position-embedding-type rope"),
+        ({}, {"rotary_pos_emb": torch.nn.Identity()}, f"embeddings Identity {BY_LENGTH}"),
+        ({}, {"masks": AttnMaskType.no_mask}, NO_MASK),  # once, of three layers that are alike
+        ({}, {"masks": AttnMaskType.padding_causal}, ""),
+    ],
+)
+def test_samples_of_some_models_cannot_share_tokens(
+    settings: dict[str, Any], attributes: dict[str, Any], mend: str
+) -> None:
+    chunk: Any = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(3))
+    chunk.config = SimpleNamespace(**{"hidden_dropout": 0.0, "attention_dropout": 0.0} | settings)
+    chunk.position_embedding_type = "rope"
+    for each in chunk:
+        each.attn_mask_type = attributes.get("masks")
+    vars(chunk).update(attributes)
+    if not mend:
+        check_shared_prefixes([chunk])
+        return
+    with pytest.raises(DynamicBatchArgumentError) as refused:
+        check_shared_prefixes([chunk])
+    (line,) = str(refused.value).splitlines()[1:]
+    assert mend in line
+
+
+SOME_RELEASES = (
+    "moe_hybridep_pad_uneven_dispatch_inputs",
+    "mtp_hsm",
+    "sequence_packing_scheduler",
+)
+"""Fields that other releases of Megatron may have."""
+
+
+def config(**changes: Any) -> TransformerConfig:
+    """A configuration that is accepted, with fields set as Megatron's validation leaves them."""
+    made = TransformerConfig(num_layers=4, hidden_size=16, num_attention_heads=2)
+    made.overlap_p2p_comm, made.batch_p2p_comm = False, True
+    for name, value in changes.items():
+        assert hasattr(made, name) or name in SOME_RELEASES, f"this megatron-core has no {name}"
+        setattr(made, name, value)
+    return made
+
+
+PER_TOKEN = {"calculate_per_token_loss": True}
+EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+FLEX = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
+HYBRID_EP = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
+LOSS = {**EXPERTS, "moe_aux_loss_coeff": 0.01}
+Z_LOSS = {**EXPERTS, "moe_z_loss_coeff": 0.01}
+DEPTH = {"mtp_num_layers": 1}
+ALL_TOKENS = "routes a token by all tokens of its micro-batch"
+ROUTING = "set --moe-router-load-balancing-type aux_loss or none"
+PER_TOKEN_LOSS = "set --calculate-per-token-loss"
+PAD = "set --dynamic-batch-pad-total-to"
+
+
+def routed(*kinds: str, **changes: Any) -> dict[str, Any]:
+    kind = [*kinds] if len(kinds) > 1 else kinds[0]
+    return {**EXPERTS, "moe_router_load_balancing_type": kind, **changes}
+
+
+REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
+    (VIRTUAL, {}, "drop --no-overlap-p2p-communication"),
+    (VIRTUAL, {"overlap_p2p_comm": True}, "batch_p2p_comm=False"),
+    (ONE, {"cuda_graph_impl": "local"}, "set --cuda-graph-impl none"),
+    (ONE, {"enable_cuda_graph": True}, "set --cuda-graph-impl none"),
+    (ONE, LOSS, PER_TOKEN_LOSS),
+    (ONE, routed("none", "seq_aux_loss", moe_aux_loss_coeff=[0.0, 0.01]), PER_TOKEN_LOSS),
+    (ONE, Z_LOSS, PER_TOKEN_LOSS),
+    (ONE, {**DEPTH, "mtp_standalone": True}, "put its layers on the last stage"),
+    (ONE, {**DEPTH, "mtp_hsm": True}, "unset --mtp-hsm"),
+    (ONE, {"dsa_indexer_loss_coeff": 0.1}, "sparse attention's indexer loss would be a mean"),
+    (ONE, routed("global_aux_loss"), ROUTING),
+    (ONE, routed("sinkhorn"), f"sinkhorn {ALL_TOKENS}"),
+    (ONE, routed("none", "sinkhorn"), ROUTING),
+    (ONE, routed("quantile_balancing"), f"quantile_balancing {ALL_TOKENS}"),
+    (
+        ONE,
+        {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
+        "set --moe-token-dispatcher-type alltoall",
+    ),
+    (ONE, {**EXPERTS, "moe_expert_capacity_factor": 0.0}, "unset --moe-expert-capacity-factor"),
+    (CP2_TP2_SP, {"fp8": "hybrid"}, f"{PAD} 64"),
+    (ONE, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, f"{PAD} 32"),
+    (ONE, {"fp4": "e2m1"}, f"{PAD} 32"),
+    (
+        TP2_SP,
+        {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+        "FP8 rows must divide by 128 on each rank, so by 256 in all",
+    ),
+    (TP2, {"fp8": "e4m3", "fp8_recipe": "blockwise"}, f"{PAD} 16"),
+    (CP2_TP2_SP, {"fp4": "e2m1"}, "FP4 rows must divide by 32 on each rank, so by 128 in all"),
+    (ONE, {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
+    (
+        ONE,
+        {"experimental_attention_variant": "dsv4_hybrid"},
+        "attention of the variant dsv4_hybrid is not known to keep packed samples apart",
+    ),
+    (ONE, {"defer_embedding_wgrad_compute": True}, "unset --defer-embedding-wgrad-compute"),
+    (ONE, HYBRID_EP, "set --moe-hybridep-pad-uneven-dispatch-inputs"),
+    (
+        ONE,
+        {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
+        "set --moe-flex-dispatcher-backend deepep",
+    ),
+    (ONE, {"overlap_moe_expert_parallel_comm": True}, "unset --overlap-moe-expert-parallel-comm"),
+    (ONE, {"sequence_packing_scheduler": "dp_balanced"}, "unset --sequence-packing-scheduler"),
+]
+ACCEPTED: list[tuple[ParallelDims, dict[str, Any]]] = [
+    (ONE, {}),
+    (ONE, {"overlap_p2p_comm": True}),  # without a pipeline nothing is sent
+    (ParallelDims(pipeline_parallel=4), {}),
+    (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
+    (ONE, EXPERTS),  # a load-balancing loss with coefficient 0
+    (ONE, {**LOSS, **PER_TOKEN}),
+    (ONE, {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
+    (ONE, {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
+    (ONE, {**HYBRID_EP, "moe_hybridep_pad_uneven_dispatch_inputs": True}),
+]
+PLANNER = PlannerConfig(max_tokens_per_gpu=128)
+SHARED = dataclasses.replace(PLANNER, max_context_parallel=4)
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+SHARED_REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
+    (SEVERAL, {"calculate_per_token_loss": False}, f"a fixed number of ranks: {PER_TOKEN_LOSS}"),
+    (SEVERAL, LOSS | RECOMPUTED, "leave moe out of --recompute-modules"),
+    (SEVERAL, {"multi_latent_attention": True}, "dev branch follows one, which is untried here"),
+    (SEVERAL, {"fp8": "hybrid"}, "divide by 16 on each rank, so by 64 in all"),
+]
+FP8_PAD_8 = dataclasses.replace(PLANNER, pad_total_to=8)
+FP8_PAD_48 = dataclasses.replace(PLANNER, pad_total_to=48)
+NO_DEPTHS = "" if MEGATRON >= (0, 17) else "runs from Megatron-LM 0.17 on: unset --mtp-num-layers"
+
+
+@pytest.mark.parametrize(
+    ("planner", "dims", "changes", "expected"),
+    [
+        *((PLANNER, *each) for each in REFUSED),
+        *((PLANNER, *each, "") for each in ACCEPTED),
+        *((SHARED, dims, PER_TOKEN | changes, said) for dims, changes, said in SHARED_REFUSED),
+        *((SHARED, SEVERAL, PER_TOKEN | changes, "") for changes in ({}, LOSS, RECOMPUTED)),
+        (FP8_PAD_8, ONE, {"fp8": "hybrid"}, "padded to a multiple of 8"),
+        (FP8_PAD_48, ONE, {"fp8": "hybrid"}, ""),
+        (PLANNER, ONE, DEPTH, NO_DEPTHS),
+    ],
+)
+def test_refused_combination_says_what_to_set(
+    planner: PlannerConfig, dims: ParallelDims, changes: dict[str, Any], expected: str
+) -> None:
+    if not expected:
+        check_model_config(config(**changes), dims, planner)
+        return
+    with pytest.raises(DynamicBatchArgumentError) as caught:
+        check_model_config(config(**changes), dims, planner)
+    assert expected in str(caught.value)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    broken = config(**EXPERTS, moe_expert_capacity_factor=1.0, cuda_graph_impl="local")
+    with pytest.raises(DynamicBatchArgumentError) as caught:
+        check_model_config(broken, VIRTUAL, PLANNER)
+    assert str(caught.value).count("\n  - ") == 3
+
+
+@pytest.mark.parametrize("dims", [CP2, TP2])
+def test_a_z_loss_that_megatron_makes_too_weak_is_refused(
+    dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.19 by the number of ranks that share a row, with or without this package."""
+    made = config(**Z_LOSS, **PER_TOKEN)
+    monkeypatch.setattr(compat, "multiplies_by_ranks", lambda: True)
+    check_model_config(made, dims, PLANNER)
+    monkeypatch.setattr(compat, "multiplies_by_ranks", lambda: False)
+    check_model_config(made, ONE, PLANNER)
+    with pytest.raises(DynamicBatchArgumentError, match=r"2 times too weak .*, or install"):
+        check_model_config(made, dims, PLANNER)
+    with pytest.raises(DynamicBatchArgumentError, match="4 times too weak on 4 tensor- and"):
+        check_model_config(made, ONE, SHARED)
+    made.moe_z_loss_coeff = None
+    check_model_config(made, dims, PLANNER)
+
+
+@pytest.mark.parametrize(
+    ("method", "recomputes", "mend"),
+    [
+        ("uniform", False, "set --recompute-granularity selective"),
+        ("uniform", True, ""),
+        ("block", False, ""),  # these layers ignore it
+    ],
+)
+def test_later_tokens_that_cannot_be_recomputed_are_refused(
+    method: str, recomputes: bool, mend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = config(**DEPTH, recompute_granularity="full", recompute_method=method)
+    monkeypatch.setattr(compat, "recomputes_multi_token_rows", lambda: recomputes)
+    said = "".join(multi_token_problems(made))
+    assert mend in said
+    assert ("recomputed" in said) == bool(mend)
+
+
+ROPE, LEARNED = {"position_embedding_type": "rope"}, {"position_embedding_type": "learned_absolute"}
+LAST, STAGES = {"post_process": True}, {"pipeline_model_parallel_size": 2, "mtp_num_layers": 1}
+OVERLAPPED = {**ROPE, "ddp_config": SimpleNamespace(overlap_grad_reduce=True)}
+TIED = {"share_embeddings_and_output_weights": True}
+UNTIE, DETACH = "--untie-embeddings-and-output-weights", {"mtp_detach_heads": True}
+LATER_TOKENS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (DEPTH, ROPE | LAST, "mtp_block_spec=packed_mtp_block_spec(config)"),
+    (DEPTH, ROPE | LAST | {"mtp": None}, ""),
+    (DEPTH, LEARNED, ""),
+    (STAGES, LEARNED, "set --position-embedding-type rope"),
+    (STAGES | DETACH, ROPE, ""),
+    (STAGES | DETACH, OVERLAPPED, "unset --overlap-grad-reduce or unset --mtp-detach-heads"),
+    (STAGES | DETACH, OVERLAPPED | TIED, UNTIE),
+    (STAGES, OVERLAPPED | TIED, UNTIE),
+    (STAGES | {"grad_sync_func": print}, OVERLAPPED | TIED, ""),  # aligned
+    (STAGES, ROPE | TIED, ""),
+    (STAGES | {"mtp_num_layers": None}, OVERLAPPED | TIED | LAST, ""),
+]
+
+
+@pytest.mark.parametrize(("settings", "attributes", "mend"), LATER_TOKENS)
+def test_models_that_cannot_predict_later_tokens_are_refused(
+    settings: dict[str, Any], attributes: dict[str, Any], mend: str
+) -> None:
+    chunk = SimpleNamespace(config=config(**settings), **attributes)
+    found = [*unfit_for_later_tokens([chunk])]
+    assert len(found) == bool(mend)
+    assert mend in "".join(found)
