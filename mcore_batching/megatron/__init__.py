@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import add_dynamic_batch_arguments
 from mcore_batching.megatron import cpu_emulation as cpu_emulation  # before megatron.core
-from mcore_batching.megatron.add_fields import add_fields
 from mcore_batching.megatron.attention import PackedAttention
 from mcore_batching.megatron.checks.settings import check_settings, prepare_packed_model
 from mcore_batching.megatron.errors import (
@@ -24,6 +23,7 @@ from mcore_batching.megatron.errors import (
 from mcore_batching.megatron.forward_only import forward_only
 from mcore_batching.megatron.iterator import (
     DataIterator,
+    add_fields,
     get_data_iterator,
     schedule_of,
 )

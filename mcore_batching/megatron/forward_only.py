@@ -21,14 +21,11 @@ from mcore_batching.batch.values import count_of, describe
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.exchange import check_output
-from mcore_batching.megatron.iterator import (
-    DataIterator,
-    plan_forward_passes,
-    planned,
-    rollout_of,
-)
-from mcore_batching.megatron.job import Job, job_of, raise_first
+from mcore_batching.megatron.iterator import DataIterator, rollout_of
+from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.logits import Logits
+from mcore_batching.megatron.loss_shares import same_names
+from mcore_batching.megatron.plan import plan_forward_passes, planned
 from mcore_batching.megatron.prepare import (
     PreparedStep,
     collated,
@@ -318,25 +315,20 @@ def _agreed_names(
     A collective over all ranks, which raises where ``f`` did, where names or temperatures differ,
     and for outputs that cannot go to other ranks.
     """
-    with job.agreement_after_pipeline(_OPERATION) as agree:
-        raise_first(failed)
+    with job.agreement_after_pipeline(_OPERATION, failed) as agree:
+        names = same_names("f", real, OrderError)
         for outputs in real:
-            if set(outputs) != set(real[0]):
-                raise OrderError(
-                    f"f returned {sorted(outputs)} for one micro-batch, {sorted(real[0])} for "
-                    "another; return the same names for all"
-                )
             # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
             for name in outputs:
                 for value in outputs[name]:
                     check_output(name, value)
-        names = list(real[0]) if real else None
-        if names is not None:
+        if real:
             agree.same("names that f returned", sorted(names))
         agree.same("temperature", sorted(temperatures), within="stage")
         # Stages without logits need no names, and ranks with real samples have them.
-        wanted = is_last_stage() and names is None
-        everyone = agree.every("names", (names, list(fabricated)), wanted=wanted)
+        wanted = is_last_stage() and not real
+        given = names if real else None, list(fabricated)
+        everyone = agree.every("names", given, wanted=wanted)
     by_rank = everyone.by_rank.values()
     known = next((of_real for of_real, _ in by_rank if of_real is not None), None)
     if known is None:  # placeholders everywhere

@@ -9,24 +9,26 @@ Samples that stay on their rank (``--no-dynamic-batch-exchange``) are scheduled 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, overload
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Schema
+from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema, SchemaError
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.fields import require_one_per_sample
+from mcore_batching.batch.prefix_tree import require_shared
 from mcore_batching.flags import FLAGS
-from mcore_batching.megatron.checks.settings import prepare_model
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.job import Job, job_of
-from mcore_batching.megatron.plan import begin_plan, plan_locally, planned_step
-from mcore_batching.megatron.plan_inputs import PlanInputs
-from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.samples import Samples, Share, numbered, read_samples, with_beginnings
+from mcore_batching.megatron.exchange import leaving, receive_columns
+from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.plan import plan_rollout, planned
+from mcore_batching.megatron.samples import read_samples, require_known_tokens, template_of
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.worker import PlanTicket
+
+_ADDING = "adding fields"
+_LENGTHS = {"total_lengths", "response_lengths"}
+Fields = Mapping[str, Sequence[Any]]
 
 
 def get_data_iterator(
@@ -91,8 +93,8 @@ def get_data_iterator(
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
     # All share the schedule, so that `add_fields` on one list reaches every stage's iterator.
     iterators = [DataIterator(schedule) for _ in range(schedule.dims.virtual_pipeline)]
-    is_planned = schedule.later is None
-    return iterators, schedule.num_microbatches if is_planned else NumMicroBatches(schedule)
+    counts = schedule.num_microbatches if schedule.is_planned else NumMicroBatches(schedule)
+    return iterators, counts
 
 
 class DataIterator:
@@ -147,7 +149,7 @@ class DataIterator:
             )
         # slime requests all fields of its own, and takes None for those that a rollout lacks.
         present = [key for key in keys if key in schedule.template]
-        values = schedule.samples(micro_batches[self.offset], present)
+        values = schedule.values(micro_batches[self.offset], present)
         self.offset += 1
         return {key: values.get(key) for key in keys}
 
@@ -183,89 +185,6 @@ def schedule_of(data_iterator: Sequence[DataIterator]) -> MicroBatchSchedule:
     return planned(rollout_of(data_iterator))
 
 
-def planned(schedule: MicroBatchSchedule, step: Any = None) -> MicroBatchSchedule:
-    """The schedule, with its steps planned up to this one at least, by default all.
-
-    A collective over all ranks if some of them is not planned yet.
-
-    Raises:
-        PlanningFailedError: on every rank, if a step cannot be planned.
-    """
-    last = schedule.num_steps - 1 if step is None else as_integer(step)
-    if last is not None and last in range(schedule.num_steps):  # else `check_step` refuses it
-        while schedule.later is not None and len(schedule.steps) <= last:
-            number = len(schedule.steps)
-            ticket = schedule.tickets[number - 1]
-            schedule.append(planned_step(schedule.later, number, ticket))
-            if len(schedule.steps) == len(schedule.later.steps):
-                schedule.later, schedule.tickets = None, ()
-    return schedule
-
-
-def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBatchSchedule:
-    """The schedule of samples that were read, of its first step at least. A collective.
-
-    `ticket` is of the first step's plan, on the planning rank where it was begun.
-
-    Raises:
-        PlanningFailedError: on every rank, if planning or the exchange failed on any.
-        PlanMismatchError: on every rank, if they disagree on samples or plan.
-    """
-    job = samples.job
-    if not job.options.exchanges_samples:
-        return plan_locally(samples)
-    # First: the worker plans while the first step is planned in line.
-    later_steps = range(1, len(samples.steps))
-    tickets = [begin_plan(job, samples.request(step)) for step in later_steps]
-    # Ranks compare the number of steps here, before collectives that follow from it.
-    schedule = planned_step(samples, 0, ticket)
-    if later_steps:
-        schedule.later, schedule.tickets = samples, tickets
-    return schedule
-
-
-def plan_forward_passes(schedule: MicroBatchSchedule, job: Job, model: Any) -> MicroBatchSchedule:
-    """The schedule, or that of the same batch under the cap of forward passes. A collective over
-    all ranks where it has to be made, at the first call under such a cap."""
-    # `forward_only` has compared this among the ranks.
-    if not job.options.has_own_forward_cap:
-        return schedule
-    if schedule.for_forward_passes is None:
-        again = _read_again(planned(schedule), job, model)
-        schedule.for_forward_passes = planned(plan_rollout(again))
-    return schedule.for_forward_passes
-
-
-def _read_again(shared: MicroBatchSchedule, job: Job, model: Any) -> Samples:
-    """The samples of a schedule, from the ranks that run them in training."""
-    with job.agreement("reading settings of forward passes") as agree:
-        chunks = model_chunks(model)
-        settings = PlanInputs.of(
-            job, chunks, shared.settings.cost_model, training=shared.config, forward_only=True
-        )
-        # A framework's layout pads samples less than the settings' dims ask for.
-        settings = dataclasses.replace(settings, dims=shared.dims)
-        # Perhaps another model than was trained, such as a reference model.
-        prepare_model(chunks, settings.dims, settings.config)
-        for name, value in settings.comparable().items():
-            agree.same(name, value)
-        lengths = shared.own_lengths
-        steps = [sorted(i for row in step for i in row) for step in shared.steps]
-        batch = RolloutBatch(
-            shared.rollout_data,
-            shared.template,
-            lengths,
-            shared.samples_per_step,
-            steps,
-            shared.vocabulary_size,
-        )
-        shares = agree.gather("samples", Share(lengths, steps, shared.samples_per_step))
-    samples = numbered(job, settings, batch, shares.values, forward_only=True)
-    if shared.forest is not None:
-        samples = with_beginnings(samples, chunks)
-    return dataclasses.replace(samples, before=shared.moves, fields_were_compared=True)
-
-
 class NumMicroBatches(Sequence[int]):
     """The number of micro-batches of each step, as a list. Later entries are planned when they are
     read: read them on all ranks."""
@@ -299,3 +218,93 @@ class NumMicroBatches(Sequence[int]):
 
     def __reduce__(self) -> tuple[type[list[int]], tuple[list[int]]]:
         return list, (self._all(),)  # copied and pickled as the list that it stands for
+
+
+def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Sequence[Any]]) -> None:
+    """Give the samples further fields: what `forward_only` returned, advantages made of it.
+
+    A collective over all ranks, so that a field that does not fit is an error on each. Ranks may
+    add different fields, or none (``{}``), as those that make no log-probs. A field that is there
+    already is replaced.
+
+    Args:
+        data_iterator: from `get_data_iterator`; the plan stays as it is.
+        fields: field name to one value per sample of this rank, in the order of the rollout data.
+            Where samples were exchanged, so are these, among ranks of one pipeline stage: the same
+            fields on all of them that have samples.
+
+    Raises:
+        PlanningFailedError: on every rank, if a field does not fit on any (a `SchemaError`).
+        PlanMismatchError: on every rank, if the iterators are not of one `get_data_iterator` call,
+            or a field's kinds differ between ranks.
+    """
+    job = job_of()
+    with job.agreement(_ADDING) as agree:
+        _require_dict(fields)
+        schedule = rollout_of(data_iterator)
+        agree.same("plan (sha256)", schedule.plan_digest)
+    planned(schedule)
+    present, moves = schedule.rollout_data, schedule.moves
+    given = schedule.samples.data
+    brought = Columns(present.schema, {}, given.total_lengths, given.response_lengths)
+    with job.agreement(f"{_ADDING}, their kinds") as agree:
+        fields = _without_lengths(fields, brought)
+        # Those that were there have been compared, and keep their kind where they are replaced.
+        new = fields.keys() - present.schema.keys()
+        own: dict[str, Field] = {}
+        if brought.total_lengths:
+            resolved = present.schema.resolve(_with_lengths(fields, brought))
+            own = {name: resolved[name] for name in new}
+        # A rank without samples takes the kinds of those that have some.
+        kinds = agree.every("kinds", own, wanted=bool(new) and not brought.total_lengths)
+    inferred = {name: field for each in kinds.by_rank.values() for name, field in each.items()}
+    # Another agreement: values can be checked once the kinds are there, and no rank may go on with
+    # a field that another one refused.
+    with job.agreement(f"{_ADDING}, their values") as agree:
+        schema = present.schema
+        for name in new & (own or inferred).keys():
+            schema = schema.with_field((own or inferred)[name])
+        schema = schema.resolve(_with_lengths(fields, brought))
+        added = brought.extended(fields, schema)
+        if "tokens" in added:
+            require_known_tokens(added, schedule.samples.vocabulary_size)
+        for name in new:
+            agree.same(f"declaration of field {name!r}", schema[name].declaration)
+        staying, parts = leaving(moves, added)
+    added = receive_columns(job, moves, staying, parts, _ADDING)
+    with job.agreement(f"{_ADDING} to the others"):
+        data = present.beside(added)
+        if schedule.forest is not None:
+            require_shared(schedule.forest, data)
+        # On a rank without samples the template is all there is to copy a placeholder from.
+        template = template_of(data, schedule.template)
+    schedule.replace_fields(data, template)
+
+
+def _without_lengths(fields: Fields, brought: Columns) -> Fields:
+    """The fields that are not None, each with one value per sample; lengths stay as they are."""
+    present = {name: values for name, values in fields.items() if values is not None}
+    for name, values in present.items():
+        require_one_per_sample(name, values, len(brought.total_lengths))
+    for name in present.keys() & _LENGTHS:
+        if [*map(as_integer, present[name])] != getattr(brought, name):
+            raise SchemaError(
+                name,
+                expected="the lengths that were planned",
+                found="others; give them to get_data_iterator",
+            )
+    return {name: values for name, values in present.items() if name not in _LENGTHS}
+
+
+def _with_lengths(fields: Fields, brought: Columns) -> dict[str, Any]:
+    """The fields beside the lengths of their samples."""
+    lengths = {name: getattr(brought, name) for name in _LENGTHS}
+    return lengths | {name: list(values) for name, values in fields.items()}
+
+
+def _require_dict(fields: Any) -> None:
+    if not isinstance(fields, Mapping):
+        raise TypeError(
+            f"fields must be a dict of lists, got {type(fields).__name__}; give one value per "
+            "sample, or {} where there are none"
+        )

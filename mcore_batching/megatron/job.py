@@ -8,28 +8,40 @@
 A job is as old as Megatron's data-parallel group: where the model's parallelism is set up anew, a
 new job begins, without anything of the former. Where the same groups are connected anew, as by
 slime around an offloaded model, the job goes on and connects anew as well.
+
+A replica is what holds one shard of the batch: all pipeline stages, tensor-parallel and
+context-parallel ranks of one data-parallel rank. Agreements travel over gloo groups of this
+module's own, so neither the GPU nor Megatron's communicators are involved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import datetime
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
+
+# Not by `dist.new_group`: slime puts another in its place, and gloo's queries fail on its groups.
+from torch.distributed.distributed_c10d import new_group, new_subgroups_by_enumeration
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.batch.consensus import Agreement
+from mcore_batching.batch.consensus import Agreement, Consensus
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
-from mcore_batching.megatron.consensus import JobConsensus
 from mcore_batching.megatron.errors import (
     DynamicBatchArgumentError,
     ForwardFailedError,
+    PlanMismatchError,
     PlanningFailedError,
 )
 from mcore_batching.megatron.options import Options
@@ -37,6 +49,112 @@ from mcore_batching.megatron.watch import FailureWatch, watch_of_world
 from mcore_batching.planning.plans.records import StepRecorder
 
 Kept = TypeVar("Kept")
+
+
+class JobConsensus(Consensus):
+    """Agreement over all ranks, which make it together."""
+
+    def __init__(self, timeout_seconds: float, watch: FailureWatch) -> None:
+        self.watch = watch
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        world = new_group(backend="gloo", timeout=self._timeout)
+        # One gather brings every rank the places of all: the partitions below need no further one.
+        place = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        )
+        places: list[Any] = [None] * dist.get_world_size(world)
+        dist.all_gather_object(places, place, group=world)
+        self._places = places
+        super().__init__(
+            world,
+            replicas=_ranks_by([replica for replica, _, _ in places]),
+            stages=_ranks_by([place[:2] for place in places]),
+            mismatch=PlanMismatchError,
+        )
+
+    # Each made at the first call that needs it: most jobs neither share nor exchange samples.
+    @functools.cached_property
+    def _replica_group(self) -> dist.ProcessGroup | None:
+        return self._own_group(self.replicas)
+
+    @functools.cached_property
+    def counterpart_group(self) -> dist.ProcessGroup | None:
+        """The ranks at this rank's place in each replica. A collective the first time."""
+        return self._own_group(list(zip(*self.replicas, strict=True)))
+
+    @functools.cached_property
+    def of_rows(self) -> JobConsensus:
+        """Itself, where under dynamic CP every context-parallel rank has rows of its own: a replica
+        is then what runs the same rows. Not for what replicas share or exchange, which is samples.
+        """
+        made = copy.copy(self)  # the same groups and messages: only what is compared changes
+        made.regroup(
+            _ranks_by([rank for _, _, rank in self._places]),
+            _ranks_by([(rank, stage) for _, stage, rank in self._places]),
+        )
+        return made
+
+    @contextlib.contextmanager
+    def agreement(
+        self,
+        stage: str,
+        *,
+        failure: type[CollectiveError] = PlanningFailedError,
+        mismatch: type[CollectiveError] | None = None,
+    ) -> Iterator[Agreement]:
+        """`Consensus.agreement`, by default for planning; raises `PipelineFailedError`, too, if a
+        pipeline has failed on any rank."""
+        with (
+            self.watch.waiting(),
+            super().agreement(stage, failure=failure, mismatch=mismatch) as agree,
+        ):
+            yield agree
+
+    def gather_messages(self, stage: str, own: bytes, ranks: Sequence[int]) -> list[bytes]:
+        """`Consensus.gather_messages`; a failure is reported to all ranks."""
+        with self.watch.reporting(stage):
+            return super().gather_messages(stage, own, ranks)
+
+    def broadcast(
+        self, stage: str, data: Tensor, size: int, source: int | None, *, to_all: bool = True
+    ) -> Tensor:
+        """The bytes of global rank ``source`` on every rank, or on those of its replica; this
+        rank's own where it has no source. A collective over all ranks.
+
+        Args:
+            stage: what is being done, in words.
+            data: uint8 ``[bytes]`` on the host, on the source.
+            size: the most bytes of any source, which all ranks have agreed on.
+            source: the same on all ranks that it sends to; None: nothing travels here.
+            to_all: False: to the ranks of the replica.
+        """
+        # The others count as many of these where nothing travels.
+        with self.watch.reporting(stage):
+            among = self.group if to_all else self._replica_group
+            if source is None:
+                return data
+            buffer = torch.zeros(size, dtype=torch.uint8)
+            if self.rank == source:
+                buffer[: data.numel()] = data
+            dist.broadcast(buffer, src=source, group=among)
+        return buffer
+
+    def _own_group(self, partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """The group of this rank's part, made by all ranks together."""
+        own: dist.ProcessGroup | None
+        own, _ = new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            list(map(list, partition)), timeout=self._timeout, backend="gloo"
+        )
+        return own
+
+
+def _ranks_by(labels: Sequence[Any]) -> list[list[int]]:
+    """The ranks of each label, which every rank has one of."""
+    return [
+        [rank for rank, each in enumerate(labels) if each == label] for label in sorted(set(labels))
+    ]
 
 
 class JobMemory:
@@ -164,20 +282,21 @@ class Job:
         """
         return self.consensus.agreement(stage, failure=failure)
 
-    def agreement_after_pipeline(self, operation: str) -> AbstractContextManager[Agreement]:
-        """The agreement once the pipeline has drained; begin its body with `raise_first` of what
-        functions of the model's output raised. A collective; raises `ForwardFailedError`."""
-        return self.consensus_of_rows.agreement(
+    @contextlib.contextmanager
+    def agreement_after_pipeline(
+        self, operation: str, failed: Sequence[Exception]
+    ) -> Iterator[Agreement]:
+        """The agreement once the pipeline has drained: ranks pass it if functions of the model's
+        output raised nothing on any, as `defer` kept it. A collective; raises
+        `ForwardFailedError`."""
+        with self.consensus_of_rows.agreement(
             f"{operation}, after the pipeline",
             failure=ForwardFailedError,
             mismatch=ForwardFailedError,
-        )
-
-
-def raise_first(failed: Sequence[Exception]) -> None:
-    """Raise the first of the exceptions that `Job.defer` kept, if there is any."""
-    if failed:
-        raise failed[0]
+        ) as agree:
+            if failed:
+                raise failed[0]
+            yield agree
 
 
 def say(text: str) -> None:

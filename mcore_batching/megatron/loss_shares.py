@@ -1,22 +1,37 @@
-"""A loss function's shares of the loss and of metrics: checked, attached, agreed on, added up."""
+"""A loss function's shares of the loss and of metrics: checked, attached, agreed on, added up; and
+losses and gradients that are NaN or infinite, found on all ranks before the optimizer's step.
+
+As Megatron's own check, gradients are looked at before ranks add theirs up, so that the rank can be
+named. Where the reduction overlaps the backward pass that is too late: then all ranks that share
+the parameters find it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from mcore_batching.batch import StepTotals
-from mcore_batching.megatron.job import Job, raise_first
-from mcore_batching.megatron.nonfinite import raise_on_all
+from mcore_batching.megatron import compat
+from mcore_batching.megatron.errors import NonFiniteError
+from mcore_batching.megatron.exchange import has_bytes
+from mcore_batching.megatron.job import Job
+from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.prepare import PreparedStep
-from mcore_batching.megatron.serialize import has_bytes
+from mcore_batching.planning.errors import shortened
+
+_NAMED = 3
+"""Micro-batches, or parameters, that a message names; of more it gives the number."""
 
 
 def checked_shares(made: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
@@ -160,37 +175,53 @@ def agreed_shares(
     job: Job,
     operation: str,
     collected: CollectedShares,
-    faults: Callable[[], tuple[str, str]],
+    prepared: PreparedStep,
+    gradients: Gradients | None,
 ) -> tuple[list[str], bool]:
-    """Agree on metrics' names and temperatures, and on what is not finite.
+    """Agree on metrics' names and temperatures, and on what is not finite, unless `gradients` is
+    None.
 
     A collective over all ranks, which raises where the loss function did, where names differ, and
-    for faults that any rank does not skip. ``faults`` gives this rank's `nonfinite.faults`.
+    for what is not finite if any rank does not skip such steps.
 
     Returns:
-        the metrics' names, on ranks of the last stage; True if all ranks are without faults.
+        the metrics' names, on ranks of the last stage; True if all that was looked at is finite.
     """
     shares = collected.shares
-    with job.agreement_after_pipeline(operation) as agree:
-        raise_first(collected.failed)
-        for each in shares:
-            if set(each) != set(shares[0]):
-                raise ValueError(
-                    f"the loss function returned {sorted(each)} for one micro-batch, "
-                    f"{sorted(shares[0])} for another; return the same names for all"
-                )
-        names = list(shares[0]) if shares else []
+    with job.agreement_after_pipeline(operation, collected.failed) as agree:
+        names = same_names("the loss function", shares, ValueError)
         if shares:  # stages without a loss have no names to compare
             agree.same("names of metrics", sorted(names))
         agree.same("temperature", sorted(collected.temperatures), within="stage")
-        found = faults()
+        found = ["", ""]
+        if gradients is not None:
+            found = [_loss_fault(shares, prepared), gradients.fault()]
+            fields = _fields_at_fault(prepared) if any(found) else ""
+            found = [text and text + fields for text in found]
         # Reduced, not compared: a value that differs costs a gather.
         any_fault = agree.max("faults", int(any(found)))
         any_refusal = agree.max("refusals", int(job.options.on_nonfinite != "skip"))
     # If any rank refuses, all raise: those that would skip the step could not go on without it.
     if any_fault.value and any_refusal.value:
-        raise_on_all(job, operation, found)
+        # Texts have their own agreement, since they cost a gather: this step is lost in any case.
+        with job.agreement(f"{operation}, what is not finite") as agree:
+            by_rank = agree.every("what is not finite", found).by_rank
+        losses = {rank: loss for rank, (loss, _) in by_rank.items() if loss}
+        # A loss that is not finite makes gradients so: they would add nothing.
+        raise NonFiniteError(losses or {rank: text for rank, (_, text) in by_rank.items() if text})
     return names, not any_fault.value
+
+
+def same_names(what: str, made: Sequence[Mapping[str, Any]], error: type[Exception]) -> list[str]:
+    """The names that a function returned for each micro-batch on this rank; [] if it ran for none.
+    Raises an `error` if they differ."""
+    for each in made:
+        if set(each) != set(made[0]):
+            raise error(
+                f"{what} returned {sorted(each)} for one micro-batch, {sorted(made[0])} for "
+                "another; return the same names for all"
+            )
+    return list(made[0]) if made else []
 
 
 def summed_over_ranks(
@@ -211,3 +242,114 @@ def summed_over_ranks(
     parts = torch.split(flat, [each.numel() for each in sums])
     total = {n: part.view_as(own) for n, part, own in zip(order, parts, sums, strict=True)}
     return {name: total[name] for name in names}
+
+
+class Gradients:
+    """The largest magnitude of each parameter's gradient in a step, measured before it is reduced.
+
+    Args:
+        model: this rank's model chunks.
+    """
+
+    def __init__(self, model: list[Any]) -> None:
+        self._model = model
+        self._largest: Tensor | None = None  # [parameters]
+
+    def _each(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and gradient of each parameter of this rank that has one."""
+        for chunk in self._model:
+            for name, parameter in chunk.named_parameters():
+                # Megatron's buffer where the model is wrapped; `grad` is then empty.
+                gradient = getattr(parameter, "main_grad", parameter.grad)
+                if gradient is not None:
+                    yield name, gradient
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure those of the step that runs inside."""
+        config = get_model_config(self._model[0])
+        finalize: Callable[..., None] = config.finalize_model_grads_func
+        wrappers = [chunk.ddp_config for chunk in self._model if hasattr(chunk, "ddp_config")]
+        overlaps = any(wrapper.overlap_grad_reduce for wrapper in wrappers)
+
+        def finalize_and_measure(*arguments: Any, **options: Any) -> None:
+            # Buckets may be in the middle of their reduction: gradients are whole once it has
+            # ended. Elsewhere before it, while the rank that made them is still known.
+            if overlaps:
+                finalize(*arguments, **options)
+            if gradients := [gradient for _, gradient in self._each()]:
+                # One kernel for all, and no copy to the host: the pipeline's end does not wait.
+                norms = torch._foreach_norm(gradients, math.inf)
+                self._largest = torch.stack([norm.float() for norm in norms])
+            if not overlaps:
+                finalize(*arguments, **options)
+
+        # For the step alone: the model's configuration outlives it, and others train it, too.
+        with contextlib.ExitStack() as stack:
+            replace = compat.replaced
+            stack.enter_context(replace(config, "finalize_model_grads_func", finalize_and_measure))
+            # Megatron's check raises on one rank inside the pipeline, where the others wait.
+            for wrapper in wrappers:
+                stack.enter_context(replace(wrapper, "check_for_nan_in_grad", False))
+            yield
+
+    def fault(self) -> str:
+        """Those that are not finite, in words; "" if all are."""
+        if self._largest is None or bool(self._largest.isfinite().all()):
+            return ""
+        found = zip(self._each(), self._largest.tolist(), strict=True)
+        texts = [
+            f"the gradient of {name} is {value}"
+            for (name, _), value in found
+            if not math.isfinite(value)
+        ]
+        return shortened(texts, _NAMED, "; ")
+
+
+def is_checked(options: Options, optimizer: Any) -> bool:
+    """True if a step has to be finite, as in Megatron."""
+    config = getattr(optimizer, "config", None)
+    # Dynamic scaling finds its scale by infinite gradients, which its optimizer skips.
+    scaled = getattr(config, "fp16", False) and not getattr(config, "loss_scale", None)
+    return bool(options.check_for_nan_in_loss_and_grad) and not scaled
+
+
+def _fields_at_fault(prepared: PreparedStep) -> str:
+    """The fields of this rank's samples that are not finite, each with the samples: one that is so
+    under a loss mask of 0 alone leaves the loss finite, but 0 times NaN is a gradient of NaN."""
+    schedule, columns = prepared.schedule, prepared.schedule.rollout_data
+    samples = sorted(i for row in schedule.steps[prepared.step] for i in row)
+    texts, masks = [], columns.get("loss_masks")
+    for name, values in columns.items():
+        is_finite = {i: _is_finite(values[i]) for i in samples}
+        bad = [i for i in samples if not is_finite[i].all()]
+        is_masked = masks is not None and all(
+            is_finite[i].shape[:1] == masks[i].shape
+            and bool(is_finite[i].reshape(len(masks[i]), -1).all(1)[masks[i] != 0].all())
+            for i in bad
+        )
+        if bad:
+            where = ", where the loss mask is 0: set numbers there" if is_masked else ""
+            texts.append(f"; {name} is not finite in {schedule.names_of(bad)}{where}")
+    return "".join(texts[:_NAMED])
+
+
+def _is_finite(value: Any) -> Tensor:
+    """True for each entry that is a finite number, or none."""
+    if isinstance(value, Tensor | float) and not getattr(value, "is_nested", False):
+        return torch.as_tensor(value).isfinite()
+    return torch.ones(1, dtype=torch.bool, device="cpu")
+
+
+def _loss_fault(collected: Sequence[Mapping[str, Tensor]], prepared: PreparedStep) -> str:
+    if not collected:
+        return ""
+    # One copy to the host for all micro-batches: each is a wait for the device.
+    losses: list[float] = torch.stack([each["loss"].float() for each in collected]).tolist()
+    schedule, rows = prepared.schedule, prepared.schedule.steps[prepared.step]
+    texts = [
+        f"the loss of micro-batch {slot} ({schedule.names_of(rows[slot])}) is {loss}"
+        for slot, loss in enumerate(losses)
+        if not math.isfinite(loss)
+    ]
+    return shortened(texts, _NAMED, "; ")

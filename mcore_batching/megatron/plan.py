@@ -9,37 +9,40 @@
     moved: 4 to rank 0, 0 and 2 to rank 1
 
 Samples that share tokens move together; the plan has the trees that it put into a micro-batch, and
-the rank that runs them finds the nodes. Samples that stay on their rank are not planned together:
-`plan_locally` applies one rule on each.
+the rank that runs them finds the nodes. Samples that stay on their rank
+(``--no-dynamic-batch-exchange``), and forward passes under a cap of their own, are not planned
+together: each rank packs the samples that are there by one rule.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 from mcore_batching.batch.columns import Columns
-from mcore_batching.megatron.exchange import SampleMoves, leaving, receive_columns
+from mcore_batching.megatron.checks.settings import prepare_model
+from mcore_batching.megatron.exchange import SampleMoves, digest_of, leaving, receive_columns
 from mcore_batching.megatron.job import Job, say
+from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.megatron.samples import Samples
-from mcore_batching.megatron.schedule import (
-    GlobalPlan,
-    MicroBatchSchedule,
-)
-from mcore_batching.megatron.serialize import digest_of
-from mcore_batching.megatron.topology import make_row_groups
+from mcore_batching.megatron.schedule import MicroBatchSchedule
+from mcore_batching.megatron.topology import make_row_groups, model_chunks
 from mcore_batching.megatron.watch import POLL_SECONDS
 from mcore_batching.planning import (
     Problem,
     StepPlan,
     validate_plan,
 )
+from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.local import fill_local, least_count, pack_local
 from mcore_batching.planning.plans.statistics import shared_tokens, sharing
-from mcore_batching.planning.prefix_trees import PrefixTree, most_tokens_of_part, parts_of
+from mcore_batching.planning.prefix_trees import Forest, PrefixTree, most_tokens_of_part, parts_of
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 
 _STAGE = "exchanging samples"
@@ -94,10 +97,86 @@ def begin_plan(job: Job, request: PlanRequest) -> PlanTicket | None:
     return job.memory.only(Planner).begin(request) if is_planning_rank(job) else None
 
 
-def planned_step(
-    samples: Samples, step: int, ticket: PlanTicket | None = None
-) -> MicroBatchSchedule:
-    """The schedule of one step of all ranks' samples, those that run here. A collective.
+def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBatchSchedule:
+    """The schedule of samples that were read, of its first step at least. A collective.
+
+    `ticket` is of the first step's plan, on the planning rank where it was begun.
+
+    Raises:
+        PlanningFailedError: on every rank, if planning or the exchange failed on any.
+        PlanMismatchError: on every rank, if they disagree on samples or plan.
+    """
+    job, dims, exchanges = samples.job, samples.settings.dims, samples.job.options.exchanges_samples
+    # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
+    # brought.
+    is_shared = samples.settings.config.max_context_parallel is not None
+    sharing = dims.context_parallel if is_shared else 1
+    own = parallel_state.get_data_parallel_rank(with_context_parallel=is_shared)
+    ranks: list[Sequence[int]] = [[] for _ in range(dims.data_parallel * sharing)]
+    if not exchanges:
+        ranks = [range(*each) for each in itertools.pairwise(samples.first)]
+    schedule = MicroBatchSchedule(
+        samples=samples,
+        moves=SampleMoves(own, samples.first, ranks, sharing),
+        rollout_data=samples.data.taken([]) if exchanges else samples.data,
+        template=samples.template,
+    )
+    if not exchanges:
+        _pack_here(schedule)
+        return schedule
+    # First: the worker plans while the first step is planned in line.
+    if is_planning_rank(job):
+        for step in range(1, len(samples.steps)):
+            schedule.tickets[step] = job.memory.only(Planner).begin(samples.request(step))
+    plan_next_step(schedule, ticket)
+    return schedule
+
+
+def planned(schedule: MicroBatchSchedule, step: Any = None) -> MicroBatchSchedule:
+    """The schedule, with its steps planned up to this one at least, by default all.
+
+    A collective over all ranks if some of them is not planned yet.
+
+    Raises:
+        PlanningFailedError: on every rank, if a step cannot be planned.
+    """
+    last = schedule.num_steps - 1 if step is None else as_integer(step)
+    if last is not None and last in range(schedule.num_steps):  # else `check_step` refuses it
+        while len(schedule.steps) <= last:
+            plan_next_step(schedule, schedule.tickets.pop(len(schedule.steps), None))
+    return schedule
+
+
+def plan_forward_passes(schedule: MicroBatchSchedule, job: Job, model: Any) -> MicroBatchSchedule:
+    """The schedule, or that of the same batch under the cap of forward passes: each rank packs the
+    samples that it runs in training. A collective over all ranks where it has to be made, at the
+    first call under such a cap."""
+    # `forward_only` has compared this among the ranks.
+    if not job.options.has_own_forward_cap or planned(schedule).for_forward_passes is not None:
+        return schedule.for_forward_passes or schedule
+    samples, chunks = schedule.samples, model_chunks(model)
+    with job.agreement("reading settings of forward passes") as agree:
+        cost_model, training = schedule.settings.cost_model, schedule.config
+        settings = PlanInputs.of(job, chunks, cost_model, training=training, forward_only=True)
+        # A framework's layout pads samples less than the settings' dims ask for.
+        settings = dataclasses.replace(settings, dims=schedule.dims)
+        # Perhaps another model than was trained, such as a reference model.
+        prepare_model(chunks, settings.dims, settings.config)
+        for name, value in settings.comparable().items():
+            agree.same(name, value)
+    again = MicroBatchSchedule(
+        samples=dataclasses.replace(samples, settings=settings, forward_only=True),
+        moves=schedule.moves,
+        rollout_data=schedule.rollout_data,
+        template=schedule.template,
+    )
+    _pack_here(again)
+    schedule.for_forward_passes = again
+    return again
+
+
+def plan_next_step(schedule: MicroBatchSchedule, ticket: PlanTicket | None) -> None:
+    """Plan a step of all ranks' samples, and exchange these. A collective.
 
     `ticket` is of a plan that was begun, if one was; of another request's it is not taken.
 
@@ -106,51 +185,28 @@ def planned_step(
             or values cannot move.
         PlanMismatchError: on every rank, if they have other lengths.
     """
-    job, batch, settings = samples.job, samples.batch, samples.settings
+    samples, step = schedule.samples, len(schedule.steps)
+    job, settings, numbers = samples.job, samples.settings, samples.steps[step]
     if settings.config.max_context_parallel is not None:
         # All sizes that a row may have, before the plan: making a group is a collective over all
         # ranks, and a plan may give some size to rows of some ranks alone.
         make_row_groups(job, settings.dims.row_sizes(settings.config.max_context_parallel))
     data = _plan_together(samples, step, ticket)
     with job.agreement(_STAGE):
-        plan = _checked_plan(samples, step, data)
-        moves = _moves(samples, plan)
-        staying, parts = leaving(moves, batch.data)
+        plan = samples.request(step, plans=False).read(data)
+        validate_plan(plan, samples.step_lengths(step))
+        runs_on = [sorted(numbers[i] for row in rows for i in row) for rows in plan.micro_batches]
+        moves = dataclasses.replace(schedule.moves, runs_on=runs_on)
+        staying, parts = leaving(moves, samples.data)
     columns = receive_columns(job, moves, staying, parts, _STAGE)
-    return _scheduled(samples, (plan,), moves, columns)
-
-
-def _scheduled(
-    samples: Samples, plans: tuple[GlobalPlan, ...], moves: SampleMoves, columns: Columns
-) -> MicroBatchSchedule:
-    """The schedule of planned steps of samples that are here. A collective."""
-    job, batch, place = samples.job, samples.batch, moves.places
-    forest = None
-    if samples.beginnings is not None:
-        with job.agreement("finding samples that begin alike"):
-            trees = [tree for plan in plans for tree in plan.trees_among(place)]
-            forest = samples.beginnings.forest_here(columns, trees)
-        # Once a job: it goes through all samples of the step.
-        if _SHARED not in job.memory.said:
-            saved = (sharing(*shared_tokens(each.plan, each.lengths)) for each in plans)
-            if text := next(filter(None, saved), ""):
-                job.say_once(_SHARED, text)
-    return MicroBatchSchedule(
-        rollout_data=columns,
-        template=batch.template,
-        steps=tuple(
-            tuple(tuple(place[n] for n in row) for row in plan.rows_on(moves.own)) for plan in plans
-        ),
-        plans=plans,
-        moves=moves,
-        forest=forest,
-        plan_digest=digest_of([each.plan.digest() for each in plans]),
-        settings=samples.settings,
-        spare=0 if samples.beginnings is None else samples.beginnings.spare,
-        pad_token_id=job.options.checked_pad_token_id(),
-        vocabulary_size=batch.vocabulary_size,
-        samples_per_step=batch.global_batch_size,
-    )
+    trees = [tree.renumbered(numbers) for tree in plan.trees]
+    forest = _forest_here(samples, moves, columns, trees)
+    schedule.add_samples(moves, columns, forest)
+    schedule.add_plan(plan)
+    if schedule.is_planned:  # the fields of the samples that left are not needed any more
+        lengths_alone = samples.data.replaced({})
+        schedule.samples = dataclasses.replace(samples, data=lengths_alone)
+    _say_shared(schedule)
 
 
 def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> bytes:
@@ -164,38 +220,44 @@ def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> by
             with samples.naming(samples.steps[step]):
                 data = job.memory.only(Planner).plan(job, samples.request(step), ticket)
         size = agree.max("bytes of the plan", len(data))
-    return job.consensus.broadcast_bytes("broadcasting the plan", data, size.value)
+    own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+    first = job.consensus.ranks[0]
+    received = job.consensus.broadcast("broadcasting the plan", own, size.value, first)
+    return received.numpy().tobytes()
 
 
-def _checked_plan(samples: Samples, step: int, data: bytes) -> GlobalPlan:
-    numbers = samples.steps[step]
-    lengths = [samples.lengths[number] for number in numbers]
-    plan = samples.request(step, plans=False).read(data)
-    validate_plan(plan, lengths)
-    return GlobalPlan(plan, list(numbers), lengths)
+def _forest_here(
+    samples: Samples, moves: SampleMoves, columns: Columns, trees: Sequence[PrefixTree]
+) -> Forest | None:
+    """The nodes that samples which run here share; ``trees`` of all ranks, by number. A collective
+    where samples share tokens."""
+    if samples.beginnings is None:
+        return None
+    with samples.job.agreement("finding samples that begin alike"):
+        place = moves.places
+        here = [tree.renumbered(place) for tree in trees if tree.samples[0] in place]
+        return samples.beginnings.forest_here(columns, here)
 
 
-def _moves(samples: Samples, made: GlobalPlan) -> SampleMoves:
-    # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
-    # brought.
-    plan: StepPlan = made.plan
-    num_ranks = len(plan.micro_batches)
-    sharing = num_ranks // plan.dims.data_parallel
-    own = parallel_state.get_data_parallel_rank(with_context_parallel=sharing > 1)
-    runs_on = [
-        sorted(number for row in made.rows_on(rank) for number in row) for rank in range(num_ranks)
-    ]
-    lengths = samples.batch.total_lengths, samples.batch.data.response_lengths
-    return SampleMoves(own, samples.first, runs_on, lengths, sharing, samples.before)
+def _say_shared(schedule: MicroBatchSchedule) -> None:
+    """Print once a job what sharing tokens saves."""
+    job = schedule.samples.job
+    # Once a job: it goes through all samples of the step.
+    if schedule.forest is not None and _SHARED not in job.memory.said:
+        steps = range(len(schedule.plans))
+        saved = (sharing(*shared_tokens(*schedule.step_plan(step))) for step in steps)
+        if text := next(filter(None, saved), ""):
+            job.say_once(_SHARED, text)
 
 
-def plan_locally(samples: Samples) -> MicroBatchSchedule:
-    """The schedule of samples that stay on their rank. A collective: each rank packs its own, and
-    all take the largest count of micro-batches."""
+def _pack_here(schedule: MicroBatchSchedule) -> None:
+    """Pack the samples that run here. A collective: all ranks take the largest count of
+    micro-batches."""
+    samples, moves = schedule.samples, schedule.moves
     job, settings = samples.job, samples.settings
     with job.agreement("packing") as agree:
         samples.compare(agree)
-        own = [_local_problem(samples, step) for step in range(len(samples.steps))]
+        own = [_local_problem(samples, moves, step) for step in range(len(samples.steps))]
         packed = [pack_local(problem) for _, problem in own]
         needed = [
             least_count(problem, bins) for (_, problem), bins in zip(own, packed, strict=True)
@@ -212,7 +274,12 @@ def plan_locally(samples: Samples) -> MicroBatchSchedule:
         agree.same("plan (sha256)", digest_of(rows), within="replica")
         ranks = agree.gather("micro-batches", (rows, trees))
 
-    plans = []
+    numbered_trees = [
+        tree.renumbered(numbers)
+        for of_steps, numbers in zip(trees, samples.steps, strict=True)
+        for tree in of_steps
+    ]
+    schedule.forest = _forest_here(samples, moves, schedule.rollout_data, numbered_trees)
     for step, numbers in enumerate(samples.steps):
         plan = StepPlan(
             micro_batches=tuple(rows[step] for rows, _ in ranks.values),
@@ -225,22 +292,20 @@ def plan_locally(samples: Samples) -> MicroBatchSchedule:
             forward_only=samples.forward_only,
             trees=tuple(tree for _, trees in ranks.values for tree in trees[step]),
         )
-        plans.append(GlobalPlan(plan, list(numbers), [samples.lengths[n] for n in numbers]))
-    own_rank = parallel_state.get_data_parallel_rank()
-    stay = [range(*each) for each in itertools.pairwise(samples.first)]
-    lengths = samples.batch.total_lengths, samples.batch.data.response_lengths
-    moves = SampleMoves(own_rank, samples.first, stay, lengths, before=samples.before)
-    return _scheduled(samples, tuple(plans), moves, samples.batch.data)
+        schedule.add_plan(plan)
+    _say_shared(schedule)
 
 
-def _local_problem(samples: Samples, step: int) -> tuple[list[PrefixTree | int], Problem]:
+def _local_problem(
+    samples: Samples, moves: SampleMoves, step: int
+) -> tuple[list[PrefixTree | int], Problem]:
     """This rank's part of a step: samples, by their places in the step, and parts of prefix trees
     as large as the cap lets them be; what they are to the planner."""
-    settings, numbers, own = samples.settings, samples.steps[step], samples.own
+    settings, numbers = samples.settings, samples.steps[step]
     given = settings.dims, settings.config, settings.cost_model
-    places = [place for place, number in enumerate(numbers) if number in own]
+    places = [place for place, number in enumerate(numbers) if number in moves.places]
     lengths = [samples.lengths[numbers[place]] for place in places]
-    with samples.naming([numbers[place] - own.start for place in places]):
+    with samples.naming([moves.origin(numbers[place])[1] for place in places]):
         problem = Problem.of(lengths, *given, forward_only=samples.forward_only)
     if samples.beginnings is None:
         return [*places], problem

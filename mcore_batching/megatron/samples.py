@@ -1,8 +1,8 @@
 """`Samples`: settings and samples of one call, read on every rank and known to all.
 
-All ranks read, compare their settings and gather the lengths in one agreement. Two more follow only
-where they are needed: ranks of a replica without data receive it, and ranks without samples receive
-the fields. Samples of all data-parallel ranks are numbered through, rank after rank:
+All ranks read, compare their settings and gather the lengths in one agreement. Others follow only
+where they are needed: ranks of a replica without data receive it, and ranks without samples the
+fields. Samples of all data-parallel ranks are numbered through, rank after rank:
 
     rank 0 brings samples 0 1 2, rank 1 brings 3 4        first [0, 3, 5]
 """
@@ -13,27 +13,42 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
 
-from mcore_batching.batch import Schema
+from mcore_batching.batch import Schema, make_placeholder
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
+from mcore_batching.batch.fields import read_lengths
+from mcore_batching.batch.values import require_vocabulary
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.beginnings import Beginnings, find_beginnings
 from mcore_batching.megatron.checks.layers import check_shared_prefixes
 from mcore_batching.megatron.checks.settings import prepare_model
-from mcore_batching.megatron.consensus import JobConsensus
-from mcore_batching.megatron.exchange import SampleMoves
+from mcore_batching.megatron.errors import PlanMismatchError
+from mcore_batching.megatron.exchange import digest_of, handed
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.plan_inputs import PlanInputs, check_forward_cap, say_oversize
-from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.serialize import digest_of
 from mcore_batching.megatron.timing import learners_of
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
-from mcore_batching.planning import CostModel, Problem
+from mcore_batching.planning import ConfigError, CostModel, Problem, at_least
+from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.worker import PlanRequest
+
+REQUIRED_FIELDS = ("tokens", "total_lengths", "response_lengths")
+_BATCH_SIZE = "dynamic_global_batch_size"
+"""A key of rollout data, as slime names it: one number for the batch, no field of samples."""
+
+
+class Share(NamedTuple):
+    """Samples of one data-parallel rank, as all ranks gather them."""
+
+    lengths: list[int]  # in tokens
+    steps: list[list[int]] | None = None  # the caller's own, of local sample indices
+    # Samples of a step over all ranks, None for all; of the caller's own steps what each counts as.
+    samples_per_step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,27 +58,28 @@ class Samples:
     Attributes:
         job: of the call.
         settings: the same on every rank.
-        batch: this replica's samples, of which all fields are known.
+        share: this replica's part of what all ranks gathered.
+        data: the fields of this replica's samples; the lengths alone once all have moved.
+        template: values of one sample, from a rank that has any: what a placeholder looks like.
+        vocabulary_size: entries of the model's vocabulary; None: not known.
         lengths: of all samples, in tokens.
         first: number of each data-parallel rank's first sample, and the number of all samples.
         steps: numbers of each step's samples, ascending.
         beginnings: what samples have in common; None: they share no tokens.
         forward_only: they are planned for forward passes alone.
-        before: the exchange by which they came to the ranks that bring them here, if one did.
-        fields_were_compared: the fields of a batch that was planned before; stages may have been
-            given different ones since.
     """
 
     job: Job
     settings: PlanInputs
-    batch: RolloutBatch
+    share: Share
+    data: Columns
+    template: dict[str, list[Any]]
+    vocabulary_size: int | None
     lengths: Sequence[int]
     first: Sequence[int]
     steps: Sequence[Sequence[int]]
     beginnings: Beginnings | None = None
     forward_only: bool = False
-    before: SampleMoves | None = None
-    fields_were_compared: bool = False
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
@@ -74,43 +90,59 @@ class Samples:
             "beginnings of all samples (sha256)": self.beginnings.digest if self.beginnings else "",
         }
 
+    @property
+    def samples_per_step(self) -> int | None:
+        """What a step counts as: the global batch size that cut the steps, or that came with steps
+        of the caller's own; None: neither."""
+        return self.share.samples_per_step
+
     def compare(self, agree: Agreement) -> None:
         """Name what ranks must have alike of their samples, now that each has some or the fields
         of others."""
-        batch = self.batch
+        given = self.share.steps
         # Pipelines run step by step: ranks with fewer steps would leave the others waiting.
-        given = None if batch.steps is None else len(batch.steps)
-        agree.same("number of steps (given too few, add [])", given)
-        if batch.steps is None:
-            agree.same("global_batch_size", batch.global_batch_size)
-        fields = {} if self.fields_were_compared else batch.comparable()
-        for name, value in (fields | self.digests).items():
+        count = None if given is None else len(given)
+        agree.same("number of steps (given too few, add [])", count)
+        if given is None:
+            agree.same("global_batch_size", self.samples_per_step)
+        names = sorted(self.template)
+        agree.same("field names", names)
+        for name in names:
+            agree.same(f"declaration of field {name!r}", self.data.schema[name].declaration)
+        for name, value in self.digests.items():
             agree.same(name, value)
 
-    @property
-    def own(self) -> range:
-        """Numbers of the samples that this rank brought."""
-        rank = parallel_state.get_data_parallel_rank()
-        return range(self.first[rank], self.first[rank + 1])
-
-    @property
-    def own_steps(self) -> list[list[int]]:
-        """Local indices of this rank's samples of each step."""
-        own = self.own
-        return [[number - own.start for number in step if number in own] for step in self.steps]
+    def step_lengths(self, step: int) -> list[int]:
+        """Total length of each sample of a step, in tokens."""
+        return [self.lengths[number] for number in self.steps[step]]
 
     def request(self, step: int, *, plans: bool = True) -> PlanRequest:
         """A step's part of the planner's input; without ``plans`` as far as its plan is read."""
-        samples = self.steps[step]
-        lengths = tuple(self.lengths[number] for number in samples)
+        lengths = tuple(self.step_lengths(step))
         made = self.settings.request(lengths, forward_only=self.forward_only)
         if self.beginnings is None or not plans:
             return made
-        return dataclasses.replace(made, forest=self.beginnings.forest(self.lengths, samples))
+        forest = self.beginnings.forest(self.lengths, self.steps[step])
+        return dataclasses.replace(made, forest=forest)
 
     def naming(self, samples: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Let the planner's errors name samples by these numbers."""
         return self.job.options.naming_the_cap(forward_only=self.forward_only, samples=samples)
+
+
+class _Brought(NamedTuple):
+    """Samples that this rank was given."""
+
+    data: Columns  # without samples as they were given
+    template: dict[str, list[Any]]  # empty without samples to copy it from
+    share: Share
+
+
+class _Found(NamedTuple):
+    """Samples of all ranks, gathered in an agreement."""
+
+    shares: Gathered[Share | None]  # of each data-parallel rank
+    has_data: Gathered[bool]  # of each rank, if some have none
 
 
 def read_samples(
@@ -143,22 +175,30 @@ def read_samples(
         prepare_model(chunks, settings.dims, settings.config)
         if job.options.share_prefixes:
             check_shared_prefixes(chunks)
-        batch = RolloutBatch.read(
-            read(), job.options.global_batch_size, schema, steps, vocabulary_size(chunks)
-        )
+        given, brought = read(), None
+        data = read_fields(given, schema, vocabulary_size(chunks))
+        if given is not None and data is not None:
+            size = job.options.global_batch_size
+            brought = _brought(data, read_share(given, data.total_lengths, steps, size))
         evidence = _compare_settings(agree, job, chunks, settings, learns=cost_model is None)
-        found = _Found.in_block(agree, job, settings, batch)
+        found = _find(agree, job, settings, brought)
     if evidence is not None:
         learnt = learners_of(job).of(model).learn(evidence.value)
         settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
-    samples = numbered(job, settings, *shared(job, settings, batch, found))
-    return with_beginnings(samples, model) if job.options.share_prefixes else samples
+    samples = _numbered(job, settings, chunks, brought, found)
+    if not job.options.share_prefixes:
+        return samples
+    rank = parallel_state.get_data_parallel_rank()
+    own = range(samples.first[rank], samples.first[rank + 1])
+    own_steps = [[number - own.start for number in step if number in own] for step in samples.steps]
+    beginnings = find_beginnings(job, chunks, samples.data, own_steps, sum(samples.lengths))
+    return dataclasses.replace(samples, beginnings=beginnings)
 
 
 def read_step(
     job: Job,
     model: Any,
-    read: Callable[[], RolloutBatch | None],
+    read: Callable[[], Columns | None],
     read_next: Callable[[], Sequence[int] | None],
     *,
     cost_model: CostModel | None,
@@ -169,7 +209,7 @@ def read_step(
     Args:
         job: the present one.
         model: this rank's model chunks.
-        read: gives the step's samples, or None.
+        read: gives the step's samples, as `read_fields` does, or None.
         read_next: gives the lengths of the next step's samples, as far as they can be read.
         cost_model: costs; None: by the arguments.
         is_evaluation: the step has no backward passes.
@@ -183,16 +223,17 @@ def read_step(
         chunks = model_chunks(model)
         settings = PlanInputs.of(job, chunks, cost_model, forward_only=forward_only)
         prepare_model(chunks, settings.dims, settings.config)
-        batch = read()
+        data = read()
+        # All of them are one step.
+        brought = None if data is None else _brought(data, Share(data.total_lengths))
         learns = cost_model is None and not is_evaluation
         evidence = _compare_settings(agree, job, chunks, settings, learns=learns)
-        found = _Found.in_block(agree, job, settings, batch, forward_only=forward_only)
+        found = _find(agree, job, settings, brought, forward_only=forward_only)
         following = agree.gather("lengths of the next step", read_next())
     if evidence is not None:
         # The next step's plan, begun below, is by these costs; this step's was by those before.
         learners_of(job).of(model).learn(evidence.value)
-    batch, shares = shared(job, settings, batch, found)
-    samples = numbered(job, settings, batch, shares, forward_only=forward_only, is_one_step=True)
+    samples = _numbered(job, settings, chunks, brought, found, forward_only=forward_only)
     lengths: list[int] | None = None
     if None not in following.values:
         lengths = [length for each in following.values for length in each or ()]
@@ -218,115 +259,126 @@ def _compare_settings(
     return agree.sum_over_ranks("pass times", evidence)
 
 
-class Share(NamedTuple):
-    """Samples of one data-parallel rank."""
-
-    lengths: list[int]
-    steps: list[list[int]] | None  # of the caller's own
-    global_batch_size: int | None
+def _brought(data: Columns, share: Share) -> _Brought:
+    return _Brought(data, template_of(data) if share.lengths else {}, share)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    """Samples of all ranks, gathered in an agreement."""
-
-    shares: Gathered[Share]
-    has_data: Reduction[int]  # 0 if some rank has none
-    has_samples: Reduction[int]
-    populated: Reduction[int]  # the first rank with samples; the number of ranks if there is none
-
-    @classmethod
-    def in_block(
-        cls,
-        agree: Agreement,
-        job: Job,
-        settings: PlanInputs,
-        batch: RolloutBatch | None,
-        *,
-        forward_only: bool = False,
-    ) -> _Found:
-        """Check this rank's samples against the cap, and gather those of all."""
-        consensus = job.consensus
-        lengths = [] if batch is None else batch.total_lengths
-        # Now, by the rank that brings it: a sample over the cap, or a length that is none.
-        with job.options.naming_the_cap(forward_only=forward_only, samples=range(len(lengths))):
-            Problem.of(lengths, settings.dims, settings.config)
-        share = Share(lengths, None, None)
-        if batch is not None:
-            share = Share(lengths, batch.steps, batch.global_batch_size)
-        return cls(
-            agree.gather("samples", share),
-            agree.min("has data", int(batch is not None)),
-            agree.min("has samples", int(bool(lengths))),
-            agree.min("first populated", consensus.rank if lengths else len(consensus.ranks)),
-        )
-
-
-def shared(
-    job: Job, settings: PlanInputs, batch: RolloutBatch | None, found: _Found
-) -> tuple[RolloutBatch, list[Share]]:
-    """The samples, once ranks without data have them, and ranks without samples the fields. A
-    collective where any lacks them."""
-    # By what all ranks have learnt, not by this one's data: the others are in the same collectives.
-    consensus = job.consensus
-    if not found.has_data.value:
-        batch = consensus.share_within_replica(batch)
-        with job.agreement("reading shared samples") as agree:
-            found = _Found.in_block(agree, job, settings, batch)
-    assert batch is not None
-    if not found.has_samples.value:
-        batch = _with_fields(job, consensus, batch, found.populated.value)
-    return batch, found.shares.values
-
-
-def _with_fields(
-    job: Job, consensus: JobConsensus, batch: RolloutBatch, populated: int
-) -> RolloutBatch:
-    """The batch, on a rank without samples with the fields of the first rank that has any."""
-    source = populated if populated < len(consensus.ranks) else None
-    own = batch
-    read = consensus.handed(own.without_samples, source)
-    with job.agreement("sharing fields"):
-        if source is None:
-            return own.resolved()
-        fields = read()
-        return own if own.total_lengths else dataclasses.replace(own, **fields)
-
-
-def numbered(
+def _find(
+    agree: Agreement,
     job: Job,
     settings: PlanInputs,
-    batch: RolloutBatch,
-    shares: Sequence[Share],
+    brought: _Brought | None,
     *,
     forward_only: bool = False,
-    is_one_step: bool = False,
+) -> _Found:
+    """Check this rank's samples against the cap, and gather those of all."""
+    lengths = [] if brought is None else brought.share.lengths
+    # Now, by the rank that brings it: a sample over the cap, or a length that is none.
+    with job.options.naming_the_cap(forward_only=forward_only, samples=range(len(lengths))):
+        Problem.of(lengths, settings.dims, settings.config)
+    return _Found(
+        agree.gather("samples", None if brought is None else brought.share),
+        agree.every("has data", brought is not None, wanted=brought is None),
+    )
+
+
+def _numbered(
+    job: Job,
+    settings: PlanInputs,
+    chunks: list[Any],
+    brought: _Brought | None,
+    found: _Found,
+    *,
+    forward_only: bool = False,
 ) -> Samples:
-    """The samples of all ranks, cut into steps. Not a collective."""
-    lengths = [length for share in shares for length in share.lengths]
-    first = list(itertools.accumulate((len(share.lengths) for share in shares), initial=0))
+    """The samples of all ranks, cut into steps, once ranks without data have their replica's, and
+    ranks without samples the fields. A collective where any lacks them."""
+    # By what all ranks have gathered, not by this one's data: the others are in the same
+    # collectives.
+    if not all(found.has_data.values):
+        received = handed(job, brought, _sources(job, found.has_data))
+        with job.agreement("reading shared samples") as agree:
+            brought = received()
+            found = _find(agree, job, settings, brought, forward_only=forward_only)
+    assert brought is not None
+    shares = [each for each in found.shares.values if each is not None]
+    vocabulary = vocabulary_size(chunks)
+    if not all(each.lengths for each in shares):
+        brought = _with_fields(job, brought, shares, vocabulary)
+    data, template, share = brought
+
+    lengths = [length for each in shares for length in each.lengths]
+    first = list(itertools.accumulate((len(each.lengths) for each in shares), initial=0))
     if job.options.exchange:
         job.say_once("exchange", f"{FLAGS['exchange']} is the default: leave it out")
     if not forward_only:
         say_oversize(job, settings, max(lengths, default=0))
-    size = next((share.global_batch_size for share in shares if share.lengths), None)
-    given = [share.steps for share in shares if share.steps is not None]
-    if is_one_step:
-        steps = [list(range(len(lengths)))]
-    elif given:
+    given = [each.steps for each in shares if each.steps is not None]
+    if given:
         # Ranks that gave other numbers of steps differ in what `Samples.compare` names.
         steps = [
             sorted(
                 start + index
-                for start, share in zip(first, shares, strict=False)
-                for indices in (share.steps or [])[step : step + 1]
+                for start, each in zip(first, shares, strict=False)
+                for indices in (each.steps or [])[step : step + 1]
                 for index in indices
             )
             for step in range(len(given[0]))
         ]
     else:
-        steps = steps_by_size([len(share.lengths) for share in shares], size)
-    return Samples(job, settings, batch, lengths, first, steps, forward_only=forward_only)
+        steps = steps_by_size([len(each.lengths) for each in shares], share.samples_per_step)
+    return Samples(
+        job=job,
+        settings=settings,
+        share=share,
+        data=data,
+        template=template,
+        vocabulary_size=vocabulary,
+        lengths=lengths,
+        first=first,
+        steps=steps,
+        forward_only=forward_only,
+    )
+
+
+def _sources(job: Job, has_data: Gathered[bool]) -> dict[int, int]:
+    """For each rank of a replica of which some lack data, the first rank that has it."""
+    sources: dict[int, int] = {}
+    lacking: dict[int, str] = {}
+    for replica, ranks in enumerate(job.consensus.replicas):
+        having = [rank for rank in ranks if has_data.by_rank[rank]]
+        if not having:
+            lacking[ranks[0]] = (
+                f"no rank of data-parallel rank {replica} (global ranks {list(ranks)}) was given "
+                "rollout_data: pass it on at least one, without samples an empty batch"
+            )
+        elif len(having) < len(ranks):
+            sources |= dict.fromkeys(ranks, having[0])
+    if lacking:
+        raise PlanMismatchError(lacking)
+    return sources
+
+
+def _with_fields(
+    job: Job, brought: _Brought, shares: Sequence[Share], vocabulary: int | None
+) -> _Brought:
+    """The samples; on ranks without any with the fields, and the batch size, of the first rank that
+    has some. A collective over all ranks."""
+    data, template, share = brought
+    replicas = zip(job.consensus.replicas, shares, strict=True)
+    first = next(((ranks[0], each) for ranks, each in replicas if each.lengths), None)
+    if first is None:
+        with job.agreement("reading fields"):
+            data = _resolved(data, vocabulary)
+            return brought._replace(data=data, template=template_of(data))
+    source, usual = first
+    sources = dict.fromkeys(job.consensus.ranks, source)
+    received = handed(job, (data.taken([]), template), sources, to_all=True)
+    with job.agreement("reading shared fields"):
+        data, template = received()
+    if share.lengths:
+        return brought
+    return _Brought(data, template, share._replace(samples_per_step=usual.samples_per_step))
 
 
 def steps_by_size(shares: Sequence[int], size: int | None) -> list[list[int]]:
@@ -348,8 +400,101 @@ def steps_by_size(shares: Sequence[int], size: int | None) -> list[list[int]]:
     return [sorted(order[start : start + size]) for start in starts]
 
 
-def with_beginnings(samples: Samples, model: Any) -> Samples:
-    """The samples with what they have in common. A collective."""
-    given = samples.batch.data, samples.own_steps, sum(samples.lengths)
-    found = find_beginnings(samples.job, model_chunks(model), *given)
-    return dataclasses.replace(samples, beginnings=found)
+def read_fields(
+    rollout_data: Mapping[str, Any] | None, schema: Schema, vocabulary: int | None
+) -> Columns | None:
+    """The samples' fields, copied and checked; None if this rank was given nothing.
+
+    Fields without samples stay as they are: a rank that has some shows what they are.
+
+    Raises:
+        TypeError: it is no dict, or ``schema`` is no `Schema`.
+        KeyError: a required field is missing.
+        SchemaError: a field's kind is unknown, a value does not fit it, or a token id is beyond
+            the vocabulary.
+    """
+    if not isinstance(schema, Schema):
+        raise TypeError(
+            "schema must be a Schema, such as DEFAULT_SCHEMA.declare(name, kind), got "
+            f"{type(schema).__name__}"
+        )
+    if rollout_data is None:
+        return None
+    if not isinstance(rollout_data, Mapping):
+        raise TypeError(
+            f"rollout_data must be a dict of lists or None, got {type(rollout_data).__name__}; "
+            "give one value per sample"
+        )
+    # None stands for a field that this rollout lacks.
+    given = {k: v for k, v in rollout_data.items() if v is not None and k != _BATCH_SIZE}
+    missing = [key for key in REQUIRED_FIELDS if key not in given]
+    if missing:
+        raise KeyError(
+            f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
+            "one value per sample (empty lists on a rank without samples)"
+        )
+    data = Columns(schema, given, *read_lengths(given))
+    return _resolved(data, vocabulary) if data.total_lengths else data
+
+
+def _resolved(given: Columns, vocabulary: int | None) -> Columns:
+    data = Columns.read(given, given.schema.resolve(given))
+    require_known_tokens(data, vocabulary)
+    return data
+
+
+def template_of(
+    data: Columns, template: Mapping[str, list[Any]] | None = None
+) -> dict[str, list[Any]]:
+    """A fabricated sample like those in ``data``; where there are none, like another template."""
+    first = data.taken(range(min(1, len(data.total_lengths)))).compact()
+    examples = {name: first[name] or (template or {}).get(name) for name in data}
+    return make_placeholder(data.schema, list(data), examples)
+
+
+def require_known_tokens(data: Columns, vocabulary_size: int | None) -> None:
+    """Refuse tokens beyond the model's vocabulary (None: not known), by a `SchemaError`."""
+    # An id beyond the embedding would show without the sample's name, or not at all.
+    if data.total_lengths and vocabulary_size is not None:
+        least, most = data.flat("tokens").aminmax()
+        if least < 0 or most >= vocabulary_size:  # sample by sample, to name one
+            require_vocabulary("tokens", data["tokens"], vocabulary_size)
+
+
+def read_share(
+    rollout_data: Mapping[str, Any], lengths: list[int], steps: Any, job_size: Any
+) -> Share:
+    """What all ranks gather of this one's samples.
+
+    Raises:
+        ConfigError: the global batch size is none, or ``steps`` are no lists of indices.
+        ValueError: ``steps`` do not hold every sample once.
+    """
+    size = rollout_data.get(_BATCH_SIZE)
+    if size is None and steps is None:  # steps of the caller's own need not be of the job's size
+        size = job_size
+    if size is not None:
+        size = at_least("global_batch_size", size, 0, ConfigError) or None
+    return Share(lengths, None if steps is None else _read_steps(steps, len(lengths)), size)
+
+
+def _read_steps(steps: Any, num_samples: int) -> list[list[int]]:
+    """The caller's steps as lists, which every sample is in once."""
+    read: list[list[int | None]] = [[None]]
+    # Lists, arrays, tensors, iterators: whatever cannot be walked through stays [[None]], refused
+    # below.
+    with contextlib.suppress(TypeError):
+        read = [[as_integer(index) for index in step] for step in steps]
+    given = [index for step in read for index in step if index is not None]
+    if len(given) < sum(map(len, read)):
+        raise ConfigError(
+            "steps must be one list of sample indices for each step, such as [[0, 1], [2, 3]], "
+            f"got {steps!r:.60}"
+        )
+    if sorted(given) != list(range(num_samples)):
+        raise ValueError(
+            f"steps must hold each of this rank's {num_samples} samples exactly once, got {given}; "
+            "group_steps leaves out padding samples (give real_samples(batch) with its steps), "
+            "with last='drop' also those left over (give the batch without them)"
+        )
+    return [[index for index in step if index is not None] for step in read]

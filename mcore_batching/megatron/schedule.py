@@ -1,10 +1,10 @@
-"""This rank's rollout data and the micro-batches that are made of it, step by step."""
+"""This rank's samples and the micro-batches that are made of them, step by step."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -14,10 +14,9 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import SampleWeights
 from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.batch.row_index import Nodes
-from mcore_batching.megatron.exchange import SampleMoves
+from mcore_batching.megatron.exchange import SampleMoves, digest_of
 from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.megatron.samples import Samples
-from mcore_batching.megatron.serialize import digest_of
 from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
@@ -26,71 +25,47 @@ from mcore_batching.planning import (
     sample_multiple_tokens,
 )
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.prefix_trees import Forest, PrefixTree
+from mcore_batching.planning.prefix_trees import Forest
 from mcore_batching.planning.worker import PlanTicket
 
 MicroBatches = tuple[tuple[int, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class GlobalPlan:
-    """One step's plan of the samples of all data-parallel ranks."""
-
-    plan: StepPlan  # its samples are places in `numbers`
-    numbers: list[int]  # of each sample of the step, over all ranks and steps
-    lengths: list[int]  # total length of each of them, in tokens
-
-    def trees_among(self, place: Mapping[int, int]) -> list[PrefixTree]:
-        """The trees that run on a rank, given the local index of each number there."""
-        named = (tree.renumbered(self.numbers) for tree in self.plan.trees)
-        return [tree.renumbered(place) for tree in named if tree.samples[0] in place]
-
-    def rows_on(self, rank: int) -> MicroBatches:
-        """A rank's micro-batches, as numbers of samples."""
-        return tuple(tuple(self.numbers[i] for i in row) for row in self.plan.micro_batches[rank])
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class MicroBatchSchedule:
-    """This rank's rollout data and the micro-batches made of it, shared by the iterators of a call.
+    """This rank's samples and the micro-batches made of them, shared by the iterators of a call.
 
-    Steps are appended as they are planned; all else is fixed but for fields that are added.
+    Steps are added as they are planned; all else is fixed but for fields that are added.
 
     Attributes:
-        rollout_data: fields of the samples that run on this rank, in the steps planned so far.
+        samples: of all ranks, by number.
+        moves: where samples came from and where they run, in the steps planned so far.
+        rollout_data: fields of the samples that run on this rank.
         template: values of one sample, from a rank that has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
-        plans: of every step, over all ranks.
-        moves: where samples came from and where they run.
-        forest: nodes that samples of a micro-batch share; None: samples share none.
+        plans: of every step, over all ranks; their samples are places in `Samples.steps`.
         plan_digest: of the plans of all data-parallel ranks together; the same on every rank.
-        settings: what the plans were made by.
-        spare: further tokens that shared nodes end short, as of `find_forest`.
-        pad_token_id: of padding.
-        vocabulary_size: entries of the model's vocabulary; None: not known.
-        samples_per_step: what a step counts as: the global batch size that cut the steps, or that
-            came with steps of the caller's own; None: neither.
-        later: the samples of which steps are still to be planned; None: all are.
-        tickets: of the plans that were begun for these steps.
+        forest: nodes that samples of a micro-batch share; None: samples share none.
+        tickets: on the planning rank, of the plans that were begun for steps.
         for_forward_passes: the same batch as planned for forward passes alone, once it has been.
     """
 
+    samples: Samples
+    moves: SampleMoves
     rollout_data: Columns
     template: dict[str, list[Any]]
-    steps: tuple[MicroBatches, ...]
-    plans: tuple[GlobalPlan, ...]
-    moves: SampleMoves
-    forest: Forest | None
-    plan_digest: str
-    settings: PlanInputs
-    spare: int
-    pad_token_id: int
-    vocabulary_size: int | None
-    samples_per_step: int | None
-    later: Samples | None = None
-    tickets: Sequence[PlanTicket | None] = ()
+    steps: tuple[MicroBatches, ...] = ()
+    plans: tuple[StepPlan, ...] = ()
+    plan_digest: str = ""
+    forest: Forest | None = None
+    tickets: dict[int, PlanTicket] = dataclasses.field(default_factory=dict)
     for_forward_passes: MicroBatchSchedule | None = None
+
+    @property
+    def settings(self) -> PlanInputs:
+        """The planner's arguments beside the lengths."""
+        return self.samples.settings
 
     @property
     def dims(self) -> ParallelDims:
@@ -103,9 +78,24 @@ class MicroBatchSchedule:
         return self.settings.config
 
     @property
+    def spare(self) -> int:
+        """Further tokens that shared nodes end short, as of `find_forest`."""
+        return 0 if self.samples.beginnings is None else self.samples.beginnings.spare
+
+    @property
+    def pad_token_id(self) -> Any:
+        """The id of padding."""
+        return self.samples.job.options.checked_pad_token_id()
+
+    @property
     def num_steps(self) -> int:
         """All steps of the batch, whether planned or not."""
-        return len(self.steps) if self.later is None else len(self.later.steps)
+        return len(self.samples.steps)
+
+    @property
+    def is_planned(self) -> bool:
+        """True if all steps are."""
+        return len(self.steps) == self.num_steps
 
     @property
     def own_lengths(self) -> list[int]:
@@ -163,20 +153,22 @@ class MicroBatchSchedule:
             the plan; total length of each sample of the step [samples], in tokens, rank after
             rank.
         """
-        return self.plans[step].plan, self.plans[step].lengths
+        return self.plans[step], self.samples.step_lengths(step)
 
-    def append(self, later: MicroBatchSchedule) -> None:
-        """Go on with further steps of the same batch, and the samples that they moved here."""
-        held = self.num_samples
-        self.steps += tuple(
-            tuple(tuple(held + i for i in indices) for indices in step) for step in later.steps
-        )
-        self.plans += later.plans
-        self.moves = self.moves.followed_by(later.moves)
-        if self.forest is not None and later.forest is not None:
-            self.forest = self.forest.joined(later.forest)
-        self.plan_digest = digest_of([self.plan_digest, later.plan_digest])
-        self.rollout_data = Columns.joined([self.rollout_data, later.rollout_data])
+    def add_plan(self, plan: StepPlan) -> None:
+        """Go on with the next step, whose samples are here."""
+        numbers, place = self.samples.steps[len(self.steps)], self.moves.places
+        rows = plan.micro_batches[self.moves.own]
+        self.steps += (tuple(tuple(place[numbers[i]] for i in row) for row in rows),)
+        self.plans += (plan,)
+        self.plan_digest = digest_of([self.plan_digest, plan.digest()])
+
+    def add_samples(self, moves: SampleMoves, rollout_data: Columns, forest: Forest | None) -> None:
+        """Go on with samples that moved here, and nodes that these share."""
+        self.moves = self.moves.followed_by(moves)
+        self.rollout_data = Columns.joined([self.rollout_data, rollout_data])
+        if forest is not None:
+            self.forest = forest if self.forest is None else self.forest.joined(forest)
         self._sample_weights.clear()  # rows of earlier steps have their own values
 
     def replace_fields(self, rollout_data: Columns, template: dict[str, list[Any]]) -> None:
@@ -188,7 +180,7 @@ class MicroBatchSchedule:
         # It has the fields as they were.
         self.for_forward_passes = None
 
-    def samples(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
+    def values(self, indices: Sequence[int], keys: Sequence[str]) -> dict[str, list[Any]]:
         """The values of some samples, or of one fabricated sample where ``indices`` is empty."""
         if not indices:
             return {key: self._placeholder[key] for key in keys}
@@ -262,7 +254,7 @@ class MicroBatchSchedule:
         """Context-parallel size of each of a step's micro-batches on this rank."""
         if not self.has_sizes_of_rows:
             return [self.dims.context_parallel] * len(self.steps[step])
-        planned = self.plans[step].plan.context_parallel
+        planned = self.plans[step].context_parallel
         assert planned is not None
         return planned[self.moves.own]
 

@@ -27,21 +27,23 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.iterator import DataIterator, planned, rollout_of
+from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.logits import tensors_of
 from mcore_batching.megatron.loss_shares import (
     CollectedShares,
+    Gradients,
     WatchedTotals,
     agreed_shares,
     attached,
     check_trains,
     checked_shares,
+    is_checked,
     summed_over_ranks,
     warn_of_unread_totals,
 )
 from mcore_batching.megatron.mtp import LaterLosses
-from mcore_batching.megatron.nonfinite import faults, gradients_measured, is_checked
+from mcore_batching.megatron.plan import planned
 from mcore_batching.megatron.prepare import (
     PreparedStep,
     collated,
@@ -171,13 +173,13 @@ class WeightUpdate:
         """Samples that a step counts as; None without a given number and a scheduler."""
         if self.increment is not None:
             return at_least("increment", self.increment, 1, ConfigError)
-        if schedule.samples_per_step is None and self.scheduler is not None:
+        if schedule.samples.samples_per_step is None and self.scheduler is not None:
             raise ConfigError(
                 "no global_batch_size (--global-batch-size) says how many samples a step is; set "
                 "increment to what lr_decay_steps counts a step as: prompts times trajectories of "
                 "each, or 1 where it counts steps"
             )
-        return schedule.samples_per_step
+        return schedule.samples.samples_per_step
 
     @contextlib.contextmanager
     def hooks_set(self, model: list[Any]) -> Iterator[None]:
@@ -230,22 +232,18 @@ def _trained(
     update: WeightUpdate,
 ) -> TrainStepResult:
     """Run a step after every rank has its rows, and update or leave alone the weights."""
-    checked = is_checked(job.options, update.optimizer)
-    largest: list[Tensor] = []
+    gradients = Gradients(model) if is_checked(job.options, update.optimizer) else None
     # Hooks first: measuring wraps the one that adds up gradients over ranks.
     inside = [update.hooks_set(model)]
-    if checked:
-        inside.append(gradients_measured(model, largest))
+    if gradients is not None:
+        inside.append(gradients.measured())
     made = _forward_backward(loss_function, job, model, prepared, inside)
     # Where warnings are errors it raises, and the other ranks wait for this one below.
     with job.watch.reporting(_OPERATION):
         warn_of_unread_totals(made, prepared)
 
-    def nonfinite() -> tuple[str, str]:
-        return faults(made.shares, largest, model, prepared) if checked else ("", "")
-
     # Before the update, which no rank may do if another one's loss or gradient is at fault.
-    names, are_finite = agreed_shares(job, _OPERATION, made, nonfinite)
+    names, are_finite = agreed_shares(job, _OPERATION, made, prepared, gradients)
     with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
         sums = summed_over_ranks(made.shares, names) if is_last_stage() else {}
         values = torch.stack([*sums.values()]).tolist() if sums else []

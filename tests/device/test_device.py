@@ -26,10 +26,9 @@ MEGATRONS_OWN = {
 
 OURS = {
     ("get_data_iterator", "mcore_batching.batch.values"): 2,  # fields that are on the device
-    ("forward_only", "mcore_batching.megatron.exchange"): 1,
-    ("forward_only", "mcore_batching.megatron.serialize"): 2,
+    ("forward_only", "mcore_batching.megatron.exchange"): 3,
     ("add_fields", "mcore_batching.batch.values"): 1,
-    ("train_step", "mcore_batching.megatron.nonfinite"): 2,  # losses, gradients
+    ("train_step", "mcore_batching.megatron.loss_shares"): 2,  # losses, gradients
     ("train_step", "mcore_batching.megatron.train_step"): 1,  # metrics
 }
 """Phase and module to its waits in a step, however many micro-batches and samples."""

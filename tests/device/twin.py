@@ -310,7 +310,7 @@ def install() -> Twin:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as megatron_random
 
-    from mcore_batching.megatron import cpu_emulation, exchange, loss_shares, serialize
+    from mcore_batching.megatron import cpu_emulation, exchange, loss_shares
 
     assert not cpu_emulation.is_enabled()
     twin = Twin()
@@ -323,7 +323,7 @@ def install() -> Twin:
     # The wheels ship the compiled helper, but not the Makefile that would build it.
     dataset_utils.compile_helpers = lambda: None
     # Of a class of its own, a fake tensor would be refused as one without bytes.
-    for module in (exchange, loss_shares, serialize):
+    for module in (exchange, loss_shares):
         module.has_bytes = lambda tensor: True  # type: ignore[attr-defined]
     for name in [each for each in vars(schedules) if each.startswith("forward_backward_")]:
         setattr(schedules, name, _in_pipeline(getattr(schedules, name), twin))

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
 from mcore_batching.batch.columns import Columns
-from mcore_batching.megatron.exchange import SampleMoves, check_output, leaving
+from mcore_batching.megatron.exchange import SampleMoves, check_output, deserialize, leaving
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.serialize import deserialize
 
 # Rank 0 brought 0 1 2, rank 1 brought 3 4, rank 2 nothing; 1 is shared by ranks 0 and 1.
 FIRST = [0, 3, 5, 5]

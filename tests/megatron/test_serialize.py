@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_batching.megatron.serialize import deserialize, serialize
+from mcore_batching.megatron.exchange import deserialize, serialize
 
 VALUES: dict[str, Any] = {
     "nothing": None,

@@ -34,7 +34,7 @@ from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.integrations.megatron_lm.unpadding import draw_batches, num_truncated
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
-from mcore_batching.megatron.job import Job, job_of, raise_first
+from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.loss_shares import attached, check_trains, summed_over_ranks
 from mcore_batching.megatron.model_inputs import changed_inputs, padding_mask
 from mcore_batching.megatron.mtp import (
@@ -126,8 +126,8 @@ class PackedForwardBackward:
             **others,
         )
         if forward_only:
-            with job.agreement_after_pipeline(operation):
-                raise_first(failed)
+            with job.agreement_after_pipeline(operation, failed):
+                pass
             return _one_report(losses) if self._is_sft and losses else losses
         run = begun, mark()
         self._log(job, chunks, prepared.schedule, failed, run, ready - started, drawn() or ())
@@ -151,8 +151,7 @@ class PackedForwardBackward:
         batches: Batches,
     ) -> None:
         """End a training step on all ranks, or raise on all what failed on any, and log it."""
-        with job.agreement_after_pipeline("training") as agree:
-            raise_first(failed)
+        with job.agreement_after_pipeline("training", failed) as agree:
             # Context-parallel ranks read the same rows, and may each be a replica here.
             counts = self._is_sft and parallel_state.get_context_parallel_rank() == 0
             truncated = agree.sum("truncated rows", num_truncated(batches) if counts else 0)

@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.values import require_vocabulary
 from mcore_batching.integrations.megatron_lm.reading_ahead import Batches, are_same, batches_ahead
 from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA, unpadded_samples
-from mcore_batching.megatron.iterator import plan_rollout
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.plan import begin_plan
+from mcore_batching.megatron.plan import begin_plan, plan_rollout
 from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.megatron.prepare import PreparedStep, collated, collating
-from mcore_batching.megatron.rollout_batch import RolloutBatch
-from mcore_batching.megatron.samples import read_step
+from mcore_batching.megatron.samples import read_fields, read_step
 from mcore_batching.megatron.topology import vocabulary_size
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.worker import PlanTicket
@@ -33,7 +32,7 @@ class StockSteps:
         self._args = args
         self._last_planned: tuple[int | None, CostModel | None] = None, None
         # The next step's batches, and its samples; its plan, on the planning rank.
-        self._ahead: tuple[Batches, RolloutBatch] | None = None
+        self._ahead: tuple[Batches, Columns] | None = None
         self._ticket: PlanTicket | None = None
 
     def made(
@@ -52,13 +51,13 @@ class StockSteps:
         is_last = iteration is not None and iteration + 1 >= (self._args.train_iters or 0)
         # In a rerun the next step has been read already.
         reads_next = not (forward_only or cost_model is not None or is_last)
-        ahead: tuple[Batches, RolloutBatch] | None = None
+        ahead: tuple[Batches, Columns] | None = None
 
-        def read() -> RolloutBatch | None:
+        def read() -> Columns | None:
             batches = drawn()
             if self._ahead is not None and are_same(batches, self._ahead[0]):
                 return self._ahead[1]
-            return self._read(job, chunks, batches)
+            return self._read(chunks, batches)
 
         def read_next() -> Sequence[int] | None:
             nonlocal ahead
@@ -67,7 +66,7 @@ class StockSteps:
             # What is wrong with the next samples is raised when they are drawn.
             try:
                 batches = batches_ahead(data_iterator, num_microbatches)
-                samples = self._read(job, chunks, batches)
+                samples = self._read(chunks, batches)
             except (Exception, SystemExit):
                 return None
             if batches is None or samples is None:
@@ -106,10 +105,9 @@ class StockSteps:
         last, cost_model = self._last_planned
         return cost_model if last is not None and last == iteration else None
 
-    def _read(self, job: Job, chunks: list[Any], batches: Batches | None) -> RolloutBatch | None:
-        vocabulary, size = vocabulary_size(chunks), job.options.global_batch_size
-        data = self._unpadded(batches, vocabulary)
-        return RolloutBatch.read(data, size, STOCK_SCHEMA, None, vocabulary)
+    def _read(self, chunks: list[Any], batches: Batches | None) -> Columns | None:
+        vocabulary = vocabulary_size(chunks)
+        return read_fields(self._unpadded(batches, vocabulary), STOCK_SCHEMA, vocabulary)
 
     def _unpadded(self, batches: Batches | None, vocabulary: int | None) -> dict[str, Any] | None:
         if batches is None:

@@ -30,12 +30,12 @@ from mcore_batching.integrations.slime.rollout_manager import option_problems
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.forward_only import forward_only as run_forward_only
-from mcore_batching.megatron.iterator import DataIterator, plan_rollout, rollout_of
+from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.model_inputs import changed_inputs, joined_multimodal_inputs
+from mcore_batching.megatron.plan import plan_rollout
 from mcore_batching.megatron.prepare import MODEL_INPUTS
-from mcore_batching.megatron.rollout_batch import REQUIRED_FIELDS
-from mcore_batching.megatron.samples import read_samples
+from mcore_batching.megatron.samples import REQUIRED_FIELDS, read_samples
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import row_multiple_tokens, sample_multiple_tokens
@@ -101,7 +101,8 @@ def get_data_iterator(
     # Rows are padded to a multiple of the tensor-parallel size, which is enough for sequence
     # parallelism. Samples must not be: slime finds tokens by unpadded lengths.
     dims = dataclasses.replace(schedule.dims, sequence_parallel=False)
-    schedule.settings = dataclasses.replace(schedule.settings, dims=dims)
+    settings = dataclasses.replace(schedule.settings, dims=dims)
+    schedule.samples = dataclasses.replace(schedule.samples, settings=settings)
     # A rank that was given nothing has what its replica sent it, without later fields.
     live = dict(schedule.rollout_data) if rollout_data is None else rollout_data
     return [

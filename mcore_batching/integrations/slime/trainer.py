@@ -31,7 +31,7 @@ from mcore_batching.megatron import compat, timing
 from mcore_batching.megatron.checks.settings import prepare_packed_model
 from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.forward_only import checked_outputs
-from mcore_batching.megatron.job import job_of, raise_first
+from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning.costs.layer_costs import costs_of_stage
 from mcore_batching.planning.learn import LearntCosts, TimedRow
@@ -95,8 +95,7 @@ def forward_only(
     guarded = _Guarded(f, functools.partial(job.defer, failed))
     with job.watch.reporting(_OPERATION):
         made = run(guarded)
-    with job.agreement_after_pipeline(_OPERATION) as agree:
-        raise_first(failed)
+    with job.agreement_after_pipeline(_OPERATION, failed) as agree:
         if guarded.names is not None:  # none on other stages than the last
             agree.same("names that f returned", sorted(guarded.names))
     return made

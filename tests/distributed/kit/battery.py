@@ -27,11 +27,10 @@ from kit.forked import at_fault
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.batch.messages import RankMessages
-from mcore_batching.megatron import iterator
-from mcore_batching.megatron.consensus import JobConsensus
+from mcore_batching.megatron import plan
 from mcore_batching.megatron.exchange import SampleMoves
-from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.samples import Samples
+from mcore_batching.megatron.job import JobConsensus, job_of
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 
 STOPPED_SECONDS = 15
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -72,12 +71,12 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def killed_later(samples: Samples, step: int, ticket: Any = None) -> Any:
-    """`planned_step`, but for later steps."""
-    return kill() if step else _planned_step(samples, step, ticket)
+def killed_later(schedule: MicroBatchSchedule, ticket: Any = None) -> Any:
+    """`plan_next_step`, but for later steps."""
+    return kill() if schedule.steps else _plan_next_step(schedule, ticket)
 
 
-_planned_step = iterator.planned_step
+_plan_next_step = plan.plan_next_step
 
 
 def nan_loss(*given: Any) -> Any:
@@ -93,7 +92,7 @@ def step_in_backward(calls: Calls) -> Any:
 def step_in_sharing(calls: Calls) -> Any:
     alone = dist.get_world_size() == parallel_state.get_data_parallel_world_size()
     calls.data = take(make_samples(), []) if alone else None
-    return calls.step_with(dist, "broadcast_object_list", raises)
+    return calls.step_with(dist, "broadcast", raises)
 
 
 def step_without_replica_group(calls: Calls) -> Any:

@@ -18,7 +18,7 @@ from kit.samples import VOCABULARY
 from mcore_batching.batch.messages import RankMessages
 from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
-from mcore_batching.megatron.consensus import JobConsensus
+from mcore_batching.megatron.job import JobConsensus
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -26,8 +26,7 @@ COUNTED: list[tuple[Any, str]] = [
     (RankMessages, "reduce"),
     (RankMessages, "gather"),
     (dist, "all_gather_object"),
-    (JobConsensus, "broadcast_bytes"),
-    (dist, "broadcast_object_list"),
+    (JobConsensus, "broadcast"),
     (dist, "all_to_all_single"),
     (dist, "new_group"),
 ]
@@ -35,7 +34,7 @@ COUNTED: list[tuple[Any, str]] = [
 # Sizes, then samples.
 EXCHANGE = {"all_to_all_single": 2}
 # Reading, with all lengths; the plan, and its broadcast; its arrival; that all samples are here.
-PLAN = {"reduce": 4, "gather": 1, "broadcast_bytes": 1, **EXCHANGE}
+PLAN = {"reduce": 4, "gather": 1, "broadcast": 1, **EXCHANGE}
 # Collating, and after the pipeline; the next step's lengths, where there are any, are gathered too.
 STOCK_STEP = PLAN | {"reduce": 6}
 OF_ALL = {
@@ -54,8 +53,8 @@ OF_ALL = {
     "stock step, learnt costs": STOCK_STEP,
     "stock evaluation": STOCK_STEP,
 }
-# Who has data, and the data; then lengths are gathered again.
-SHARED = {"gather": 3, "broadcast_object_list": 1}
+# Who has data; then lengths are gathered again. The data, and the plan.
+SHARED = {"gather": 3, "broadcast": 2}
 EXPECTED = {
     1: OF_ALL
     | {

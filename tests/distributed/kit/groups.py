@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bootstrap import initialize_model_parallel
 from megatron.core import parallel_state
 
-from mcore_batching.megatron import consensus, job
+from mcore_batching.megatron import job
 from mcore_batching.planning import ParallelDims
 
 _TIMEOUT = datetime.timedelta(seconds=60)
@@ -52,7 +52,7 @@ def destroy_process_group(group: Any = None) -> None:
 def keep_groups() -> None:
     """From now on `torch.distributed.new_group` hands out groups of finished jobs first."""
     dist.new_group, dist.destroy_process_group = new_group, destroy_process_group
-    consensus.new_group = new_group
+    job.new_group = new_group
 
 
 def abandon_groups() -> None:

@@ -41,8 +41,9 @@ from mcore_batching.megatron import (
     schedule_of,
     train_step,
 )
-from mcore_batching.megatron.iterator import plan_forward_passes, rollout_of
+from mcore_batching.megatron.iterator import rollout_of
 from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.plan import plan_forward_passes
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import CostModel, ParallelDims, plan_step
 from mcore_batching.planning.plans.records import read_records

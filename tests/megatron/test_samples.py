@@ -14,24 +14,36 @@ from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, SchemaError
 from mcore_batching.batch.columns import Columns, map_tensors
-from mcore_batching.megatron.rollout_batch import RolloutBatch, template_of
-from mcore_batching.megatron.samples import steps_by_size
+from mcore_batching.megatron.samples import (
+    Share,
+    read_fields,
+    read_share,
+    steps_by_size,
+    template_of,
+)
 from mcore_batching.planning import ConfigError
 
 STEPS = [[3, 1], [0, 2]]
 SHARES = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 
 
-def batch(samples: int, steps: Any = None, size: int | None = None, **fields: Any) -> RolloutBatch:
-    data = {
+def batch(samples: int, **fields: Any) -> dict[str, Any]:
+    return {
         "tokens": [[1, 2, 3] for _ in range(samples)],
         "total_lengths": [3] * samples,
         "response_lengths": [2] * samples,
         **fields,
     }
-    read = RolloutBatch.read(data, size, DEFAULT_SCHEMA, steps, 9)
+
+
+def columns(samples: int, **fields: Any) -> Columns:
+    read = read_fields(batch(samples, **fields), DEFAULT_SCHEMA, 9)
     assert read is not None
     return read
+
+
+def share(samples: int, steps: Any = None, size: int | None = None, **fields: Any) -> Share:
+    return read_share(batch(samples, **fields), [3] * samples, steps, size)
 
 
 GIVEN_AS: dict[str, Callable[[Any], Any]] = {
@@ -51,22 +63,22 @@ GIVEN_AS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("given_as", GIVEN_AS)
 def test_steps_may_be_whatever_gives_indices(given_as: str) -> None:
     """A generator was read by a check, and the whole batch was lost."""
-    read = batch(4, GIVEN_AS[given_as](STEPS)).steps
+    read = share(4, GIVEN_AS[given_as](STEPS)).steps
     assert read == STEPS
     assert all(type(index) is int for step in read for index in step)
 
 
 def test_steps_that_were_read_before_are_refused() -> None:
     steps = iter(STEPS)
-    batch(4, steps)
+    share(4, steps)
     with pytest.raises(ValueError, match="steps must hold each of this rank's 4 samples exactly"):
-        batch(4, steps)
+        share(4, steps)
 
 
 @pytest.mark.parametrize("steps", [5, [0, 1, 2, 3], [[0, 1], [2, 3.0]], [[0, 1], None], "0123"])
 def test_steps_without_indices_are_refused(steps: Any) -> None:
     with pytest.raises(ConfigError, match="steps must be one list of sample indices for each"):
-        batch(4, steps)
+        share(4, steps)
 
 
 @given(SHARES, st.integers(1, 20))
@@ -84,12 +96,12 @@ def test_steps_take_samples_in_the_order_of_their_middles(shares: list[int], siz
 
 
 def test_a_step_counts_as_what_cut_it() -> None:
-    assert batch(4, size=2).global_batch_size == 2
-    assert batch(4, size=2, dynamic_global_batch_size=3).global_batch_size == 3
-    assert batch(4, size=2, dynamic_global_batch_size=None).global_batch_size == 2
-    assert batch(4, STEPS, size=2).global_batch_size is None
-    assert batch(4, STEPS, size=2, dynamic_global_batch_size=8).global_batch_size == 8
-    assert batch(4).global_batch_size is None
+    assert share(4, size=2).samples_per_step == 2
+    assert share(4, size=2, dynamic_global_batch_size=3).samples_per_step == 3
+    assert share(4, size=2, dynamic_global_batch_size=None).samples_per_step == 2
+    assert share(4, STEPS, size=2).samples_per_step is None
+    assert share(4, STEPS, size=2, dynamic_global_batch_size=8).samples_per_step == 8
+    assert share(4).samples_per_step is None
 
 
 def test_without_a_batch_size_all_samples_are_one_step() -> None:
@@ -105,7 +117,7 @@ def test_samples_are_tensors_in_lists_of_their_own() -> None:
         "returns": [torch.ones(2), torch.ones(2).double()],
         "multimodal_train_inputs": [{"pixels": torch.ones(2)}, None],
     }
-    data = batch(2, tokens=given, **mine).data
+    data = columns(2, tokens=given, **mine)
     given.clear()
     map_tensors(mine, torch.Tensor.zero_)
     assert [value.tolist() for value in data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
@@ -117,13 +129,13 @@ def test_samples_are_tensors_in_lists_of_their_own() -> None:
 
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
     with pytest.raises(SchemaError, match="tokens"):
-        batch(2, tokens=[[1, 2, 8], [1, 2, 9]])
+        columns(2, tokens=[[1, 2, 8], [1, 2, 9]])
 
 
 def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
     values = [torch.zeros(3, 2, dtype=torch.bfloat16)]
-    read = batch(1, feature=values)
-    nothing = Columns.read({name: [] for name in read.data}, read.data.schema)
-    made = template_of(nothing, read.template)
+    read = columns(1, feature=values)
+    nothing = Columns.read({name: [] for name in read}, read.schema)
+    made = template_of(nothing, template_of(read))
     assert made["feature"][0].dtype == torch.bfloat16
     assert made["feature"][0].shape == (1, 2)
