@@ -205,10 +205,13 @@ def agreed_shares(
     if any_fault.value and any_refusal.value:
         # Texts have their own agreement, since they cost a gather: this step is lost in any case.
         with job.agreement(f"{operation}, what is not finite") as agree:
-            by_rank = agree.every("what is not finite", found).by_rank
-        losses = {rank: loss for rank, (loss, _) in by_rank.items() if loss}
+            everyone = agree.every("what is not finite", found)
+        by_rank = everyone.by_rank.items()
+        losses = {rank: loss for rank, (loss, _) in by_rank if loss}
         # A loss that is not finite makes gradients so: they would add nothing.
-        raise NonFiniteError(losses or {rank: text for rank, (_, text) in by_rank.items() if text})
+        raise NonFiniteError(
+            losses or {rank: gradient for rank, (_, gradient) in by_rank if gradient}
+        )
     return names, not any_fault.value
 
 
