@@ -271,6 +271,8 @@ def checked_values(
         found = list(values)
     elif field.name == "is_padding":
         return [is_tagged(field.name, index, tag) for index, tag in enumerate(values)]
+    elif field.kind is Kind.PER_SAMPLE and {*map(type, values)} <= {bool, int, float}:
+        return list(values)  # of numbers there is nothing else to check
     else:
         found = [_value(field, index, value) for index, value in enumerate(values)]
     own = response_lengths if field.kind is Kind.PER_RESPONSE_TOKEN else total_lengths

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.row import PackedMicroBatch, flat_values
 from mcore_batching.batch.row_block import loss_weights
-from mcore_batching.batch.row_index import Span, integers, predicted_within
+from mcore_batching.batch.row_index import Span, predicted_within
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key
 
@@ -71,79 +71,66 @@ class StepTotals:
     prompt_weights: Mapping[Hashable, float] = dataclasses.field(default_factory=dict, repr=False)
 
 
-class SampleWeights:
-    """Loss weights of samples, each one's summed, on the host: what a step's totals are sums of.
+def step_totals(
+    columns: Columns, depths: int = 0, *, has_labels: bool = False
+) -> tuple[StepTotals, list[float]]:
+    """The totals of some samples of a step, on the data-parallel rank that counts them.
 
     Args:
         columns: the samples.
         depths: of multi-token prediction.
         has_labels: as of `Layout`.
 
-    Attributes:
-        is_real: bool ``[samples]``, False for padding samples.
-        num_tokens: int64 ``[samples]``, predicted response tokens with another loss weight than 0.
-        weights: float64 ``[depths + 1, samples]``, sums of loss weights, and of those of tokens
-            that are predicted at each depth of multi-token prediction.
+    Returns:
+        their totals; sums of their loss weights, and of those of tokens that are predicted at each
+        depth of multi-token prediction.
     """
-
-    def __init__(self, columns: Columns, depths: int = 0, *, has_labels: bool = False) -> None:
-        if has_labels:
-            span, weights = columns.token_span, columns.compact().flat("loss_mask")[:-1].float()
-        else:
-            span, weights = columns.response_span, loss_weights(columns)
-        padding = columns.get("is_padding") or [False] * len(span.counts)
-        self.is_real = ~torch.tensor(padding, dtype=torch.bool, device="cpu")
+    masks = "loss_mask" if has_labels else "loss_masks"
+    read = masks, "is_padding", "trajectory_ids", "uids"
+    columns = columns.compact([name for name in read if name in columns])
+    if has_labels:
+        span, weights = columns.token_span, columns.flat(masks)[:-1].float()
+    else:
+        span, weights = columns.response_span, loss_weights(columns)
+    sums = [_sums(weights, span)]
+    trained, num_tokens = sums[0], int(weights.count_nonzero())
+    # Of numbers up to 1 only ones add up to how many are not 0, as in most masks. Others are added
+    # up in double: micro-batches, and so packing, should not show in the sum.
+    if weights.numel() and (float(trained.sum()) != num_tokens or weights.max() > 1):
+        trained, weights = _sums((weights != 0).float(), span), weights.double()
         sums = [_sums(weights, span)]
-        # Of numbers up to 1 only ones add up to how many are not 0, as in most masks. Others are
-        # added up in double: micro-batches, and so packing, should not show in the sum.
-        total = float(sums[0].sum())
-        if weights.numel() and weights.max() <= 1 and total == int(weights.count_nonzero()):
-            counts = sums[0].round()
-        else:
-            counts, weights = _sums((weights != 0).float(), span), weights.double()
-            sums = [_sums(weights, span)]
-        self.num_tokens = counts.long()
-        within = weights
-        if depths and has_labels:
-            within = torch.arange(span.total, device="cpu")
-            within -= span.firsts.index_select(0, span.samples)
-        elif depths:
-            within = predicted_within(columns.token_span, span)
-        for depth in range(1, depths + 1):
-            sums.append(_sums(weights.masked_fill(within < depth, 0.0), span))
-        self.weights = torch.stack(sums)
-        self._keys: list[list[Hashable] | None] = [None, None]
-        # Ids that name no groups are no fault of a loss that has no use for groups.
-        with contextlib.suppress(LengthError):
-            self._keys = [trajectory_keys(columns), prompt_keys(columns)]
+    within = weights
+    if depths and has_labels:
+        within = span.within
+    elif depths:
+        within = predicted_within(columns.token_span, span)
+    for depth in range(1, depths + 1):
+        sums.append(_sums(weights.masked_fill(within < depth, 0.0), span))
+    of_samples = [each.tolist() for each in sums]
+    keys: list[list[Hashable] | None] = [None, None]
+    # Ids that name no groups are no fault of a loss that has no use for groups.
+    with contextlib.suppress(LengthError):
+        keys = [trajectory_keys(columns), prompt_keys(columns)]
+    trajectories, prompts = (_by_group(each or [], of_samples[0]) for each in keys)
+    by_depth = [*map(math.fsum, of_samples)]
+    totals = StepTotals(
+        num_samples=len(span.counts) - sum(columns.get("is_padding", ())),
+        num_trained_samples=int((trained > 0).sum()),
+        num_tokens=num_tokens,
+        token_weight=by_depth[0],
+        trajectory_weights=trajectories,
+        prompt_weights=prompts,
+    )
+    return totals, by_depth
 
-    def totals(self, samples: Sequence[int]) -> tuple[StepTotals, list[float]]:
-        """The totals of some of the samples, of the data-parallel rank that holds them, and sums
-        of their weights by depth."""
-        chosen = integers(samples)
-        num_tokens = self.num_tokens[chosen]
-        weights = [math.fsum(each) for each in self.weights[:, chosen].tolist()]
-        trajectories, prompts = self._by_group(chosen)
-        totals = StepTotals(
-            num_samples=int(self.is_real[chosen].sum()),
-            num_trained_samples=int((num_tokens > 0).sum()),
-            num_tokens=int(num_tokens.sum()),
-            token_weight=weights[0],
-            trajectory_weights=trajectories,
-            prompt_weights=prompts,
-        )
-        return totals, weights
 
-    def _by_group(self, chosen: Tensor) -> Iterator[dict[Hashable, float]]:
-        """Sum of the loss weights of each trajectory's real samples, and of each prompt's."""
-        weights = [*zip(chosen.tolist(), self.weights[0, chosen].tolist(), strict=True)]
-        for keys in self._keys:
-            found: dict[Hashable, float] = {}
-            for sample, weight in weights if keys else ():
-                key = keys[sample] if keys else None
-                if key is not None:
-                    found[key] = found.get(key, 0.0) + weight
-            yield found
+def _by_group(keys: Iterable[Hashable], weights: Sequence[float]) -> dict[Hashable, float]:
+    """Sum of the weights of each key's samples; None is of no group."""
+    found: dict[Hashable, float] = {}
+    for key, weight in zip(keys, weights, strict=False):
+        if key is not None:
+            found[key] = found.get(key, 0.0) + weight
+    return found
 
 
 def prompt_keys(columns: Columns) -> list[Hashable] | None:

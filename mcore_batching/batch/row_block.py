@@ -80,7 +80,7 @@ class RowBlock:
     ) -> None:
         self._layout, self._is_placeholder = layout, is_placeholder
         self._sample_indices, self._nodes = sample_indices, nodes
-        self.fields = columns.taken([sample for row in rows for sample in row])
+        self.fields = columns.taken([sample for row in rows for sample in row]).compact()
         # First sample of each row, and behind the last one's.
         self._samples = [*accumulate(map(len, rows), initial=0)]
         self._tensors: dict[tuple[str, int], Tensor] = {}  # by name and depth
@@ -240,10 +240,10 @@ class RowBlock:
 def loss_weights(columns: Columns) -> Tensor:
     """Loss weights of the response tokens, float32 ``[R]``: all ones if ``loss_masks`` is absent, 0
     in padding samples, and in the first token of a sample without a prompt, which nothing
-    predicts."""
+    predicts. The columns are of these samples alone."""
     span, tags = columns.response_span, columns.get("is_padding") or ()
     if "loss_masks" in columns:
-        weights = columns.compact(["loss_masks"]).flat("loss_masks")[:-1].float()
+        weights = columns.flat("loss_masks")[:-1].float()
     else:
         weights = torch.ones(span.total, device="cpu")
     has_no_prompt = (span.lengths == columns.token_span.lengths) & (span.lengths > 0)

@@ -106,10 +106,8 @@ class Span:
     @functools.cached_property
     def places(self) -> Tensor:
         """Places of all samples' rows, and that of padding, int64 ``[total + 1]``."""
-        places = torch.arange(self.total + 1, device="cpu")
-        places[:-1] += (self.starts - self.firsts).index_select(0, self.samples)
-        places[-1] = self.end
-        return places
+        moved = (self.starts - self.firsts).index_select(0, self.samples)
+        return pad(torch.arange(self.total, device="cpu") + moved, (0, 1), value=self.end)
 
 
 def predicted_within(totals: Span, responses: Span) -> Tensor:

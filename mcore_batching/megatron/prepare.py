@@ -54,8 +54,8 @@ _ALIKE = ("no_planned_shapes", "fuse_output_layer")
 
 
 class StepRows:
-    """A step's rows on this rank, by slot, on the host: packed in blocks, when they are first asked
-    for. None can fail: samples were checked as they became columns.
+    """A step's rows on this rank, by slot, on the host: packed in blocks, when they are first read.
+    None can fail: samples were checked as they became columns.
 
     Rows are kept for further epochs as long as the schedule is: beside the samples' own columns (14
     bytes a token of samples that are half response, with loss masks, advantages and log-probs) 54
@@ -68,17 +68,32 @@ class StepRows:
     ) -> None:
         self._schedule, self._step, self._depths = schedule, step, depths
         self._has_labels = has_labels
-        key = step, depths, has_labels, is_last_stage()
-        self._made: dict[int, RowBlock] = schedule.made_rows.setdefault(key, {})
-        self.blocks = self._blocks()
+        self._made: dict[int, RowBlock] = {}
 
-    def _blocks(self) -> list[list[int]]:
+    @classmethod
+    def of(
+        cls, schedule: MicroBatchSchedule, step: int, depths: int, *, has_labels: bool
+    ) -> StepRows:
+        """The rows, those of an earlier epoch where there was one."""
+        key = step, depths, has_labels, is_last_stage()
+        if key not in schedule.made_rows:
+            schedule.made_rows[key] = cls(schedule, step, depths, has_labels=has_labels)
+        made: StepRows = schedule.made_rows[key]
+        return made
+
+    @functools.cached_property
+    def totals(self) -> tuple[StepTotals, list[float]]:
+        """`MicroBatchSchedule.totals` of the step."""
+        return self._schedule.totals(self._step, self._depths, has_labels=self._has_labels)
+
+    @functools.cached_property
+    def blocks(self) -> list[list[int]]:
         """Slots of the rows that are packed at once."""
         blocks: list[list[int]] = []
         rows, lengths = self._schedule.steps[self._step], self._schedule.own_lengths
         kind, tokens = None, 0
         for slot, size in enumerate(self._schedule.row_sizes(self._step)):
-            of_row = sum(lengths[i] for i in rows[slot])
+            of_row = sum([lengths[i] for i in rows[slot]])
             # The device waits for the first row; a placeholder's sample is none of the rollout's.
             if slot < 2 or (size, bool(rows[slot])) != kind or tokens + of_row > _BLOCK_TOKENS:
                 blocks.append([])
@@ -201,7 +216,8 @@ def collated(
         let_rows_have_groups(chunks)
     depths = 0 if forward_only else prediction_depths(config)
     check_replay(chunks, schedule, step)
-    totals, weights = schedule.totals(step, depths, has_labels=has_labels)
+    rows = StepRows.of(schedule, step, depths, has_labels=has_labels)
+    totals, weights = rows.totals
     agree.same("plan (sha256)", schedule.plan_digest)
     agree.same("step", step)
     agree.same("number of micro-batches", len(schedule.steps[step]))
@@ -222,6 +238,5 @@ def collated(
     groups = agree.gather(
         "weights of trajectories and prompts", by_group if any(by_group) else None
     )
-    rows = StepRows(schedule, step, depths, has_labels=has_labels)
     rows.block(0)  # which the pipeline begins with
     return PreparedStep(schedule, step, rows, sums, of_all, groups)

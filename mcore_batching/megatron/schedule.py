@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from mcore_batching.batch import StepTotals, make_placeholder
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.batch.row_index import Nodes
 from mcore_batching.megatron.exchange import SampleMoves, digest_of
@@ -169,12 +169,10 @@ class MicroBatchSchedule:
         self.rollout_data = Columns.joined([self.rollout_data, rollout_data])
         if forest is not None:
             self.forest = forest if self.forest is None else self.forest.joined(forest)
-        self._sample_weights.clear()  # rows of earlier steps have their own values
 
     def replace_fields(self, rollout_data: Columns, template: dict[str, list[Any]]) -> None:
         """Go on with other fields of the same samples."""
         self.rollout_data, self.template = rollout_data, template
-        self._sample_weights.clear()
         self.made_rows.clear()
         vars(self).pop("_placeholder", None)
         # It has the fields as they were.
@@ -199,26 +197,20 @@ class MicroBatchSchedule:
     ) -> tuple[StepTotals, list[float]]:
         """Totals of this rank's rows of a step, of those that no other data-parallel rank counts;
         their loss weights at each depth of multi-token prediction."""
-        key = depths, has_labels
-        if key not in self._sample_weights:
-            made = SampleWeights(self.rollout_data, depths, has_labels=has_labels)
-            self._sample_weights[key] = made
+        # All ranks of a shared row hold its samples; the first of them counts.
+        own = self.moves.own if self.has_sizes_of_rows else 0
         counted = [
             sample
             for indices, size in zip(self.steps[step], self.row_sizes(step), strict=True)
-            # All ranks of a shared row hold its samples; the first of them counts.
-            if not self.has_sizes_of_rows or self._rank_in_row(size) == 0
+            if own % size == 0
             for sample in indices
         ]
-        return self._sample_weights[key].totals(counted)
-
-    @functools.cached_property
-    def _sample_weights(self) -> dict[tuple[int, bool], SampleWeights]:
-        return {}
+        # In the order of the columns nothing is copied where the step is all of them.
+        return step_totals(self.rollout_data.taken(sorted(counted)), depths, has_labels=has_labels)
 
     @functools.cached_property
     def made_rows(self) -> dict[Any, Any]:
-        """Rows that are ready for the device, for another epoch over the same samples."""
+        """Rows of steps, for another epoch over the same samples."""
         return {}
 
     def row_tokens(self, step: int) -> list[int]:

@@ -28,7 +28,7 @@ from mcore_batching.batch import (
     trajectory_mean,
 )
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.planning import LengthError
 
 
@@ -108,7 +108,8 @@ def test_shares_add_up_to_the_mean_whatever_the_packing(
     generator.shuffle(order)
     cut = generator.randint(0, len(order))
     packing = [tuple(part) for part in (order[:cut], order[cut:]) if part] + [()] * placeholders
-    totals = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals(order)[0]
+    columns = Columns.read(samples, DEFAULT_SCHEMA)
+    totals = step_totals(columns.taken(order))[0]
     means: dict[str, Callable[..., torch.Tensor]] = {
         "token": token_mean,
         "sample": sample_mean,
@@ -128,7 +129,7 @@ def test_shares_add_up_to_the_mean_whatever_the_packing(
             tokens += row.owned_num_tokens
     assert sums == pytest.approx(plain_means(samples, values), abs=1e-5)
     assert tokens == totals.num_tokens
-    assert SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals([])[0] == StepTotals()
+    assert step_totals(columns.taken([])) == (StepTotals(), [0.0])
     assert totals.num_samples == samples["is_padding"].count(False)
 
 
@@ -150,7 +151,7 @@ def test_masked_token_that_is_not_finite_does_no_harm() -> None:
     samples["loss_masks"] = [torch.tensor([1.0, 0.0, 1.0])]
     row = make_row(samples, (0,))
     value = torch.tensor([1.0, float("inf"), 3.0], requires_grad=True)
-    share = token_mean([value], row, SampleWeights(row.fields).totals([0])[0])
+    share = token_mean([value], row, step_totals(row.fields.taken([0]))[0])
     assert share.item() == 2.0
     (gradient,) = torch.autograd.grad(share, value)
     assert gradient.tolist() == [0.5, 0.0, 0.5]
@@ -160,7 +161,7 @@ def test_mean_over_groups_names_ids_that_are_missing_or_of_another_step() -> Non
     samples = make_samples([(4, 2), (5, 3)], seed=1) | {"is_padding": [False, False]}
     samples |= {"uids": ["a", "b"], "trajectory_ids": [0, 0]}
     row, values = make_row(samples, (0, 1)), [torch.zeros(2), torch.zeros(3)]
-    totals = SampleWeights(row.fields).totals([0])[0]
+    totals = step_totals(row.fields.taken([0]))[0]
     assert set(totals.trajectory_weights) == {("a", 0)}
     with pytest.raises(
         BatchError, match=r"trajectory_ids \('b', 0\) of the row is not among the 1 "
@@ -174,7 +175,7 @@ def test_mean_over_groups_names_ids_that_are_missing_or_of_another_step() -> Non
             mean(values[:1], without, totals)
     # No error of losses without groups.
     unhashable = make_row(samples | {"uids": [["a"], ["b"]]}, (0, 1))
-    totals = SampleWeights(unhashable.fields).totals([0, 1])[0]
+    totals = step_totals(unhashable.fields)[0]
     assert token_mean(values, unhashable, totals).item() == 0.0
     with pytest.raises(LengthError, match="the group of sample 0 must be hashable"):
         prompt_mean(values, unhashable, totals)
@@ -205,7 +206,7 @@ def test_padding_samples_do_not_show_in_the_last_bit(seed: int, more: int) -> No
     shares = []
     for indices in ((0, 1, 2), range(3 + more)):
         row = make_row(samples, tuple(indices))
-        totals = SampleWeights(row.fields).totals(range(row.num_samples))[0]
+        totals = step_totals(row.fields)[0]
         mine = [values[i] for i in indices]
         shares.append([mean(mine, row, totals).item() for mean in (token_mean, sample_mean)])
     assert shares[0] == shares[1]
@@ -216,7 +217,7 @@ def test_sums_of_weights_are_exact_whatever_they_are() -> None:
     samples = batch_cases.make_samples([(count + 1, count), (3, 2)])
     for weight in (0.1, 1.0, 3.0):
         samples["loss_masks"] = [torch.full((count,), weight), torch.tensor([0.0, weight])]
-        totals, (weights,) = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA)).totals([0, 1])
+        totals, (weights,) = step_totals(Columns.read(samples, DEFAULT_SCHEMA))
         single = float(torch.tensor(weight))
         assert math.isclose(weights, (count + 1) * single, rel_tol=1e-12)
         assert totals.token_weight == weights
@@ -226,7 +227,14 @@ def test_sums_of_weights_are_exact_whatever_they_are() -> None:
 def test_weights_that_add_up_to_their_number_are_not_taken_for_ones() -> None:
     samples = batch_cases.make_samples([(2, 1), (300, 200), (2, 1), (4, 3)])
     masks = [[1.5], [1.0] * 200, [0.5], [1.0, 0.0, 1.0]]
-    samples["loss_masks"] = [torch.tensor(mask) for mask in masks]
-    made = SampleWeights(Columns.read(samples, DEFAULT_SCHEMA))
-    assert made.num_tokens.tolist() == [1, 200, 1, 2]
-    assert made.weights.tolist() == [[1.5, 200.0, 0.5, 2.0]]
+    samples |= {"loss_masks": [torch.tensor(mask) for mask in masks], "uids": [*"abcd"]}
+    totals, _ = step_totals(Columns.read(samples, DEFAULT_SCHEMA))
+    assert (totals.num_tokens, totals.num_trained_samples) == (204, 4)
+    assert totals.prompt_weights == {"a": 1.5, "b": 200.0, "c": 0.5, "d": 2.0}
+
+
+def test_a_weight_far_below_the_others_is_one_of_a_trained_sample() -> None:
+    samples = batch_cases.make_samples([(5, 4), (2, 1), (2, 1)])
+    samples["loss_masks"] = [torch.tensor(mask) for mask in ([1.0] * 4, [1e-30], [0.0])]
+    totals, _ = step_totals(Columns.read(samples, DEFAULT_SCHEMA))
+    assert (totals.num_tokens, totals.num_trained_samples) == (5, 2)

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, make_placeholder
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.batch.prefix_tree import find_forest_of
 from mcore_batching.batch.row import packed_field
 
@@ -100,7 +100,7 @@ def require_packed(
         assert row.sample_indices == tuple(range(row.num_samples))
         assert row.num_samples == len(shapes)
         masks = [later(plain.loss_mask, plain.offsets, depth) for depth in range(depths + 1)]
-        _, weights = SampleWeights(row.fields, depths=depths).totals(range(row.num_samples))
+        _, weights = step_totals(row.fields, depths=depths)
         assert weights == [*map(sum, masks)]
         for name in ("tokens", "mark", "fewer", "advantages", "loss_masks"):
             assert all(map(torch.equal, row[name], samples[name])), name
@@ -301,7 +301,7 @@ def test_samples_that_begin_alike_are_laid_out_once(size: int) -> None:
     assert predicted.equal(is_predicted)
     assert labels.equal(torch.cat(wanted) * is_predicted)
     # What several samples train weighs as much as in all of them.
-    _, sums = SampleWeights(rows[0].fields, depths=DEPTHS).totals(range(len(tokens)))
+    _, sums = step_totals(rows[0].fields, depths=DEPTHS)
     masks = [[row.loss_mask, *(each.loss_mask for each in row.later)] for row in rows]
     assert [sum(float(mask.sum()) for mask in each) for each in zip(*masks, strict=True)] == sums
     for depth in range(DEPTHS):

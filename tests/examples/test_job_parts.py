@@ -18,7 +18,7 @@ from options import dims_of, parse_arguments
 from rollouts import Rollout
 
 from mcore_batching.batch import DEFAULT_SCHEMA
-from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.planning import ParallelDims, ParallelDimsError
 
 
@@ -116,9 +116,7 @@ def test_the_loss_is_clipped_grpo_by_hand(monkeypatch):
         objective, "response_log_probs_and_entropy", lambda logits, row: (new, entropies)
     )
     objective_ = GRPOObjective(clip=0.2, kl_coefficient=0.1)
-    share, metrics = objective_(
-        torch.zeros(1), row, SampleWeights(row.fields).totals(range(row.num_samples))[0]
-    )
+    share, metrics = objective_(torch.zeros(1), row, step_totals(row.fields)[0])
     # min(ratio A, clipped ratio A): advantage 2 at ratios 1, 1.5, 1.5, 0.5, and -1 at 1.5, 0.5.
     policy = -(2 * 1 + 2 * 1.2 + 2 * 1.2 + 2 * 0.5 - 1 * 1.5 - 1 * 0.8) / 6
     kl = float((torch.cat(gaps).exp() - torch.cat(gaps) - 1).sum()) / 6
@@ -140,9 +138,7 @@ def test_imitation_is_the_mean_over_the_players_tokens(monkeypatch):
     row = row_of([3, 1], loss_masks=[torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0])])
     log_probs = [torch.tensor([-1.0, -100.0, -2.0]), torch.tensor([-6.0])]
     monkeypatch.setattr(warm_start, "response_log_probs", lambda logits, row: log_probs)
-    loss, _ = warm_start.imitation_loss(
-        torch.zeros(1), row, SampleWeights(row.fields).totals(range(row.num_samples))[0]
-    )
+    loss, _ = warm_start.imitation_loss(torch.zeros(1), row, step_totals(row.fields)[0])
     assert loss.item() == pytest.approx((1 + 2 + 6) / 3)
 
 

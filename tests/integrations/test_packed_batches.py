@@ -10,7 +10,7 @@ import torch
 from packed_row_cases import EXPECTED, PAD, SAMPLES, found, prepared, rows
 
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.integrations.megatron_lm import next_batch, packed_batches
 from mcore_batching.integrations.megatron_lm.packed_batches import (
     SEVEN_FIELDS,
@@ -43,7 +43,7 @@ def test_later_tokens_have_the_labels_and_masks_of_the_batch() -> None:
     assert row.later[0].labels.tolist() == [[3, 7, 0, 0, 8, 0, 0, 0]]
     assert row.later[0].loss_mask.tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
     columns = Columns.read(SAMPLES, STOCK_SCHEMA)
-    _, weights = SampleWeights(columns, depths=1, has_labels=True).totals([0, 1])
+    _, weights = step_totals(columns, depths=1, has_labels=True)
     assert weights == [4, 3]
 
 

@@ -63,7 +63,7 @@ def schedule(packed: list[list[int]], sizes: tuple[int, ...] = (1,) * len(STEP))
 
 
 def prepared(of: Any) -> PreparedStep:
-    rows = StepRows(of, 0, 0, has_labels=False)
+    rows = StepRows.of(of, 0, 0, has_labels=False)
     return PreparedStep(of, 0, rows, {}, None, None)  # type: ignore[arg-type]
 
 

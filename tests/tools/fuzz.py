@@ -34,7 +34,7 @@ import torch
 from mcore_batching import batch as batching
 from mcore_batching import planning
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.loss import SampleWeights
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.batch.row_index import Nodes
 from mcore_batching.planning import (
@@ -188,7 +188,7 @@ def packs(rng: random.Random) -> None:
     for start, index in zip(row.host_cu_seqlens_padded, rows[0], strict=False):
         each = torch.as_tensor(given["tokens"][index]).long()
         assert torch.equal(row.tokens[0, start : start + len(each)], each)
-    weights = SampleWeights(row.fields).totals(range(row.num_samples))[1][0]
+    weights = step_totals(row.fields)[1][0]
     assert math.isfinite(weights)
     assert weights >= 0
     order = list(row.sample_indices)
