@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate, compress, pairwise
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class RowBlock:
     ) -> None:
         self._layout, self._is_placeholder = layout, is_placeholder
         self._sample_indices, self._nodes = sample_indices, nodes
-        self.fields = columns.taken([sample for row in rows for sample in row]).compact()
+        self.fields = columns.taken([sample for row in rows for sample in row])
         # First sample of each row, and behind the last one's.
         self._samples = [*accumulate(map(len, rows), initial=0)]
         self._tensors: dict[tuple[str, int], Tensor] = {}  # by name and depth
@@ -240,10 +240,10 @@ class RowBlock:
 def loss_weights(columns: Columns) -> Tensor:
     """Loss weights of the response tokens, float32 ``[R]``: all ones if ``loss_masks`` is absent, 0
     in padding samples, and in the first token of a sample without a prompt, which nothing
-    predicts. The columns are of these samples alone."""
+    predicts."""
     span, tags = columns.response_span, columns.get("is_padding") or ()
     if "loss_masks" in columns:
-        weights = columns.flat("loss_masks")[:-1].float()
+        weights = columns.compact(["loss_masks"]).flat("loss_masks")[:-1].float()
     else:
         weights = torch.ones(span.total, device="cpu")
     has_no_prompt = (span.lengths == columns.token_span.lengths) & (span.lengths > 0)
@@ -267,7 +267,8 @@ class PinnedBuffer:
     def __init__(self, value: Any, *, pin_memory: bool) -> None:
         found: list[Tensor] = []
         map_tensors(value, found.append)
-        copied = [tensor for tensor in found if _is_copied(tensor)]
+        self._are_copied = [*map(_is_copied, found)]
+        copied = [*compress(found, self._are_copied)]
         self._kinds = [(tensor.dtype, tensor.shape) for tensor in copied]
         # Bytes of the first tensor, of the padding behind it, of the second tensor, ...
         sizes = [tensor.nbytes for tensor in copied]
@@ -278,18 +279,19 @@ class PinnedBuffer:
         views = self._views(self._buffer)
         for view, tensor in zip(views, copied, strict=True):
             view.copy_(tensor)
-        held = iter(views)
-        self.value = map_tensors(value, lambda each: next(held) if _is_copied(each) else each)
+        self.value = self._with(views, value, lambda each: each)
 
     def on(self, device: torch.device) -> Any:
         """The value with copies of its tensors on a device. The host does not wait for pinned
         memory."""
-        moved = iter(self._views(self._buffer.to(device, non_blocking=True, copy=True)))
+        moved = self._views(self._buffer.to(device, non_blocking=True, copy=True))
         # What was not copied follows by itself.
-        return map_tensors(
-            self.value,
-            lambda each: next(moved) if _is_copied(each) else each.to(device, non_blocking=True),
-        )
+        return self._with(moved, self.value, lambda each: each.to(device, non_blocking=True))
+
+    def _with(self, views: list[Tensor], value: Any, others: Callable[[Tensor], Tensor]) -> Any:
+        """The value with these views in place of what was copied."""
+        held, are_copied = iter(views), iter(self._are_copied)
+        return map_tensors(value, lambda each: next(held) if next(are_copied) else others(each))
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         # unsafe_: views without a shared version counter. Otherwise autograd would take a change in

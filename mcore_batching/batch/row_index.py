@@ -159,14 +159,10 @@ class Slice:
         within -= self._local_starts.index_select(0, self.segment)
         if self.size > 1:
             chunk = (self._lengths // (2 * self.size)).index_select(0, self.segment)
-            # Rank r holds chunks r and 2·size − 1 − r, one behind the other.
-            within += torch.where(within < chunk, self.rank, self._skipped_by_second) * chunk
+            # Rank r holds chunks r and 2·size − 1 − r: before the second one are as many of others.
+            others = 2 * (self.size - 1) - self.rank
+            within += torch.where(within < chunk, self.rank, others) * chunk
         return within
-
-    @property
-    def _skipped_by_second(self) -> int:
-        """Chunks of other ranks before the second chunk of this one."""
-        return 2 * (self.size - 1) - self.rank
 
     @property
     def chunks(self) -> list[tuple[int, int, int]]:

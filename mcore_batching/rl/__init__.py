@@ -5,9 +5,8 @@ Needs torch and the standard library; never imports megatron.
 
 from mcore_batching.rl.advantages import SplitGroupError, compute_advantages
 from mcore_batching.rl.left_padding import LeftPadded, left_pad, response_values, unpad
-from mcore_batching.rl.metrics import sample_metrics
 from mcore_batching.rl.padding_samples import pad_batch, required_batch_multiple
-from mcore_batching.rl.real_samples import real_samples
+from mcore_batching.rl.real_samples import real_samples, sample_metrics
 
 __all__ = [
     "LeftPadded",
