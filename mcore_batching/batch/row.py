@@ -145,7 +145,7 @@ class PackedMicroBatch:
         return RowIndex(
             self.fields.token_span,
             self.fields.response_span,
-            self.nodes,
+            [self.nodes],
             self.context_parallel_size,
             self.context_parallel_rank,
         )

@@ -102,7 +102,7 @@ class RowBlock:
         tokens = [nodes.segments[-1] // size for nodes in self._nodes]
         self._cuts |= dict.fromkeys((*_STREAMS, "padding_mask"), tokens)
         spans = fields.token_span, fields.response_span
-        return RowIndex(*spans, Nodes.joined(self._nodes), size, rank)
+        return RowIndex(*spans, self._nodes, size, rank)
 
     def _add_responses(self, index: RowIndex) -> None:
         """Loss weights of the response tokens, and the positions that predict them."""

@@ -283,33 +283,14 @@ class Nodes:
         of_nodes = tuple(owners), tuple(starts), tuple(parents)
         return cls(*of_nodes, offsets, tuple(paths), segments)
 
-    @classmethod
-    def joined(cls, rows: Sequence[Nodes]) -> Nodes:
-        """The nodes of rows one behind the other, as those of one row."""
-        samples, parents = list[int](), list[int]()
-        offsets, segments = [0], [0]
-        paths = list[tuple[int, ...]]()
-        count = sum(len(row.paths) for row in rows)
-        for row in rows:
-            nodes, first, start = len(samples), len(paths), offsets[-1]
-            padding = len(row.paths)
-            samples += [count if i == padding else first + i for i in row.samples]
-            parents += [parent if parent < 0 else nodes + parent for parent in row.parents]
-            paths += [tuple([nodes + node for node in path]) for path in row.paths]
-            offsets += [start + offset for offset in row.offsets[1:]]
-            segments += [start + offset for offset in row.segments[1:]]
-        starts = tuple(start for row in rows for start in row.starts)
-        made = tuple(samples), starts, tuple(parents), tuple(offsets)
-        return cls(*made, tuple(paths), tuple(segments))
-
 
 class RowIndex(Slice):
-    """Places of the values of packed rows in flat fields of their samples.
+    """Places of the values of packed rows, one behind the other, in flat fields of their samples.
 
     Args:
         totals: tokens of each sample.
         responses: response tokens of each sample.
-        nodes: of all rows one behind the other.
+        rows: the nodes of each row.
         size: context-parallel ranks that share the rows.
         rank: this one of them.
 
@@ -318,15 +299,27 @@ class RowIndex(Slice):
     """
 
     def __init__(
-        self, totals: Span, responses: Span, nodes: Nodes, size: int = 1, rank: int = 0
+        self, totals: Span, responses: Span, rows: Sequence[Nodes], size: int = 1, rank: int = 0
     ) -> None:
-        super().__init__(nodes.segments, size, rank)
-        self._totals, self._responses, self._nodes = totals, responses, nodes
-        self._samples = integers(nodes.samples)
+        samples, starts, path = list[int](), list[int](), list[int]()  # of nodes; nodes of samples
+        segments, offsets, counts = [0], [0], list[int]()
+        for row in rows:
+            node, sample, start = len(samples), len(counts), offsets[-1]
+            padding = len(row.paths)
+            # Place 0 stands for no sample, of which the row's own padding is.
+            samples += [0 if i == padding else sample + i + 1 for i in row.samples]
+            starts += row.starts
+            path += [node + each for nodes in row.paths for each in nodes]
+            counts += map(len, row.paths)
+            offsets += [start + offset for offset in row.offsets[1:]]
+            segments += [start + offset for offset in row.segments[1:]]
+        super().__init__(segments, size, rank)
+        self._totals, self._responses = totals, responses
+        self._samples, self._path, self._counts = map(integers, (samples, path, counts))
+        self._has_branches = segments != offsets
         self._offsets = self._starts
-        if nodes.has_branches:
-            self._offsets = integers(nodes.offsets)
-            self._first = integers(nodes.starts)
+        if self._has_branches:
+            self._offsets, self._first = integers(offsets), integers(starts)
         self._spans: dict[Span, tuple[Tensor, Tensor]] = {}
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._absent: dict[int, Tensor] = {}
@@ -384,18 +377,16 @@ class RowIndex(Slice):
     def _predicted_at(self, later: int) -> Tensor:
         """Position of the full row ``later`` places before the one that predicts each response
         token, int64 ``[R]``; any where the sample has no token there."""
-        totals, responses, paths = self._totals, self._responses, self._nodes.paths
-        path = integers([*chain(*paths)])
-        if not self._nodes.has_branches:  # of each sample one node
+        totals, responses, path = self._totals, self._responses, self._path
+        if not self._has_branches:  # of each sample one node
             first = self._offsets.index_select(0, path) + totals.lengths - responses.lengths
             first -= responses.firsts + (1 + later)
             at = first.index_select(0, responses.samples)
             return at.add_(torch.arange(responses.total, device="cpu"))
         # Sorted by sample and by start: the last node that starts at or before the place.
         within = predicted_within(totals, responses) - later
-        counts = integers([*map(len, paths)])
         scale = int(totals.lengths.max()) + 1
-        of_path = torch.repeat_interleave(counts) * scale + self._first.index_select(0, path)
+        of_path = torch.repeat_interleave(self._counts) * scale + self._first.index_select(0, path)
         wanted = responses.samples * scale + within.clamp(min=0)
         node = path.index_select(0, torch.searchsorted(of_path, wanted, right=True) - 1)
         return self._offsets.index_select(0, node) + within - self._first.index_select(0, node)
@@ -403,7 +394,7 @@ class RowIndex(Slice):
     @functools.cached_property
     def _node(self) -> tuple[Tensor, Tensor]:
         """The node of each position, and its place within it; both int64 ``[T_local]``."""
-        if not self._nodes.has_branches:
+        if not self._has_branches:
             return self.segment, self.within
         of_row = torch.repeat_interleave(self._offsets.diff(), output_size=self.offsets[-1])
         node = of_row.index_select(0, self.positions)
@@ -413,7 +404,7 @@ class RowIndex(Slice):
     def _depth(self) -> Tensor:
         """Place of each position in its sample, int64 ``[T_local]``."""
         node, within = self._node
-        return within + self._first.index_select(0, node) if self._nodes.has_branches else within
+        return within + self._first.index_select(0, node) if self._has_branches else within
 
     def _of_span(self, span: Span) -> tuple[Tensor, Tensor]:
         """At each position the place of its own value, and how many the sample has from there."""
@@ -423,6 +414,5 @@ class RowIndex(Slice):
         return self._spans[span]
 
     def _of_positions(self, values: Tensor) -> Tensor:
-        # The rows' own padding is of no sample.
-        of_nodes = pad(values, (0, 1)).index_select(0, self._samples)
+        of_nodes = pad(values, (1, 0)).index_select(0, self._samples)
         return of_nodes.index_select(0, self._node[0])
