@@ -115,7 +115,7 @@ def fix_router_masks() -> None:
     load_balancing_loss = router.switch_load_balancing_loss_func
     count_tokens = router.get_tokens_per_expert_and_token_count
     attach_and_log = router.TopKRouter.attach_and_log_load_balancing_loss
-    multiplies, ranks_of = multiplies_by_ranks(), dist.get_process_group_ranks
+    multiplies = multiplies_by_ranks()
 
     def with_second_axis(self: Any, routing_map: Tensor, padding_mask: Any = None) -> Any:
         if padding_mask is not None and padding_mask.dim() == routing_map.dim() - 1:
@@ -129,9 +129,8 @@ def fix_router_masks() -> None:
 
     def with_count_of_row(*args: Any, reduce_group: Any, **kwargs: Any) -> Any:
         per_expert, local, total = count_tokens(*args, reduce_group=reduce_group, **kwargs)
-        # A row's own group, of data- and context-parallel ranks, is without these.
         tensor = parallel_state.get_tensor_model_parallel_group()
-        if tensor.size() > 1 and not {*ranks_of(tensor)} <= {*ranks_of(reduce_group)}:
+        if tensor.size() > 1 and not _includes(reduce_group, tensor):
             per_expert = reduce_from_tensor_model_parallel_region(per_expert, tensor)
             counted = total if torch.is_tensor(total) else per_expert.new_tensor(total)
             total = reduce_from_tensor_model_parallel_region(counted, tensor)
@@ -153,6 +152,13 @@ def fix_router_masks() -> None:
     router.get_tokens_per_expert_and_token_count = with_count_of_row
     router.switch_load_balancing_loss_func = of_at_least_one_token
     router.masks_are_fixed = True
+
+
+@functools.cache
+def _includes(group: dist.ProcessGroup, part: dist.ProcessGroup) -> bool:
+    """True of Megatron's groups; a row's own, of data- and context-parallel ranks, is without the
+    tensor-parallel ones. Listed once, not in every pass of a router."""
+    return {*dist.get_process_group_ranks(part)} <= {*dist.get_process_group_ranks(group)}
 
 
 def multiplies_by_ranks() -> bool:
@@ -350,18 +356,19 @@ def _follow_rows(layer: Any, owner: Any, name: str) -> None:
     if hasattr(layer, "groups_of_rows"):
         return
     layer.groups_of_rows = []
+    layer.register_forward_pre_hook(functools.partial(_take_group, owner, name), with_kwargs=True)
+    layer.register_forward_hook(functools.partial(_give_back, owner, name), always_call=True)
 
-    def before_forward(module: Any, _: Any, named: dict[str, Any]) -> None:
-        params = named.get("packed_seq_params")
-        module.groups_of_rows.append(getattr(owner, name))
-        if params is not None and params.cp_group is not None:
-            setattr(owner, name, params.cp_group)
 
-    def after_forward(module: Any, *unused: Any) -> None:
-        setattr(owner, name, module.groups_of_rows.pop())
+def _take_group(owner: Any, name: str, layer: Any, _: Any, named: dict[str, Any]) -> None:
+    params = named.get("packed_seq_params")
+    layer.groups_of_rows.append(getattr(owner, name))
+    if params is not None and params.cp_group is not None:
+        setattr(owner, name, params.cp_group)
 
-    layer.register_forward_pre_hook(before_forward, with_kwargs=True)
-    layer.register_forward_hook(after_forward, always_call=True)
+
+def _give_back(owner: Any, name: str, layer: Any, *unused: Any) -> None:
+    setattr(owner, name, layer.groups_of_rows.pop())
 
 
 @contextlib.contextmanager
@@ -409,10 +416,7 @@ def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> It
         yield
         return
 
-    def known_shapes(_: Any, *transfer: Any, **named: Any) -> tuple[list[int], list[int]]:
-        return known(*transfer, **named)
-
-    with replaced(P2PCommunicator, "_communicate_shapes", known_shapes):
+    with replaced(P2PCommunicator, "_communicate_shapes", staticmethod(known)):
         yield
 
 
@@ -420,22 +424,21 @@ def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> It
 def around_passes(mark: Callable[[], None]) -> Iterator[None]:
     """Call a function before and after each pass of one model chunk, without its transfers."""
 
-    def inside(step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def run(*arguments: Any, **options: Any) -> Any:
-            mark()
-            result = step(*arguments, **options)
-            mark()
-            return result
-
-        return run
-
-    forward, backward = inside(schedules.forward_step), inside(schedules.backward_step)
+    forward, backward = schedules.forward_step, schedules.backward_step
     with (
-        replaced(schedules, "forward_step", forward),
-        replaced(schedules, "backward_step", backward),
+        replaced(schedules, "forward_step", functools.partial(_marked, mark, forward)),
+        replaced(schedules, "backward_step", functools.partial(_marked, mark, backward)),
     ):
         yield
+
+
+def _marked(
+    mark: Callable[[], None], step: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    mark()
+    result = step(*arguments, **options)
+    mark()
+    return result
 
 
 def modules_with_validate_args(arguments: Any, initialize: Any) -> list[Any]:

@@ -236,6 +236,10 @@ _RANDOM_NUMBERS = {
 """Functions that stand in both `torch.cuda` and `torch.cuda.random`."""
 
 
+def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _patch_megatron() -> None:
     """Replace the megatron-core functions that insist on CUDA tensors or Transformer Engine."""
     # Only now: megatron-core reads the settings of `enable` as it is imported.
@@ -244,11 +248,6 @@ def _patch_megatron() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    def maybe_move_tensor_to_cpu(
-        tensor: Any, as_numpy: bool = False, record_stream: bool = False
-    ) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     send_and_receive = p2p_communication._p2p_ops
     # More messages than a pipeline has under way; earlier ones have arrived.
@@ -274,7 +273,7 @@ def _patch_megatron() -> None:
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
-    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved
     if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 without Transformer Engine
         moe_utils.te_general_gemm = None
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):  # main, likewise

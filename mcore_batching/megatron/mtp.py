@@ -164,32 +164,35 @@ def _follow_parameters() -> None:
             _mask_padding(layer.mtp_model_layer)
         return forward(self, *rest, packed_seq_params=packed_seq_params, **named)
 
-    def with_losses(process: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @functools.wraps(process)
-        def made(hidden_states: Tensor, *, packed_seq_params: Any = None, **named: Any) -> Tensor:
-            if not hasattr(packed_seq_params, "later_losses"):
-                return process(hidden_states, packed_seq_params=packed_seq_params, **named)
-            losses = packed_seq_params.later_losses
-            return hidden_states if losses is None else losses(hidden_states, **named)
-
-        return made
-
     multi_token_prediction.roll_tensor, block.forward = of_next_depth, run
     for module in compat.modules_with_multi_token_losses():
-        module.process_mtp_loss = with_losses(module.process_mtp_loss)
+        module.process_mtp_loss = functools.partial(_with_losses, module.process_mtp_loss)
+
+
+def _with_losses(
+    process: Callable[..., Tensor],
+    hidden_states: Tensor,
+    *,
+    packed_seq_params: Any = None,
+    **named: Any,
+) -> Tensor:
+    """The row's own losses in place of Megatron's ``process``, where it has some."""
+    if not hasattr(packed_seq_params, "later_losses"):
+        return process(hidden_states, packed_seq_params=packed_seq_params, **named)
+    losses = packed_seq_params.later_losses
+    return hidden_states if losses is None else losses(hidden_states, **named)
 
 
 def _mask_padding(layer: Any) -> None:
     """Let a layer's routers leave padding out where Megatron passes it no padding mask."""
     # HybridModel does not and, before 0.18, GPTModel does not.
-    if hasattr(layer, "is_told_padding"):
-        return
-    layer.is_told_padding = True
+    if not hasattr(layer, "masks_padding"):
+        layer.masks_padding = True
+        layer.register_forward_pre_hook(_with_padding_mask, with_kwargs=True)
 
-    def before_forward(_: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        mask = getattr(named.get("packed_seq_params"), "own_padding_mask", None)
-        if mask is None or named.get("padding_mask") is not None:
-            return None
-        return arguments, named | {"padding_mask": mask}
 
-    layer.register_forward_pre_hook(before_forward, with_kwargs=True)
+def _with_padding_mask(_: Any, arguments: Any, named: dict[str, Any]) -> Any:
+    mask = getattr(named.get("packed_seq_params"), "own_padding_mask", None)
+    if mask is None or named.get("padding_mask") is not None:
+        return None
+    return arguments, named | {"padding_mask": mask}

@@ -73,7 +73,8 @@ def test_megatrons_exchange_is_replaced_inside_the_block_alone() -> None:
         return [1], [2]
 
     with contextlib.suppress(ZeroDivisionError), compat.shapes_of_transfers(known):
-        assert P2PCommunicator._communicate_shapes(None, None, None, True, False) == ([1], [2])
+        stage = object.__new__(P2PCommunicator)
+        assert stage._communicate_shapes(None, None, True, False) == ([1], [2])
         raise ZeroDivisionError
     assert answers == [(None, None, True, False)]
     assert P2PCommunicator._communicate_shapes is exchange

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -44,15 +43,8 @@ MAMBA = {
     "mamba_state_dim": 8,
 }
 """Of Mamba layers."""
-HYBRID = {
-    "hybrid-moe": "*E*E",
-    "hybrid-mamba": "M*-",
-    "hybrid-gdn": "G*-",
-    "hybrid-mtp-moe": "*E*E/*E",
-    "hybrid-mla": "+-",
-    "hybrid-dsa": "D-",
-}
-"""Kinds that are a `HybridModel`, and its layers."""
+HYBRID = {"hybrid-moe": "*E*E", "hybrid-mtp-moe": "*E*E/*E"}
+"""Kinds that are a `HybridModel` of these layers; those of `kit.random_model` have others."""
 MULTI_TOKEN = {"mtp-moe": 2, "hybrid-mtp-moe": 1}
 """Kinds that predict so many tokens after the next one."""
 MTP_SCALING_FACTOR = 0.3
@@ -86,9 +78,9 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     """A small float32 model with grouped-query attention.
 
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
-    ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
-    with Mamba for attention; ``"mla"``: dense with multi-latent attention. Those of `HYBRID` have
-    its layers; those of `MULTI_TOKEN` predict further tokens.
+    ``"mamba"``: dense, three of four layers with Mamba for attention; ``"mla"``: dense with
+    multi-latent attention. Those of `HYBRID` have its layers; those of `MULTI_TOKEN` predict
+    further tokens.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -134,8 +126,6 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         options |= MAMBA
     if kind == "hybrid-gdn":
         options |= GATED_DELTA_NET
-    if kind == "mrope":
-        options["mrope_section"] = [2, 1, 1]
     if kind == "hybrid-dsa":
         options |= SPARSE_ATTENTION
     if "mla" in kind or kind == "hybrid-dsa":
@@ -151,25 +141,6 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         }
         return MLATransformerConfig(**options | settings)
     return TransformerConfig(**options | settings)
-
-
-def model_options(kind: str, stages: int = 1) -> dict[str, Any]:
-    """Arguments of `build_model` for a model kind.
-
-    Args:
-        kind: of `transformer_config`.
-        stages: pipeline stages, or virtual ones, into which a hybrid model is cut; unevenly where
-            its layers do not divide by them.
-    """
-    options = {"position_embedding_type": "mrope" if kind == "mrope" else "rope"}
-    if kind in HYBRID:
-        layers, slash, later = HYBRID[kind].partition("/")
-        cuts = [len(layers) * stage // stages for stage in range(stages + 1)]
-        options["hybrid_layer_pattern"] = "|".join(
-            layers[start:end] for start, end in itertools.pairwise(cuts)
-        )
-        options["hybrid_layer_pattern"] += slash + later
-    return options
 
 
 def layer_spec(kind: str, attention_layer: ModuleSpec, config: TransformerConfig) -> Any:
@@ -188,7 +159,8 @@ def seeded_model(
     of the same ones, pipeline stages start from the same seed."""
     torch.manual_seed(22)
     config = transformer_config(kind, **pipeline_config(dims) | settings)
-    options = model_options(kind, dims.pipeline_parallel * dims.virtual_pipeline)
+    # Of one stage: a hybrid model's pattern is not cut.
+    options = {"hybrid_layer_pattern": HYBRID[kind]} if kind in HYBRID else {}
     return packed_model(kind, config, ddp, **options)
 
 
