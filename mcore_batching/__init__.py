@@ -42,8 +42,7 @@ from mcore_batching.planning import (
 
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
-    from mcore_batching.integrations.megatron_lm import Installation
-    from mcore_batching.integrations.slime import Hook
+    from mcore_batching.integrations.replacements import Hook
 
 __all__ = [
     "ConfigError",
@@ -72,9 +71,9 @@ __all__ = [
 
 
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
-    """Replace ``get_data_iterator``, ``forward_only`` and ``get_batch`` in a framework's modules.
+    """Replace ``get_data_iterator`` and ``forward_only`` in a framework's modules.
 
-    For slime, and for frameworks that have these three functions with slime's signatures. Imports
+    For slime, and for frameworks that have these functions with slime's signatures. Imports
     PyTorch and Megatron. Arguments and errors: `mcore_batching.integrations.slime.hook`.
     """
     from mcore_batching.integrations.slime import hook as hook_modules
@@ -82,9 +81,7 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     return hook_modules(*modules, schema=schema)
 
 
-def install(
-    arguments: Sequence[str] | None = None,
-) -> Installation:
+def install(arguments: Sequence[str] | None = None) -> Hook:
     """Hook the plugin into ``megatron.training``, for the first lines of a stock training script.
 
     Imports PyTorch and Megatron. Arguments and errors:

@@ -1,14 +1,24 @@
-"""One rank's micro-batches, where a framework has assigned samples to ranks, and their model."""
+"""Plans for frameworks that assign samples to ranks, or run no placeholders; checks of their
+models."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
 from mcore_batching.batch.consensus import Consensus
-from mcore_batching.planning import MicroBatches, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning import (
+    CostModel,
+    MicroBatches,
+    ParallelDims,
+    PlannerConfig,
+    Problem,
+    StepPlan,
+    plan_step,
+)
 from mcore_batching.planning.integers import round_up
 from mcore_batching.planning.local import fill_local, least_count, pack_local
 
@@ -52,8 +62,9 @@ def caller_with(attribute: str) -> Any:
     return None
 
 
-def check_model(chunks: list[Any], consensus: Consensus) -> None:
-    """Raise a `RankFailedError` on every rank if the model cannot run packed rows on one of them.
+def check_model(chunks: list[Any], agrees: Any) -> None:
+    """Raise on every rank of a `Consensus` (`RankFailedError`) or `Job` (`PlanningFailedError`) if
+    the model cannot run packed rows on one of them.
 
     A collective at the first call with a model.
     """
@@ -61,6 +72,20 @@ def check_model(chunks: list[Any], consensus: Consensus) -> None:
     from mcore_batching.megatron.checks.settings import prepare_packed_model
 
     if chunks[0] not in _checked:
-        with consensus.agreement("checking the model"):
+        with agrees.agreement("checking the model"):
             prepare_packed_model(chunks)
         _checked.add(chunks[0])
+
+
+def plan_full_slots(
+    lengths: Sequence[int],
+    dims: ParallelDims,
+    config: PlannerConfig,
+    cost_model: CostModel | None = None,
+) -> tuple[StepPlan, bool]:
+    """A plan for a framework that runs no placeholders; False where samples are too few for it."""
+    step = plan_step(lengths, dims, config, cost_model)
+    if any(() in rank for rank in step.micro_batches):  # faster: now every sample on its own rank
+        even = dataclasses.replace(config, balance="cost")
+        step = plan_step(lengths, dims, even, cost_model)
+    return step, not any(() in rank for rank in step.micro_batches)

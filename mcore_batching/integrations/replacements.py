@@ -50,6 +50,7 @@ class Hook:
         replacements: what to replace, wherever it is found.
         copies: replace also in copies of a module's globals, as functions have that Ray pickled by
             value.
+        empty: why nothing may be hooked, in words.
 
     Attributes:
         hooked: dotted names of the replaced functions, in order; empty after `undo`.
@@ -61,16 +62,17 @@ class Hook:
         replacements: Sequence[Replacement] = (),
         *,
         copies: bool = False,
+        empty: str = "undone",
     ) -> None:
         # Modules of people who built them by hand may not be in sys.modules.
         self._scopes = [vars(module) for module in modules]
-        self._copies = copies
+        self._copies, self._empty = copies, empty
         self._done: list[Replacement] = []
         self.hooked: list[str] = []
         for each in replacements:
             self.add(each)
 
-    def add(self, replacement: Replacement, scopes: Sequence[dict[str, Any]] = ()) -> None:
+    def add(self, replacement: Replacement, *scopes: dict[str, Any]) -> None:
         """Replace a function in these modules' globals; in none given: wherever it is found."""
         for scope in scopes or self._scopes_with(replacement.name, replacement.original):
             scope[replacement.name] = replacement.ours
@@ -86,7 +88,7 @@ class Hook:
         if not inspect.isclass(ours):
             ours = in_place_of(original, functools.partial(ours, original))
         self._scopes.append(scope)
-        self.add(Replacement(name, original, ours), [scope])
+        self.add(Replacement(name, original, ours), scope)
 
     def undo(self) -> None:
         """Put the originals back. A second call does nothing.
@@ -108,7 +110,9 @@ class Hook:
         self.undo()
 
     def __str__(self) -> str:
-        return f"mcore_batching: hooked {', '.join(self.hooked) or 'nothing'}"
+        if not self.hooked:
+            return f"mcore_batching: nothing hooked ({self._empty})"
+        return f"mcore_batching: hooked {', '.join(self.hooked)}"
 
     def _scopes_with(self, name: str, function: Function) -> list[dict[str, Any]]:
         """Globals of modules, and copies of them, with this very function under this name."""
@@ -140,7 +144,26 @@ def replacing(
     original: Any = getattr(module, name, None)
     bound = functools.partial(ours, original)
     owner = f"{module.__module__}.{module.__name__}" if inspect.isclass(module) else module.__name__
-    check_signature(f"{owner}.{name}", original, like or bound)
+    # First, since a replacement has the signature that is looked for.
+    refuse_hooked(f"{owner}.{name}", original)
+    expected = list(inspect.signature(like or bound).parameters.values())
+    found: list[inspect.Parameter] = []
+    if is_function := callable(original) and not inspect.isclass(original):
+        found = list(inspect.signature(original).parameters.values())
+    # Ours must take every call that theirs takes: a name, a default or the order may not differ,
+    # annotations may.
+    same = [
+        (theirs.name, theirs.kind, theirs.default) == (each.name, each.kind, each.default)
+        for theirs, each in zip(found, expected, strict=False)
+    ]
+    lacking = expected[len(found) :]
+    has_all = all(each.default is not each.empty for each in lacking)
+    if not (is_function and all(same) and len(found) <= len(expected) and has_all):
+        shown = f"{name}{_bare(found)}" if is_function else f"a {type(original).__name__}"
+        raise HookError(
+            f"{owner}.{name} cannot be replaced: expected {name}{_bare(expected)}, found {shown}; "
+            "hook a version of the framework with that signature"
+        )
     return Replacement(name, original, in_place_of(original, bound))
 
 
@@ -166,32 +189,6 @@ def refuse_hooked(where: str, function: Any) -> None:
     """Raise a `HookError` for what is a replacement; ``where`` is its dotted name."""
     if is_replacement(function):
         raise HookError(f"{where} is hooked already: undo that hook first")
-
-
-def check_signature(where: str, function: Any, like: Function) -> None:
-    """Refuse to replace the function of this dotted name, if it does not take what ``like`` takes.
-    Those of its parameters that have a default may be missing."""
-    # First, since a replacement has the signature that is looked for.
-    refuse_hooked(where, function)
-    expected = list(inspect.signature(like).parameters.values())
-    found: list[inspect.Parameter] = []
-    if is_function := callable(function) and not inspect.isclass(function):
-        found = list(inspect.signature(function).parameters.values())
-    # Ours must take every call that theirs takes: a name, a default or the order may not differ,
-    # annotations may.
-    same = [
-        (theirs.name, theirs.kind, theirs.default) == (ours.name, ours.kind, ours.default)
-        for theirs, ours in zip(found, expected, strict=False)
-    ]
-    lacking = expected[len(found) :]
-    has_all = all(each.default is not each.empty for each in lacking)
-    if not (is_function and all(same) and len(found) <= len(expected) and has_all):
-        name = where.rpartition(".")[2]
-        shown = f"{name}{_bare(found)}" if is_function else f"a {type(function).__name__}"
-        raise HookError(
-            f"{where} cannot be replaced: expected {name}{_bare(expected)}, found {shown}; hook a "
-            "version of the framework with that signature"
-        )
 
 
 def _bare(parameters: Sequence[inspect.Parameter]) -> inspect.Signature:

@@ -163,8 +163,6 @@ class JobMemory:
     def __init__(self, data_parallel_group: Any) -> None:
         self.data_parallel_group = data_parallel_group  # Megatron's, with which it ends
         self.said: set[str] = set()  # keys of lines that are printed once a job
-        # First chunks of models that packed rows were found to run on.
-        self.checked_models: weakref.WeakSet[Any] = weakref.WeakSet()
         # Ranks that share a row with this one, by their number; none before any are made.
         self.row_groups: dict[int, dist.ProcessGroup] = {}
         self.recorders: dict[str, StepRecorder] = {}  # by folder

@@ -63,6 +63,7 @@ def test_what_is_wrong_on_one_rank_is_a_named_error_on_all(
 OUTPUTS = [
     *output_faults.jobs_of("planned slime"),
     *output_faults.jobs_of("planned miles", "", "dp2"),
+    *output_faults.jobs_of("planning slime", "", "dp2"),
 ]
 
 
@@ -86,7 +87,6 @@ OVERSIZE = "guarantees:over_the_cap_is_said_once"
 COLLECTIVES = "collectives:phases_make_the_collectives_that_are_listed"
 MEMORY = "log_probs:memory_is_shared"
 NONFINITE = "nonfinite:error_or_skipped"
-HOOKED = "hooking:forward_equals_the_engines"
 JOBS = [
     *(
         job(
@@ -165,22 +165,15 @@ JOBS = [
         if VERSION >= (0, 18)
     ),
     *(
-        job(f"hook-{name}-{spread}", HOOKED, dims, spread=spread)
-        for name, dims in (("dp2", DP2), ("pp2", PP2), ("cp2", CP2), ("tp2-sp", TP2_SP))
-        for spread in ("uneven", "empty")
-        if name == "dp2" or spread == "uneven"
+        job(f"slime-plans-{name}", "hooking:slime_plans_where_it_trains", dims, spread=spread)
+        for name, dims, spread in (
+            ("dp2", DP2, "uneven"),
+            ("dp2-empty", DP2, "empty"),
+            ("pp2", PP2, "uneven"),
+            ("cp2", CP2, "uneven"),
+            ("tp2-sp", TP2_SP, "uneven"),
+        )
     ),
-    job(
-        "hook-forward-cap",
-        HOOKED,
-        TP2_SP,
-        dynamic_batch_forward_only_max_tokens_per_gpu=256,
-    ),
-    *(
-        job(f"hook-batches-{name}", "hooking:batches", dims)
-        for name, dims in (("dp2", DP2), ("cp2", CP2), ("tp2-sp", TP2_SP))
-    ),
-    job("hook-positions", "hooking:positions", DP2),
     job("framework-shows-model", "hooking:framework_shows_model", PP2),
     job("framework-holds-model", "hooking:framework_holds_model", PP2),
 ]

@@ -123,7 +123,7 @@ def test_unknown_versions_are_refused_by_name(miles: Path, monkeypatch: Any) -> 
     with pytest.raises(
         HookError,
         match=r"of an unknown version of slime or miles: expected get_data_iterator\(rollout_data"
-        r", \.\.\.\) or get_data_iterator\(args, model, rollout_data, \.\.\.\), found \(model, ",
+        r", \.\.\.\) or get_data_iterator\(args, model, rollout_data, \.\.\.\), found get_data",
     ):
         init(SimpleNamespace())
     (miles / "utils" / "dp_schedule.py").unlink()

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from kit.stand_ins import bare_packages, module_of, write_package
 from planning_cases import examples
 
-from mcore_batching.integrations.nemo_rl import ALGORITHM, hook
-from mcore_batching.integrations.nemo_rl.packer import planned_bins
+from mcore_batching.integrations.nemo_rl import ALGORITHM, hook, planned_bins
 from mcore_batching.integrations.replacements import HookError
 from mcore_batching.planning import (
     ConfigError,

@@ -11,8 +11,8 @@ from packed_row_cases import EXPECTED, PAD, SAMPLES, found, prepared, rows
 
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import step_totals
-from mcore_batching.integrations.megatron_lm import next_batch, packed_batches
-from mcore_batching.integrations.megatron_lm.packed_batches import (
+from mcore_batching.integrations.megatron_lm import next_batch, script_batches
+from mcore_batching.integrations.megatron_lm.script_batches import (
     SEVEN_FIELDS,
     SIX_FIELDS,
     TEN_FIELDS,
@@ -98,9 +98,9 @@ def test_a_row_counts_as_often_as_the_model_has_context_parallel_ranks(
     """Stock code divides by their number, also what rows on more or fewer ranks add up to. It adds
     up over all ranks in a step in which it was given any lengths: with fewer than two offsets a
     rank would stay away from that sum, and the others wait for it."""
-    monkeypatch.setattr(packed_batches, "row_group", lambda size: object())
+    monkeypatch.setattr(script_batches, "row_group", lambda size: object())
     groups = SimpleNamespace(get_context_parallel_world_size=lambda: model_size)
-    monkeypatch.setattr(packed_batches, "parallel_state", groups)
+    monkeypatch.setattr(script_batches, "parallel_state", groups)
     usual = prepared(SAMPLES)
     for rank, count in enumerate(times):
         shared = {"context_parallel_size": len(times), "context_parallel_rank": rank}

@@ -9,10 +9,7 @@ import pytest
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
-from mcore_batching.integrations.megatron_lm.reading_ahead import (
-    are_same,
-    batches_ahead,
-)
+from mcore_batching.integrations.megatron_lm.stock_steps import are_same, batches_ahead
 from mcore_batching.integrations.megatron_lm.unpadding import StockDataError, draw_batches
 
 

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 from packed_row_cases import EXPECTED, rows
 
-from mcore_batching.integrations.megatron_lm.packed_batches import (
+from mcore_batching.integrations.megatron_lm.script_batches import (
     SEVEN_FIELDS,
     SIX_FIELDS,
     TEN_FIELDS,
-)
-from mcore_batching.integrations.megatron_lm.script_batches import (
     fields_unpacked_by,
-    restore_batches,
+    installation,
     use_packed_batches,
 )
 from mcore_batching.megatron import DynamicBatchArgumentError
@@ -56,7 +54,7 @@ STOCK = """
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     yield
-    restore_batches()
+    installation.undo()
 
 
 def test_names_are_read_of_get_batch_alone(tmp_path: Path) -> None:
@@ -135,9 +133,9 @@ def test_a_script_is_taught_once_and_forgets(tmp_path: Path) -> None:
     assert taught is not original
     use_packed_batches(module.decorated)
     assert module.get_batch is taught
-    restore_batches()
+    installation.undo()
     assert module.get_batch is original
-    restore_batches()
+    installation.undo()
     assert module.get_batch is original
 
 

@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ import torch
 from kit.patience import patience
 
 import mcore_batching
-from mcore_batching.integrations.slime import HookError, before_1860
-from mcore_batching.integrations.slime.hook import NAMES
+from mcore_batching.integrations.slime import HookError, trainer
+from mcore_batching.integrations.slime.hook import LEADING, NAMES
 
 SOURCES = {
     "get_data_iterator": "def get_data_iterator(args, model, rollout_data): return 'own'",
@@ -35,6 +35,7 @@ SOURCES = {
 def module(name: str, *names: str, **sources: str) -> ModuleType:
     """A module with functions of these names, as they are expected or as given."""
     made = ModuleType(name)
+    made.DataIterator = object  # type: ignore[attr-defined]
     for each in names:
         exec(SOURCES[each], vars(made))
     for source in sources.values():
@@ -57,35 +58,35 @@ def registered() -> Iterator[Callable[[ModuleType], ModuleType]]:
         del sys.modules[name]
 
 
-def test_the_replacements_are_the_engines() -> None:
+def test_without_its_flag_the_framework_plans_itself() -> None:
     made = module("rl.batching", *NAMES)
-    with mcore_batching.hook(made), pytest.raises(ValueError, match="qkv_format='bshd'"):
-        made.get_batch(None, [], qkv_format="bshd")
-    with mcore_batching.hook(made), pytest.raises(ValueError, match="expected an iterator"):
-        made.forward_only(None, None, [], [[]], [])
-    assert made.get_batch(None, []) == "own"
+    own = made.get_batch
+    args = SimpleNamespace(use_dynamic_batch_size=False)
+    with mcore_batching.hook(made):
+        assert made.get_data_iterator(args, [], {}) == "own"
+        assert made.get_batch is own
 
 
 def test_what_somebody_replaced_since_is_left_alone() -> None:
     """What calls ours gets the framework's own again, which can be hooked again."""
     made = module("rl.batching", *NAMES)
     hooked = mcore_batching.hook(made)
-    ours = made.get_batch
+    ours = made.forward_only
 
     @functools.wraps(ours)
     def wrapper(*arguments: Any) -> Any:
         return ours(*arguments)
 
-    made.get_batch = wrapper
+    made.forward_only = wrapper
     with pytest.raises(HookError, match="hooked already"):
         mcore_batching.hook(made)
     hooked.undo()
-    assert made.get_batch is wrapper
-    assert made.get_batch(None, []) == "own"
-    with mcore_batching.hook(made):
-        assert made.get_batch is not wrapper
-    assert made.get_batch is wrapper
+    assert made.forward_only is wrapper
     assert made.forward_only(*[None] * 5) == "own"
+    with mcore_batching.hook(made):
+        assert made.forward_only is not wrapper
+    assert made.forward_only is wrapper
+    assert made.get_data_iterator(*[None] * 3) == "own"
 
 
 def test_second_names_of_the_same_function_are_replaced_and_put_back(
@@ -95,27 +96,30 @@ def test_second_names_of_the_same_function_are_replaced_and_put_back(
     monkeypatch.setitem(sys.modules, "rl_lazy", object())  # as some packages' lazy modules are
     data = module("rl.data", "get_data_iterator", "get_batch")
     model = module("rl.model", "forward_only")
-    model.get_batch = data.get_batch
+    model.get_data_iterator, own = data.get_data_iterator, data.get_data_iterator
     actor = registered(ModuleType("rl_actor"))
-    actor.get_data_iterator, actor.forward_only = data.get_data_iterator, model.forward_only
-    actor.get_batch = other = lambda: "another function of that name"
-    own = data.get_batch
+    actor.get_data_iterator = own
+    actor.forward_only = other = lambda: "another function of that name"
     hooked = mcore_batching.hook(data, model)
-    assert model.get_batch is data.get_batch is not own
-    assert actor.get_data_iterator is data.get_data_iterator
-    assert actor.forward_only is model.forward_only
-    assert actor.get_batch is other
+    assert model.get_data_iterator is actor.get_data_iterator is data.get_data_iterator is not own
+    assert actor.forward_only is other
     assert set(hooked.hooked) == {
-        *("rl.data.get_data_iterator", "rl_actor.get_data_iterator"),
-        *("rl.model.forward_only", "rl_actor.forward_only"),
-        *("rl.data.get_batch", "rl.model.get_batch"),
+        *(f"{each}.get_data_iterator" for each in ("rl.data", "rl.model", "rl_actor")),
+        "rl.model.forward_only",
     }
     late = registered(ModuleType("rl_late"))
-    late.get_batch = data.get_batch
+    late.get_data_iterator = data.get_data_iterator
     hooked.undo()
-    assert model.get_batch is data.get_batch is late.get_batch is own
-    assert actor.get_data_iterator is data.get_data_iterator
-    assert actor.get_data_iterator(None, None, None) == "own"
+    assert model.get_data_iterator is data.get_data_iterator is late.get_data_iterator is own
+    assert actor.get_data_iterator is own
+
+
+def test_an_iterator_of_listed_samples_is_needed_to_plan_here() -> None:
+    made = module("rl.batching", *NAMES)
+    del made.DataIterator
+    with pytest.raises(HookError, match="DataIterator is not where get_data_iterator is"):
+        mcore_batching.hook(made)
+    assert made.forward_only(*[None] * 5) == "own"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,21 +137,9 @@ def test_all_three_or_none(name: str) -> None:
 
 DIFFERENT = {
     "another name": ("get_data_iterator", "(args, model, batch)"),
-    "another order": (
-        "forward_only",
-        "(args, f, model, data_iterator, num_microbatches, store_prefix='')",
-    ),
-    "another default": ("get_batch", "(data_iterator, keys, pad_multiplier=64)"),
-    "no default": (
-        "forward_only",
-        "(f, args, model, data_iterator, num_microbatches, store_prefix)",
-    ),
-    "keyword only": ("get_batch", "(data_iterator, *, keys)"),
-    "one more": (
-        "get_batch",
-        "(data_iterator, keys, pad_multiplier=128, qkv_format='thd', allgather_cp=False, more=1)",
-    ),
+    "another order": ("forward_only", "(args, f, model, data_iterator, num_microbatches)"),
     "one less": ("get_data_iterator", "(args, model)"),
+    "no keys": ("get_batch", "(data_iterator)"),
     "no function": ("get_batch", None),
 }
 
@@ -155,36 +147,21 @@ DIFFERENT = {
 @pytest.mark.parametrize("difference", DIFFERENT)
 def test_another_signature_is_refused_beside_the_expected_one(difference: str) -> None:
     name, theirs = DIFFERENT[difference]
-    source = f"def {name}{theirs}: ..." if theirs else f"class {name}: ..."
+    source = f"def {name}{theirs}: ..." if theirs else f"import sys as {name}"
     made = module("rl.batching", *(each for each in NAMES if each != name), different=source)
     before = dict(vars(made))
     with pytest.raises(HookError) as caught:
         mcore_batching.hook(made)
-    expected = inspect.signature(getattr(module("expected", name), name))
-    expected = expected.replace(
-        parameters=[each.replace(annotation=each.empty) for each in expected.parameters.values()],
-        return_annotation=inspect.Signature.empty,
-    )
+    expected = " or ".join(f"{name}({', '.join(each)}, ...)" for each in LEADING[name])
+    found = f"{name}{theirs}" if theirs else "a module"
     assert str(caught.value) == (
-        f"rl.batching.{name} cannot be replaced: expected {name}{expected}, found "
-        f"{f'{name}{theirs}' if theirs else 'a type'}; hook a version of the framework with that "
-        "signature"
+        f"rl.batching.{name} is of an unknown version of slime or miles: expected {expected}, "
+        f"found {found}; mcore_batching/integrations/slime/README.md lists versions"
     )
     assert dict(vars(made)) == before  # nothing was replaced before all were checked
     assert isinstance(caught.value, ValueError)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (type(again), str(again)) == (HookError, str(caught.value))
-
-
-@pytest.mark.parametrize(
-    "signature", ["(data_iterator, keys)", "(data_iterator, keys, pad_multiplier=128)"]
-)
-def test_older_versions_lack_parameters_with_defaults(signature: str) -> None:
-    rest = (each for each in NAMES if each != "get_batch")
-    made = module("rl.batching", *rest, older=f"def get_batch{signature}: return 'own'")
-    with mcore_batching.hook(made) as hooked:
-        assert len(hooked.hooked) == 3
-    assert made.get_batch(None, []) == "own"
 
 
 def test_a_decorated_function_is_read_through_its_decorator() -> None:
@@ -204,21 +181,19 @@ def test_only_modules_are_taken() -> None:
 
 
 def test_the_schema_reaches_the_iterators(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
+    given: list[Any] = []
     monkeypatch.setattr(
-        before_1860,
-        "get_data_iterator",
-        lambda schema, args, model, rollout_data: given.update(
-            arguments=(args, model, rollout_data), schema=schema
-        ),
+        trainer,
+        "planned_data_iterator",
+        lambda own, *rest, schema, iterator: given.extend((*rest, schema, iterator)),
     )
     schema = mcore_batching.batch.DEFAULT_SCHEMA.declare(
         "bonus", mcore_batching.batch.Kind.PER_SAMPLE
     )
     made = module("rl.batching", *NAMES)
     with mcore_batching.hook(made, schema=schema):
-        made.get_data_iterator(1, 2, rollout_data=3)
-    assert given == {"arguments": (1, 2, 3), "schema": schema}
+        made.get_data_iterator(None, 2, 3)
+    assert given == [None, 2, 3, schema, object]
 
 
 def test_importing_the_package_does_not_import_what_hook_needs() -> None:

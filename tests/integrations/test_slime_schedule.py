@@ -21,7 +21,8 @@ from planning_cases import examples
 from slime_package import slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
-from mcore_batching.integrations.slime.rollout_manager import _cost_model, build_dp_schedule
+from mcore_batching.integrations.slime.learning import chosen_costs
+from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
 from mcore_batching.planning.costs.layers_of import first_guess
 
 __all__ = ["slime"]
@@ -175,7 +176,7 @@ def test_a_cost_model_is_read_from_its_file(tmp_path: Path) -> None:
         plan(args, parallel(1), [5], [0], 1)
     plan(arguments(20, dynamic_batch_cost_model="fixed"), parallel(1), [5], [0], 1)
     sizes = {"hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256}
-    assert _cost_model(arguments(20, **sizes)) == first_guess(sizes)
+    assert chosen_costs(arguments(20, **sizes)) == first_guess(sizes)
 
 
 def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:

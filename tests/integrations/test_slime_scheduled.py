@@ -170,27 +170,6 @@ def test_slime_calls_init(slime: Path, capfd: Any) -> None:
         init(SimpleNamespace())
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "message"),
-    [
-        ("data", "iterator(rollout_data):", "iterator(data):", r"found get_data_iterator\(data\)"),
-        ("data", "(data_iterator, keys, pad", "(iterator, keys, pad", "of an unknown version"),
-        ("model", "model, data_iterator", "model, iterators", "is of an unknown version of slime"),
-    ],
-)
-def test_unknown_versions_are_refused_by_name(
-    slime: Path, file: str, old: str, new: str, message: str
-) -> None:
-    path = slime / "backends" / "megatron_utils" / f"{file}.py"
-    path.write_text(path.read_text().replace(old, new))
-    forget("slime", "miles")
-    found = modules()
-    before = dict(vars(found.data)) | dict(vars(found.model))
-    with pytest.raises(HookError, match=message):
-        mcore_batching.hook(found.data, found.model)
-    assert dict(vars(found.data)) | dict(vars(found.model)) == before
-
-
 def test_a_function_called_in_another_way_is_refused(slime: Path) -> None:
     path = slime / "backends" / "megatron_utils" / "model.py"
     path.write_text(path.read_text().replace("total_lengths=batch", "lengths=batch"))

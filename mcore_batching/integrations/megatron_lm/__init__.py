@@ -10,13 +10,12 @@ from mcore_batching.integrations.megatron_lm.arguments import (
     check_training,
 )
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
-from mcore_batching.integrations.megatron_lm.install import Installation, install
-from mcore_batching.integrations.megatron_lm.packed_batches import next_batch
+from mcore_batching.integrations.megatron_lm.install import install
+from mcore_batching.integrations.megatron_lm.script_batches import next_batch
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.integrations.megatron_lm.unpadding import StockDataError
 
 __all__ = [
-    "Installation",
     "StockDataError",
     "add_arguments",
     "check_arguments",

@@ -12,15 +12,13 @@ from typing import Any
 
 from mcore_batching.flags import PREFIX, THEMES, add_flags
 from mcore_batching.integrations.dims import job_dims
-from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
+from mcore_batching.integrations.megatron_lm.script_batches import FLAG, use_packed_batches
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.settings import check_model_config, has_auxiliary_loss
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import say
 from mcore_batching.megatron.options import Options
 from mcore_batching.planning import ConfigError, ParallelDimsError
-
-FLAG = "--use-dynamic-batch-size"
 
 NO_NON_LOSS_DATA = (
     "process_non_loss_data_func runs the model on one rank, planning needs all: do not give it to "
@@ -61,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return add_flags(parser, THEMES)
 
 
-def check_arguments(args: Any) -> None:
-    """Refuse flags under which packed training would hang or differ; print `start_messages`.
+def check_arguments(args: Any) -> Any:
+    """These arguments; flags under which packed training would hang or differ are refused, and
+    `start_messages` printed.
 
     Raises:
         DynamicBatchArgumentError: listing every problem with what to set instead.
@@ -77,7 +76,7 @@ def check_arguments(args: Any) -> None:
             raise DynamicBatchArgumentError(
                 f"{PREFIX}exchange and {PREFIX}context-parallel do nothing alone: set {FLAG}"
             )
-        return
+        return args
     problems = _problems(args)
     try:
         dims = job_dims(
@@ -98,6 +97,7 @@ def check_arguments(args: Any) -> None:
     if args.rank == 0:
         for message in start_messages(args, config):
             say(message)
+    return args
 
 
 def check_training(

@@ -25,35 +25,28 @@ from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.values import describe
-from mcore_batching.integrations.megatron_lm.arguments import FLAG, NO_NON_LOSS_DATA, is_on
-from mcore_batching.integrations.megatron_lm.packed_batches import PackedRows
-from mcore_batching.integrations.megatron_lm.reading_ahead import Batches, outcome_of
-from mcore_batching.integrations.megatron_lm.script_batches import use_packed_batches
-from mcore_batching.integrations.megatron_lm.step_log import learnt_entries, record_step
+from mcore_batching.integrations.megatron_lm.arguments import NO_NON_LOSS_DATA, is_on
+from mcore_batching.integrations.megatron_lm.script_batches import (
+    FLAG,
+    PackedRows,
+    use_packed_batches,
+)
+from mcore_batching.integrations.megatron_lm.step_log import record_step
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
-from mcore_batching.integrations.megatron_lm.unpadding import draw_batches, num_truncated
+from mcore_batching.integrations.megatron_lm.unpadding import num_truncated
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.loss_shares import attached, check_trains, summed_over_ranks
 from mcore_batching.megatron.model_inputs import changed_inputs, padding_mask
-from mcore_batching.megatron.mtp import (
-    LaterLosses,
-    LossesOfRows,
-    predict_later_tokens,
-)
+from mcore_batching.megatron.mtp import LaterLosses, LossesOfRows, predict_later_tokens
 from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.timing import mark
 from mcore_batching.megatron.topology import model_chunks, model_shape, row_group
-from mcore_batching.planning import step_statistics
-from mcore_batching.planning.plans.memory import predicted_memory
-from mcore_batching.planning.plans.statistics import step_problem
-
-ForwardBackward = Callable[..., Any]
 
 
-def wrap_forward_backward(forward_backward_func: ForwardBackward) -> ForwardBackward:
+def wrap_forward_backward(forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
     """The function that ``get_forward_backward_func`` returned, over packed rows.
 
     A function of the same keywords; the argument itself without ``--use-dynamic-batch-size``.
@@ -69,7 +62,7 @@ def wrap_forward_backward(forward_backward_func: ForwardBackward) -> ForwardBack
 class PackedForwardBackward:
     """A forward-backward function that draws ordinary micro-batches and runs packed ones."""
 
-    def __init__(self, forward_backward_func: ForwardBackward, args: Any) -> None:
+    def __init__(self, forward_backward_func: Callable[..., Any], args: Any) -> None:
         self._run = forward_backward_func
         self._args = args
         self._is_sft = bool(getattr(args, "sft", False))
@@ -100,9 +93,8 @@ class PackedForwardBackward:
         use_packed_batches(forward_step_func)  # evaluation may have a forward step of its own
         chunks = model_chunks(model)
         started, job = time.monotonic(), job_of(self._args)
-        drawn = outcome_of(lambda: draw_batches(data_iterator, num_microbatches))
         prepared = self._steps.made(
-            job, chunks, drawn, data_iterator, num_microbatches, forward_only=forward_only
+            job, chunks, data_iterator, num_microbatches, forward_only=forward_only
         )
         # All chunks run every row, so the first alone counts FLOPs; and none in evaluation, after
         # which stock code does not reset its count.
@@ -130,7 +122,19 @@ class PackedForwardBackward:
                 pass
             return _one_report(losses) if self._is_sft and losses else losses
         run = begun, mark()
-        self._log(job, chunks, prepared.schedule, failed, run, ready - started, drawn() or ())
+        # Context-parallel ranks read the same rows, and may each be a replica here.
+        counts = self._is_sft and parallel_state.get_context_parallel_rank() == 0
+        with job.agreement_after_pipeline(operation, failed) as agree:
+            drawn = self._steps.drawn or ()
+            truncated = agree.sum("truncated rows", num_truncated(drawn) if counts else 0)
+        record_step(
+            prepared.schedule,
+            model_shape(self._args.padded_vocab_size, get_model_config(chunks[0])),
+            plan_seconds=ready - started,
+            run=run,
+            truncated=truncated.value if self._is_sft else None,
+            log_all=getattr(self._args, "dynamic_batch_log_all", False),
+        )
         # Megatron divides by the micro-batches that it was called with; other rows were run.
         compat.scale_moe_metrics(
             num_microbatches,
@@ -139,34 +143,6 @@ class PackedForwardBackward:
         )
         later.log(num_microbatches)
         return losses
-
-    def _log(
-        self,
-        job: Job,
-        chunks: list[Any],
-        schedule: MicroBatchSchedule,
-        failed: list[Exception],
-        run: tuple[Any, Any],
-        plan_seconds: float,
-        batches: Batches,
-    ) -> None:
-        """End a training step on all ranks, or raise on all what failed on any, and log it."""
-        with job.agreement_after_pipeline("training", failed) as agree:
-            # Context-parallel ranks read the same rows, and may each be a replica here.
-            counts = self._is_sft and parallel_state.get_context_parallel_rank() == 0
-            truncated = agree.sum("truncated rows", num_truncated(batches) if counts else 0)
-        plan, lengths = schedule.step_plan(0)
-        made, (problem, _) = step_statistics(plan, lengths), step_problem(plan, lengths)
-        shape = model_shape(self._args.padded_vocab_size, get_model_config(chunks[0]))
-        record_step(
-            made,
-            plan_seconds=plan_seconds,
-            run=run,
-            memory=predicted_memory(made, problem, shape),
-            learnt=learnt_entries(schedule.settings.learnt, made.step_time),
-            truncated=truncated.value if self._is_sft else None,
-            log_all=getattr(self._args, "dynamic_batch_log_all", False),
-        )
 
 
 def with_deferred_errors(

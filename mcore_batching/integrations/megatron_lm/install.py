@@ -1,8 +1,8 @@
 """`install`: the plugin in a stock training script, without a patch.
 
 Without the plugin's flags on the command line nothing is replaced. With others than
-``--use-dynamic-batch-size`` only the parser learns them. `Installation` lists what was replaced
-and undoes it.
+``--use-dynamic-batch-size`` only the parser learns them. The `Hook` lists what was replaced and
+undoes it.
 """
 
 from __future__ import annotations
@@ -17,42 +17,20 @@ from megatron.core.models import backends
 
 from mcore_batching.flags import PREFIX
 from mcore_batching.integrations.megatron_lm.arguments import (
-    FLAG,
     add_arguments,
     check_arguments,
     check_training,
 )
 from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
-from mcore_batching.integrations.megatron_lm.script_batches import (
-    restore_batches,
-)
+from mcore_batching.integrations.megatron_lm.script_batches import FLAG, installation
 from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.integrations.replacements import Function, Hook
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
-_installed: Installation | None = None
 
-
-class Installation(Hook):
-    """The names that `install` replaced."""
-
-    def __str__(self) -> str:
-        if not self.hooked:
-            return f"mcore_batching: nothing hooked ({FLAG} is not given)"
-        return super().__str__()
-
-    def undo(self) -> None:
-        """Put the originals back. A second call does nothing."""
-        global _installed
-        super().undo()
-        if _installed is self:
-            restore_batches()
-            _installed = None
-
-
-def install(arguments: Sequence[str] | None = None) -> Installation:
+def install(arguments: Sequence[str] | None = None) -> Hook:
     """Hook the plugin into ``megatron.training``, if the command line has its flags.
 
     Call it in the first lines of a training script, or run the unchanged script by
@@ -69,7 +47,6 @@ def install(arguments: Sequence[str] | None = None) -> Installation:
         DynamicBatchArgumentError: this Megatron lacks ``megatron.training`` or one of its names;
             the flag is given beside ``--yaml-cfg``.
     """
-    global _installed
     # argparse takes --flag=value, too.
     given = [word.split("=", 1)[0] for word in (sys.argv[1:] if arguments is None else arguments)]
     if FLAG in given and "--yaml-cfg" in given:
@@ -79,13 +56,13 @@ def install(arguments: Sequence[str] | None = None) -> Installation:
     # All names are looked up before one is replaced: after an error nothing is hooked.
     found = list(_replaced(given))
     for module, name, _ in found:
-        _require(module, name)
-    installation = _installed or Installation()
+        if not hasattr(module, name):
+            raise DynamicBatchArgumentError(
+                f"{module.__name__} has no {name}: use Megatron-LM 0.16 to 0.19, or see patches/"
+            )
     for module, name, ours in found:
         if f"{module.__name__}.{name}" not in installation.hooked:
             installation.replace(vars(module), name, ours)
-    if installation.hooked:
-        _installed = installation
     return installation
 
 
@@ -96,7 +73,7 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
         arguments = _module("arguments")
         yield arguments, "add_megatron_arguments", _then(add_arguments)
         for module in compat.modules_with_validate_args(arguments, _module("initialize")):
-            yield module, "validate_args", _validate_args
+            yield module, "validate_args", _then(check_arguments)
     if FLAG in given:
         training = _module("training")
         yield training, "get_forward_backward_func", _then(wrap_forward_backward)
@@ -110,12 +87,6 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
 def _then(after: Callable[[Any], Any]) -> Function:
     """A replacement that changes what the original returns."""
     return lambda original, *arguments, **options: after(original(*arguments, **options))
-
-
-def _validate_args(original: Function, args: Any, *rest: Any, **options: Any) -> Any:
-    validated = original(args, *rest, **options)
-    check_arguments(args)
-    return validated
 
 
 def _training_log(original: Function, loss_dict: Any, *rest: Any, **options: Any) -> Any:
@@ -137,10 +108,3 @@ def _module(name: str) -> Any:
             f"cannot import megatron.training ({error}): install megatron-core 0.19 or later, or "
             "put a Megatron-LM checkout on PYTHONPATH"
         ) from error
-
-
-def _require(module: Any, name: str) -> None:
-    if not hasattr(module, name):
-        raise DynamicBatchArgumentError(
-            f"{module.__name__} has no {name}: use Megatron-LM 0.16 to 0.19, or see patches/"
-        )

@@ -14,39 +14,40 @@ from typing import Any
 
 import torch
 
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.timing import is_over, seconds_between
-from mcore_batching.planning import StepStatistics
-from mcore_batching.planning.learn import LearntCosts
-from mcore_batching.planning.plans.memory import PredictedMemory
+from mcore_batching.planning import step_statistics
+from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 
 PREFIX = "batching/"
-REMEMBERED_STEPS = 32
 # Entries without --dynamic-batch-log-all.
 LOGGED = ("micro-batches a rank", "fill", "padding", "time over floor", "plan seconds")
 
 # Values of the training step that ran last.
 _last_step: dict[str, float] = {}
 # Marks of steps that have not been timed yet.
-_unread: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=REMEMBERED_STEPS)
+_unread: collections.deque[tuple[Any, Any]] = collections.deque(maxlen=32)
 
 
 def record_step(
-    made: StepStatistics,
+    schedule: MicroBatchSchedule,
+    shape: ModelShape,
     *,
     plan_seconds: float,
     run: tuple[Any, Any],
-    memory: PredictedMemory | None = None,
-    learnt: Mapping[str, float] | None = None,
     truncated: int | None = None,
     log_all: bool = False,
 ) -> None:
-    """Remember the training step that has just run, of whose plan ``made`` are statistics.
+    """Remember the training step that has just run: the schedule's only one.
 
-    ``run`` are marks before and after all its passes, on this rank. ``learnt``: `learnt_entries`.
-    ``truncated`` counts rows of ``--sft`` that were; None: other data.
+    ``run`` are marks before and after all its passes, on this rank. ``truncated`` counts rows of
+    ``--sft`` that were; None: other data.
     """
     # First, as the last step's time is among the values logged with this one.
     _read_times()
+    plan, lengths = schedule.step_plan(0)
+    made = step_statistics(plan, lengths)
+    memory = predicted_memory(made, plan, shape)
     values = {
         "fill": made.fill,
         "padding": made.padding,
@@ -59,32 +60,21 @@ def record_step(
         "tokens in flight": made.peak_inflight_tokens,
         "plan seconds": plan_seconds,
         "step seconds": _last_step.get("step seconds", 0.0),
+        "activations GiB": memory.first_stage_bytes / 2**30,
+        "logits GiB": memory.logit_bytes / 2**30,
     }
-    if memory is not None:
-        values["activations GiB"] = memory.first_stage_bytes / 2**30
-        values["logits GiB"] = memory.logit_bytes / 2**30
-    values |= dict(learnt or {})
+    # As they were known when the step was planned, in which times are predicted.
+    learnt = schedule.settings.learnt
+    if learnt is not None:
+        values["quadratic cost"] = learnt.cost_model.quadratic
+        values["micro-batch cost"] = learnt.cost_model.per_micro_batch
+        if learnt.seconds_per_unit is not None and made.step_time:
+            values["predicted step seconds"] = learnt.seconds_per_unit * made.step_time
     _last_step.clear()
     _last_step.update(values if log_all else {name: values[name] for name in LOGGED})
     if truncated is not None:
         _last_step["truncated"] = truncated
     _unread.append(run)
-
-
-def learnt_entries(learnt: LearntCosts | None, step_time: float) -> dict[str, float]:
-    """Entries of costs as they were known when the step was planned; none where nothing was.
-
-    Args:
-        learnt: of the schedule.
-        step_time: of the plan, in units of cost.
-    """
-    if learnt is None:
-        return {}
-    costs = learnt.cost_model
-    entries = {"quadratic cost": costs.quadratic, "micro-batch cost": costs.per_micro_batch}
-    if learnt.seconds_per_unit is not None and step_time:
-        entries["predicted step seconds"] = learnt.seconds_per_unit * step_time
-    return entries
 
 
 def _read_times() -> None:

@@ -3,7 +3,7 @@
     import slime.backends.megatron_utils.data as data
     import slime.backends.megatron_utils.model as model
 
-    hooked = mcore_batching.hook(data, model)   # get_data_iterator, get_batch; forward_only
+    hooked = mcore_batching.hook(data, model)   # get_data_iterator; forward_only
     print(hooked)                               # the names that were replaced
     hooked.undo()                               # or: with mcore_batching.hook(data, model): ...
 
@@ -27,20 +27,19 @@ from mcore_batching.integrations.replacements import (
     Replacement,
     in_place_of,
     refuse_hooked,
-    replacing,
 )
 from mcore_batching.integrations.slime.rollout_manager import framework, planning_modules
 
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
 
-NAMES = ("get_data_iterator", "forward_only", "get_batch")
-# First parameters of the functions of slime and miles where the rollout manager plans.
+# First parameters of the functions of slime and miles.
 LEADING = {
     "get_data_iterator": (("rollout_data",), ("args", "model", "rollout_data")),
     "forward_only": (("f", "args", "model", "data_iterator", "num_microbatches"),),
     "get_batch": (("data_iterator", "keys"),),
 }
+NAMES = tuple(LEADING)
 
 _DATA = {"slime": "backends.megatron_utils.data", "miles": "backends.training_utils.data"}
 _MODEL = "backends.megatron_utils.model"
@@ -64,21 +63,21 @@ def init(args: Any) -> None:
 
 
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
-    """Replace ``get_data_iterator``, ``forward_only`` and ``get_batch`` in a framework.
+    """Replace ``get_data_iterator`` and ``forward_only`` in a framework.
 
-    Signatures (parameters with a default may be missing, as in older versions)::
+    Signatures (further parameters are passed on)::
 
-        get_data_iterator(args, model, rollout_data)
-        forward_only(f, args, model, data_iterator, num_microbatches, store_prefix="")
-        get_batch(data_iterator, keys, pad_multiplier=128, qkv_format="thd", allgather_cp=False)
+        get_data_iterator(args, model, rollout_data) or (rollout_data)
+        forward_only(f, args, model, data_iterator, num_microbatches, ...)
+        get_batch(data_iterator, keys, ...)
 
-    or ``get_data_iterator(rollout_data)`` (slime since its pull request 1926) or
-    ``forward_only(..., rollout_id)`` (miles since 1927), which plan in the rollout manager; then
-    ``get_batch`` stays the framework's, and further parameters are passed on. The framework's
-    forward step, loss and log-prob functions stay in all: see `.before_1860` and `.trainer`.
+    The second ``get_data_iterator`` (slime since its pull request 1926) and a ``forward_only`` with
+    ``rollout_id`` (miles since 1927) plan in the rollout manager. ``get_batch``, the forward step,
+    loss and log-prob functions stay the framework's: see `.trainer`.
 
     Args:
-        modules: those that have the functions, all three between them.
+        modules: those that have the functions, all three between them; beside the first
+            ``get_data_iterator`` its class ``DataIterator``.
         schema: the kind of every field that ``get_batch`` reads, your own added by
             `Schema.declare`; None: `mcore_batching.batch.DEFAULT_SCHEMA`.
 
@@ -89,71 +88,67 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     Raises:
         HookError: a function is missing, is hooked already, or has another signature.
     """
+    # Here, since the rollout manager's process needs neither torch nor Megatron.
     from mcore_batching.batch import DEFAULT_SCHEMA
+    from mcore_batching.integrations.slime import trainer
 
-    schema = DEFAULT_SCHEMA if schema is None else schema
-    holders = _holders(modules)
+    # All are checked before any is replaced, and replaced together: the framework's own
+    # forward_only would take placeholders' outputs for samples'.
+    holders = _checked_holders(modules)
     # By parameters, not versions: checkouts are rarely of a release.
     takes = {name: _parameters(getattr(found[0], name)) for name, found in holders.items()}
     is_planned = takes["get_data_iterator"] == ("rollout_data",)
     is_planned |= "rollout_id" in takes["forward_only"]
-    in_place = _of_manager if is_planned else _of_trainer
-    # All are checked before any is replaced, and replaced together: the framework's own
-    # forward_only would take placeholders' outputs for samples'.
-    found = [in_place(name, module, schema) for name in NAMES for module in holders[name]]
-    return Hook(modules, [each for each in found if each is not None])
+    given: dict[str, Any] = {"schema": DEFAULT_SCHEMA if schema is None else schema}
+    iterators: Function = functools.partial(trainer.get_data_iterator, **given)
+    if not is_planned:
+        own = getattr(holders["get_data_iterator"][0], "DataIterator", None)
+        if own is None:
+            raise HookError(
+                "DataIterator is not where get_data_iterator is: hook a version of slime that "
+                "has it, since September 2025"
+            )
+        iterators = functools.partial(trainer.planned_data_iterator, **given, iterator=own)
+    # get_batch stays: placeholders come out of the iterator as samples that it can pack.
+    ours = {"get_data_iterator": iterators, "forward_only": trainer.forward_only}
+    found = []
+    for name, function in ours.items():
+        for module in holders[name]:
+            original = getattr(module, name)
+            bound = functools.partial(function, original)
+            found.append(Replacement(name, original, in_place_of(original, bound)))
+    return Hook(modules, found)
 
 
-def _holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
+def _checked_holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
+    """The modules that have each function; one that is hooked, or has other first parameters than
+    the known ones, is refused."""
     others = [module for module in modules if not isinstance(module, ModuleType)]
     if others:
         raise HookError(f"expected modules, got {others[0]!r}: import it first")
-    found = {name: [each for each in modules if hasattr(each, name)] for name in NAMES}
-    for name, holders in found.items():
-        if not holders:
+    holders = {name: [each for each in modules if hasattr(each, name)] for name in NAMES}
+    for name, found in holders.items():
+        if not found:
             given = ", ".join(module.__name__ for module in modules) or "none was given"
             raise HookError(
                 f"{name} is in none of the modules given ({given}): call hook(data, model) with "
                 f"those that have {', '.join(NAMES)}"
             )
-    return found
-
-
-def _of_trainer(name: str, module: ModuleType, schema: Schema) -> Replacement:
-    """For a framework that plans where it trains."""
-    from mcore_batching.integrations.slime import before_1860
-
-    ours: Function = getattr(before_1860, name)
-    if name == "get_data_iterator":
-        ours = functools.partial(ours, schema)
-    return replacing(
-        module, name, lambda original, *given, **by_name: ours(*given, **by_name), like=ours
-    )
-
-
-def _of_manager(name: str, module: ModuleType, schema: Schema) -> Replacement | None:
-    """For a framework that plans in its rollout manager; None: its own stays."""
-    from mcore_batching.integrations.slime import trainer
-
-    original, where, known = getattr(module, name), f"{module.__name__}.{name}", LEADING[name]
-    refuse_hooked(where, original)
-    names = _parameters(original)
-    if not any(names[: len(each)] == each for each in known):
-        expected = " or ".join(f"{name}({', '.join(each)}, ...)" for each in known)
-        found = str(inspect.signature(original)) if callable(original) else type(original).__name__
-        raise HookError(
-            f"{where} is of an unknown version of slime or miles: expected {expected}, found "
-            f"{found}; mcore_batching/integrations/slime/README.md lists versions"
-        )
-    # Placeholders come out of the iterator as samples that its own can pack.
-    if name == "get_batch":
-        return None
-    ours = functools.partial(getattr(trainer, name), original)
-    if name == "get_data_iterator":
-        ours = functools.partial(ours, schema=schema)
-    return Replacement(
-        name, original, in_place_of(original, trainer.checking_model(original, ours))
-    )
+        for module in found:
+            original, where = getattr(module, name), f"{module.__name__}.{name}"
+            refuse_hooked(where, original)
+            names = _parameters(original)
+            if any(names[: len(each)] == each for each in LEADING[name]):
+                continue
+            known = " or ".join(f"{name}({', '.join(each)}, ...)" for each in LEADING[name])
+            shown = f"a {type(original).__name__}"
+            if callable(original):
+                shown = f"{name}{inspect.signature(original)}"
+            raise HookError(
+                f"{where} is of an unknown version of slime or miles: expected {known}, found "
+                f"{shown}; mcore_batching/integrations/slime/README.md lists versions"
+            )
+    return holders
 
 
 def _parameters(function: Any) -> tuple[str, ...]:

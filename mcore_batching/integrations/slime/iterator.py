@@ -31,20 +31,16 @@ class PlaceholderLengths(list[int]):
 class PlaceholderIterator:
     """An iterator over rollout data, with a fabricated sample where a micro-batch has none.
 
-    All other attributes are those of ``own``, the iterator inside. ``template`` has the values of
-    one sample, for ranks without any; None: no such rank.
+    All other attributes are those of ``own``, the iterator inside.
     """
 
-    def __init__(
-        self, own: Any, schema: Schema, template: Mapping[str, list[Any]] | None = None
-    ) -> None:
+    def __init__(self, own: Any, schema: Schema) -> None:
         self.own = own
         # `partition` holds positions of samples, so identifiers. Top-p tokens are metadata (several
         # per token) but must be an empty tensor for an empty response, not None.
         self._schema = schema.declare("partition", Kind.METADATA).declare(
             "rollout_top_p_token_ids", Kind.PER_RESPONSE_TOKEN
         )
-        self._template = template or {}
         self._micro_batches = own.micro_batch_indices
         self._checked: set[tuple[str, ...]] = set()
 
@@ -92,7 +88,7 @@ class PlaceholderIterator:
                     expected=f"{count} values, one for each sample of the rank",
                     found=f"{len(data[key])}",
                 )
-        made = make_placeholder(self._schema, keys, data if count else self._template)
+        made = make_placeholder(self._schema, keys, data)
         if not count:  # no sample shows where values are
             device = torch.device(torch.cuda.current_device())
             for values in made.values():

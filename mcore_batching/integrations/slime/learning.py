@@ -17,11 +17,11 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_batching.flags import FIXED, LEARNT
 from mcore_batching.planning import ConfigError, CostModel
 from mcore_batching.planning.costs.layers_of import first_guess
+from mcore_batching.planning.files import read_document
 from mcore_batching.planning.learn import LearntCosts
-
-_NAME = "mcore_batching learnt costs"
 
 
 class TrainersCosts:
@@ -49,8 +49,13 @@ def shape_costs(args: Any) -> CostModel:
     return CostModel()
 
 
-def learnt_costs(args: Any) -> CostModel:
-    """The costs that the trainer's ranks have taught by now; waits for the actor."""
+def chosen_costs(args: Any) -> CostModel:
+    """What ``dynamic_batch_cost_model`` names; learnt ones, by now, come from the actor."""
+    chosen = getattr(args, "dynamic_batch_cost_model", None)
+    if chosen in (None, FIXED):
+        return shape_costs(args)
+    if chosen != LEARNT:
+        return CostModel.from_json(read_document(chosen))
     ray = importlib.import_module("ray")
     model: CostModel = ray.get(trainers_costs(shape_costs(args)).cost_model.remote())
     return model
@@ -61,5 +66,5 @@ def trainers_costs(shape: CostModel) -> Any:
     """The job's one `TrainersCosts`, as a Ray actor, made by the process that comes first."""
     ray = importlib.import_module("ray")
     # Named in the job's own namespace; the handle that is cached here keeps it alive.
-    options = {"name": _NAME, "get_if_exists": True, "num_cpus": 0}
+    options = {"name": "mcore_batching learnt costs", "get_if_exists": True, "num_cpus": 0}
     return ray.remote(TrainersCosts).options(**options).remote(shape)

@@ -13,22 +13,20 @@ Needs neither PyTorch nor Megatron: it runs in the rollout manager's process.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from mcore_batching.flags import FIXED, LEARNT, PLANNER_DEFAULTS, removed_settings
+from mcore_batching.flags import LEARNT, PLANNER_DEFAULTS, removed_settings
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.replacements import Hook, HookError, is_replacement, replacing
-from mcore_batching.integrations.slime.learning import learnt_costs, shape_costs
+from mcore_batching.integrations.slime.learning import chosen_costs
 from mcore_batching.planning import (
-    CostModel,
     LastStep,
     ParallelDims,
     Plan,
@@ -36,7 +34,6 @@ from mcore_batching.planning import (
     group_steps,
     plan_batch,
 )
-from mcore_batching.planning.files import read_document
 
 NAME = "build_dp_schedule"
 
@@ -47,8 +44,6 @@ _FRAMEWORKS = {
     "slime": f"(its pull request 1926): leave hook_schedule out, {_INIT} is enough",
     "miles": "(its pull request 1927): use a later miles",
 }
-
-Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
 
 def framework(module: str) -> str:
@@ -104,7 +99,7 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
     sample_is_multimodal: list[bool] | None = None,
-) -> Schedule:
+) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
     """The samples of each rank, and of each of its micro-batches.
 
     ``args`` have the planner's options, ``dynamic_batch_*`` from ``--custom-config-path``. A step
@@ -123,9 +118,10 @@ def build_dp_schedule(
         raise HookError(
             f"the trainer would train on placeholders: set {_INIT}, or call it in your own init"
         )
-    if problems := list(option_problems(args)):
+    if problems := option_problems(args):
         raise HookError("; ".join(problems))
-    dims, config = _parallel_dims(args, train_parallel_config), _planner_config(args)
+    dims = _parallel_dims(args, train_parallel_config)
+    config = _planner_config(args, dims)
     last = _last_step(args, rollout_indices, global_batch_size, dims.data_parallel)
     steps = group_steps(rollout_indices, global_batch_size, last=last)
     if not steps:
@@ -133,31 +129,47 @@ def build_dp_schedule(
             f"no step has all of its {global_batch_size} rollouts: decrease --global-batch-size"
         )
     kept = sorted(itertools.chain(*steps))
-    planned = functools.partial(
-        plan_batch,
-        [total_lengths[sample] for sample in kept],
-        dims,
-        cost_model=_cost_model(args),
-        groups=[rollout_indices[sample] for sample in kept],
-        groups_per_step=global_batch_size,
-    )
-    plan = planned(config)
-    if _idle_ranks(plan):  # faster, but the trainer needs a sample on every rank
-        plan = planned(dataclasses.replace(config, balance="cost"))
-    _check(args, plan, dims)
-    partitions: list[list[int]] = [[] for _ in range(dims.data_parallel)]
-    micro_batches: list[list[list[int]]] = [[] for _ in range(dims.data_parallel)]
-    for step in plan.steps:
-        for rank, slots in enumerate(step.micro_batches):
-            for samples in slots:
-                # A micro-batch lists places in its rank's samples, not numbers of samples.
-                first = len(partitions[rank])
-                partitions[rank] += (kept[sample] for sample in samples)
-                micro_batches[rank].append(list(range(first, first + len(samples))))
+    costs = chosen_costs(args)
+    # A step may end first with an idle rank, but the trainer needs a sample on each.
+    for balance in (config.balance, "cost"):
+        plan = plan_batch(
+            [total_lengths[sample] for sample in kept],
+            dims,
+            dataclasses.replace(config, balance=balance),
+            costs,
+            groups=[rollout_indices[sample] for sample in kept],
+            groups_per_step=global_batch_size,
+        )
+        partitions, micro_batches = _by_rank(plan, kept)
+        if all(partitions):
+            break
+    else:
+        raise HookError(
+            f"data-parallel rank {partitions.index([])} would train no sample: set "
+            f"--global-batch-size to {dims.data_parallel} or more"
+        )
+    if getattr(args, "enable_mtp_training", False) and not all(map(all, micro_batches)):
+        raise HookError(
+            "MTP would divide by a placeholder's 0 tokens: set --global-batch-size higher, or "
+            "unset --enable-mtp-training"
+        )
     counts = [step.num_microbatches for step in plan.steps]
     # slime scales a step's loss by its rollouts, which may have several samples each.
     sizes = [len({rollout_indices[sample] for sample in step}) for step in steps]
     return partitions, micro_batches, counts, sizes
+
+
+def _by_rank(plan: Plan, kept: Sequence[int]) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """The samples of each rank, and the places in these of each of its micro-batches."""
+    partitions: list[list[int]] = [[] for _ in plan.steps[0].micro_batches]
+    micro_batches: list[list[list[int]]] = [[] for _ in partitions]
+    for step in plan.steps:
+        for rank, slots in enumerate(step.micro_batches):
+            for samples in slots:
+                first = len(partitions[rank])
+                partitions[rank] += (kept[sample] for sample in samples)
+                micro_batches[rank].append(list(range(first, first + len(samples))))
+    return partitions, micro_batches
 
 
 def _parallel_dims(args: Any, sent: dict[str, Any]) -> ParallelDims:
@@ -175,52 +187,58 @@ def _parallel_dims(args: Any, sent: dict[str, Any]) -> ParallelDims:
     )
 
 
-def option_problems(args: Any) -> Iterator[str]:
-    """Options of the engine's own rows and training step, of which the framework has its own.
+# Options of the engine's own rows and training step, of which the framework has its own, by
+# their names in the YAML of ``--custom-config-path``.
+_ENGINES = {
+    "dynamic_batch_share_prefixes": (
+        "the framework finds tokens by lengths, so samples cannot share them: unset "
+        "dynamic_batch_share_prefixes"
+    ),
+    "dynamic_batch_pad_each_to": (
+        "the framework finds tokens by unpadded lengths: unset dynamic_batch_pad_each_to, and pad "
+        "rows by dynamic_batch_pad_total_to"
+    ),
+    "dynamic_batch_context_parallel": (
+        "the framework's context-parallel size is fixed: unset dynamic_batch_context_parallel"
+    ),
+    "dynamic_batch_forward_only_max_tokens_per_gpu": (
+        "the framework's forward passes run training's micro-batches: unset "
+        "dynamic_batch_forward_only_max_tokens_per_gpu"
+    ),
+}
 
-    They are spelt as in the YAML of ``--custom-config-path``, which reads `off` as False.
-    """
-    if getattr(args, "dynamic_batch_share_prefixes", False):
-        yield (
-            "the framework finds tokens by lengths, so samples cannot share them: unset "
-            "dynamic_batch_share_prefixes"
-        )
-    if getattr(args, "dynamic_batch_pad_each_to", None):
-        yield (
-            "the framework finds tokens by unpadded lengths: unset dynamic_batch_pad_each_to, "
-            "and pad rows by dynamic_batch_pad_total_to"
-        )
-    if getattr(args, "dynamic_batch_context_parallel", None) is not None:
-        yield "the framework's context-parallel size is fixed: unset dynamic_batch_context_parallel"
-    yield from removed_settings(args)
+
+def option_problems(args: Any) -> list[str]:
+    """Options that the framework cannot follow, each with what to set instead."""
+    # YAML reads `off` as False.
+    problems = [text for name, text in _ENGINES.items() if getattr(args, name, None)]
+    problems += removed_settings(args)
     is_learnt = getattr(args, "dynamic_batch_cost_model", None) == LEARNT
     if is_learnt and (getattr(args, "expert_model_parallel_size", None) or 1) > 1:
-        yield (
+        problems.append(
             "costs are learnt from passes in which no rank waits, and expert-parallel ranks wait "
             "for each other in every one: set dynamic_batch_cost_model to fixed, or to a file of "
             "CostModel.to_json"
         )
+    return problems
 
 
-def _planner_config(args: Any) -> PlannerConfig:
+def row_multiple(args: Any, dims: ParallelDims) -> int:
+    """Tokens to a multiple of which rows are padded: by ``get_batch``, and by the option."""
+    # get_batch pads each rank's part to this times the tensor-parallel size.
+    local = getattr(args, "data_pad_size_multiplier", None) or 1
+    given = getattr(args, "dynamic_batch_pad_total_to", None) or 1
+    return math.lcm(local * dims.tensor_parallel * dims.context_parallel, given)
+
+
+def _planner_config(args: Any, dims: ParallelDims) -> PlannerConfig:
     """The planner's options, with rows padded as the framework's ``get_batch`` pads them."""
     options = {
         name: getattr(args, f"dynamic_batch_{name}", default)
         for name, default in PLANNER_DEFAULTS.items()
     }
-    # get_batch pads each rank's part to this times the tensor-parallel size.
-    local = getattr(args, "data_pad_size_multiplier", 1)
-    local *= getattr(args, "tensor_model_parallel_size", 1)
-    local *= getattr(args, "context_parallel_size", 1)
-    options["pad_total_to"] = math.lcm(local, options["pad_total_to"] or 1)
+    options["pad_total_to"] = row_multiple(args, dims)
     return PlannerConfig(max_tokens_per_gpu=args.max_tokens_per_gpu, **options)
-
-
-def _cost_model(args: Any) -> CostModel:
-    chosen = getattr(args, "dynamic_batch_cost_model", None)
-    if chosen in (None, FIXED):
-        return shape_costs(args)
-    return learnt_costs(args) if chosen == LEARNT else CostModel.from_json(read_document(chosen))
 
 
 def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks: int) -> LastStep:
@@ -230,27 +248,6 @@ def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks
     # miles drops a last step of fewer samples than ranks, too.
     *_, last = group_steps(rollouts, rollouts_per_step)
     return "keep" if len(last) >= ranks else "drop"
-
-
-def _idle_ranks(plan: Plan) -> list[int]:
-    ranks = range(len(plan.steps[0].micro_batches))
-    return [r for r in ranks if not any(any(step.micro_batches[r]) for step in plan.steps)]
-
-
-def _check(args: Any, plan: Plan, dims: ParallelDims) -> None:
-    """Refuse what the trainer cannot run."""
-    idle = _idle_ranks(plan)
-    if idle:
-        raise HookError(
-            f"data-parallel rank {idle[0]} would train no sample: set --global-batch-size to "
-            f"{dims.data_parallel} or more"
-        )
-    full = all(all(rank) for step in plan.steps for rank in step.micro_batches)
-    if not full and getattr(args, "enable_mtp_training", False):
-        raise HookError(
-            "MTP would divide by a placeholder's 0 tokens: set --global-batch-size higher, or "
-            "unset --enable-mtp-training"
-        )
 
 
 def _in_place_of_own(original: Callable[..., Any], args: Any, *lengths: Any, **step: Any) -> Any:

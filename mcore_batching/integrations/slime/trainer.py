@@ -1,7 +1,8 @@
 """Placeholders for slime's and miles' own ``get_batch``, ``forward_only`` and losses.
 
 Since slime's pull request 1926 and miles' 1927 the rollout manager plans, and a rank's rollout data
-list the samples of each micro-batch. Where it lists none, `PlaceholderIterator` fabricates one, and
+list the samples of each micro-batch. Older slime plans where it trains, each rank its own samples:
+`planned_data_iterator`. Where a micro-batch lists none, `PlaceholderIterator` fabricates one, and
 ``forward_only`` drops its outputs.
 
 Checked are, before a pass, that the model can run packed rows and that micro-batches hold each
@@ -12,6 +13,7 @@ be.
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import inspect
 import itertools
@@ -22,27 +24,49 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 
-from mcore_batching.batch import OrderError, Schema, apply_order
+from mcore_batching.batch import DEFAULT_SCHEMA, OrderError, Schema, SchemaError, apply_order
+from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.dims import job_dims
+from mcore_batching.integrations.local import check_model
 from mcore_batching.integrations.replacements import HookError, Replacement, in_place_of
 from mcore_batching.integrations.slime.iterator import PlaceholderIterator, PlaceholderLengths
 from mcore_batching.integrations.slime.learning import shape_costs, trainers_costs
+from mcore_batching.integrations.slime.rollout_manager import option_problems, row_multiple
 from mcore_batching.megatron import compat, timing
-from mcore_batching.megatron.checks.settings import prepare_packed_model
-from mcore_batching.megatron.errors import CollationFailedError
+from mcore_batching.megatron.errors import CollationFailedError, refuse
 from mcore_batching.megatron.forward_only import checked_outputs
 from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.plan import plan_rollout
+from mcore_batching.megatron.samples import REQUIRED_FIELDS, read_samples
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning.costs.layer_costs import costs_of_stage
 from mcore_batching.planning.learn import LearntCosts, TimedRow
 
 _OPERATION = "forward_only"
 
+# Others may be of the whole batch rather than of this rank's samples, or log-probs that are already
+# cut for context parallelism.
+_PLANNED = (
+    *(*REQUIRED_FIELDS, "loss_masks"),
+    *("multimodal_train_inputs", "position_ids", "dynamic_global_batch_size"),
+)
+
 
 def get_data_iterator(
     original: Callable[..., Any], *arguments: Any, schema: Schema, **keywords: Any
 ) -> Any:
-    """The result of the framework's function, its iterators with placeholders."""
+    """The result of the framework's function, its iterators with placeholders.
+
+    Where it is given a model, and the rollout manager planned, a collective over all ranks at the
+    first call: a `PlanningFailedError` on every rank if any rank's model cannot run packed rows.
+    """
+    # Mamba's state ends with each sample, which slime's and miles' rows do not mark.
+    compat.end_states_with_samples()
+    given = inspect.signature(original).bind(*arguments, **keywords).arguments
+    # miles'; slime's is seen at forward_only. The manager, which plans, has none.
+    is_planned = "model" in given and "micro_batch_indices" in given["rollout_data"]
+    if is_planned and getattr(given["args"], "use_dynamic_batch_size", False):
+        check_model(model_chunks(given["model"]), job_of(given["args"]))
     made = original(*arguments, **keywords)
     iterators, *counts = made if isinstance(made, tuple) else (made,)
     # What miles plans in the trainer (several modalities or adapters) stays its own.
@@ -51,6 +75,60 @@ def get_data_iterator(
         for each in iterators
     ]
     return (with_placeholders, *counts) if counts else with_placeholders
+
+
+def planned_data_iterator(
+    original: Callable[..., Any],
+    args: Any,
+    model: Any,
+    rollout_data: dict[str, Any],
+    *,
+    schema: Schema,
+    iterator: Callable[..., Any],
+) -> tuple[list[PlaceholderIterator], list[int]]:
+    """Iterators over this rank's samples, packed under the cap, and each step's micro-batches.
+
+    A collective over all ranks, which have the same number of micro-batches. ``iterator`` is the
+    framework's class over the rollout data and such lists. Without ``use_dynamic_batch_size`` the
+    framework plans itself. A `DynamicBatchArgumentError` for an option of the engine's own rows or
+    training step.
+    """
+    if not getattr(args, "use_dynamic_batch_size", False):
+        return original(args, model, rollout_data)  # type: ignore[no-any-return]
+    problems = option_problems(args)
+    if getattr(args, "dynamic_batch_exchange", False):
+        problems.append("samples stay on their rank: unset dynamic_batch_exchange")
+    if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
+        problems.append(
+            "no pass is timed here: set dynamic_batch_cost_model to fixed, or to a file"
+        )
+    refuse("the hooked batching", problems)
+    compat.end_states_with_samples()
+    # A copy, since the framework goes on with its own.
+    planning_args = copy.copy(args)
+    planning_args.dynamic_batch_share_prefixes = False
+    planning_args.dynamic_batch_exchange = False
+    planning_args.dynamic_batch_pad_total_to = row_multiple(args, job_dims())
+    job = job_of(planning_args)
+    made = plan_rollout(read_samples(job, model, DEFAULT_SCHEMA, lambda: _planned(rollout_data)))
+    listed = [list(samples) for samples in made.micro_batches]
+    iterators = [
+        PlaceholderIterator(iterator(rollout_data, micro_batch_indices=listed), schema)
+        for _ in range(made.dims.virtual_pipeline)
+    ]
+    return iterators, made.num_microbatches
+
+
+def _planned(rollout_data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the rollout data that planning reads; a sample without tokens is refused."""
+    planned = {key: rollout_data[key] for key in _PLANNED if rollout_data.get(key) is not None}
+    for index, length in enumerate(planned.get("total_lengths", ())):
+        if length < 1:
+            # slime pads a mask by the length of the prompt minus 1.
+            raise SchemaError(
+                "total_lengths", sample_index=index, expected="at least one token", found="0"
+            )
+    return planned
 
 
 def forward_only(
@@ -69,6 +147,7 @@ def forward_only(
     own rank.
 
     Raises:
+        PlanningFailedError: on every rank, if any rank's model cannot run packed rows.
         CollationFailedError: on every rank, if any rank's micro-batches do not hold each sample
             once (an `OrderError`), or ranks differ in ``num_microbatches``.
         ForwardFailedError: on every rank, if on any ``f`` raised, did not return one output per
@@ -84,6 +163,7 @@ def forward_only(
     if not (planned and getattr(args, "use_dynamic_batch_size", False)):
         return run(_Guarded(f, None))
     job = job_of(args)
+    check_model(model_chunks(model), job)
     # The framework restores the order of outputs by these places, without checking their number.
     with job.consensus.agreement(
         _OPERATION, failure=CollationFailedError, mismatch=CollationFailedError
@@ -216,39 +296,6 @@ class _PassTimes:
 
 def timing_passes(args: Any) -> Replacement:
     """Megatron's ``forward_step`` with the times from which the manager's costs are learnt."""
-    times = _PassTimes(args)
     original = schedules.forward_step
-    ours = functools.partial(times.forward_step, original)
+    ours = functools.partial(_PassTimes(args).forward_step, original)
     return Replacement("forward_step", original, in_place_of(original, ours))
-
-
-def checking_model(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """`ours`, with a check of the model before: a collective over all ranks, once per model.
-
-    It raises `PlanningFailedError` on every rank if any rank's model cannot run packed rows.
-    """
-    signature = inspect.signature(original)
-
-    def checked(*arguments: Any, **keywords: Any) -> Any:
-        # Mamba's state ends with each sample, which slime's and miles' rows do not mark.
-        compat.end_states_with_samples()
-        given = signature.bind(*arguments, **keywords).arguments
-        # At the first call that has the model: the manager, which plans, has none.
-        if "model" in given and _is_planned(given):
-            job, chunks = job_of(given["args"]), model_chunks(given["model"])
-            if chunks[0] not in job.memory.checked_models:
-                with job.agreement("checking the model"):
-                    prepare_packed_model(chunks)
-                job.memory.checked_models.add(chunks[0])
-        return ours(*arguments, **keywords)
-
-    return checked
-
-
-def _is_planned(given: dict[str, Any]) -> bool:
-    # Other calls may be of one rank: slime's server runs data-parallel ranks separately.
-    if not getattr(given["args"], "use_dynamic_batch_size", False):
-        return False
-    data = given["data_iterator"][0] if "data_iterator" in given else None
-    rollout_data = given["rollout_data"] if data is None else getattr(data, "rollout_data", ())
-    return "micro_batch_indices" in rollout_data

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_batching.integrations.dims import job_dims
+from mcore_batching.integrations.local import plan_full_slots
 from mcore_batching.integrations.verl.micro_batches import check_model_of_engine
-from mcore_batching.planning import PlannerConfig, StepPlan, plan_step
+from mcore_batching.planning import PlannerConfig
 
 
 def scheduler_class(original: Callable[[], Any]) -> type[RowScheduler]:
@@ -56,14 +57,9 @@ class RowScheduler:
         """
         check_model_of_engine()
         ids, lengths = zip(*sample_id_seqlens, strict=True)
-        found = self._assigned(plan_step(lengths, self._dims, self._config))
-        if not all(all(of_slot) for of_slot in found):  # faster, but verl runs no empty row
-            even = dataclasses.replace(self._config, balance="cost")
-            found = self._assigned(plan_step(lengths, self._dims, even))
-        if not all(all(of_slot) for of_slot in found):  # fewer samples than ranks: all share each
+        step, is_full = plan_full_slots(lengths, self._dims, self._config)
+        if not is_full:  # fewer samples than ranks: all share each
             ranks = self._dims.data_parallel * self._dims.context_parallel
-            found = [((sample,),) * ranks for sample in range(len(ids))]
-        return [[[ids[i] for i in samples] for samples in of_slot] for of_slot in found]
-
-    def _assigned(self, step: StepPlan) -> list[tuple[tuple[int, ...], ...]]:
-        return [*zip(*step.micro_batches, strict=True)]
+            return [[[sample]] * ranks for sample in ids]
+        slots = zip(*step.micro_batches, strict=True)
+        return [[[ids[i] for i in samples] for samples in of_slot] for of_slot in slots]

@@ -9,8 +9,6 @@ import importlib.util
 from mcore_batching.integrations.replacements import Hook, replacing
 
 NAMES = ("rearrange_micro_batches", "restore_dynamic_batch")
-DYNAMIC_CP = "verl.utils.dynamic_cp_scheduler"
-SCHEDULER = "get_megatron_dynamic_cp_scheduler_cls"
 
 
 def hook() -> Hook:
@@ -27,7 +25,8 @@ def hook() -> Hook:
 
     modules = [importlib.import_module("verl.utils.seqlen_balancing")]
     found = [replacing(modules[0], name, getattr(micro_batches, name)) for name in NAMES]
-    if importlib.util.find_spec(DYNAMIC_CP):
-        modules.append(importlib.import_module(DYNAMIC_CP))
-        found.append(replacing(modules[1], SCHEDULER, dynamic_cp.scheduler_class))
+    if importlib.util.find_spec("verl.utils.dynamic_cp_scheduler"):
+        modules.append(importlib.import_module("verl.utils.dynamic_cp_scheduler"))
+        name = "get_megatron_dynamic_cp_scheduler_cls"
+        found.append(replacing(modules[1], name, dynamic_cp.scheduler_class))
     return Hook(modules, found)

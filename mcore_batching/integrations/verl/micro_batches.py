@@ -30,21 +30,14 @@ from mcore_batching.batch.consensus import Consensus
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.local import caller_with, check_model, plan_locally
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.planning import (
-    LengthError,
-    MicroBatches,
-    ParallelDims,
-    PlannerConfig,
-)
+from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
 
 # Either may be what a loss reads, by verl's version.
 _MASKS = ("loss_mask", "response_mask")
 
-_Function = Callable[..., Any]
-
 
 def rearrange_micro_batches(
-    original: _Function,
+    original: Callable[..., Any],
     batch: Any,
     max_token_len: int,
     dp_group: Any = None,
@@ -75,17 +68,23 @@ def rearrange_micro_batches(
     consensus = Consensus(group)
     if agrees:
         check_model_of_engine()
-    lengths = _checked_lengths(batch, max_token_len, consensus)
+    lengths, fewest = _checked_lengths(batch, max_token_len, consensus)
     dims, config = _settings(max_token_len, multiple, group)
     chosen = plan_locally(
         lengths, dims, config, consensus, fewest=min_num_micro_batch or 1, multiple=multiple
     )
-    _check_repeated(batch, chosen, consensus)
+    # Under Megatron's calculate_per_token_loss verl puts routed_num_tokens into the batch.
+    if fewest < len(chosen) and batch.get("routed_num_tokens", None) is not None:
+        raise HookError(
+            f"a data-parallel rank has fewer samples than its {len(chosen)} micro-batches, and "
+            "calculate_per_token_loss would count a repeated one twice: set ppo_mini_batch_size or "
+            "ppo_max_token_len_per_gpu higher"
+        )
     return _filled(batch, lengths, chosen)
 
 
 def restore_dynamic_batch(
-    original: _Function, data: torch.Tensor, batch_idx_list: list[list[int]]
+    original: Callable[..., Any], data: torch.Tensor, batch_idx_list: list[list[int]]
 ) -> torch.Tensor:
     """Rows of all micro-batches, dense or nested, in the order of the batch, one per sample.
 
@@ -152,8 +151,9 @@ def _settings(max_token_len: int, multiple: int, group: Any) -> tuple[ParallelDi
     return dims, PlannerConfig(max_tokens_per_gpu=cap)
 
 
-def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> list[int]:
-    """Tokens of this rank's samples, on every rank at least one and none over the cap."""
+def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> tuple[list[int], int]:
+    """Tokens of this rank's samples, none over the cap on any rank, and the fewest samples that a
+    rank has: at least one."""
     with consensus.agreement("reading lengths") as agree:
         lengths = _lengths(batch)
         longest = agree.max("longest", max(lengths, default=0))
@@ -165,20 +165,7 @@ def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> li
             f"a sample has {longest.value} tokens, a micro-batch may hold {max_token_len}: set "
             "ppo_max_token_len_per_gpu (log_prob_max_token_len_per_gpu) higher"
         )
-    return lengths
-
-
-def _check_repeated(batch: Any, chosen: MicroBatches, consensus: Consensus) -> None:
-    """Refuse, on all ranks, to repeat a sample where a loss is divided by the tokens run."""
-    with consensus.agreement("filling up") as agree:
-        repeats = agree.max("repeats", int(not all(chosen)))
-    # Under Megatron's calculate_per_token_loss verl puts routed_num_tokens into the batch.
-    if repeats.value and batch.get("routed_num_tokens", None) is not None:
-        raise HookError(
-            f"a data-parallel rank has fewer samples than its {len(chosen)} micro-batches, and "
-            "calculate_per_token_loss would count a repeated one twice: set ppo_mini_batch_size or "
-            "ppo_max_token_len_per_gpu higher"
-        )
+    return lengths, fewest.value
 
 
 def _filled(

@@ -14,12 +14,13 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
+from kit import listed_batches
 from kit.calls import Calls, Function, f_with, loss_with, read_faults, small_model
 from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
 from kit.model import named_parameters
 from kit.objective import packed_objective
 from mcore_batching.batch import DEFAULT_SCHEMA
-from mcore_batching.integrations.slime import before_1860
+from mcore_batching.integrations.slime import trainer
 from mcore_batching.megatron import add_fields, response_log_probs
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -103,16 +104,14 @@ def gathered(logits: torch.Tensor) -> torch.Tensor:
 
 
 def slime_plan(calls: Calls, data: Any = None, **flags: Any) -> Any:
-    args = arguments(calls.dims, **flags)
-    data = data or calls.data
-    return before_1860.get_data_iterator(DEFAULT_SCHEMA, args, calls.model, data)
+    args = arguments(calls.dims, **{"use_dynamic_batch_size": True} | flags)
+    given = {"schema": DEFAULT_SCHEMA, "iterator": listed_batches.Listed}
+    return trainer.planned_data_iterator(fails, args, calls.model, data or calls.data, **given)
 
 
-def slime_pass(
-    calls: Calls, iterators: Any, counts: Any, f: Any = log_probs_by_lengths, **flags: Any
-) -> Any:
-    args = arguments(calls.dims, **flags)
-    return before_1860.forward_only(f, args, calls.model, iterators, counts)
+def slime_pass(calls: Calls, iterators: Any, counts: Any, f: Any = log_probs_by_lengths) -> Any:
+    args = arguments(calls.dims, use_dynamic_batch_size=True, collects_outputs=True)
+    return listed_batches.forward_only(f, args, calls.model, iterators, counts)
 
 
 def too_few(logits: torch.Tensor, **keywords: Any) -> Any:

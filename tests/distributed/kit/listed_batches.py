@@ -1,5 +1,5 @@
-"""A forward pass over the micro-batches that rollout data list, as slime's and miles' trainers run
-it: without placeholders, and with outputs put into the samples' order by what it finds."""
+"""A forward pass over listed micro-batches, as slime's and miles' trainers run it: without
+placeholders, and with outputs put into the samples' order by what it finds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from mcore_batching.megatron import compat
 LENGTHS = ("total_lengths", "response_lengths")
 
 
-class _Iterator:
-    def __init__(self, rollout_data: dict[str, Any]) -> None:
-        self.rollout_data = rollout_data
-        self.micro_batch_indices = rollout_data["micro_batch_indices"]
-        self.offset = 0
+class Listed:
+    """As slime's own iterator."""
+
+    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: Any) -> None:
+        self.rollout_data, self.offset = rollout_data, 0
+        self.micro_batch_indices = micro_batch_indices
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         indices = self.micro_batch_indices[self.offset]
         self.offset += 1
-        return {key: [self.rollout_data[key][i] for i in indices] for key in keys}
+        found = {key: self.rollout_data.get(key) for key in keys}
+        return {key: values and [values[i] for i in indices] for key, values in found.items()}
 
     def reset(self) -> None:
         self.offset = 0
@@ -37,7 +39,9 @@ class _Iterator:
 def iterators_of(rollout_data: dict[str, Any]) -> Any:
     """With placeholders."""
     return trainer.get_data_iterator(
-        lambda data: [_Iterator(data)], rollout_data, schema=DEFAULT_SCHEMA
+        lambda data: [Listed(data, data["micro_batch_indices"])],
+        rollout_data,
+        schema=DEFAULT_SCHEMA,
     )
 
 

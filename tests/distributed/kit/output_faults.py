@@ -1,8 +1,8 @@
 """What comes of outputs that are too few, too many or of no sample, on the last rank alone.
 
 By the paths of frameworks: what replaces slime's where it plans before it deals out samples
-(`kit.listed_batches`); and slime and miles from their checkouts. Those of the engine, and of slime
-where it plans as it trains, are rows of `FAULTS.md`.
+or as it trains (`kit.listed_batches`); and slime and miles from their checkouts. Those of the
+engine are rows of `FAULTS.md`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from kit.exactness import difference, log_probs_by_lengths
 from kit.harness import Job
 from kit.samples import make_samples, take
 from kit.slime import SAMPLES, arguments, model_of, modules_of
+from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.integrations.slime.trainer import planned_data_iterator
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -109,8 +111,8 @@ def outputs(dims: dict[str, Any], of: str, source: str) -> dict[str, str]:
 
     Args:
         dims: arguments of `ParallelDims`.
-        of: the kit's ``planned slime`` and ``planned miles`` (by how these collect outputs);
-            ``slime unplanned``, ``slime`` and ``miles`` of a checkout.
+        of: the kit's ``planned slime``, ``planned miles`` (by how these collect outputs) and
+            ``planning slime``; ``slime unplanned``, ``slime`` and ``miles`` of a checkout.
         source: folder with the framework.
     """
     shape = ParallelDims(**dims)
@@ -182,12 +184,13 @@ def _path(of: str, source: str, shape: ParallelDims) -> SimpleNamespace:
     args = arguments(shape, True, "grpo")
     args.use_dynamic_batch_size, args.use_rollout_entropy = True, False
     args.max_tokens_per_gpu = CAP_TOKENS
-    path = SimpleNamespace(args=args, told=of != "slime unplanned", options={})
+    plans = of in ("planning slime", "slime unplanned")
+    path = SimpleNamespace(args=args, told=not plans, options={})
     path.hooked = contextlib.nullcontext
-    if of.startswith("planned"):
+    if of.startswith("plann"):
         args.collects_outputs = of == "planned miles"
         path.f, path.forward = _collected_log_probs, listed_batches.forward_only
-        path.iterators = _listed
+        path.iterators = _planned if plans else _listed
         return path
     modules = modules_of(of, source, shape, args)
     path.f, path.iterators = modules.loss.get_log_probs_and_entropy, modules.iterators
@@ -195,6 +198,11 @@ def _path(of: str, source: str, shape: ParallelDims) -> SimpleNamespace:
     path.forward = lambda *arguments, **options: modules.model.forward_only(*arguments, **options)
     path.hooked = lambda: mcore_batching.hook(modules.data, modules.model)
     return path
+
+
+def _planned(args: Any, model: Any, rollout: dict[str, Any]) -> tuple[Any, list[int]]:
+    given = {"schema": DEFAULT_SCHEMA, "iterator": listed_batches.Listed}
+    return planned_data_iterator(_raise, args, model, rollout, **given)
 
 
 def _listed(args: Any, model: Any, rollout: dict[str, Any]) -> tuple[Any, list[int]]:

@@ -144,9 +144,9 @@ def compare(
         args.dynamic_batch_fill, planned = "placeholder", hook_schedule()
     assert planned is not None
     with planned, mcore_batching.hook(modules.data, modules.model) as hooked:
-        assert len(hooked.hooked) == (2 if modules.plan else 4), hooked
+        assert len(hooked.hooked) == 2, hooked
         part, ours = _step(modules, args, shape)
-    replaced = [modules.model.forward_only, modules.model.get_batch]
+    replaced = [modules.model.forward_only, modules.data.get_data_iterator]
     replaced += [modules.plan.build_dp_schedule] if modules.plan else []
     assert not any(hasattr(each, "_mcore_batching_original") for each in replaced)
 
