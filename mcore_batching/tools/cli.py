@@ -1,4 +1,5 @@
-"""The `mcore-batching` command: plan, check, compare with others' rules, replay a recorded job.
+"""The `mcore-batching` command: plan, check, compare with others' rules, replay a recorded job. The
+short commands, `check` and `flags`, are here.
 
 Exit status: 0 if all is well; 1 if a checked plan is broken; 2 for bad usage or bad input; 74 if
 input cannot be read or output cannot be written (a missing file, a full disk, a closed stream); 130
@@ -8,15 +9,35 @@ file is written whole or not at all.
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
+import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from mcore_batching._version import __version__
-from mcore_batching.planning import MCoreBatchingError
-from mcore_batching.tools import check, compare, flags, plan, replay
-from mcore_batching.tools.options import CommandParser, HelpWithDefaults, complain
+from mcore_batching.flags import THEMES, add_flags
+from mcore_batching.planning import (
+    InvariantError,
+    MCoreBatchingError,
+    Plan,
+    PlanFormatError,
+    validate_plan,
+)
+from mcore_batching.planning.errors import printable
+from mcore_batching.planning.files import parse_json_dict
+from mcore_batching.planning.plans.plan import lengths_digest
+from mcore_batching.tools import compare, plan, replay, report
+from mcore_batching.tools.lengths_file import read_lengths
+from mcore_batching.tools.options import (
+    CommandParser,
+    HelpWithDefaults,
+    add_lengths,
+    complain,
+    read,
+)
 
 __all__ = ["main"]
 
@@ -33,19 +54,29 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"mcore-batching {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, module, help_text in (
-        ("plan", plan, "plan a batch"),
-        ("check", check, "check a plan"),
-        ("compare", compare, "compare with plainer modes and other frameworks' rules"),
-        ("replay", replay, "show a recorded job, and what other plans would have taken"),
-        ("flags", flags, "print the flags of training jobs"),
+    for name, help_text, add_arguments, run in (
+        ("plan", "plan a batch", plan.add_arguments, plan.run),
+        ("check", "check a plan", add_check_arguments, run_check),
+        (
+            "compare",
+            "compare with plainer modes and other frameworks' rules",
+            compare.add_arguments,
+            compare.run,
+        ),
+        (
+            "replay",
+            "show a recorded job, and what other plans would have taken",
+            replay.add_arguments,
+            replay.run,
+        ),
+        ("flags", "print the flags of training jobs", describe_flags, run_flags),
     ):
         # No abbreviations: a script's flag must not change its meaning when another is added.
         command = commands.add_parser(
             name, help=help_text, allow_abbrev=False, formatter_class=HelpWithDefaults
         )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        add_arguments(command)
+        command.set_defaults(run=run)
     return parser
 
 
@@ -88,3 +119,62 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _discard_output() -> None:
     """Drop output that could not be written: Python would try to write it again on exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def add_check_arguments(parser: CommandParser) -> None:
+    """The arguments of `check`."""
+    parser.description = "Check a plan against its lengths, and name the invariant that it breaks."
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan, as --out writes it")
+    add_lengths(parser)
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Check a plan against its lengths; status 1 if an invariant is broken."""
+    text = read(options.plan)
+    lengths = read_lengths(options.lengths, options.column)
+    document = parse_json_dict(text, "a plan in JSON", PlanFormatError)
+    # Digests come last: a broken invariant is a better answer than "changed after it was written".
+    checked = Plan.of_document(document, verify_digest=False)
+    recorded, of_lengths = document.get("digest"), document.get("lengths_digest")
+    fault, found = None, checked.digest()
+    try:
+        validate_plan(checked, lengths)
+    except InvariantError as error:
+        fault = str(error)
+    else:
+        # Other lengths may satisfy every invariant by chance, so their digest has the last word.
+        if of_lengths not in (None, lengths_digest(lengths)):
+            fault = f"invariants hold, but it was made from other lengths than {options.lengths}"
+        elif recorded not in (None, found):
+            fault = f"invariants hold, but its digest is {recorded}, the content's {found}: changed"
+    if fault is not None:
+        complain(f"{options.plan}: {fault}")
+        return 1
+    digest = "digest matches" if recorded else "no digest recorded"
+    if of_lengths is None:
+        digest += "; the plan does not record the lengths it was made from"
+    name, heading = printable(options.plan), report.plan_heading(checked)
+    print(f"{name}: {heading}: every invariant holds; {digest}")
+    return 0
+
+
+def describe_flags(parser: CommandParser) -> None:
+    """The arguments of `flags`: none."""
+    parser.description = (
+        "Print the flags of a training job: of `python -m mcore_batching.run SCRIPT`, and of a "
+        "loop with a parser that has them by add_dynamic_batch_arguments."
+    )
+
+
+def run_flags(_options: argparse.Namespace) -> int:
+    """Print the flags of training jobs, by theme."""
+    # argparse would fill the whole width of a wide terminal.
+    width = min(100, shutil.get_terminal_size().columns)
+    listed = argparse.ArgumentParser(
+        prog="torchrun … -m mcore_batching.run SCRIPT",
+        usage="%(prog)s --use-dynamic-batch-size --max-tokens-per-gpu TOKENS [more flags]",
+        add_help=False,
+        formatter_class=partial(HelpWithDefaults, width=width),
+    )
+    print(add_flags(listed, THEMES).format_help(), end="")
+    return 0

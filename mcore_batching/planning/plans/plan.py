@@ -1,22 +1,46 @@
-"""Plans of a step and of a batch, as frozen data.
+"""Plans of a step and of a batch, as frozen data, and their JSON form.
 
-Functions elsewhere check them (`validation`), measure them (`statistics`), explain and draw them
-(`tools`); `plan_document` has their JSON form.
+    {"format": "mcore-batching/plan", "version": 1, "layout": {...}, "config": {...},
+     "scope": "global", "num_samples": n, "digest": "...",
+     "steps": [{"num_microbatches": k, "ranks": [[[3, 17], [5], []], ...]}]}
+
+Optional keys:
+
+- `sample_indices` of a step: the samples of one step out of a batch;
+- `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
+  micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
+- `trees` of a step: samples that are computed together, each tree as its samples and the places at
+  which its nodes start and end `[[samples], [start, end, start, end, ...]]`;
+- `lengths_digest`: SHA-256 of the lengths, by which `check` compares them with others; not covered
+  by `digest`.
+
+Functions elsewhere check plans (`validation`), measure them (`statistics`), explain and draw them
+(`tools`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
-from mcore_batching.planning.errors import LengthError, PlanFormatError, shortened
+from mcore_batching.planning.errors import LengthError, PlanFormatError, PlanningError, shortened
+from mcore_batching.planning.files import parse_json_dict
+from mcore_batching.planning.integers import as_integer, check_lengths
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.prefix_trees import PrefixTree
+
+FORMAT = "mcore-batching/plan"
+VERSION = 1
+NEWER_OPTIONS = {"waits_for_sends", "plan_effort", "max_samples_per_row", "max_context_parallel"}
+"""Added since version 1 of the format. Left out at their defaults: old plans keep their digests."""
+
+_Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
 
 Scope = Literal["global", "local"]
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -109,14 +133,14 @@ class StepPlan:
 
     def digest(self) -> str:
         """SHA-256 of the plan's content, in hex."""
-        return plan_document.digest(self._document())
+        return _digest(self._document())
 
     def to_json(self) -> str:
         """The plan as a `mcore-batching/plan` document of one step."""
-        return plan_document.dump(self._document())
+        return _dump(self._document())
 
     def _document(self) -> dict[str, Any]:
-        document = document_of([self], self.num_samples)
+        document = _document_of([self], self.num_samples)
         # Only of one step out of a batch: a whole batch is numbered from 0.
         if self.sample_indices != tuple(range(self.num_samples)):
             document["steps"][0]["sample_indices"] = list(self.sample_indices)
@@ -130,22 +154,18 @@ class StepPlan:
             PlanFormatError: not a plan of one step, another version, or (unless `verify_digest`
                 is False) a digest that does not match.
         """
-        return cls.of_parts(plan_document.load(text), verify_digest=verify_digest)
+        document = parse_json_dict(text, "a plan in JSON", PlanFormatError)
+        return cls.of_document(document, verify_digest=verify_digest)
 
     @classmethod
-    def of_parts(cls, parts: dict[str, Any], *, verify_digest: bool = True) -> StepPlan:
-        """The plan in the parts of a document, as `plan_document.read` gives them; errors as of
-        `from_json`."""
-        if len(parts["steps"]) != 1:
-            raise PlanFormatError(
-                f"the plan has {len(parts['steps'])} steps; read it with Plan.from_json"
-            )
-        (step,) = parts["steps"]
-        if step["sample_indices"] is None:
-            step["sample_indices"] = tuple(range(parts["num_samples"]))
-        plan = cls(**step)
+    def of_document(cls, document: Any, *, verify_digest: bool = True) -> StepPlan:
+        """The plan in a document that was parsed; errors as of `from_json`."""
+        num_samples, steps = _read(document)
+        if len(steps) != 1:
+            raise PlanFormatError(f"the plan has {len(steps)} steps; read it with Plan.from_json")
+        plan = cls(**{"sample_indices": tuple(range(num_samples))} | steps[0])
         if verify_digest:
-            plan_document.check_digest(parts["digest"], plan.digest())
+            _check_digest(document, plan.digest())
         return plan
 
     def _shown_slots(self, rank: int) -> list[str]:
@@ -207,7 +227,7 @@ class Plan:
 
     def digest(self) -> str:
         """SHA-256 of the plan's content, in hex; of one step, that of the step."""
-        return plan_document.digest(document_of(self.steps, self.num_samples))
+        return _digest(_document_of(self.steps, self.num_samples))
 
     def to_json(self, lengths: Sequence[int] | None = None) -> str:
         """The plan as a `mcore-batching/plan` document.
@@ -216,10 +236,8 @@ class Plan:
             lengths: total length of each sample of the batch [samples], in tokens; their digest is
                 written as well.
         """
-        digests = (
-            {} if lengths is None else {"lengths_digest": plan_document.lengths_digest(lengths)}
-        )
-        return plan_document.dump(document_of(self.steps, self.num_samples), digests)
+        beside = {} if lengths is None else {"lengths_digest": lengths_digest(lengths)}
+        return _dump(_document_of(self.steps, self.num_samples), beside)
 
     @classmethod
     def from_json(cls, text: str, *, verify_digest: bool = True) -> Plan:
@@ -229,24 +247,24 @@ class Plan:
             PlanFormatError: not a plan, another version, or (unless `verify_digest` is False) a
                 digest that does not match.
         """
-        return cls.of_parts(plan_document.load(text), verify_digest=verify_digest)
+        document = parse_json_dict(text, "a plan in JSON", PlanFormatError)
+        return cls.of_document(document, verify_digest=verify_digest)
 
     @classmethod
-    def of_parts(cls, parts: dict[str, Any], *, verify_digest: bool = True) -> Plan:
-        """The plan in the parts of a document, as `plan_document.read` gives them; errors as of
-        `from_json`."""
-        for step in parts["steps"]:
-            if step["sample_indices"] is not None:
+    def of_document(cls, document: Any, *, verify_digest: bool = True) -> Plan:
+        """The plan in a document that was parsed; errors as of `from_json`."""
+        num_samples, steps = _read(document)
+        for step in steps:
+            if "sample_indices" in step:
                 raise PlanFormatError("it is one step of a batch; read it with StepPlan.from_json")
             # A batch's steps do not list their samples: what they run is what they must cover, and
             # `validate_plan` finds what is in none.
             ranks = step["micro_batches"]
             found = {sample for rank in ranks for samples in rank for sample in samples}
             step["sample_indices"] = tuple(sorted(found))
-        steps = tuple(StepPlan(**step) for step in parts["steps"])
-        plan = cls(steps=steps, num_samples=parts["num_samples"])
+        plan = cls(steps=tuple(StepPlan(**step) for step in steps), num_samples=num_samples)
         if verify_digest:
-            plan_document.check_digest(parts["digest"], plan.digest())
+            _check_digest(document, plan.digest())
         return plan
 
     def __str__(self) -> str:
@@ -266,30 +284,6 @@ class Plan:
         return "\n".join(lines + left_out(len(self.steps), "steps"))
 
 
-def document_of(steps: Sequence[StepPlan], num_samples: int) -> dict[str, Any]:
-    """The document of steps, without its digest and the samples that steps cover."""
-    first, documents = steps[0], list[dict[str, Any]]()
-    for step in steps:
-        ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
-        documents.append({"num_microbatches": step.num_microbatches, "ranks": ranks})
-        if step.context_parallel is not None:
-            documents[-1]["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
-        if step.trees:
-            documents[-1]["trees"] = [
-                [list(tree.samples), [place for node in tree.nodes for place in node]]
-                for tree in step.trees
-            ]
-    return {
-        "format": plan_document.FORMAT,
-        "version": plan_document.VERSION,
-        "layout": plan_document.options_of(first.dims),
-        "config": plan_document.options_of(first.config),
-        "scope": first.scope,
-        "num_samples": num_samples,
-        "steps": documents,
-    }
-
-
 def rank_noun(step: StepPlan) -> str:
     """The kind of rank that `micro_batches` has a list for."""
     return "data-parallel rank" if step.context_parallel is None else "rank"
@@ -304,3 +298,192 @@ def counted(count: int, noun: str) -> str:
 def left_out(count: int, noun: str) -> list[str]:
     """A line about entries beyond `MOST_SHOWN`; none if there are no more."""
     return [f"  and {count - MOST_SHOWN} more {noun}"] if count > MOST_SHOWN else []
+
+
+def _document_of(steps: Sequence[StepPlan], num_samples: int) -> dict[str, Any]:
+    """The document of steps, without its digest and the samples that steps cover."""
+    first, documents = steps[0], list[dict[str, Any]]()
+    for step in steps:
+        ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
+        documents.append({"num_microbatches": step.num_microbatches, "ranks": ranks})
+        if step.context_parallel is not None:
+            documents[-1]["context_parallel"] = [list(sizes) for sizes in step.context_parallel]
+        if step.trees:
+            documents[-1]["trees"] = [
+                [list(tree.samples), [place for node in tree.nodes for place in node]]
+                for tree in step.trees
+            ]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "layout": _options_of(first.dims),
+        "config": _options_of(first.config),
+        "scope": first.scope,
+        "num_samples": num_samples,
+        "steps": documents,
+    }
+
+
+def _options_of(settings: ParallelDims | PlannerConfig) -> dict[str, Any]:
+    defaults = {option.name: option.default for option in fields(settings)}
+    return {
+        name: value
+        for name, value in asdict(settings).items()
+        if name not in NEWER_OPTIONS or value != defaults[name]
+    }
+
+
+def _digest(document: dict[str, Any]) -> str:
+    """SHA-256 in hex of a document without its digest."""
+    # Python prints a float in the fewest digits that give it back: everywhere the same.
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def lengths_digest(lengths: Sequence[int]) -> str:
+    """SHA-256 of lengths [samples], in hex."""
+    return hashlib.sha256(",".join(map(str, check_lengths(lengths))).encode("ascii")).hexdigest()
+
+
+def _dump(document: dict[str, Any], beside: Mapping[str, str] | None = None) -> str:
+    """A document as text; `beside` is written into it, and no part of its digest."""
+    # Steps last: what a person looks for stands before megabytes of indices.
+    head = {key: value for key, value in document.items() if key != "steps"} | dict(beside or {})
+    return json.dumps({**head, "digest": _digest(document), "steps": document["steps"]})
+
+
+def _check_digest(document: dict[str, Any], found: str) -> None:
+    """Refuse a digest that is not the content's, or none."""
+    recorded = document.get("digest")
+    if recorded is None:
+        raise PlanFormatError(
+            f'the plan has no "digest"; add "digest": "{found}", or pass verify_digest=False'
+        )
+    if recorded != found:
+        raise PlanFormatError(
+            f"the digest is {recorded:.80}, the content's {found}; plan again, or pass "
+            "verify_digest=False"
+        )
+
+
+def _read(raw: Any) -> tuple[int, list[dict[str, Any]]]:
+    """The samples of a document, and the fields of each `StepPlan`; `sample_indices` only where the
+    document has it."""
+    # Values are checked for their kind alone: a broken plan can be read, and `validate_plan` names
+    # what is wrong with it.
+    _json(raw, dict, "a plan")
+    if raw.get("format") != FORMAT:
+        raise PlanFormatError(
+            f'expected "format": "{FORMAT}", got {raw.get("format")!r:.80}; pass a plan\'s file'
+        )
+    # True equals 1 in Python, and JSON's `true` is no version.
+    if raw.get("version") != VERSION or isinstance(raw.get("version"), bool):
+        raise PlanFormatError(
+            f'expected plan "version" {VERSION}, got {raw.get("version")!r:.80}; plan again'
+        )
+    scope = raw.get("scope", "global")
+    if scope not in ("global", "local"):
+        raise PlanFormatError(f'"scope" must be "global" or "local", got {scope!r:.80}')
+    for key in ("digest", "lengths_digest"):
+        if not isinstance(raw.get(key), str | None):
+            raise PlanFormatError(f'"{key}" must be a string, got {raw[key]!r:.80}')
+    steps = _json(raw.get("steps"), list, '"steps"')
+    if not steps:
+        raise PlanFormatError('"steps" must hold at least one step, got an empty list')
+    config, dims = _settings(PlannerConfig, raw, "config"), _settings(ParallelDims, raw, "layout")
+    of_all = {"config": config, "dims": dims, "scope": scope}
+    found = [of_all | _read_step(step, f"step {i}", config) for i, step in enumerate(steps)]
+    return _count(raw.get("num_samples"), '"num_samples"'), found
+
+
+def _settings(kind: type[_Settings], raw: dict[str, Any], key: str) -> _Settings:
+    given = _json(raw.get(key), dict, f'"{key}"')
+    known = {option.name for option in fields(kind)}
+    # An option that this release lacks may change what the plan means.
+    if unknown := sorted(set(given) - known):
+        raise PlanFormatError(
+            f'unknown keys in "{key}": {", ".join(unknown):.200}; expected '
+            f"{', '.join(sorted(known))}"
+        )
+    try:
+        return kind(**given)  # options that are left out have their defaults
+    except (PlanningError, TypeError) as error:
+        raise PlanFormatError(f'"{key}" is not valid: {error}') from None
+
+
+def _read_step(raw: Any, where: str, config: PlannerConfig) -> dict[str, Any]:
+    if "split_backward" in _json(raw, dict, where):
+        raise PlanFormatError(
+            f'{where} has "split_backward", passes that are no longer split; plan again'
+        )
+    ranks = tuple(
+        tuple(
+            _indices(micro_batch, f"{where}, rank {rank}, slot {slot}")
+            for slot, micro_batch in enumerate(_json(micro_batches, list, f"{where}, rank {rank}"))
+        )
+        for rank, micro_batches in enumerate(_json(raw.get("ranks"), list, '"ranks"'))
+    )
+    is_dynamic = config.max_context_parallel is not None
+    trees = _json(raw.get("trees", []), list, f'{where}, "trees"')
+    step = {
+        "num_microbatches": _count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
+        "micro_batches": ranks,
+        "context_parallel": _read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
+        "trees": tuple(_read_tree(tree, f'{where}, "trees" {n}') for n, tree in enumerate(trees)),
+    }
+    if raw.get("sample_indices") is not None:
+        step["sample_indices"] = _indices(raw["sample_indices"], f'{where}, "sample_indices"')
+    return step
+
+
+def _read_tree(raw: Any, where: str) -> PrefixTree:
+    if len(_json(raw, list, where)) != 2:
+        raise PlanFormatError(f"{where} must hold samples and places of nodes, got {raw!r:.80}")
+    samples, places = (_indices(each, where) for each in raw)
+    if not samples or len(places) % 2:
+        raise PlanFormatError(
+            f"{where} must have samples, and a start and an end for each node, got {raw!r:.80}"
+        )
+    return PrefixTree(samples, tuple(zip(places[::2], places[1::2], strict=True)))
+
+
+def _read_sizes(
+    raw: Any, ranks: Sequence[Sequence[Sequence[int]]], where: str, is_dynamic: bool
+) -> tuple[tuple[int, ...], ...] | None:
+    """The context-parallel size of each micro-batch of "ranks"; None without dynamic CP."""
+    what = f'"context_parallel" of {where}'
+    if (raw is not None) != is_dynamic:
+        raise PlanFormatError(
+            f'{what} and "max_context_parallel" of "config" need each other; add or leave out both'
+        )
+    if raw is None:
+        return None
+    # One for each micro-batch, and none of 0: readers divide by them before a plan is validated.
+    sizes = tuple(
+        tuple(_count(size, f"a size of {what}, rank {rank}") for size in _json(of_rank, list, what))
+        for rank, of_rank in enumerate(_json(raw, list, what))
+    )
+    if list(map(len, sizes)) != list(map(len, ranks)) or 0 in {s for of in sizes for s in of}:
+        raise PlanFormatError(
+            f'{what} must hold a size of 1 or more for each micro-batch of "ranks", got {raw!r:.80}'
+        )
+    return sizes
+
+
+def _json(value: Any, kind: type, what: str) -> Any:
+    """`value`, which must be a list or a dict."""
+    if not isinstance(value, kind):
+        name = "object" if kind is dict else "array"
+        raise PlanFormatError(f"{what} must be a JSON {name}, got {value!r:.80}")
+    return value
+
+
+def _count(value: Any, what: str) -> int:
+    number = as_integer(value)
+    if number is None or number < 0:
+        raise PlanFormatError(f"{what} must be an integer of 0 or more, got {value!r:.80}")
+    return number
+
+
+def _indices(raw: Any, where: str) -> tuple[int, ...]:
+    return tuple(_count(sample, f"a sample index at {where}") for sample in _json(raw, list, where))

@@ -35,7 +35,6 @@ from mcore_batching.planning.files import (
     write_whole,
 )
 from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
-from mcore_batching.planning.plans import plan_document
 from mcore_batching.planning.plans.plan import Plan, StepPlan
 from mcore_batching.planning.plans.validation import validate_plan
 
@@ -191,10 +190,8 @@ def _record(raw: Mapping[str, Any]) -> StepRecord:
             f"{raw['version']!r:.80}; read it with the release that wrote it"
         )
     lengths = tuple(check_lengths(raw["lengths"]))
-    plan = replace(
-        StepPlan.of_parts(plan_document.read(raw["plan"])),
-        cost_model=CostModel(**raw["cost_model"]),
-    )
+    cost_model = CostModel(**raw["cost_model"])
+    plan = replace(StepPlan.of_document(raw["plan"]), cost_model=cost_model)
     # A broken plan, or one of some of the samples, would break a reader much later.
     validate_plan(Plan(steps=(plan,), num_samples=plan.num_samples), lengths)
     measured, unit = raw["measured_seconds"], raw.get("seconds_per_unit")
