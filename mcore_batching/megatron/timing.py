@@ -26,7 +26,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import CostModel, ParallelDims
-from mcore_batching.planning.costs.layer_costs import costs_of_stage
+from mcore_batching.planning.costs.cost import costs_of_stage
 from mcore_batching.planning.learn import LearntCosts, TimedRow
 from mcore_batching.planning.schedule import Pass, Schedule
 

@@ -9,25 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args, get_origin
 
 from mcore_batching.planning.errors import ConfigError, named
-from mcore_batching.planning.integers import require_choice, round_up, set_at_least_one
+from mcore_batching.planning.integers import check_options, round_up, types_of
 
 if TYPE_CHECKING:
     from mcore_batching.planning.parallel_dims import ParallelDims
-
-Packing = Literal["auto", "first-fit", "first-fit-decreasing"]
-Balance = Literal["auto", "cost", "tokens", "none"]
-Fill = Literal["split", "placeholder"]
-OnOversize = Literal["own-bin", "error"]
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "packing": get_args(Packing),
-    "balance": get_args(Balance),
-    "fill": get_args(Fill),
-    "on_oversize": get_args(OnOversize),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +29,16 @@ class PlannerConfig:
     max_tokens_per_gpu: int
     """Most padded tokens of a micro-batch on one GPU. The cap is this times the context-parallel
     size."""
-    packing: Packing = "auto"
+    packing: Literal["auto", "first-fit", "first-fit-decreasing"] = "auto"
     """How samples are packed; "auto" tries both rules and keeps the fewer micro-batches."""
-    balance: Balance = "auto"
+    balance: Literal["auto", "cost", "tokens", "none"] = "auto"
     """"auto": a search for the shortest makespan, or "cost" where `packing` or `fill` is set.
     "cost", "tokens": packed micro-batches, spread evenly by cost or padded tokens. "none": packed
     micro-batches in the order of packing."""
-    fill: Fill = "split"
+    fill: Literal["split", "placeholder"] = "split"
     """How a rank with too few micro-batches reaches the common count: "split" splits the costliest,
     with placeholders only once all hold one sample; "placeholder" never splits."""
-    on_oversize: OnOversize = "own-bin"
+    on_oversize: Literal["own-bin", "error"] = "own-bin"
     """A sample over the cap runs alone in its micro-batch ("own-bin") or is refused ("error")."""
     pad_each_to: int | None = None
     """Samples are padded to a multiple of this as well, in tokens."""
@@ -67,13 +55,7 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         """Check ranges and choices."""
-        counts = (
-            *("max_tokens_per_gpu", "pad_each_to", "pad_total_to", "plan_effort"),
-            *("max_samples_per_row", "max_context_parallel"),
-        )
-        set_at_least_one(self, counts, ConfigError)
-        for name, choices in CHOICES.items():
-            require_choice(name, getattr(self, name), choices, ConfigError)
+        check_options(self, ConfigError)
 
     @property
     def searches(self) -> bool:
@@ -106,6 +88,14 @@ class PlannerConfig:
                 f"{most}; set {named('max_context_parallel')} to "
                 f"{1 << min(most, ranks).bit_length() - 1}"
             )
+
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    name: get_args(kind)
+    for name, kind in types_of(PlannerConfig).items()
+    if get_origin(kind) is Literal
+}
+"""The values of each option that has a choice of them."""
 
 
 def sample_multiple_tokens(dims: ParallelDims, config: PlannerConfig) -> int:

@@ -4,9 +4,10 @@ refused, never rounded."""
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mcore_batching.planning.errors import LengthError, MCoreBatchingError, named
 
@@ -40,14 +41,22 @@ def at_least(name: str, value: Any, minimum: int, error: type[MCoreBatchingError
     return number
 
 
-def set_at_least_one(settings: Any, names: Iterable[str], error: type[MCoreBatchingError]) -> None:
-    """Check that these fields of a frozen dataclass are 1 or more; None stays where it is the
-    default."""
-    for name in names:
+def check_options(settings: Any, error: type[MCoreBatchingError]) -> None:
+    """Check each field of a frozen dataclass by its type: an integer is 1 or more, or None where
+    its type allows that; a choice is one of its literals."""
+    for name, kind in types_of(settings.__class__).items():
         value = getattr(settings, name)
-        if value is not None or type(settings).__dataclass_fields__[name].default is not None:
+        if kind is bool:
+            require_bool(name, value, error)
+        elif get_origin(kind) is Literal:
+            require_choice(name, value, get_args(kind), error)
+        elif kind is int or value is not None:
             # Made Python ints: NumPy's would not print as JSON.
             object.__setattr__(settings, name, at_least(name, value, 1, error))
+
+
+# Searches make options anew for each size of rows.
+types_of = functools.cache(get_type_hints)
 
 
 def number_up_to(name: str, value: Any, most: float, error: type[MCoreBatchingError]) -> float:

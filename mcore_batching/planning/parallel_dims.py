@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from mcore_batching.planning.errors import ParallelDimsError, named
-from mcore_batching.planning.integers import at_least, require_bool, set_at_least_one
+from mcore_batching.planning.integers import at_least, check_options
 
 MAX_RANKS = 2**17
 """More GPUs than any job has. Beyond, even few samples take minutes: a plan has a list per rank."""
@@ -48,13 +48,7 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         """Check ranges, sizes against each other, and the interleaved schedule's conditions."""
-        sizes = (
-            *("data_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel"),
-            *("tensor_parallel", "expert_parallel", "microbatch_group_size"),
-        )
-        set_at_least_one(self, sizes, ParallelDimsError)
-        for name in ("sequence_parallel", "waits_for_sends"):
-            require_bool(name, getattr(self, name), ParallelDimsError)
+        check_options(self, ParallelDimsError)
         self._check_sizes()
         if self.virtual_pipeline > 1:
             self._check_interleaving()

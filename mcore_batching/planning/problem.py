@@ -24,8 +24,7 @@ from mcore_batching.planning.config import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
-from mcore_batching.planning.costs.cost import CostModel
-from mcore_batching.planning.costs.layer_costs import costs_of_chunks
+from mcore_batching.planning.costs.cost import CostModel, costs_of_chunks
 from mcore_batching.planning.errors import ConfigError, OversizeSampleError, named
 from mcore_batching.planning.integers import check_lengths, require_bool, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims

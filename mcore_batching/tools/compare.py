@@ -23,12 +23,14 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     PlanningError,
+    Problem,
     StepPlan,
     plan_step,
-    step_statistics,
+    predicted_step_time,
 )
 from mcore_batching.planning.errors import named
 from mcore_batching.planning.groups import steps_of_batch
+from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.tools import report
 from mcore_batching.tools.lengths_file import read_lengths
@@ -67,7 +69,6 @@ class _Step(NamedTuple):
 
     failure: PlanningError | None
     end: float = math.inf
-    floor: float = 1.0
     num_microbatches: int = 0
     seconds: float = 0.0
 
@@ -96,33 +97,32 @@ def planners(
 
     Under dynamic CP also each context-parallel size for all.
     """
-
-    def mode(balance: Any) -> PlanFunction:
-        return lambda lengths, config: plan_step(
-            lengths, dims, replace(config, balance=balance), cost_model
-        )
-
     # The search takes fewer tokens than the cap allows wherever that ends sooner.
-    yield Planner(OURS, "ours", mode("auto"), fills_up=False)
+    search = partial(_by_balance, "auto", dims, cost_model)
+    yield Planner(OURS, "ours", search, fills_up=False)
     for balance in ("cost", "tokens", "none"):
-        yield Planner(f"{OURS}, balance {balance}", "mode", mode(balance))
-    rows = dims
+        plan = partial(_by_balance, balance, dims, cost_model)
+        yield Planner(f"{OURS}, balance {balance}", "mode", plan)
     if config.max_context_parallel is not None:
         sizes = dims.row_sizes(config.max_context_parallel)
         for size in sizes:
             plan = partial(one_size, size, dims, cost_model)
             yield Planner(f"CP {size} for all", "mode", plan, fills_up=False)
         # The rules have one size for all: the dims', or the largest below it that rows may have.
-        rows = dims.for_rows_on(max(size for size in sizes if size <= dims.context_parallel))
-
-    def by_rule(rule: Rule, lengths: Sequence[int], config: PlannerConfig) -> StepPlan:
-        made = rule_plan(rule, lengths, rows, replace(config, max_context_parallel=None))
-        if config.max_context_parallel is None:
-            return made
-        return of_one_size(made, dims, config, cost_model)
-
+        size = max(size for size in sizes if size <= dims.context_parallel)
+        dims, cost_model = dims.for_rows_on(size), cost_model.on_ranks(size)
     for name, rule in rules.items():
-        yield Planner(name, "peer", partial(by_rule, rule))
+        yield Planner(name, "peer", partial(_by_rule, rule, dims, cost_model))
+
+
+def _by_balance(
+    balance: Any,
+    dims: ParallelDims,
+    cost_model: CostModel,
+    lengths: Sequence[int],
+    config: PlannerConfig,
+) -> StepPlan:
+    return plan_step(lengths, dims, replace(config, balance=balance), cost_model)
 
 
 def one_size(
@@ -132,36 +132,22 @@ def one_size(
     lengths: Sequence[int],
     config: PlannerConfig,
 ) -> StepPlan:
-    """A plan by one context-parallel size for all, on the same ranks."""
+    """A plan by one context-parallel size for all, on the ranks of `dims`; `cost_model` is of
+    micro-batches on one rank."""
     # A sample that needs more ranks than `size` counts as no plan, not as one over the cap.
     strict = replace(config, on_oversize="error", max_context_parallel=None)
-    made = plan_step(lengths, dims.for_rows_on(size), strict, cost_model.on_ranks(size))
-    return of_one_size(made, dims, config, cost_model)
+    return plan_step(lengths, dims.for_rows_on(size), strict, cost_model.on_ranks(size))
 
 
-def of_one_size(
-    step: StepPlan, dims: ParallelDims, config: PlannerConfig, cost_model: CostModel
+def _by_rule(
+    rule: Rule,
+    dims: ParallelDims,
+    cost_model: CostModel,
+    lengths: Sequence[int],
+    config: PlannerConfig,
 ) -> StepPlan:
-    """A plan made for one context-parallel size, as a plan under dynamic CP.
-
-    Args:
-        step: planned for `dims.for_rows_on(size)`.
-        dims: sizes of the parallel groups.
-        config: under dynamic CP.
-        cost_model: of micro-batches on one rank.
-    """
-    # A rank of the step becomes a block of `size` ranks that list the same samples; placeholders
-    # are each rank's own, as the invariants have them.
-    size = step.dims.context_parallel
-    ranks = tuple(rank for rank in step.micro_batches for _ in range(size))
-    return replace(
-        step,
-        micro_batches=ranks,
-        context_parallel=tuple(tuple(size if each else 1 for each in rank) for rank in ranks),
-        dims=dims,
-        config=config,
-        cost_model=cost_model,
-    )
+    plan = rule_plan(rule, lengths, dims, replace(config, max_context_parallel=None))
+    return replace(plan, cost_model=cost_model)
 
 
 def consecutive_steps(lengths: Sequence[int], samples_per_step: int | None) -> list[list[int]]:
@@ -184,6 +170,9 @@ def compare(
     the cost model weighs all plans. After each planner `on_planner` is called with the number of
     those that are done, and of all."""
     model = cost_model or CostModel()
+    # A sample over the cap is a planner's failure, where it is one.
+    bounded = replace(config, on_oversize="own-bin")
+    floors = [step_time_floor(Problem.of(step, dims, bounded, model)) or 1.0 for step in steps]
     caps = [config.max_tokens_per_gpu]
     mean = sum(map(sum, steps)) / max(1, sum(map(len, steps)))
     # Where a micro-batch holds less than the mean length most samples run alone, and a smaller cap
@@ -195,16 +184,17 @@ def compare(
     ours: list[_Step] = []
     all_planners = list(planners(dims, config, model, rules))
     for planner in all_planners:
-        made = [_planned(planner, lengths, config, model, caps[0]) for lengths in steps]
+        made = [_planned(planner, lengths, config, caps[0]) for lengths in steps]
         ours = ours or made  # `planners` yields this package's search first
         planned = [step for step in made if step.failure is None]
         best_cap, best = caps[0], made
         for cap in caps[1:] if planner.fills_up and planned else []:
-            tried = [_planned(planner, lengths, config, model, cap) for lengths in steps]
+            tried = [_planned(planner, lengths, config, cap) for lengths in steps]
             # Over the steps planned at the given cap: failing one makes the sum infinite.
             both = [pair for pair in zip(tried, best, made, strict=True) if not pair[2].failure]
             if sum(step.end for step, _, _ in both) < sum(step.end for _, step, _ in both):
                 best_cap, best = cap, tried
+        with_floors = zip(made, floors, strict=True)
         outcomes.append(
             Outcome(
                 name=planner.name,
@@ -212,7 +202,7 @@ def compare(
                 steps=len(steps),
                 planned=len(planned),
                 failure=next((step.failure for step in made if step.failure), None),
-                time_over_floor=_mean([step.end / step.floor for step in planned]),
+                time_over_floor=_mean([s.end / floor for s, floor in with_floors if not s.failure]),
                 time_over_ours=_over(made, ours),
                 num_microbatches=_mean([step.num_microbatches for step in planned]),
                 planning_seconds=_mean([step.seconds for step in planned]),
@@ -225,36 +215,24 @@ def compare(
     return outcomes
 
 
-def _planned(
-    planner: Planner,
-    lengths: Sequence[int],
-    config: PlannerConfig,
-    cost_model: CostModel,
-    cap: int,
-) -> _Step:
-    """One step planned under `cap`, and weighed under the config's."""
-    given = config.max_tokens_per_gpu
+def _planned(planner: Planner, lengths: Sequence[int], config: PlannerConfig, cap: int) -> _Step:
+    """One step planned under `cap`."""
     # The process's own time: other work of the machine would count against a rule.
     started = time.process_time()
     try:
         plan = planner.plan(lengths, replace(config, max_tokens_per_gpu=cap))
-    except (RuleFailureError, OversizeSampleError) as error:
-        return _Step(error)
-    except ConfigError as error:
-        if cap == given:
-            raise  # the given cap holds no token, for any planner
+    except (RuleFailureError, OversizeSampleError, ConfigError) as error:
+        if isinstance(error, ConfigError) and cap == config.max_tokens_per_gpu:
+            raise  # of the settings, whoever plans
         return _Step(error)
     seconds = time.process_time() - started
-    # Fill and floor are those of the given cap, whatever the plan was made under.
-    plan = replace(plan, config=replace(plan.config, max_tokens_per_gpu=given))
-    found = step_statistics(plan, lengths, cost_model)
     # The rules ignore this bound: a plan that breaks it is none.
     most = max(len(samples) for rank in plan.micro_batches for samples in rank)
     bound = config.max_samples_per_row
     if bound is not None and most > bound:
         what = f"its plan has {most} samples in a micro-batch, "
         return _Step(RuleFailureError(f"{what}{named('max_samples_per_row')} is {bound}"))
-    return _Step(None, found.step_time, found.floor_time or 1.0, found.num_microbatches, seconds)
+    return _Step(None, predicted_step_time(plan, lengths), plan.num_microbatches, seconds)
 
 
 def _over(steps: Sequence[_Step], ours: Sequence[_Step]) -> float | None:
@@ -327,7 +305,7 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         ("{:.3f}", outcome.time_over_ours_at_best_cap),
         ("{:.3f}", outcome.time_over_floor),
         ("{:.1f}", outcome.num_microbatches),
-        ("{:.1f} ms", None if seconds is None else 1000 * seconds),
+        ("{:.1f} ms", seconds and 1000 * seconds),
     )
     shown = ["-" if value is None else text.format(value) for text, value in figures]
     return (outcome.name, f"{outcome.planned}/{outcome.steps}", *shown)

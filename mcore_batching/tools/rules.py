@@ -55,7 +55,9 @@ def rule_plan(
 
 def first_fit_in_order(problem: Problem) -> list[Bins]:
     """First-fit over all samples in order, dealt round-robin; a sample over the cap runs alone."""
-    return dealt(packed_in_order(problem), problem.num_ranks)
+    # A sample cut to the cap leaves no room, so it stays alone without a case of its own.
+    sizes = [min(size, problem.capacity) for size in problem.tokens]
+    return dealt(first_fit(sizes, problem.capacity), problem.num_ranks)
 
 
 def verl(problem: Problem) -> list[Bins]:
@@ -111,7 +113,14 @@ def megatron_dp_balanced(problem: Problem) -> list[Bins]:
         bins[-1].append(sample)
         room -= size
     multiple = problem.num_ranks * problem.dims.slots_per_group
-    return dealt(moved_out(bins, range(len(bins))[::-1], multiple), problem.num_ranks)
+    target = -(-len(bins) // multiple) * multiple
+    if problem.num_samples < target:
+        raise too_few(problem.num_samples, target)
+    further: Bins = []
+    for samples in reversed(bins):
+        while len(samples) > 1 and len(bins) + len(further) < target:
+            further.append([samples.pop()])
+    return dealt(bins + further, problem.num_ranks)
 
 
 # In the order in which tables list them.
@@ -159,27 +168,6 @@ def karmarkar_karp(
         merged = [(a + b, m + n, left + right) for (a, m, left), (b, n, right) in meet]
         heapq.heappush(heap, entry(one[:kept] + other[: parts - len(one)] + merged))
     return [sorted(items) for _, _, items in heap[0][-1]]
-
-
-def packed_in_order(problem: Problem) -> Bins:
-    """First-fit in the order of the samples; one over the cap fills a bin by itself."""
-    # A sample cut to the cap leaves no room, so it stays alone without a case of its own.
-    return first_fit([min(size, problem.capacity) for size in problem.tokens], problem.capacity)
-
-
-def moved_out(bins: Bins, order: Sequence[int], multiple: int) -> Bins:
-    """Bins, and their last samples moved out into bins of their own until `multiple` divides all.
-
-    Those at the first positions of `order` are emptied first, in place.
-    """
-    target = -(-len(bins) // multiple) * multiple
-    if sum(map(len, bins)) < target:
-        raise too_few(sum(map(len, bins)), target)
-    further: Bins = []
-    for index in order:
-        while len(bins[index]) > 1 and len(bins) + len(further) < target:
-            further.append([bins[index].pop()])
-    return bins + further
 
 
 def dealt(bins: Bins, ranks: int) -> list[Bins]:

@@ -39,7 +39,8 @@ from naive_pipeline import played
 from step_bound import step_time_bound
 
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem, StepPlan
-from mcore_batching.planning.costs.layer_costs import OUTPUT, LayerCost, cost_model
+from mcore_batching.planning.costs.cost import OUTPUT, LayerCost
+from mcore_batching.planning.costs.layers_of import cost_model
 from mcore_batching.planning.plans.statistics import predicted_step_time
 from mcore_batching.tools.report import Table
 

@@ -16,14 +16,18 @@ from mcore_batching.planning import (
     plan_step,
     validate_plan,
 )
-from mcore_batching.planning.costs.layer_costs import (
+from mcore_batching.planning.costs.cost import (
     LayerCost,
-    cost_model,
     costs_of_chunks,
     costs_of_stage,
     cut_layers,
 )
-from mcore_batching.planning.costs.layers_of import config_of_json, first_guess, layers_of_chunks
+from mcore_batching.planning.costs.layers_of import (
+    config_of_json,
+    cost_model,
+    first_guess,
+    layers_of_chunks,
+)
 
 TINY: dict[str, Any] = {
     "hidden_size": 4,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_batching.planning import CostModel, ParallelDims
-from mcore_batching.planning.costs.layer_costs import OUTPUT, LayerCost, cost_model, costs_of_stage
+from mcore_batching.planning.costs.cost import OUTPUT, LayerCost, costs_of_stage
+from mcore_batching.planning.costs.layers_of import cost_model
 from mcore_batching.planning.learn import (
     LEAST_TOKEN_SHARE,
     MOST_SECONDS,

@@ -57,9 +57,6 @@ def test_learnt_units_that_change_are_each_step_s_own(
         measured = 1.25 * expected[-1] if seconds else None
         given.append((plan, lengths_of(step), measured, seconds or 2e-2))
     records = recorded(tmp_path, *given)
-    # Recorded in units of one token's work, which each took other seconds.
-    assert [record.plan.cost_model.linear for record in records] == [1.0] * 4
-    assert [r.seconds_per_unit for r in records] == pytest.approx([37e-3, 2e-2, 2.5e-2, 2e-2])
     steps = replay.replay(records)
     assert [len(alike) for alike in replay.by_setting(steps)] == [4]
     factor = replay.seconds_per_unit(steps)

@@ -39,7 +39,7 @@ from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.plan import plan_rollout
 from mcore_batching.megatron.samples import REQUIRED_FIELDS, read_samples
 from mcore_batching.megatron.topology import model_chunks
-from mcore_batching.planning.costs.layer_costs import costs_of_stage
+from mcore_batching.planning.costs.cost import costs_of_stage
 from mcore_batching.planning.learn import LearntCosts, TimedRow
 
 _OPERATION = "forward_only"

@@ -8,15 +8,7 @@ from collections.abc import Mapping
 from string import ascii_lowercase
 from typing import Any
 
-from mcore_batching.planning.costs.cost import CostModel
-from mcore_batching.planning.costs.layer_costs import (
-    OUTPUT,
-    LayerCost,
-    cost_model,
-    pairs,
-    sum_of,
-    weights,
-)
+from mcore_batching.planning.costs.cost import OUTPUT, CostModel, LayerCost, sum_of
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.files import parse_json_dict
 from mcore_batching.planning.integers import as_integer, at_least
@@ -64,12 +56,55 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Names of sizes in Megatron's config and in others'. Of several that are there the first counts:
 sizes of the job's own stand above those of the model that it began from, but for `key_dim`."""
+RIDGE_TOKENS = 256
+"""Tokens that a GPU multiplies by a half-precision weight while it reads one: 153 on an A100, 206
+on an H200, 281 on a B200, 295 on an H100, dense bfloat16 rate over bandwidth of their data sheets.
+A micro-batch of fewer tokens takes no less time (Williams et al., "Roofline", 2009)."""
 STATE_CHUNK = 64
 """Tokens that kernels of linear attention take at a time, among which they are all compared: FLA's
 delta rule 64, Mamba 128 to 256. Doubled, such a layer costs 2 % more at Qwen3-Next's sizes."""
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
 _TYPES = {"sliding_attention": "windowed", "linear_attention": "delta"}
 """Attention by Hugging Face's `layer_types`; others attend to all tokens."""
+
+
+def weights(number: float) -> LayerCost:
+    """The cost of a number of weights, each multiplied with every token once."""
+    return LayerCost(token=number, read=number)
+
+
+def pairs(sizes: float, *, windowed: bool = False) -> LayerCost:
+    """A token's heads have queries and values of these sizes together; half of all pairs are
+    masked (Narayanan et al. 2021, appendix, without the causal half)."""
+    return LayerCost(pair=0.5 * sizes, far_pair=0.0 if windowed else 0.5 * sizes)
+
+
+def cost_model(
+    layers: str,
+    costs: Mapping[str, LayerCost],
+    *,
+    window: int | None = None,
+    recompute: bool = False,
+) -> CostModel:
+    """The cost model of a model's layers, a letter each, and of each letter's costs; a
+    `ConfigError` if they have no weights. `window` bounds the tokens that windowed or sparse
+    attention attends to."""
+    total = sum_of([costs[each] for each in layers if each != "|"])
+    if not total.token > 0:
+        raise ConfigError("a model's layers must have weights; give a transformer's sizes")
+    used = {each: costs[each] for each in dict.fromkeys(layers) if each != "|"}
+    return CostModel(
+        # A token costs 2 operations for each weight that it meets, a pair 2 for each size of its
+        # heads: relative to a token the 2s cancel.
+        linear=1.0,
+        quadratic=total.pair / total.token,
+        beyond_window=total.far_pair / total.pair if window and total.pair else 0.0,
+        per_micro_batch=RIDGE_TOKENS * total.read / total.token,
+        backward_ratio=3.0 if recompute else 2.0,
+        window=window if total.far_pair < total.pair else None,
+        layers=layers,
+        layer_costs=tuple((each, *cost) for each, cost in used.items()),
+    )
 
 
 class Layers:

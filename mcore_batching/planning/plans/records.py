@@ -3,7 +3,7 @@
 A job writes one file of JSON lines into a folder, a step each:
 
     {"format": "mcore-batching/record", "version": 2, "step": 0, "measured_seconds": 1.25,
-     "lengths": [...], "cost_model": {...}, "plan": {a plan of one step}}
+     "lengths": [...], "cost_model": {...}, "seconds_per_unit": null, "plan": {a plan of one step}}
 
 Samples are numbered from 0 in each step; under learnt costs `seconds_per_unit` is the time of one
 token's work on a mean stage. Beside the file lies `cost_model.json`, the last step's cost model.
@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from mcore_batching.planning.costs.cost import CostModel, in_units_of
+from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import PlanningError, named
 from mcore_batching.planning.files import (
     MAX_JSON_CHARACTERS,
@@ -104,10 +104,6 @@ class StepRecorder:
         if self._file is None:
             return
         model = plan.cost_model
-        # The unit on file is a token's work, so that costs of several jobs can be compared.
-        if seconds_per_unit is not None and model.linear > 0:
-            seconds_per_unit *= model.linear
-            model = in_units_of(model, model.linear)
         step = {
             "format": FORMAT,
             "version": VERSION,
@@ -115,9 +111,8 @@ class StepRecorder:
             "measured_seconds": measured_seconds,
             "lengths": list(map(int, lengths)),
             "cost_model": asdict(model),
+            "seconds_per_unit": seconds_per_unit,
         }
-        if seconds_per_unit is not None:
-            step["seconds_per_unit"] = seconds_per_unit
         head = json.dumps(step, separators=(",", ":")).removesuffix("}")
         try:
             self._file.write(f'{head},"plan":{plan.to_json()}}}\n')
