@@ -21,10 +21,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "mcore_batching"
 BETWEEN_RANKS = {
     "batch/consensus.py",
     "batch/messages.py",
-    "megatron/consensus.py",
-    "megatron/serialize.py",
-    "megatron/topology.py",
     "megatron/exchange.py",
+    "megatron/job.py",
+    "megatron/topology.py",
     "planning/worker.py",  # requests, between a rank and the process that it has started
 }
 
