@@ -6,6 +6,7 @@ import math
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,20 +49,48 @@ def offsets(lengths: list[int]) -> list[int]:
     return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
 
 
-def one_sequence(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-    """Causal attention of one whole sequence, written down with a dense softmax."""
-    length, heads, _ = query.shape
-    key = key.repeat_interleave(heads // key.shape[1], dim=1)
-    value = value.repeat_interleave(heads // value.shape[1], dim=1)
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, window: int = -1, sinks: Tensor | None = None
+) -> Tensor:
+    """Causal attention ``[queries, heads, dim]`` of a sequence's last tokens, by one softmax."""
+    heads = query.shape[1]
+    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
-    back = torch.arange(length)[:, None] - torch.arange(length)
+    back = torch.arange(len(key))[-len(query) :, None] - torch.arange(len(key))
     hidden = (back < 0) | ((back > window) if window >= 0 else False)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    softmax = torch.nn.Softmax(-1) if sinks is None else SoftmaxOne(-1, sinks)
+    weights = softmax(scores.masked_fill(hidden, -math.inf)[None])[0]
     return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def dense_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    """PyTorch 2.13's `varlen_attn`, by its documentation, for the CPU."""
+    assert (scale, enable_gqa) == (SCALE, query.shape[1] != key.shape[1])
+    window, after = window_size
+    assert after == 0
+    ends = [each.diff().max() for each in (query_offsets, key_offsets)]
+    assert ends == [max_queries, max_keys]
+    queries = torch.split(query, query_offsets.diff().tolist())
+    keys, values = (torch.split(each, key_offsets.diff().tolist()) for each in (key, value))
+    return torch.cat([dense(*each, window) for each in zip(queries, keys, values, strict=True)])
 
 
 def local_positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
     """Where the tokens of a rank stand in the whole row, by the rule of two zigzag chunks."""
+    if size == 1:
+        return torch.arange(sum(lengths))
     parts = []
     for start, length in zip(offsets(lengths), lengths, strict=False):
         chunk = length // (2 * size)
@@ -74,29 +103,43 @@ def local_positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
 @given(
     st.sampled_from([1, 2, 4]),
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    st.sampled_from([(4, 4), (4, 2), (4, 1)]),
+    st.sampled_from([4, 2, 1]),
     st.sampled_from([-1, 0, 3, 50]),
 )
 def test_packed_row_gives_what_its_sequences_give_alone(
-    size: int, units: list[int], heads: tuple[int, int], window: int
+    size: int, units: list[int], key_heads: int, window: int
 ) -> None:
-    unit = 2 * size if size > 1 else 1
-    lengths = [count * unit for count in units]
-    total = sum(lengths)
+    """Run by run, by the variable-length kernel, and from keys that ranks gathered."""
+    lengths = [count * (2 * size if size > 1 else 1) for count in units]
+    ends, total = offsets(lengths), sum(lengths)
     generator = torch.Generator().manual_seed(total)
-    query = torch.randn(total, heads[0], 8, generator=generator, dtype=torch.float64)
-    key, value = torch.randn(2, total, heads[1], 8, generator=generator, dtype=torch.float64)
-    alone = torch.cat(
-        [
-            one_sequence(*(x[start : start + length] for x in (query, key, value)), window)
-            for start, length in zip(offsets(lengths), lengths, strict=False)
-        ]
-    )
-    for rank in range(size):
-        mine = local_positions(lengths, size, rank) if size > 1 else torch.arange(total)
-        runs = attention_runs(offsets(lengths), size, rank)
-        packed = attend_run_by_run(query[mine], key, value, runs, SCALE, 0.0, window)
-        torch.testing.assert_close(packed, alone[mine], rtol=1e-12, atol=1e-12)
+    query = torch.randn(total, 4, 8, generator=generator, dtype=torch.float64)
+    key, value = torch.randn(2, total, key_heads, 8, generator=generator, dtype=torch.float64)
+    sequences = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
+    alone = torch.cat([dense(*each, window) for each in sequences])
+    ranks = [local_positions(lengths, size, rank) for rank in range(size)]
+    assert torch.cat(ranks)[zigzag_restore_index(ends, size)].tolist() == list(range(total))
+    for rank, mine in enumerate(ranks):
+        runs = attention_runs(ends, size, rank)
+        found = attend_run_by_run(query[mine], key, value, runs, SCALE, 0.0, window)
+        torch.testing.assert_close(found, alone[mine], rtol=1e-12, atol=1e-12)
+        with mock.patch.object(attention, "variable_length_kernel", return_value=dense_kernel):
+            geometry = RowGeometry(ends, size, runs, query.device)
+            found = geometry.attend(query[mine], key, value, SCALE, window)
+        torch.testing.assert_close(found, alone[mine], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("keys", "window"), [(3, EVERYTHING), (5, EVERYTHING), (5, 2)])
+def test_sinks_are_scores_that_heads_add_to_their_softmax(keys: int, window: int) -> None:
+    """Of the queries of the last 3 tokens, in four heads that share two; as in Megatron."""
+    query, key, value = (torch.randn(n, h, 8) for h, n in ((4, 3), (2, keys), (2, keys)))
+    sinks = torch.tensor([0.0, 1.0, -2.0, 3.0], requires_grad=True)
+    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    found = causal_attention(q, k, v, SCALE, 0.0, window, sinks)[0].transpose(0, 1)
+    expected = dense(query, key, value, window, sinks)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(each.square().sum(), sinks)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 def packed_attention(mask: Any = AttnMaskType.causal, **changes: Any) -> PackedAttention:
@@ -119,7 +162,7 @@ def test_packed_and_plain_rows_are_sequences_side_by_side() -> None:
     packed = [each.transpose(0, 1).flatten(0, 1) for each in (query, key, value)]
     in_a_row = attention(*packed, None, packed_seq_params=row_of(5, 5, 5))
     for i in range(3):
-        alone = one_sequence(query[:, i], key[:, i], value[:, i], -1).reshape(5, -1)
+        alone = dense(query[:, i], key[:, i], value[:, i]).reshape(5, -1)
         torch.testing.assert_close(together[:, i], alone)
         torch.testing.assert_close(in_a_row[5 * i : 5 * i + 5], alone)
 
@@ -165,14 +208,6 @@ def test_what_attention_cannot_take_is_refused_with_what_to_set() -> None:
             packed_attention(mask)
 
 
-@given(st.sampled_from([2, 4]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_gathered_tokens_are_put_back_in_order(size: int, units: list[int]) -> None:
-    lengths = [count * 2 * size for count in units]
-    gathered = torch.cat([local_positions(lengths, size, rank) for rank in range(size)])
-    index = zigzag_restore_index(offsets(lengths), size)
-    assert gathered[index].tolist() == list(range(sum(lengths)))
-
-
 def test_layers_share_what_a_row_is_laid_out_like() -> None:
     """Or each layer would copy its indices to the device anew."""
     group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
@@ -190,39 +225,6 @@ def test_offsets_are_read_back_where_a_row_carries_none_on_the_host() -> None:
     assert host_cu_seqlens(given_by_others) == [0, 4]
     given_by_others.cu_seqlens_q_padded = None
     assert host_cu_seqlens(given_by_others) == [0, 3]
-
-
-def dense_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    max_queries: int,
-    max_keys: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """PyTorch 2.13's `varlen_attn`, by its documentation, for the CPU."""
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    window, after = window_size
-    assert after == 0
-    ends = [each.diff().max() for each in (query_offsets, key_offsets)]
-    assert ends == [max_queries, max_keys]
-    outs = []
-    for run in range(len(query_offsets) - 1):
-        q = query[query_offsets[run] : query_offsets[run + 1]]
-        k, v = (each[key_offsets[run] : key_offsets[run + 1]] for each in (key, value))
-        future = torch.ones(len(q), len(k), dtype=torch.bool).triu(1 + len(k) - len(q))
-        if window >= 0:
-            future |= ~torch.ones_like(future).triu(len(k) - len(q) - window)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        weights = scores.masked_fill(future, -math.inf).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-    return torch.cat(outs)
 
 
 @pytest.mark.parametrize("every", [1, [1, 1], 2, [0, 1]])
@@ -292,24 +294,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("key_heads", "window"), [(4, -1), (2, -1), (2, 3)])
-def test_runs_reach_the_variable_length_kernel_whole(
-    monkeypatch: pytest.MonkeyPatch, size: int, key_heads: int, window: int
-) -> None:
-    lengths = [4, 12, 8]
-    generator = torch.Generator().manual_seed(0)
-    key, value = torch.randn(2, 24, key_heads, 8, generator=generator, dtype=torch.float64)
-    monkeypatch.setattr(attention, "variable_length_kernel", lambda: dense_kernel)
-    for rank in range(size):
-        runs = attention_runs(offsets(lengths), size, rank)
-        query = torch.randn(24 // size, 4, 8, generator=generator, dtype=torch.float64)
-        geometry = RowGeometry(offsets(lengths), size, runs, query.device)
-        ours = geometry.attend(query, key, value, SCALE, window)
-        plain = attend_run_by_run(query, key, value, runs, SCALE, 0.0, window)
-        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("dims", "dtype", "device", "reason"),
     [
@@ -336,22 +320,6 @@ def test_what_the_variable_length_kernel_cannot_take_has_a_reason(
         assert bool(found) == bool(reason)
         monkeypatch.setattr(attention, "variable_length_kernel", lambda: None)  # older PyTorch
         assert bool(reason) or "has none with scale" in why_not_variable_length(query, value)
-
-
-@pytest.mark.parametrize(("keys", "window"), [(3, EVERYTHING), (5, EVERYTHING), (5, 2)])
-def test_sinks_are_scores_that_heads_add_to_their_softmax(keys: int, window: int) -> None:
-    """Of the queries of the last 3 tokens, in four heads that share two; as in Megatron."""
-    query, key, value = (torch.randn(1, h, n, 8) for h, n in ((4, 3), (2, keys), (2, keys)))
-    sinks = torch.tensor([0.0, 1.0, -2.0, 3.0], requires_grad=True)
-    found = causal_attention(query, key, value, SCALE, 0.0, window, sinks)
-    scores = SCALE * query @ key.repeat_interleave(2, 1).transpose(2, 3)
-    seen = torch.ones(3, keys, dtype=torch.bool).tril(keys - 3)
-    seen = seen if window == EVERYTHING else seen.triu(keys - 3 - window)
-    weights = SoftmaxOne(-1, sinks)(scores.masked_fill(~seen, -torch.inf))
-    expected = weights @ value.repeat_interleave(2, 1)
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(each.square().sum(), sinks)[0] for each in (found, expected)]
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("starts", [True, False])
