@@ -87,6 +87,7 @@ def enable(*, force: bool | None = None) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch._dynamo.config.disable = True
     _patch_torch_cuda()
+    _patch_start()
     _patch_megatron()
     _mode = _CudaMeansCpu()
     _mode.__enter__()  # type: ignore[no-untyped-call]
@@ -236,6 +237,18 @@ _RANDOM_NUMBERS = {
 """Functions that stand in both `torch.cuda` and `torch.cuda.random`."""
 
 
+def _patch_start() -> None:
+    """Replace the megatron-core functions that wait for CUDA, or compile, as a program starts."""
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    # The module's own setter waits for CUDA to be initialised, which never happens here.
+    megatron_random._get_cuda_rng_state = torch.cuda.get_rng_state
+    megatron_random._set_cuda_rng_state = torch.cuda.set_rng_state
+    # The wheels ship the compiled helper, but not the Makefile that would build it.
+    dataset_utils.compile_helpers = _always(None)
+
+
 def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
@@ -243,7 +256,6 @@ def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> 
 def _patch_megatron() -> None:
     """Replace the megatron-core functions that insist on CUDA tensors or Transformer Engine."""
     # Only now: megatron-core reads the settings of `enable` as it is imported.
-    from megatron.core.datasets import utils as dataset_utils
     from megatron.core.pipeline_parallel import p2p_communication
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer import multi_token_prediction
@@ -266,9 +278,6 @@ def _patch_megatron() -> None:
         return requests
 
     p2p_communication._p2p_ops = send_copies
-    # The module's own setter waits for CUDA to be initialised, which never happens here.
-    megatron_random._get_cuda_rng_state = torch.cuda.get_rng_state
-    megatron_random._set_cuda_rng_state = torch.cuda.set_rng_state
     # The device's generator is the CPU's, which so changes at every dropout.
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -278,5 +287,3 @@ def _patch_megatron() -> None:
         moe_utils.te_general_gemm = None
     if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):  # main, likewise
         multi_token_prediction.is_inference_column_parallel_linear = _always(False)
-    # The wheels ship the compiled helper, but not the Makefile that would build it.
-    dataset_utils.compile_helpers = _always(None)

@@ -306,9 +306,7 @@ def _is_cuda(device: Any) -> bool:
 @functools.cache
 def install() -> Twin:
     """Put the device into this process, in which it stays."""
-    from megatron.core.datasets import utils as dataset_utils
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.tensor_parallel import random as megatron_random
 
     from mcore_batching.megatron import cpu_emulation, exchange, loss_shares
 
@@ -317,11 +315,7 @@ def install() -> Twin:
     _let_autograd_run()
     _patch_cuda(twin, cpu_emulation)
     _patch_modules()
-    # The module's own setter waits for CUDA to be initialised.
-    megatron_random._get_cuda_rng_state = torch.cuda.get_rng_state
-    megatron_random._set_cuda_rng_state = torch.cuda.set_rng_state
-    # The wheels ship the compiled helper, but not the Makefile that would build it.
-    dataset_utils.compile_helpers = lambda: None
+    cpu_emulation._patch_start()
     # Of a class of its own, a fake tensor would be refused as one without bytes.
     for module in (exchange, loss_shares):
         module.has_bytes = lambda tensor: True  # type: ignore[attr-defined]
