@@ -265,6 +265,7 @@ def test_samples_of_some_models_cannot_share_tokens(
 
 SOME_RELEASES = (
     "moe_hybridep_pad_uneven_dispatch_inputs",
+    "mtp_detach_heads",
     "mtp_hsm",
     "sequence_packing_scheduler",
 )
