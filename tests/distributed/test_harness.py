@@ -8,7 +8,7 @@ import pytest
 from kit.harness import Job, JobFailedError, run_jobs
 
 JOBS = [
-    Job("hangs", "kit.harness_jobs:hangs", 2, seconds=3.0),
+    Job("hangs", "kit.harness_jobs:hangs", 2, seconds=1.0),
     Job("after", "kit.harness_jobs:returns_rank", 2),
     Job("dies", "kit.harness_jobs:dies", 2),
 ]

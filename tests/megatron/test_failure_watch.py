@@ -6,11 +6,12 @@ import atexit
 import contextlib
 import os
 import re
-import subprocess
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,53 +343,44 @@ def test_one_process_has_no_watch() -> None:
     assert threading.active_count() == threads
 
 
-STUCK = """
-import time
-import torch.distributed as dist
-from mcore_batching.megatron import watch
-watch.POLL_SECONDS, watch.GRACE_SECONDS = 0.01, 0.1
-store = dist.HashStore()
-ours, theirs = (watch.FailureWatch(store, rank, num_ranks=2) for rank in range(2))
-print("before")
-try:
-    with theirs.reporting("step"):
-        raise KeyError("x")
-except RuntimeError:
-    pass
-with ours.waiting():
-    time.sleep(30)
-"""
+def stuck(directory: Path, errors: str = "errors") -> tuple[str, int]:
+    """What a rank printed whose main thread waits in C++ when another fails, and its exit code."""
+    output = directory / "output"
+    child = os.fork()  # importing torch anew takes longer than all other tests here
+    if child == 0:
+        signal.alarm(int(patience(60)))
+        # Never back into pytest, whatever happens.
+        with contextlib.suppress(BaseException):
+            for number, path in ((1, output), (2, directory / errors)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+            sys.stdout, sys.stderr = (os.fdopen(n, "w", closefd=False) for n in (1, 2))
+            ours, theirs = two_ranks()
+            print("before")
+            with contextlib.suppress(PipelineFailedError), theirs.reporting("step"):
+                raise KeyError("x")
+            with ours.waiting():
+                time.sleep(3600)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return output.read_text(), os.waitstatus_to_exitcode(status)
 
 
-def stuck(stderr: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK],
-        env={
-            **os.environ,
-            "MCORE_BATCHING_CPU": "1",
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONUNBUFFERED": "",  # or what was printed before would come out unflushed
-        },
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        text=True,
-        timeout=patience(120),
-        check=False,
-    )
-    assert done.returncode == 86, done.stderr
-    return done
+@pytest.fixture
+def _without_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.1)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's full device")
-def test_a_rank_whose_log_is_full_ends_all_the_same() -> None:
+@pytest.mark.usefixtures("_without_grace")
+def test_a_rank_whose_log_is_full_ends_all_the_same(tmp_path: Path) -> None:
     """Its thread ended by the error of printing, and the rank waited on."""
-    with open("/dev/full", "w") as full:
-        stuck(full)
+    assert stuck(tmp_path, "/dev/full")[1] == 86
 
 
-def test_a_rank_that_does_not_get_free_is_ended_with_the_cause() -> None:
-    done = stuck()
-    assert done.stdout == "before\n"
-    assert "PipelineFailedError: " in done.stderr
-    assert "rank 1: step: KeyError: 'x'" in done.stderr
-    assert "rank 0 waited for it and cannot be released" in done.stderr
+@pytest.mark.usefixtures("_without_grace")
+def test_a_rank_that_does_not_get_free_is_ended_with_the_cause(tmp_path: Path) -> None:
+    assert stuck(tmp_path) == ("before\n", 86)
+    errors = (tmp_path / "errors").read_text()
+    assert "PipelineFailedError: " in errors
+    assert "rank 1: step: KeyError: 'x'" in errors
+    assert "rank 0 waited for it and cannot be released" in errors

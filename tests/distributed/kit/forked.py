@@ -26,7 +26,7 @@ from kit.harness import Job, environment
 from kit.ranks import Fork, fork_ranks
 
 START_SECONDS = 120.0
-JOBS_AT_A_TIME = 3
+JOBS_AT_A_TIME = 5
 CONNECT_SECONDS = 100.0
 """Of Megatron's groups, too: an error that came by a time-out would come after this."""
 

@@ -27,7 +27,7 @@ from kit.patience import MOST_SLOWNESS, is_up
 from kit.ranks import fork_ranks
 from mcore_batching.planning import ParallelDims
 
-SECONDS_FOR_ALL_STACKS = 5.0
+SECONDS_FOR_ALL_STACKS = 2.0
 
 
 def main() -> None:
