@@ -30,10 +30,6 @@ costs are found out a step or two later."""
 LEAST_TOKEN_SHARE = 1e-3
 """Least share of a row's time that its tokens are taken to need: a token is the unit of cost, and
 must not come out as 0."""
-LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e6
-"""Limits of a row's time: below any clock's step, and eleven days."""
-_N = 3
-"""Unknowns, in this order: seconds of a micro-batch, of a token and of a pair of tokens."""
 
 
 class TimedRow(NamedTuple):
@@ -55,8 +51,9 @@ class LearntCosts:
     """In units of one token's forward work outside attention."""
     seconds_per_unit: float | None = None
     """Seconds of one unit on a mean stage; None before the first fit."""
-    sums: tuple[float, ...] = (0.0,) * (_N * _N + _N)
-    """Matrix and right side of the normal equations, of the rows so far."""
+    sums: tuple[float, ...] = (0.0,) * (3 * 3 + 3)
+    """Matrix and right side of the normal equations, of the rows so far. The unknowns are, in this
+    order, seconds of a micro-batch, of a token and of a pair of tokens."""
 
     def evidence(self, rows: Iterable[TimedRow], stage: CostModel) -> list[float]:
         """This rank's part in the next costs, a dozen numbers: parts of ranks are added up.
@@ -77,7 +74,8 @@ class LearntCosts:
         ]
         pairs = replace(stage, linear=0.0, quadratic=1.0, per_micro_batch=0.0)
         for lengths, seconds in rows:
-            if not (LEAST_SECONDS <= seconds <= MOST_SECONDS and any(lengths)):
+            # Below any clock's step, or over eleven days.
+            if not (1e-12 <= seconds <= 1e6 and any(lengths)):
                 continue
             features = 1.0, float(sum(lengths)), pairs.micro_batch(lengths)
             # The row's time is the sum of feature * cost; over the measured time it should be 1.
@@ -91,8 +89,8 @@ class LearntCosts:
         if not any(evidence):
             return self  # no rank timed a row: samples that are planned twice have one plan
         sums = [DECAY * old + new for old, new in zip(self.sums, evidence, strict=True)]
-        matrix = [sums[_N * i : _N * (i + 1)] for i in range(_N)]
-        right, model = sums[_N * _N :], self.cost_model
+        matrix, right = [sums[0:3], sums[3:6], sums[6:9]], sums[9:]
+        model = self.cost_model
         before = [model.per_micro_batch, model.linear, model.quadratic]
         # Only the proportions of the costs before are held on to: speed is known well at once.
         square = ordered_sum(x * dot(row, before) for x, row in zip(before, matrix, strict=True))

@@ -27,9 +27,6 @@ LEAST_PER_STAGE = 3
 PAIRS_PER_STAGE = 4
 """It has this times its stages, as far as each can hold two samples: three or five times as many
 end 1 % later."""
-_RAMP_PER_STAGE = 1.5
-"""Smaller micro-batches at a pipeline's start and at its end, per stage; with one of them steps end
-1 % later, with half of one 3 %."""
 
 PACKING_RULES = {"first-fit-decreasing": first_fit_decreasing, "first-fit": first_fit}
 
@@ -94,7 +91,7 @@ def fill_local(
     if not problem.schedule.order_matters:
         slots = order_slots(packed, num_microbatches, problem.weight)
         return largest_first(problem, (slots,))[0]
-    ascending = sorted(map(tuple, packed), key=lambda samples: (problem.weight(samples), samples))
+    ascending = sorted(sorted(map(tuple, packed)), key=problem.weight)
     placeholders: list[tuple[int, ...]] = [()] * (num_microbatches - len(ascending))
     if dims.virtual_pipeline > 1:
         return (*placeholders, *ascending)
@@ -108,7 +105,9 @@ def _assigned(
     """Samples in at most `count` micro-batches, costliest first to the one that lacks most of its
     size; None if the cap leaves a sample no place. Sizes rise over the first micro-batches and fall
     over the last, since stages wait for these while the pipeline fills and drains."""
-    ramp = int(_RAMP_PER_STAGE * problem.dims.pipeline_parallel) + 1
+    # 1.5 smaller ones per stage at each end; with one of them steps end 1 % later, with half of one
+    # 3 %.
+    ramp = int(1.5 * problem.dims.pipeline_parallel) + 1
     shares = [min(1.0, (slot + 1) / ramp, (count - slot) / ramp) for slot in range(count)]
     fixed = problem.cost_model.per_micro_batch
     order = by_cost([sample for samples in packed for sample in samples], problem.costs)

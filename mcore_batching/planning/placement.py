@@ -7,7 +7,8 @@ must touch every parameter where gradients are reduced while the backward pass r
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.plans.plan import MicroBatches
@@ -23,11 +24,15 @@ def order_slots(
     """One rank's `num_microbatches` in slot order: by descending weight (None: as given), ties by
     lowest sample index, placeholders just before the last real one. Slot j then weighs about the
     same on every rank."""
-    real = [tuple(samples) for samples in bins]
-    if weight is not None:
-        real.sort(key=lambda samples: (-weight(samples), samples))
+    real = [*map(tuple, bins)] if weight is None else heaviest_first(bins, weight)
     placeholders: list[tuple[int, ...]] = [()] * (num_microbatches - len(real))
     return (*real[:-1], *placeholders, *real[-1:])
+
+
+def heaviest_first(bins: Iterable[Sequence[int]], weight: Weight) -> list[tuple[int, ...]]:
+    """Micro-batches by descending weight, ties by lowest sample index."""
+    # A stable sort keeps ties in their order, also when reversed.
+    return sorted(sorted(map(tuple, bins)), key=weight, reverse=True)
 
 
 def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[MicroBatches, ...]:
@@ -36,20 +41,21 @@ def largest_first(problem: Problem, ranks: tuple[MicroBatches, ...]) -> tuple[Mi
     if problem.schedule.order_matters:
         return ranks
     if not problem.dims.in_lockstep:
-        return tuple(_largest_then_heaviest(problem, rank) for rank in ranks)
+        found = []
+        for rank in ranks:
+            real = heaviest_first(filter(None, rank), problem.weight)
+            if real:
+                largest = max(real, key=problem.row_tokens)
+                real.insert(0, real.pop(real.index(largest)))
+            found.append(order_slots(real, len(rank), None))
+        return tuple(found)
     # In lockstep whole slots move, or their makespan would change.
     slots = list(zip(*ranks, strict=True))
     stays_last = [slots.pop()] if any(() in rank for rank in ranks) else []
-    largest = max(slots, key=lambda slot: max(map(problem.row_tokens, slot)), default=())
-    slots.sort(key=lambda slot: slot is not largest)
+    if slots:
+        sizes = [max(map(problem.row_tokens, slot)) for slot in slots]
+        slots.insert(0, slots.pop(sizes.index(max(sizes))))
     return tuple(zip(*slots, *stays_last, strict=True))
-
-
-def _largest_then_heaviest(problem: Problem, rank: MicroBatches) -> MicroBatches:
-    real = sorted(filter(None, rank), key=lambda samples: (-problem.weight(samples), samples))
-    largest = max(real, key=problem.row_tokens, default=())
-    real.sort(key=lambda samples: samples != largest)
-    return order_slots(real, len(rank), None)
 
 
 def place(
@@ -69,11 +75,11 @@ def place(
     # Ranks in lockstep wait in every slot, and no assignment has lighter slots than the folds.
     if not problem.dims.in_lockstep:
         candidates.append(deal(weights, [0.0] * ranks, [num_microbatches] * ranks))
-
-    def heaviest(assigned: list[list[int]]) -> float:
-        return max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in assigned)
-
-    best = min(candidates, key=heaviest)  # the first wins ties
+    loads = [
+        max(ordered_sum(weights[b] for b in rank_bins) for rank_bins in assigned)
+        for assigned in candidates
+    ]
+    best = candidates[loads.index(min(loads))]  # the first wins ties
     return tuple(
         order_slots([bins[b] for b in rank_bins], num_microbatches, problem.weight)
         for rank_bins in best
@@ -89,7 +95,7 @@ def deal(
     dealt: list[list[int]] = [[] for _ in loads]
     lightest = [(load, rank) for rank, load in enumerate(loads) if places[rank]]
     heapq.heapify(lightest)
-    for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+    for index in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
         load, rank = heapq.heappop(lightest)  # a full rank is not pushed again
         dealt[rank].append(index)
         if len(dealt[rank]) < places[rank]:
@@ -102,7 +108,7 @@ def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]
     (Michiels et al., "Performance ratios for the differencing method applied to the balanced number
     partitioning problem", 2003)."""
     # The weights, descending, are cut into `limit` folds, one weight per rank in each.
-    descending = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    descending = sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
     # Spread (negative, for the heap), a number that breaks ties, weight and bins of each rank.
     partials: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for fold in range(limit):
@@ -119,7 +125,8 @@ def by_folds(weights: Sequence[float], ranks: int, limit: int) -> list[list[int]
             (a_weight + b_weight, a + b)
             for (a_weight, a), (b_weight, b) in zip(wide, reversed(narrow), strict=True)
         ]
-        merged.sort(key=lambda part: (-part[0], part[1]))
+        merged.sort(key=itemgetter(1))
+        merged.sort(key=itemgetter(0), reverse=True)  # stable: ties by bins
         heapq.heappush(partials, (merged[-1][0] - merged[0][0], serial, merged))
         serial += 1
     return [part for _, part in partials[0][2]]
@@ -142,8 +149,7 @@ def split_until(bins: Sequence[Sequence[int]], count: int, weight: Weight) -> li
             halves[half[0]] = half
             if len(half) > 1:
                 heapq.heappush(splittable, (-weight(half), half[0]))
-    by_weight = sorted(halves.values(), key=lambda half: (-weight(half), half[0]))
-    return [*whole.values(), *by_weight]
+    return [*whole.values(), *map(list, heaviest_first(halves.values(), weight))]
 
 
 def _halve(samples: Sequence[int], weight: Weight) -> list[list[int]]:
@@ -152,8 +158,8 @@ def _halve(samples: Sequence[int], weight: Weight) -> list[list[int]]:
     alone = {sample: weight((sample,)) - empty for sample in samples}
     halves: list[list[int]] = [[], []]
     weights = [0.0, 0.0]
-    for sample in sorted(samples, key=lambda sample: (-alone[sample], sample)):
-        lighter = min((0, 1), key=lambda half: (weights[half], len(halves[half])))
+    for sample in sorted(sorted(samples), key=alone.__getitem__, reverse=True):
+        lighter = int((weights[1], len(halves[1])) < (weights[0], len(halves[0])))
         halves[lighter].append(sample)
         weights[lighter] += alone[sample]
     return list(map(sorted, halves))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,10 +48,6 @@ _ALMOST = 0.95
 # Of a plan that is only compared, at most. Steps of 512 samples on DP8 x PP4 end 1.5 % later than
 # by the default, which takes 8 times as long; with 20, which takes a third, 12 % later.
 COMPARED_PLAN_EFFORT = 100
-LEAST_GAIN = 1.01  # less is not worth changing a job's parallel dims for
-# A try takes at most this many times as long as the longest before it: twice the stages, or half
-# the cap, are twice the passes. The first is compared with the time to predict the present step.
-_LONGER = 2.0
 
 _NEXT_LINE = "\n" + " " * len("  would help: ")
 
@@ -235,7 +231,9 @@ def suggestions(
     found, untried = [], []
     spent = longest = time.process_time() - started
     for changes, dims, config, model in alternatives(step):
-        if spent + _LONGER * longest > seconds:
+        # A try takes at most twice as long as the longest before it: twice the stages, or half the
+        # cap, are twice the passes. The first is compared with the time to predict the step.
+        if spent + 2 * longest > seconds:
             untried.append(changes)
             continue
         started = time.process_time()
@@ -244,46 +242,50 @@ def suggestions(
         with contextlib.suppress(PlanningError):
             plan = plan_step(own, dims, quick, model, forward_only=step.forward_only)
             then = predicted_step_time(plan, own)
-            if then and now >= LEAST_GAIN * then:
+            if then and now >= 1.01 * then:  # less is not worth changing a job's dims for
                 found.append((changes, now / then))
         taken = time.process_time() - started
         spent, longest = spent + taken, max(longest, taken)
     return sorted(found, key=lambda each: -each[1]), untried
 
 
-def alternatives(step: StepPlan) -> Iterator[Setup]:
+def alternatives(step: StepPlan) -> list[Setup]:
     """Other caps and parallel dims for a plan's GPUs, those that are planned soonest first."""
-    dims, config, model = step.dims, step.config, step.cost_model
-    cap, ranks = config.max_tokens_per_gpu, dims.data_parallel
-    stages, size = dims.pipeline_parallel, dims.context_parallel
-
-    def capped(tokens: int) -> Setup:
-        changes = (("max_tokens_per_gpu", tokens),)
-        return changes, dims, replace(config, max_tokens_per_gpu=tokens), model
-
-    def moved(share: float, **sizes: int) -> Iterator[Setup]:
-        """Sizes changed so that a rank has this share of a token's work and memory."""
-        changes = tuple(sizes.items())
-        fixed, others = 1.0, dict[str, Any](sizes)
-        if "pipeline_parallel" in sizes:
-            # Stages hold other layers: a micro-batch's fixed part is theirs, and chunks are gone.
-            fixed, others = share, others | {"virtual_pipeline": 1, "microbatch_group_size": None}
-        costs = replace(
-            model,
-            linear=share * model.linear,
-            quadratic=share * model.quadratic,
-            per_micro_batch=fixed * model.per_micro_batch,
-        )
+    cap, ranks = step.config.max_tokens_per_gpu, step.dims.data_parallel
+    stages, size = step.dims.pipeline_parallel, step.dims.context_parallel
+    # With each the share of a token's work and memory that a rank then has.
+    tries: list[tuple[dict[str, int], float]] = [({"max_tokens_per_gpu": 2 * cap}, 1.0)]
+    if ranks % 2 == 0 and step.config.max_context_parallel is None:
+        tries.append(({"context_parallel": 2 * size, "data_parallel": ranks // 2}, 0.5))
+    if stages % 2 == 0:
+        tries.append(({"pipeline_parallel": stages // 2, "data_parallel": 2 * ranks}, 2.0))
+    if cap > 1:
+        tries.append(({"max_tokens_per_gpu": cap // 2}, 1.0))
+    if ranks % 2 == 0:
+        tries.append(({"pipeline_parallel": 2 * stages, "data_parallel": ranks // 2}, 0.5))
+    setups: list[Setup] = []
+    for changes, share in tries:
         # More stages than any model has, or ranks over which the experts cannot be spread.
         with contextlib.suppress(ParallelDimsError):
-            yield changes, replace(dims, **others), config, costs
+            setups.append((tuple(changes.items()), *_changed(step, changes, share)))
+    return setups
 
-    yield capped(2 * cap)
-    if ranks % 2 == 0 and config.max_context_parallel is None:
-        yield from moved(0.5, context_parallel=2 * size, data_parallel=ranks // 2)
-    if stages % 2 == 0:
-        yield from moved(2.0, pipeline_parallel=stages // 2, data_parallel=2 * ranks)
-    if cap > 1:
-        yield capped(cap // 2)
-    if ranks % 2 == 0:
-        yield from moved(0.5, pipeline_parallel=2 * stages, data_parallel=ranks // 2)
+
+def _changed(
+    step: StepPlan, changes: dict[str, Any], share: float
+) -> tuple[ParallelDims, PlannerConfig, CostModel]:
+    """The plan's dims, options and costs with these changes."""
+    dims, config, model = step.dims, step.config, step.cost_model
+    if "max_tokens_per_gpu" in changes:
+        return dims, replace(config, **changes), model
+    fixed = 1.0
+    if "pipeline_parallel" in changes:
+        # Stages hold other layers: a micro-batch's fixed part is theirs, and chunks are gone.
+        fixed, changes = share, changes | {"virtual_pipeline": 1, "microbatch_group_size": None}
+    costs = replace(
+        model,
+        linear=share * model.linear,
+        quadratic=share * model.quadratic,
+        per_micro_batch=fixed * model.per_micro_batch,
+    )
+    return replace(dims, **changes), config, costs

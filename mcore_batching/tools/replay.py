@@ -74,14 +74,13 @@ def replay(records: Sequence[StepRecord]) -> list[ReplayedStep]:
 
 def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
     """Consecutive steps of the same parallel dims, planner's options and cost model together."""
+    return [list(alike) for _, alike in groupby(steps, _kind)]
 
-    def setting(step: ReplayedStep) -> tuple[Any, ...]:
-        # A learnt cost model changes from step to step: its steps are alike, too.
-        dims, config, cost_model = step.setting
-        is_learnt = step.record.seconds_per_unit is not None
-        return dims, config, None if is_learnt else cost_model
 
-    return [list(alike) for _, alike in groupby(steps, setting)]
+def _kind(step: ReplayedStep) -> tuple[Any, ...]:
+    # A learnt cost model changes from step to step: its steps are alike, too.
+    dims, config, cost_model = step.setting
+    return dims, config, None if step.record.seconds_per_unit is not None else cost_model
 
 
 def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]:
@@ -145,9 +144,6 @@ def better_plans(
     return sorted(found, key=lambda each: (each[0] != (), each[1]))
 
 
-# Default of --steps. Each is planned up to eight times: time grows with it, and gains of single
-# steps even out.
-MOST_PLANNED_STEPS = 16
 STEP_COLUMNS = (
     "step",
     "samples",
@@ -177,7 +173,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--steps",
         type=int,
-        default=MOST_PLANNED_STEPS,
+        default=16,  # each is planned up to eight times, and gains of single steps even out
         metavar="N",
         help="plan at most this many steps again for each alternative, spread over the job",
     )

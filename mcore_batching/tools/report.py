@@ -14,8 +14,6 @@ from mcore_batching.planning import (
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.plans.statistics import total_statistics
 
-SHOWN_STEPS_AT_EACH_END = 8  # of a long table: twice as many fit on a screen
-
 FLOOR = "a mean rank's work on the slowest stage or the longest sample's way through all stages"
 
 # Headings of the table of steps, and the figure of `StepStatistics` below each.
@@ -76,7 +74,7 @@ def step_table(statistics: Sequence[StepStatistics]) -> Table:
 
 def both_ends(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """The first and the last few rows of many, with a row between that counts those left out."""
-    shown = SHOWN_STEPS_AT_EACH_END
+    shown = 8  # at each end: twice as many fit on a screen
     if len(rows) <= 2 * shown:
         return tuple(rows)
     left_out = ("…", f"({len(rows) - 2 * shown} steps)", *[""] * (len(rows[0]) - 2))

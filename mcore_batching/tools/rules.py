@@ -142,20 +142,12 @@ def karmarkar_karp(
         raise too_few(len(values), parts)
     if equal_count:
         refuse_uneven(len(values), parts)
-
-    def entry(sets: Sets) -> tuple[int, int, int, int, Sets]:
-        """For the heap: widest spread first, then largest first set."""
-        sets.sort(reverse=True)
-        total, count, items = sets[0]
-        least = sets[-1][0] if len(sets) == parts else 0
-        return least - total, -total, -count, -items[0], sets
-
     # A partial solution is a row of sets, empty ones left out: with many parts most are. For equal
     # counts each starts with one item in every set, and merging keeps the counts equal.
     ascending = sorted(range(len(values)), key=lambda item: (values[item], item))
     width = parts if equal_count else 1
     heap = [
-        entry([(values[item], 1, [item]) for item in ascending[first : first + width]])
+        _entry([(values[item], 1, [item]) for item in ascending[first : first + width]], parts)
         for first in range(0, len(ascending), width)
     ]
     heapq.heapify(heap)
@@ -166,8 +158,16 @@ def karmarkar_karp(
         kept = min(len(one), parts - len(other))
         meet = zip(one[kept:], reversed(other[parts - len(one) :]), strict=True)
         merged = [(a + b, m + n, left + right) for (a, m, left), (b, n, right) in meet]
-        heapq.heappush(heap, entry(one[:kept] + other[: parts - len(one)] + merged))
+        heapq.heappush(heap, _entry(one[:kept] + other[: parts - len(one)] + merged, parts))
     return [sorted(items) for _, _, items in heap[0][-1]]
+
+
+def _entry(sets: Sets, parts: int) -> tuple[int, int, int, int, Sets]:
+    """For the heap: widest spread first, then largest first set."""
+    sets.sort(reverse=True)
+    total, count, items = sets[0]
+    least = sets[-1][0] if len(sets) == parts else 0
+    return least - total, -total, -count, -items[0], sets
 
 
 def dealt(bins: Bins, ranks: int) -> list[Bins]:

@@ -16,7 +16,6 @@ from mcore_batching.planning.costs.cost import OUTPUT, LayerCost, costs_of_stage
 from mcore_batching.planning.costs.layers_of import cost_model
 from mcore_batching.planning.learn import (
     LEAST_TOKEN_SHARE,
-    MOST_SECONDS,
     LearntCosts,
     TimedRow,
 )
@@ -90,9 +89,7 @@ def test_no_news_change_nothing() -> None:
     assert learnt.after([0.0] * len(learnt.sums)) is learnt
 
 
-@pytest.mark.parametrize(
-    "seconds", [float("nan"), float("inf"), 0.0, -1.0, 2 * MOST_SECONDS, 1e-300], ids=str
-)
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0.0, -1.0, 2e6, 1e-300], ids=str)
 def test_times_that_are_none_are_left_out(seconds: float) -> None:
     rows = timed(BOTH, rows_of(0))
     broken = [TimedRow((9, 9), seconds), TimedRow((), 1.0), TimedRow((0,), 1.0)]
@@ -137,7 +134,7 @@ def test_whatever_was_timed_costs_are_costs(
     for _ in range(times):
         learnt = learnt.after(learnt.evidence(itertools.starmap(TimedRow, rows), SHAPE))
         assert learnt.cost_model.linear == 1.0  # and `CostModel` refuses what is no cost
-        assert 0 < (learnt.seconds_per_unit or 0.0) < MOST_SECONDS
+        assert 0 < (learnt.seconds_per_unit or 0.0) < 1e6
 
 
 def test_tokens_cost_something_where_time_does_not_depend_on_them() -> None:

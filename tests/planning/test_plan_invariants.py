@@ -112,7 +112,7 @@ def packed_count(case: Case) -> int:
     return -(-num_bins // case.dims.data_parallel)
 
 
-@examples(300)
+@examples(150)
 @given(cases(fill=("placeholder",)))
 def test_placeholder_fill_never_splits(case: Case) -> None:
     step = plan_step(case.lengths, case.dims, case.config)
@@ -123,7 +123,7 @@ def test_placeholder_fill_never_splits(case: Case) -> None:
         assert micro_batches[-1] or not any(micro_batches)
 
 
-@examples(300)
+@examples(100)
 @given(cases(dynamic=True))
 def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
     plan = plan_batch(case.lengths, case.dims, case.config, samples_per_step=4)
@@ -142,7 +142,7 @@ def test_steps_of_a_batch_are_the_plans_of_their_samples(case: Case) -> None:
         assert StepPlan.from_json(step.to_json()) == step
 
 
-@examples(300)
+@examples(150)
 @given(cases())
 def test_oversize_is_refused_or_alone(case: Case) -> None:
     strict = PlannerConfig(
@@ -187,7 +187,7 @@ for layout in (
     ParallelDims(data_parallel=4, expert_parallel=4, tensor_parallel=2, sequence_parallel=True),
 ):
     for balance in ("auto", "cost", "tokens", "none"):
-        config = PlannerConfig(max_tokens_per_gpu=8192, balance=balance)
+        config = PlannerConfig(max_tokens_per_gpu=8192, balance=balance, plan_effort=200)
         model = CostModel(linear=0.1, quadratic=1 / 7000.1, per_micro_batch=0.3)
         print(plan_batch(lengths, layout, config, model, samples_per_step=128).digest())
         problem = Problem.of(lengths, layout, config, model)
@@ -241,7 +241,7 @@ def test_deterministic_over_hash_seeds_and_python_versions() -> None:
             assert digests(python, "1") == expected, python
     # The same everywhere means the same as here. A planner that plans better changes this value.
     combined = hashlib.sha256("".join(expected).encode()).hexdigest()
-    assert combined == "2ac8ac27f92df6cc72c49c9e7eb8250ae3aa5473dc2ddbd1ce1ceb8712f8466b"
+    assert combined == "c2a4bc8fcb92346a487e95ad764bac3937a7b65ca2f46e3df2eeb4290208ae03"
 
 
 def test_sums_do_not_depend_on_the_python_version() -> None:

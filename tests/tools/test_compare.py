@@ -86,7 +86,7 @@ def test_a_rule_is_shown_at_the_given_cap_and_at_its_own_best_below() -> None:
 def test_the_best_cap_of_shared_rows_may_be_below_the_mean_length(most: int | None) -> None:
     """A micro-batch holds it on each of its ranks."""
     dims = ParallelDims(data_parallel=2, pipeline_parallel=4, context_parallel=4)
-    config = replace(CONFIG, max_tokens_per_gpu=40_000, max_context_parallel=most)
+    config = PlannerConfig(max_tokens_per_gpu=40_000, max_context_parallel=most, plan_effort=1)
     best_cap = by_name(compare.compare([[4000] * 64], dims, config), "first-fit in order").best_cap
     assert best_cap is not None
     assert best_cap < 4000

@@ -73,7 +73,7 @@ def test_learnt_units_that_change_are_each_step_s_own(
 
 def test_better_plans(tmp_path: Path) -> None:
     steps = replay.replay(measured_job(tmp_path))[:2]
-    found = replay.better_plans(steps, 100)
+    found = replay.better_plans(steps, 20)
     changes = [" ".join(f"{name}={value}" for name, value in changed) for changed, _ in found]
     assert changes[0] == ""
     assert set(changes[1:]) == {
@@ -85,7 +85,7 @@ def test_better_plans(tmp_path: Path) -> None:
     }
     times = [time for _, time in found[1:]]
     assert times == sorted(times)
-    config = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
+    config = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=20)
     planned = [plan_step(step.record.lengths, DIMS, config, COSTS) for step in steps]
     pairs = zip(planned, steps, strict=True)
     time = sum(predicted_step_time(plan, step.record.lengths) for plan, step in pairs)
