@@ -32,8 +32,8 @@ from mcore_batching.planning.planner import plan_batch, plan_step
 from mcore_batching.planning.plans.plan import MicroBatches, Plan, StepPlan
 from mcore_batching.planning.plans.statistics import (
     StepStatistics,
+    WeighedStep,
     predicted_step_time,
-    step_problem,
     step_statistics,
 )
 from mcore_batching.planning.plans.validation import validate_plan
@@ -59,6 +59,7 @@ __all__ = [
     "Problem",
     "StepPlan",
     "StepStatistics",
+    "WeighedStep",
     "at_least",
     "fill_local",
     "group_steps",
@@ -70,7 +71,6 @@ __all__ = [
     "predicted_step_time",
     "row_multiple_tokens",
     "sample_multiple_tokens",
-    "step_problem",
     "step_statistics",
     "validate_plan",
 ]

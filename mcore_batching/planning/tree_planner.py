@@ -19,7 +19,7 @@ from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import check_search, plan_samples, plan_steps, renamed
 from mcore_batching.planning.plans.plan import Plan, StepPlan
-from mcore_batching.planning.plans.statistics import step_clocks
+from mcore_batching.planning.plans.statistics import WeighedStep
 from mcore_batching.planning.prefix_trees import (
     Forest,
     PrefixTree,
@@ -59,7 +59,7 @@ def plan_forest(
         if best is not None and floor >= best[0]:
             continue
         plan = plan_samples(problem, range(len(trees)))
-        end = max(clock.end for clock in step_clocks(plan, problem, plan.micro_batches))
+        end = WeighedStep(plan, problem, plan.micro_batches).end
         if best is None or end < best[0]:
             best = end, _of_samples(plan, trees)
     assert best is not None

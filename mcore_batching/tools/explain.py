@@ -23,17 +23,16 @@ from mcore_batching.planning import (
     Problem,
     StepPlan,
     StepStatistics,
+    WeighedStep,
     micro_batch_lower_bound,
     pack_local,
     plan_step,
     predicted_step_time,
-    step_problem,
     step_statistics,
     validate_plan,
 )
 from mcore_batching.planning.errors import named, shortened
 from mcore_batching.planning.plans.plan import counted, rank_noun
-from mcore_batching.planning.plans.statistics import step_clocks
 from mcore_batching.planning.prefix_trees import PrefixTree
 from mcore_batching.tools.report import FLOOR
 
@@ -66,8 +65,8 @@ def explain(step: StepPlan, lengths: Sequence[int], *, advice_seconds: float = m
     """
     lengths = list(lengths)
     validate_plan(step, lengths)
-    statistics = step_statistics(step, lengths)
-    problem, ranks = step_problem(step, lengths)
+    statistics, weighed = step_statistics(step, lengths), WeighedStep.of(step, lengths)
+    problem, ranks = weighed.problem, weighed.ranks
     lines = [
         f"{counted(step.num_samples, 'sample')} on {counted(len(ranks), rank_noun(step))}: "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank",
@@ -92,7 +91,7 @@ def explain(step: StepPlan, lengths: Sequence[int], *, advice_seconds: float = m
         f"{statistics.step_time:.0f} token units, {statistics.time_over_floor:.3f} x the floor "
         f"({FLOOR}; no plan ends sooner); the first stage holds "
         f"{statistics.peak_inflight_tokens:.0f} tokens at most",
-        f"held back by: {_what_holds_back(step, problem, ranks, statistics, longest, name)}",
+        f"held back by: {_what_holds_back(weighed, statistics, longest, name)}",
     ]
     if step.context_parallel is not None:
         sizes = [row.size for row in step.rows()]
@@ -148,20 +147,16 @@ def _count(step: StepPlan, problem: Problem) -> str:
 
 
 def _what_holds_back(
-    step: StepPlan,
-    problem: Problem,
-    ranks: list[list[list[int]]],
-    statistics: StepStatistics,
-    longest: int,
-    name: str,
+    weighed: WeighedStep, statistics: StepStatistics, longest: int, name: str
 ) -> str:
     """The one thing that keeps a step from ending sooner: from what no plan can mend, as its
     longest sample by its `name`, to what a larger batch or cap would."""
+    step, problem = weighed.step, weighed.problem
     dims, end = step.dims, statistics.step_time
     if not end:
         return "nothing: by its cost model the step takes no time"
     stages = counted(dims.pipeline_parallel, "stage")
-    place = next(row for row in step.rows() if longest in ranks[row.rank][row.slot])
+    place = next(row for row in step.rows() if longest in weighed.ranks[row.rank][row.slot])
     passes = problem.schedule.cost_of_passes * dims.pipeline_parallel
     alone = passes * problem.on_ranks[place.size].cost([longest])
     if alone >= _ALMOST * end:
@@ -175,7 +170,7 @@ def _what_holds_back(
                 f"waits for its slowest, which adds up to {statistics.slot_balance:.2f} x the mean"
             )
     else:
-        ends = [each for clock in step_clocks(step, problem, ranks) for each in clock.ends]
+        ends = [each for clock in weighed.clocks for each in clock.ends]
         late = max(ends) * len(ends) / sum(ends)
         if late * _ALMOST > 1:
             rank = ends.index(max(ends))

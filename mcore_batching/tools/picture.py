@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_batching.planning import MCoreBatchingError, StepPlan, step_problem, step_statistics
+from mcore_batching.planning import MCoreBatchingError, StepPlan, WeighedStep, step_statistics
 from mcore_batching.planning.clock import Operation
 from mcore_batching.planning.files import write_whole
 from mcore_batching.planning.plans.plan import counted
-from mcore_batching.planning.plans.statistics import costs_on_stages, step_clocks
 from mcore_batching.planning.schedule import Kind, Pass, Schedule
 from mcore_batching.tools.report import dims_line
 
@@ -199,15 +198,14 @@ class StepTimeline:
 
 def step_timeline(step: StepPlan, lengths: Sequence[int]) -> StepTimeline:
     """Simulate a step; its plan covers its samples, and may be over the cap."""
-    problem, ranks = step_problem(step, lengths)
-    clocks = step_clocks(step, problem, ranks)
-    passes = [clock.operations(rank) for clock in clocks for rank in range(len(clock.ends))]
+    weighed = WeighedStep.of(step, lengths)
+    passes = [clock.operations(rank) for clock in weighed.clocks for rank in range(len(clock.ends))]
     if step.dims.in_lockstep:
         # One clock has the pace of all ranks: a slot takes as long as its slowest micro-batch, and
         # each rank's own passes end earlier within it.
-        costs = costs_on_stages(step, problem, ranks)
+        costs, schedule = weighed.costs_on_stages, weighed.problem.schedule
         pace = [max(slot) for slot in zip(*costs, strict=True)]
-        passes = [_within(passes[0], own, pace, problem.schedule) for own in costs]
+        passes = [_within(passes[0], own, pace, schedule) for own in costs]
     end = max(timed.end for of_rank in passes for timed in of_rank)
     stages, timelines = step.dims.pipeline_parallel, []
     for rank, of_rank in enumerate(passes):

@@ -20,8 +20,8 @@ from mcore_batching.planning import (
 from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.plans.statistics import (
+    WeighedStep,
     predicted_step_time,
-    step_problem,
     tokens_in_flight,
 )
 from mcore_batching.planning.problem import Problem
@@ -74,7 +74,8 @@ def test_a_step_without_samples_has_all_ratios() -> None:
 @examples(100)
 def test_tokens_in_flight_are_those_of_the_fullest_rank(case: Case) -> None:
     step = planned(case)
-    problem, ranks = step_problem(step, case.lengths)
+    weighed = WeighedStep.of(step, case.lengths)
+    problem, ranks = weighed.problem, weighed.ranks
     held = [
         [problem.held_tokens(row, step.row_size(rank, slot)) for slot, row in enumerate(rows)]
         for rank, rows in enumerate(ranks)

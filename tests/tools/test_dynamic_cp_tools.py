@@ -15,11 +15,11 @@ from mcore_batching.planning import (
     Plan,
     PlannerConfig,
     StepPlan,
+    WeighedStep,
     plan_step,
     step_statistics,
     validate_plan,
 )
-from mcore_batching.planning.plans.statistics import step_problem
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.compare import compare, one_size
 from mcore_batching.tools.explain import explain
@@ -42,7 +42,7 @@ def test_explain_counts_micro_batches_by_their_ranks() -> None:
 def test_one_size_for_all(size: int) -> None:
     fixed = one_size(size, DIMS, STEP.cost_model, LENGTHS, CONFIG)
     validate_plan(fixed, LENGTHS)
-    problem, _ = step_problem(STEP, LENGTHS)
+    problem = WeighedStep.of(STEP, LENGTHS).problem
     rows = problem.on_ranks[size]
     assert (fixed.dims, fixed.cost_model) == (rows.dims, rows.cost_model)
     assert fixed.num_samples == len(LENGTHS)
@@ -57,7 +57,7 @@ def test_statistics_count_a_shared_row_once() -> None:
     found = step_statistics(STEP, LENGTHS)
     assert found.real_tokens == sum(LENGTHS)
     rows = [row for row in STEP.rows() if row.samples]
-    problem, _ = step_problem(STEP, LENGTHS)
+    problem = WeighedStep.of(STEP, LENGTHS).problem
     assert found.padded_tokens == sum(
         sum(problem.on_ranks[row.size].tokens[i] for i in row.samples) for row in rows
     )

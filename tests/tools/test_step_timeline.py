@@ -10,8 +10,8 @@ from mcore_batching.planning import (
     CostModel,
     ParallelDims,
     PlannerConfig,
+    WeighedStep,
     plan_step,
-    step_problem,
     step_statistics,
 )
 from mcore_batching.planning.clock import Clock
@@ -32,7 +32,7 @@ def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
     predicted = step_statistics(step, case.lengths).step_time
     assert timeline.end == pytest.approx(predicted, rel=1e-12)
     assert timeline.end == max(rank.end for rank in timeline.ranks)
-    dims, (_, ranks) = case.dims, step_problem(step, case.lengths)
+    dims, ranks = case.dims, WeighedStep.of(step, case.lengths).ranks
     for rank, slots in zip(timeline.ranks, ranks, strict=True):
         chunks = dims.pipeline_parallel * dims.virtual_pipeline
         assert len(rank.passes) == 2 * step.num_microbatches * chunks

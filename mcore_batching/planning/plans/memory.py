@@ -17,7 +17,6 @@ from mcore_batching.planning.costs.layers_of import Layers
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.plans.statistics import StepStatistics
-from mcore_batching.planning.problem import Problem
 
 LOG_PROB_CHUNK_TOKENS = 512
 """Tokens that log-probs work on at a time, with up to three copies of their float32 logits: 0.9 GB
@@ -107,10 +106,10 @@ class PredictedMemory:
 
 
 def predicted_memory(
-    statistics: StepStatistics, step: StepPlan | Problem, shape: ModelShape
+    statistics: StepStatistics, step: StepPlan, shape: ModelShape
 ) -> PredictedMemory:
     """Peak memory of the first and of the last pipeline stage, given a step's statistics or several
-    steps' added together, and one of these steps or its problem."""
+    steps' added together, and one of these steps."""
     dims = step.dims
     # Without a backward pass a layer's activations are gone when the next one runs.
     layers = 1.0 if step.forward_only else shape.layers / dims.pipeline_parallel

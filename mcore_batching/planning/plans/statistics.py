@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mcore_batching.planning.clock import Clock, clocks_of
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
@@ -105,21 +106,101 @@ class StepStatistics:
 _PEAKS = {"peak_inflight_tokens", "last_stage_inflight_tokens", "largest_row_tokens"}
 
 
+@dataclass(frozen=True)
+class WeighedStep:
+    """A plan beside the problem that it solves: what its micro-batches cost, and when they end."""
+
+    step: StepPlan
+    problem: Problem
+    """Of the step's samples, a tree as one of them."""
+    ranks: Ranks
+    """The plan's micro-batches in the problem's own numbering."""
+
+    @classmethod
+    def of(
+        cls, step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
+    ) -> WeighedStep:
+        """Weigh a plan.
+
+        Args:
+            step: the plan, valid or not.
+            lengths: total length of each sample of the whole batch [samples], in tokens.
+            cost_model: the plan's own if None.
+
+        Raises:
+            LengthError: there are fewer lengths than the step's samples need.
+        """
+        lengths = entries("lengths", lengths, LengthError)
+        last = max(step.sample_indices, default=-1)
+        if last >= len(lengths):
+            raise LengthError(
+                f"lengths has {len(lengths)} entries, but the step runs sample {last}; pass the "
+                "whole batch's"
+            )
+        # Plans name samples by their place in the batch, problems units by their place in the step.
+        units = step.units(step.sample_indices)
+        number = {unit: position for position, unit in enumerate(units)}
+        trees = [None if isinstance(unit, int) else unit for unit in units]
+        problem = Problem.of(
+            [lengths[unit] if isinstance(unit, int) else unit.size for unit in units],
+            step.dims,
+            step.config,
+            cost_model or step.cost_model,
+            forward_only=step.forward_only,
+            trees=trees if step.trees else (),
+        )
+        ranks = [
+            [[number[unit] for unit in step.units(samples)] for samples in rank]
+            for rank in step.micro_batches
+        ]
+        return cls(step, problem, ranks)
+
+    @cached_property
+    def rows(self) -> list[list[tuple[Problem, Sequence[int]]]]:
+        """Each micro-batch with the problem as if all had its size [ranks][slots]."""
+        return [
+            [
+                (self.problem.on_ranks[self.step.row_size(rank, slot)], samples)
+                for slot, samples in enumerate(slots)
+            ]
+            for rank, slots in enumerate(self.ranks)
+        ]
+
+    @cached_property
+    def costs_on_stages(self) -> list[list[float]]:
+        """Forward cost of each micro-batch on each kind of stage [ranks][slots * kinds], as clocks
+        take them; a shared one costs each of its ranks."""
+        return [
+            [cost for of_size, samples in rank for cost in of_size.slot_costs([samples])]
+            for rank in self.rows
+        ]
+
+    @cached_property
+    def clocks(self) -> list[Clock]:
+        """The clocks of the step, as `clocks_of`."""
+        return clocks_of(self.costs_on_stages, self.problem.schedule, self.step.context_parallel)
+
+    @property
+    def end(self) -> float:
+        """Predicted makespan, in units of cost."""
+        return max(clock.end for clock in self.clocks)
+
+
 def step_statistics(
     step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> StepStatistics:
     """Statistics of a valid plan, given the total length of each sample of the whole batch
     [samples] in tokens; by the plan's own costs if None are given."""
     lengths = entries("lengths", lengths, LengthError)
-    problem, ranks = step_problem(step, lengths, cost_model)
+    weighed = WeighedStep.of(step, lengths, cost_model)
+    problem = weighed.problem
     sample_tokens, tokens, keys = shared_tokens(step, lengths)
-    by_size = _by_size(step, problem, ranks)
-    costs = [[of_size.cost(samples) for of_size, samples in rank] for rank in by_size]
+    costs = [[of_size.cost(samples) for of_size, samples in rank] for rank in weighed.rows]
     rank_costs = [ordered_sum(rank) for rank in costs]
-    rows = [by_size[row.rank][row.slot] for row in step.rows()]
+    rows = [weighed.rows[row.rank][row.slot] for row in step.rows()]
     held = [
         [problem.held_tokens(samples, of_size.dims.context_parallel) for of_size, samples in rank]
-        for rank in by_size
+        for rank in weighed.rows
     ]
     last = step.dims.pipeline_parallel - 1
     return StepStatistics(
@@ -134,9 +215,9 @@ def step_statistics(
         * step.dims.data_parallel
         * step.config.cap_tokens(step.dims),
         heaviest_rank_cost=max(rank_costs),
-        mean_rank_cost=ordered_sum(rank_costs) / len(ranks),
+        mean_rank_cost=ordered_sum(rank_costs) / len(rank_costs),
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
-        step_time=max(clock.end for clock in step_clocks(step, problem, ranks)),
+        step_time=weighed.end,
         floor_time=step_time_floor(problem),
         peak_inflight_tokens=_most_held(problem, held, 0),
         last_stage_inflight_tokens=_most_held(problem, held, last),
@@ -179,74 +260,8 @@ def predicted_step_time(
     step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
 ) -> float:
     """Predicted makespan of a step in units of cost: the end of the straggler's pipeline. Arguments
-    are those of `step_problem`."""
-    problem, ranks = step_problem(step, lengths, cost_model)
-    return max(clock.end for clock in step_clocks(step, problem, ranks))
-
-
-def step_problem(
-    step: StepPlan, lengths: Sequence[int], cost_model: CostModel | None = None
-) -> tuple[Problem, list[list[list[int]]]]:
-    """The problem that a plan solves, and its micro-batches in the problem's own numbering.
-
-    Args:
-        step: the plan, valid or not.
-        lengths: total length of each sample of the whole batch [samples], in tokens.
-        cost_model: the plan's own if None.
-
-    Returns:
-        the problem of the step's samples, a tree as one of them; samples of each micro-batch
-        [ranks][slots].
-
-    Raises:
-        LengthError: there are fewer lengths than the step's samples need.
-    """
-    lengths = entries("lengths", lengths, LengthError)
-    last = max(step.sample_indices, default=-1)
-    if last >= len(lengths):
-        raise LengthError(
-            f"lengths has {len(lengths)} entries, but the step runs sample {last}; pass the whole "
-            "batch's"
-        )
-    # Plans name samples by their place in the batch, problems units by their place in the step.
-    units = step.units(step.sample_indices)
-    number = {unit: position for position, unit in enumerate(units)}
-    trees = [None if isinstance(unit, int) else unit for unit in units]
-    problem = Problem.of(
-        [lengths[unit] if isinstance(unit, int) else unit.size for unit in units],
-        step.dims,
-        step.config,
-        cost_model or step.cost_model,
-        forward_only=step.forward_only,
-        trees=trees if step.trees else (),
-    )
-    ranks = [
-        [[number[unit] for unit in step.units(samples)] for samples in rank]
-        for rank in step.micro_batches
-    ]
-    return problem, ranks
-
-
-def costs_on_stages(step: StepPlan, problem: Problem, ranks: Ranks) -> list[list[float]]:
-    """Forward cost of each micro-batch of `step_problem` on each kind of stage
-    [ranks][slots * kinds], as clocks take them; a shared one costs each of its ranks."""
-    return [
-        [cost for of_size, samples in rank for cost in of_size.slot_costs([samples])]
-        for rank in _by_size(step, problem, ranks)
-    ]
-
-
-def _by_size(
-    step: StepPlan, problem: Problem, ranks: Ranks
-) -> list[list[tuple[Problem, Sequence[int]]]]:
-    """Each micro-batch with the problem as if all had its size [ranks][slots]."""
-    return [
-        [
-            (problem.on_ranks[step.row_size(rank, slot)], samples)
-            for slot, samples in enumerate(slots)
-        ]
-        for rank, slots in enumerate(ranks)
-    ]
+    are those of `WeighedStep.of`."""
+    return WeighedStep.of(step, lengths, cost_model).end
 
 
 def _most_held(problem: Problem, held: Sequence[Sequence[int]], stage: int) -> float:
@@ -274,12 +289,6 @@ def tokens_in_flight(slot_tokens: Sequence[int], schedule: Schedule, stage: int 
         held += slot_tokens[slot] if kind == "F" else -slot_tokens[slot]
         most = max(most, held)
     return most / schedule.dims.virtual_pipeline
-
-
-def step_clocks(step: StepPlan, problem: Problem, ranks: Ranks) -> list[Clock]:
-    """The clocks of a step, as `clocks_of`; arguments as in `costs_on_stages`."""
-    costs = costs_on_stages(step, problem, ranks)
-    return clocks_of(costs, problem.schedule, step.context_parallel)
 
 
 def _ratio(value: float, mean: float) -> float:
