@@ -170,9 +170,7 @@ def compare(
     the cost model weighs all plans. After each planner `on_planner` is called with the number of
     those that are done, and of all."""
     model = cost_model or CostModel()
-    # A sample over the cap is a planner's failure, where it is one.
-    bounded = replace(config, on_oversize="own-bin")
-    floors = [step_time_floor(Problem.of(step, dims, bounded, model)) or 1.0 for step in steps]
+    floors = [step_time_floor(Problem.of(step, dims, config, model)) or 1.0 for step in steps]
     caps = [config.max_tokens_per_gpu]
     mean = sum(map(sum, steps)) / max(1, sum(map(len, steps)))
     # Where a micro-batch holds less than the mean length most samples run alone, and a smaller cap

@@ -144,14 +144,14 @@ def test_every_planner_is_shown_where_dynamic_cp_lacks_a_rules_size(
     assert len(found) == len(list(compare.planners(dims, config, CostModel(), RULES)))
 
 
-def test_steps_are_cut_in_order_and_a_cap_that_holds_no_token_is_no_ones_failure() -> None:
+def test_steps_are_cut_in_order_and_settings_that_have_no_plan_are_no_ones_failure() -> None:
     assert compare.consecutive_steps([3, 4, 5], None) == [[3, 4, 5]]
     assert compare.consecutive_steps([3, 4, 5], 2) == [[3, 4], [5]]
     with pytest.raises(LengthError, match="lengths holds no length"):
         compare.consecutive_steps([], None)
-    tiny = PlannerConfig(max_tokens_per_gpu=1)
-    with pytest.raises(ConfigError, match="max_tokens_per_gpu"):
-        compare.compare([[5]], ParallelDims(context_parallel=2), tiny)
+    for options in ({"max_tokens_per_gpu": 1}, {"max_tokens_per_gpu": 9, "plan_effort": 10**9}):
+        with pytest.raises(ConfigError, match=[*options][-1]):
+            compare.compare([[5]], ParallelDims(context_parallel=2), PlannerConfig(**options))
 
 
 COMMAND = "--max-tokens-per-gpu 1000 --dp 2 --pp 2 --samples-per-step 16 --plan-effort 20"

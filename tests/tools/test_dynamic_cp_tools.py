@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_batching.planning import (
+    CostModel,
     OversizeSampleError,
     ParallelDims,
     Plan,
@@ -17,12 +18,14 @@ from mcore_batching.planning import (
     StepPlan,
     WeighedStep,
     plan_step,
+    predicted_step_time,
     step_statistics,
     validate_plan,
 )
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.compare import compare, one_size
 from mcore_batching.tools.explain import explain
+from mcore_batching.tools.rules import RULES, rule_plan
 
 GENERATOR = random.Random(4)
 LENGTHS = [int(GENERATOR.lognormvariate(6, 1)) + 1 for _ in range(40)] + [20_000]
@@ -75,6 +78,16 @@ def test_compare_has_every_size() -> None:
         assert other >= 1 - 1e-9
         # The search takes fewer tokens than the cap allows anyway: no smaller one is tried.
         assert outcomes[name].best_cap == CONFIG.max_tokens_per_gpu
+    # The rules have the largest size of rows up to the dims'.
+    model, dims = CostModel(per_micro_batch=7.0), ParallelDims(context_parallel=4)
+    config, lengths = replace(CONFIG, max_context_parallel=2), LENGTHS[:40]
+    found = {o.name: o for o in compare([lengths], dims, config, model)}
+    end = predicted_step_time(plan_step(lengths, dims, config, model), lengths)
+    fixed, shared = replace(config, max_context_parallel=None), dims.for_rows_on(2)
+    for name, rule in RULES.items():
+        plan = rule_plan(rule, lengths, shared, fixed)
+        theirs = predicted_step_time(plan, lengths, model.on_ranks(2))
+        assert found[name].time_over_ours == pytest.approx(theirs / end)
     without = {o.name for o in compare([[5, 6]], DIMS, replace(CONFIG, max_context_parallel=None))}
     assert not any("CP" in name for name in without)
 
