@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.stand_ins import bare_packages, module_of, write_package
 from planning_cases import examples
@@ -60,6 +60,7 @@ def get_packer(algorithm, bin_capacity, collect_metrics=False, min_bin_count=Non
     st.integers(1, 4),
     st.sampled_from([(1, 1), (4, 1), (2, 2)]),
 )
+@example([13, 55, 13, 40], 2, (1, 1))  # the step ends first with a placeholder
 def test_the_contract_holds(lengths: list[int], ranks: int, pipeline: tuple[int, int]) -> None:
     stages, chunks = pipeline
     dims = ParallelDims(data_parallel=ranks, pipeline_parallel=stages, virtual_pipeline=chunks)

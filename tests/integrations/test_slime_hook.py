@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import pickle
@@ -16,6 +17,7 @@ import torch
 from kit.patience import patience
 
 import mcore_batching
+from mcore_batching.integrations.replacements import replacing
 from mcore_batching.integrations.slime import HookError, trainer
 from mcore_batching.integrations.slime.hook import LEADING, NAMES
 
@@ -162,6 +164,34 @@ def test_another_signature_is_refused_beside_the_expected_one(difference: str) -
     assert isinstance(caught.value, ValueError)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (type(again), str(again)) == (HookError, str(caught.value))
+
+
+def taken(original: Any, first: int, second: int = 2, *, third: int = 3) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_refused"),
+    [
+        ("(first, second=2, *, third=3)", False),
+        ("(first: str, second: str = 2) -> int", False),  # older, and annotated
+        ("(first)", False),
+        ("()", True),
+        ("(other, second=2)", True),
+        ("(first, second=5)", True),
+        ("(first, second)", True),
+        ("(first, *, second=2)", True),
+        ("(first, second=2, *, third=3, more=4)", True),
+    ],
+)
+def test_ours_takes_every_call_that_a_replaced_function_takes(
+    theirs: str, is_refused: bool
+) -> None:
+    made = module("rl", source=f"def function{theirs}: ...")
+    refusal = pytest.raises(
+        HookError, match=r"rl.function cannot be replaced: expected function\(f"
+    )
+    with refusal if is_refused else contextlib.nullcontext():
+        replacing(made, "function", taken)
 
 
 def test_a_decorated_function_is_read_through_its_decorator() -> None:
