@@ -117,10 +117,10 @@ TRAINED: dict[str, tuple[str, int, bool]] = {
     "pp2-overlapped-reduction": ("pp2-padded", 5, True),
     "pp2-two-samples": ("pp2-two-samples-padded", 10, True),
     "pp2-ramp-up": ("pp2-ramp-up-padded", 7, True),
-    "vpp2": ("vpp2-padded", 10, True),
+    "vpp2": ("vpp2-padded", 5, True),
     "vpp2-placeholders": ("vpp2-padded", 5, False),
     # Megatron's local attention refuses context parallelism: the reference is data-parallel.
-    "tp2-cp2": ("dp4-padded", 10, False),
+    "tp2-cp2": ("dp4-padded", 5, False),
     "tp2-staying": ("dp4-padded", 5, False),
     # Megatron's own script names the length of padded samples from 0.19 on, at which layers of
     # experts would cut rows.
@@ -174,7 +174,7 @@ def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     padded, kept, exchanged = records
     assert_same_training(exchanged, padded, 10)
     # Of the slowest rank over the mean, in excess of 1: samples are few and cannot be divided.
-    before, after = (sum(batching(r, "rank balance")[:10]) - 10 for r in (kept, exchanged))
+    before, after = (sum(batching(r, "rank balance")[:5]) - 5 for r in (kept, exchanged))
     assert after < before / 3
 
 
@@ -251,9 +251,9 @@ def test_floating_point_operations_are_counted_of_samples_alone(records: list[Ra
 @pytest.mark.parametrize(
     ("records", "num_steps"),
     [
-        pytest.param(("pp2-ten", "pp2-resumed"), 10, id="pp2"),
-        pytest.param(("vpp2", "vpp2-resumed"), 10, id="vpp2", marks=pytest.mark.long),
-        pytest.param(("tp2-cp2", "tp2-cp2-resumed"), 10, id="tp2-cp2", marks=pytest.mark.long),
+        pytest.param(("pp2", "pp2-resumed"), 10, id="pp2"),
+        pytest.param(("vpp2-ten", "vpp2-resumed"), 10, id="vpp2", marks=pytest.mark.long),
+        pytest.param(("tp2-cp2-ten", "tp2-cp2-resumed"), 10, id="tp2-cp2", marks=pytest.mark.long),
     ],
     indirect=["records"],
 )

@@ -27,6 +27,7 @@ ARGS = SimpleNamespace(
     use_dynamic_batch_size=True,
     max_tokens_per_gpu=40,
     dynamic_batch_cost_model="auto",
+    dynamic_batch_plan_effort=100,
     hidden_size=64,
     num_layers=2,
     num_attention_heads=4,

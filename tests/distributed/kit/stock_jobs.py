@@ -119,8 +119,7 @@ JOBS = {
         job("pp2-padded", *steps(10), *PP2),
         job("pp2-evaluated", *steps(5), *PP2, "--eval-interval", "2"),
         job("pp2", *steps(10), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
-        job("pp2-ten", *steps(10), *PP2, *FLAG),
-        job("pp2-staying", *steps(10), *PP2, *STAYING),
+        job("pp2-staying", *steps(5), *PP2, *STAYING),
         job(
             "pp2-overlapped-reduction",
             *(*steps(5), *PP2, *FLAG, "--overlap-grad-reduce"),
@@ -132,11 +131,12 @@ JOBS = {
         job("pp2-ramp-up", *RAMP_UP, *PP2, *FLAG),
         job(
             "pp2-resumed",
-            *(*steps(10), *PP2, *FLAG, *saved("pp2", every=5)),
+            *(*steps(10), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE, *saved("pp2", every=5)),
             function="train_and_resume",
         ),
-        job("vpp2-padded", *steps(10), *VPP2),
-        job("vpp2", *steps(10), *VPP2, *FLAG),
+        job("vpp2-padded", *steps(5), *VPP2),
+        job("vpp2", *steps(5), *VPP2, *FLAG),
+        job("vpp2-ten", *steps(10), *VPP2, *FLAG),
         job(
             "vpp2-resumed",
             *(*steps(10), *VPP2, *FLAG, *saved("vpp2", every=5)),
@@ -144,8 +144,9 @@ JOBS = {
             relaunches=False,
         ),
         job("vpp2-placeholders", *steps(5), *VPP2, *ONE_ROW, "--no-dynamic-batch-exchange"),
-        job("dp4-padded", *steps(10)),
-        job("tp2-cp2", *steps(10), *TP2_CP2, *FLAG),
+        job("dp4-padded", *steps(5)),
+        job("tp2-cp2", *steps(5), *TP2_CP2, *FLAG),
+        job("tp2-cp2-ten", *steps(10), *TP2_CP2, *FLAG),
         job(
             "tp2-cp2-resumed",
             *(*steps(10), *TP2_CP2, *FLAG, *saved("tp2-cp2", every=5)),
