@@ -10,7 +10,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from packed_row_cases import rows
 
-from mcore_batching.batch import SchemaError
+from mcore_batching.batch import PackedMicroBatch, SchemaError
 from mcore_batching.integrations.megatron_lm.forward_backward import (
     PackedForwardBackward,
     _rows_of_replica,
@@ -118,13 +118,16 @@ def test_a_detached_loss_trains_nothing(
     job: Any = SimpleNamespace(defer=lambda failed, error, row: failed.append(error))
     given = torch.tensor(value), torch.tensor(count), {}
     step = with_deferred_errors(
-        lambda *_: (output, lambda tensor: given), failed, job, lambda row: None
+        lambda *_: (output, lambda tensor: given), failed, job, nothing_later
     )
     _, loss = step(rows(), Chunk(None))
     share, _, _ = loss(output)
     assert [str(error).partition(",")[0] for error in failed] == ([failure] if failure else [])
     assert share.requires_grad == requires_grad
     assert failed or float(share) == value
+
+
+def nothing_later(row: PackedMicroBatch) -> None: ...
 
 
 class Chunk(torch.nn.Module):
@@ -142,7 +145,7 @@ class Chunk(torch.nn.Module):
 
 def test_routers_get_a_mask_of_padding() -> None:
     experts, dense, iterator = Chunk(4), Chunk(None), rows()
-    with row_given(iterator, experts):
+    with row_given(iterator, experts, nothing_later):
         next(iterator)
         mask = experts()["padding_mask"]
         assert mask.tolist() == [[False] * 3 + [True] + [False] * 2 + [True] * 2]
@@ -151,10 +154,10 @@ def test_routers_get_a_mask_of_padding() -> None:
         assert experts(packed_seq_params=params)["packed_seq_params"].tokens_per_sample is None
     assert experts() == {}
     placeholder = rows(is_placeholder=True)
-    with row_given(placeholder, experts):
+    with row_given(placeholder, experts, nothing_later):
         next(placeholder)
         assert experts()["padding_mask"].all()
-    with row_given(rows(), dense):
+    with row_given(rows(), dense, nothing_later):
         assert dense() == {}
 
 
@@ -162,7 +165,7 @@ def test_routers_get_a_mask_of_padding() -> None:
 def test_parameters_of_scripts_get_what_the_device_alone_has(num_moe_experts: int | None) -> None:
     """Offsets on the host; from 0.17 on, numbers by which Mamba's states end with samples."""
     chunk, iterator = Chunk(num_moe_experts), rows()
-    with row_given(iterator, chunk):
+    with row_given(iterator, chunk, nothing_later):
         offsets = next(iterator).cu_seqlens_padded
         params: Any = PackedSeqParams(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
         assert chunk(packed_seq_params=params)["packed_seq_params"] is params

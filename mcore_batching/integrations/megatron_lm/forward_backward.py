@@ -231,7 +231,7 @@ def _problem_of(result: Any) -> str | None:
 def row_given(
     data_iterator: PackedRows,
     chunk: Any,
-    later_of: Callable[[PackedMicroBatch], LaterLosses | None] = lambda row: None,
+    later_of: Callable[[PackedMicroBatch], LaterLosses | None],
 ) -> Iterator[None]:
     """Pass the model what stock scripts do not: host offsets, the row's group, a padding mask, and
     what multi-token prediction reads."""

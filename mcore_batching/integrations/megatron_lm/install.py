@@ -7,6 +7,7 @@ undoes it.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -71,12 +72,12 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
     # A run to compare with leaves FLAG out alone: Megatron's parser would refuse the other flags.
     if any(word.startswith((FLAG, PREFIX, "--max-tokens-per-gpu")) for word in given):
         arguments = _module("arguments")
-        yield arguments, "add_megatron_arguments", _then(add_arguments)
+        yield arguments, "add_megatron_arguments", functools.partial(_then, add_arguments)
         for module in compat.modules_with_validate_args(arguments, _module("initialize")):
-            yield module, "validate_args", _then(check_arguments)
+            yield module, "validate_args", functools.partial(_then, check_arguments)
     if FLAG in given:
         training = _module("training")
-        yield training, "get_forward_backward_func", _then(wrap_forward_backward)
+        yield training, "get_forward_backward_func", functools.partial(_then, wrap_forward_backward)
         yield training, "train", _checked
         yield training, "evaluate", _checked
         yield training, "training_log", _training_log
@@ -84,9 +85,9 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
         yield backends, "DotProductAttention", PackedAttention
 
 
-def _then(after: Callable[[Any], Any]) -> Function:
-    """A replacement that changes what the original returns."""
-    return lambda original, *arguments, **options: after(original(*arguments, **options))
+def _then(after: Callable[[Any], Any], original: Function, *arguments: Any, **options: Any) -> Any:
+    """What ``after`` makes of what the original returns."""
+    return after(original(*arguments, **options))
 
 
 def _training_log(original: Function, loss_dict: Any, *rest: Any, **options: Any) -> Any:

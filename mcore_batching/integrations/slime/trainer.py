@@ -110,7 +110,8 @@ def planned_data_iterator(
     planning_args.dynamic_batch_exchange = False
     planning_args.dynamic_batch_pad_total_to = row_multiple(args, job_dims())
     job = job_of(planning_args)
-    made = plan_rollout(read_samples(job, model, DEFAULT_SCHEMA, lambda: _planned(rollout_data)))
+    read = functools.partial(_planned, rollout_data)
+    made = plan_rollout(read_samples(job, model, DEFAULT_SCHEMA, read))
     listed = [list(samples) for samples in made.micro_batches]
     iterators = [
         PlaceholderIterator(iterator(rollout_data, micro_batch_indices=listed), schema)
@@ -154,14 +155,11 @@ def forward_only(
             sample (an `OrderError`), or returned different names.
         PipelineFailedError: on every rank that can still be reached, if anything else raised.
     """
-
-    def run(f: _Guarded) -> Any:
-        return original(f, args, model, data_iterator, num_microbatches, *arguments, **keywords)
-
+    given = (args, model, data_iterator, num_microbatches, *arguments)
     planned = isinstance(data_iterator[0], PlaceholderIterator)
     # slime's log-prob server runs data-parallel ranks separately: a collective would hang there.
     if not (planned and getattr(args, "use_dynamic_batch_size", False)):
-        return run(_Guarded(f, None))
+        return original(_Guarded(f, None), *given, **keywords)
     job = job_of(args)
     check_model(model_chunks(model), job)
     # The framework restores the order of outputs by these places, without checking their number.
@@ -174,7 +172,7 @@ def forward_only(
     # The pipeline has to run dry before all ranks can raise it.
     guarded = _Guarded(f, functools.partial(job.defer, failed))
     with job.watch.reporting(_OPERATION):
-        made = run(guarded)
+        made = original(guarded, *given, **keywords)
     with job.agreement_after_pipeline(_OPERATION, failed) as agree:
         if guarded.names is not None:  # none on other stages than the last
             agree.same("names that f returned", sorted(guarded.names))
