@@ -16,13 +16,13 @@ nodes of `cost(end) - cost(start)`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
+from operator import add, attrgetter
+from typing import NamedTuple
 
 from mcore_batching.planning.config import (
     PlannerConfig,
@@ -265,8 +265,7 @@ def forest_of_groups(
     return Forest(tuple(lengths), tuple(nodes), tuple(last))
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Part of a subtree: its samples, and what it takes below the node where it hangs."""
 
     samples: tuple[int, ...]
@@ -275,12 +274,7 @@ class _Piece:
     cost: float
 
     def beside(self, other: _Piece) -> _Piece:
-        return _Piece(
-            self.samples + other.samples,
-            self.tokens + other.tokens,
-            self.keys + other.keys,
-            self.cost + other.cost,
-        )
+        return _Piece(*map(add, self, other))
 
     def fits(self, most_tokens: float, most_cost: float) -> bool:
         """True if a part may be this large."""
@@ -325,7 +319,7 @@ def parts_of(
             path = above[number].beside(own[number])
             made = [each.beside(own[number]) for each in _packed(pieces[number], path, limits)]
         else:
-            made = [dataclasses.replace(own[number], samples=samples)]
+            made = [own[number]._replace(samples=samples)]
         parent = nodes[number].parent
         if parent >= 0:
             pieces[parent] += made

@@ -22,15 +22,6 @@ from mcore_batching.planning.costs.layers_of import config_of_json, first_guess
 from mcore_batching.planning.errors import FLAG_OF, printable
 from mcore_batching.planning.files import read_text, write_whole
 
-_SIZES = (
-    "data_parallel",
-    "pipeline_parallel",
-    "virtual_pipeline",
-    "context_parallel",
-    "tensor_parallel",
-    "expert_parallel",
-)
-
 _Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
 
 
@@ -73,13 +64,16 @@ def add_dims(parser: Any) -> None:
     """The cap, and the sizes of the parallel groups."""
     parser = parser.add_argument_group("cap, parallel sizes, steps")
     add_options(parser, "max_tokens_per_gpu", required=True)
-    # Defaults are the library's, so that both plan the same.
-    defaults = {option.name: option.default for option in fields(ParallelDims)}
-    for name in _SIZES:
-        text = f"{name.replace('_', '-')} size"
-        parser.add_argument(
-            FLAG_OF[name], dest=name, type=int, default=defaults[name], metavar="N", help=text
-        )
+    for size in fields(ParallelDims):
+        if size.type == "int":
+            parser.add_argument(
+                FLAG_OF[size.name],
+                dest=size.name,
+                type=int,
+                default=size.default,  # the library's, so that both plan the same
+                metavar="N",
+                help=f"{size.name.replace('_', '-')} size",
+            )
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="sequence parallelism is on"
     )
