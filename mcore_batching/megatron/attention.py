@@ -242,8 +242,8 @@ class RowGeometry:
         return sent(index, self._device)
 
     @functools.cached_property
-    def _offsets_and_longest(self) -> tuple[Tensor, Tensor, int, int]:
-        """Of queries and of keys, as the variable-length kernel takes them."""
+    def offsets_and_longest(self) -> tuple[Tensor, Tensor, int, int]:
+        """int32 ``[runs + 1]`` offsets of queries and of keys, and the most of each in a run."""
         queries = [run.query_end - run.query_start for run in self.runs]
         keys = [run.key_end - run.key_start for run in self.runs]
         of_queries, of_keys = (
@@ -272,7 +272,7 @@ class RowGeometry:
             key, value = (each.index_select(0, self.key_index) for each in (key, value))
         out: Tensor = variable_length_kernel()(
             *(each.contiguous() for each in (query, key, value)),
-            *self._offsets_and_longest,
+            *self.offsets_and_longest,
             scale=scale,
             window_size=(window, 0),  # 0 after: causal
             enable_gqa=query.shape[1] != key.shape[1],

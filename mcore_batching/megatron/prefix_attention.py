@@ -111,7 +111,6 @@ class Paths(RowGeometry):
 
     Attributes:
         positions: place of each token of the full row in its sample, int64 ``[T]`` on the device.
-        params: the row's stretches as a core attention takes them.
         runs: these stretches as `PackedAttention` takes them.
     """
 
@@ -133,7 +132,6 @@ class Paths(RowGeometry):
         firsts = torch.tensor(nodes.starts, device="cpu") - torch.tensor(nodes.offsets[:-1])
         places = torch.arange(nodes.offsets[-1], device="cpu")
         self.positions = sent(places + firsts.repeat_interleave(lengths), device)
-        self.params = self._parameters(device)
 
     @staticmethod
     def _path(
@@ -151,22 +149,20 @@ class Paths(RowGeometry):
                 stretches.append((start, stop))
         return stretches[::-1]
 
-    def _parameters(self, device: torch.device) -> PackedSeqParams:
-        queries = [0, *(run.query_end for run in self.runs)]
-        keys = [0, *(run.key_end for run in self.runs)]
-        of_queries, of_keys = (
-            sent(torch.tensor(offsets, dtype=torch.int32), device) for offsets in (queries, keys)
-        )
+    @property
+    def params(self) -> PackedSeqParams:
+        """The row's stretches as a core attention takes them."""
+        # Made anew each time: kept here, it would keep these tensors until Python finds the circle.
+        of_queries, of_keys, most_queries, most_keys = self.offsets_and_longest
         params = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=of_queries,
             cu_seqlens_kv=of_keys,
-            max_seqlen_q=max(run.query_end - run.query_start for run in self.runs),
-            max_seqlen_kv=max(run.key_end - run.key_start for run in self.runs),
+            max_seqlen_q=most_queries,
+            max_seqlen_kv=most_keys,
         )
         # For `PackedAttention`, and for Transformer Engine, which then gathers nothing itself.
         params.attention_geometry = self
-        params.host_cu_seqlens = tuple(queries)
         params.local_cp_size = 1
         return params
 
