@@ -220,7 +220,9 @@ def output_layer(
 
 
 def _noted(output: Tensor) -> Logits:
-    present_use().vocabulary = output.shape[-1]
+    # A model of the user's may return anything: what reads it names what it is.
+    if isinstance(output, Tensor) and output.dim():
+        present_use().vocabulary = output.shape[-1]
     return output
 
 
