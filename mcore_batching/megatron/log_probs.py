@@ -5,7 +5,7 @@ of them is another 10 GB at 16k tokens. So nothing here has the shape of all log
 to float32 a chunk at a time, and only those that predict a response token; the backward pass
 computes the softmax again, and writes the gradient over the logits, which nothing reads by then.
 With ``--dynamic-batch-logits-in-model-dtype`` the logits themselves take half as much, with
-``--dynamic-batch-fuse-output-layer`` (`fused_output`) they are never made.
+``--dynamic-batch-fuse-output-layer`` (`FusedLogits`) they are never made.
 
 Both are differentiable. With x the logits of a token over the temperature, h their highest,
 S = sum exp(x - h), p = exp(x - h) / S:

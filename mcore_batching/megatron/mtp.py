@@ -40,7 +40,7 @@ class LaterLosses:
     row: PackedMicroBatch
     token_weights: Sequence[float]  # of the step, by depth from 0 on
     undo: float  # the number that Megatron will divide these losses by
-    is_fused: bool = False  # the output layer hands its input on, as in `fused_output`
+    is_fused: bool = False  # the output layer hands its input on, as for `FusedLogits`
     counts_hits: bool = False  # of tokens that were guessed, for Megatron's log from 0.19 on
     # Shares of the step's mean at each depth, without a gradient; none on other chunks.
     shares: list[Tensor] = dataclasses.field(default_factory=list)

@@ -80,7 +80,7 @@ PARTS = [
         "kernel",
         "PyTorch's variable-length attention equals one attention per sample",
         pytest("tests/gpu/test_variable_length_attention.py"),
-        twin=pytest("tests/megatron/test_attention.py", "-k", "variable_length"),
+        twin=pytest("tests/megatron/test_attention.py", "-k", "variable_length or packed_row"),
     ),
     Part(
         "packed-pytorch",
@@ -104,7 +104,7 @@ PARTS = [
         "memory",
         "peak memory at vocabulary 152064 × 16384 tokens, against the prediction",
         part("memory"),
-        twin=pytest("tests/megatron/test_fused_output.py", "-k", "predicted or float32_copy"),
+        twin=pytest("tests/device/test_device.py", "-k", "large or float32_copy"),
     ),
     Part(
         "throughput",

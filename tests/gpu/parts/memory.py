@@ -28,7 +28,7 @@ def main() -> None:
     options = setting.parse(__doc__)
     dims = setting.start(options)
     if not setting.on_gpu():
-        raise SystemExit("on a CPU memory is measured by tests/megatron/test_fused_output.py")
+        raise SystemExit("on a CPU memory is measured by tests/device/test_device.py")
     sizes = dataclasses.replace(setting.GPU, layers=2, hidden=2048, heads=32, key_value_heads=8)
     small = _measure(options, dims, dataclasses.replace(sizes, vocabulary=SMALL))
     large = _measure(options, dims, dataclasses.replace(sizes, vocabulary=VOCABULARY))
