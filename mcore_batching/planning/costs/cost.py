@@ -40,8 +40,6 @@ NEEDED = {"linear", "quadratic", "per_micro_batch", "backward_ratio"}
 """Fields that a file of costs must have."""
 _ALSO_WRITTEN = {"seconds_per_unit"}
 """Keys that a job writes beside the coefficients."""
-NOT_COSTS = ("window", "layers", "layer_costs")
-"""Fields that are no coefficient."""
 _MAX_COEFFICIENT = 1e100
 """Times the largest length squared and the most samples, a cost is still finite: 1e100 · 2^80 ·
 10^6 < 1e308."""
@@ -83,9 +81,11 @@ class CostModel:
 
     def __post_init__(self) -> None:
         """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""
-        for name in (option.name for option in fields(self) if option.name not in NOT_COSTS):
-            number = number_up_to(name, getattr(self, name), _MAX_COEFFICIENT, ConfigError)
-            object.__setattr__(self, name, number)
+        for option in fields(self):
+            if option.type == "float":
+                value = getattr(self, option.name)
+                number = number_up_to(option.name, value, _MAX_COEFFICIENT, ConfigError)
+                object.__setattr__(self, option.name, number)
         if self.beyond_window > 1:
             raise ConfigError(f"beyond_window must be 1 or less, got {self.beyond_window}")
         if self.window is not None:

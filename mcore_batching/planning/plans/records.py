@@ -118,7 +118,10 @@ class StepRecorder:
             self._file.write(f'{head},"plan":{plan.to_json()}}}\n')
             self._file.flush()
             if self._cost_model != model:
-                _write_cost_model(self._folder, model, seconds_per_unit)
+                # For other jobs and commands, one of which may be reading it.
+                costs = asdict(model) | {"seconds_per_unit": seconds_per_unit}
+                text = f"{json.dumps(costs, indent=1)}\n"
+                write_whole(self._folder / COST_MODEL_FILE, text.encode())
         except OSError as error:
             # Raising here would leave the other ranks waiting inside their step.
             warnings.warn(
@@ -134,12 +137,6 @@ class StepRecorder:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _write_cost_model(folder: Path, model: CostModel, seconds_per_unit: float | None) -> None:
-    """Replace the file for other jobs and commands, one of which may be reading it."""
-    document = json.loads(model.to_json()) | {"seconds_per_unit": seconds_per_unit}
-    write_whole(folder / COST_MODEL_FILE, f"{json.dumps(document, indent=1)}\n".encode())
 
 
 def read_records(directory: str | Path) -> list[StepRecord]:
