@@ -140,7 +140,7 @@ class SampleMoves:
         """Outputs of the samples that came from this rank, in the order in which they came.
 
         A collective over the ranks with rows of their own. Fields have the same names on every
-        rank, and of each sample that runs here one tensor that passed `check_output`.
+        rank, and of each sample that runs here one tensor that `copied_output` returned.
         """
         if self.stay:
             return {name: [*values] for name, values in columns.items()}
@@ -234,18 +234,22 @@ def handed(
     return lambda: value if source in (None, consensus.rank) else deserialize(arrived)
 
 
-def check_output(name: str, value: Any) -> None:
-    """Raise `OrderError` for an output that cannot travel."""
-    if not isinstance(value, Tensor):
-        kind = type(value).__name__
-    elif has_bytes(value):
-        return
-    else:
+def copied_output(name: str, value: Any) -> Tensor:
+    """A copy of an output, without its gradient: a slice of the logits would keep them all.
+
+    Raises:
+        OrderError: it cannot travel.
+    """
+    # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
+    if isinstance(value, Tensor) and has_bytes(value):
+        return value.detach().clone()
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
         nested = "nested " if value.is_nested else ""
-        kind = f"a {nested}{type(value).__name__} of {value.dtype}, {value.layout}, {value.device}"
+        kind = f"{nested}{kind} of {value.dtype}, {value.layout}, {value.device}"
     raise OrderError(
-        f"f returned {kind} for {name!r}, which cannot go back to the rank of its sample; return "
-        "dense tensors"
+        f"f returned a {kind} for a sample's {name!r}, which cannot go back to the sample's rank; "
+        "return a dense tensor for each sample, as torch.tensor(...)"
     )
 
 

@@ -20,7 +20,7 @@ from mcore_batching.batch import OrderError, PackedMicroBatch, restore_order
 from mcore_batching.batch.values import count_of, describe
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import CollationFailedError
-from mcore_batching.megatron.exchange import check_output
+from mcore_batching.megatron.exchange import copied_output
 from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.logits import Logits
@@ -84,21 +84,11 @@ def logits_function(
         outputs = f(_without_padding(logits, row) if drops_padding else logits, **given)
         return {
             # None of a placeholder's: its one sample is fabricated.
-            key: [_copied(key, value) for value in values[: row.num_samples]]
+            key: [copied_output(key, value) for value in values[: row.num_samples]]
             for key, values in checked_outputs(outputs, len(row.total_lengths)).items()
         }
 
     return outputs_of
-
-
-def _copied(name: str, value: Any) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise OrderError(
-            f"f returned a {type(value).__name__} for a sample's {name!r}; return a tensor for "
-            "each sample, as torch.tensor(...)"
-        )
-    # A slice of the logits would keep them all in memory, and so would a gradient.
-    return value.detach().clone()
 
 
 def _why_no_plain_layout(
@@ -312,16 +302,11 @@ def _agreed_names(
     """The names that ``f`` returns for real samples, of whichever rank has any; else those that it
     returns for placeholders, which are ``fabricated``.
 
-    A collective over all ranks, which raises where ``f`` did, where names or temperatures differ,
-    and for outputs that cannot go to other ranks.
+    A collective over all ranks, which raises where ``f`` did, and where names or temperatures
+    differ.
     """
     with job.agreement_after_pipeline(_OPERATION, failed) as agree:
         names = same_names("f", real, OrderError)
-        for outputs in real:
-            # Now, while an error still reaches all ranks: the exchange of outputs is no agreement.
-            for name in outputs:
-                for value in outputs[name]:
-                    check_output(name, value)
         if real:
             agree.same("names that f returned", sorted(names))
         agree.same("temperature", sorted(temperatures), within="stage")

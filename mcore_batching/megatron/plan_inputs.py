@@ -1,21 +1,46 @@
-"""The planner's input beside the lengths: dims, configuration and costs."""
+"""The planner's input beside the lengths: dims, configuration, costs, and common beginnings of all
+ranks' samples.
+
+Ranks gather hashes of beginnings. The planning rank makes the forest of a step of them, and the
+rank that runs some samples makes it anew of their tokens, with which everything shared is compared.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.utils import get_model_config, unwrap_model
 
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.prefix_tree import (
+    fields_compared,
+    find_forest_of,
+    hashes_of_beginnings,
+    require_shared,
+)
 from mcore_batching.flags import FLAGS
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.prefix_attention import why_no_branches
 from mcore_batching.megatron.timing import learners_of
-from mcore_batching.megatron.topology import current_dims, first_guess
+from mcore_batching.megatron.topology import current_dims, first_guess, prediction_depths
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
 from mcore_batching.planning.learn import LearntCosts
+from mcore_batching.planning.prefix_trees import Forest, PrefixTree, find_forest
 from mcore_batching.planning.worker import PlanRequest
+
+MOST_HASHES = 1 << 19
+"""Hashes of beginnings that ranks gather for a batch, 8 bytes each. In the plan of a batch with
+more tokens, samples share whole blocks of some tokens; in rows they share all."""
+
+MOST_HASHES_OF_TURNS = 1 << 23
+"""The same where only a sample that begins another shares its tokens: it is found where it ends
+with a block, so that turns of an agent need a hash for each token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,3 +122,115 @@ def say_oversize(job: Job, settings: PlanInputs, longest: int) -> None:
             f"memory of its length; --max-tokens-per-gpu {over.needed_max_tokens_per_gpu} would "
             "hold it",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginnings:
+    """Common beginnings of all ranks' samples.
+
+    Attributes:
+        hashes: of each sample [samples], as `hashes_of_beginnings` gives them.
+        block: tokens between two hashes.
+        spare: further tokens that shared nodes end short.
+        branches: False: only a sample that begins another shares its tokens.
+    """
+
+    hashes: Sequence[bytes]
+    block: int
+    spare: int
+    branches: bool
+
+    @property
+    def digest(self) -> str:
+        """By which ranks compare them."""
+        settings = f"{self.block} {self.spare} {self.branches} "
+        return hashlib.sha256(settings.encode() + b"".join(self.hashes)).hexdigest()[:16]
+
+    def forest(self, lengths: Sequence[int], samples: Sequence[int]) -> Forest:
+        """The forest of some samples, given the lengths of all."""
+        return find_forest(
+            [lengths[i] for i in samples],
+            [self.hashes[i] for i in samples],
+            block=self.block,
+            spare=self.spare,
+            branches=self.branches,
+        )
+
+    def forest_here(self, columns: Columns, trees: Sequence[PrefixTree]) -> Forest:
+        """The forest of samples that are here, within trees of these; compared value by value.
+
+        Raises:
+            SchemaError: as `require_shared`.
+        """
+        units = [*range(len(trees), len(trees) + len(columns.total_lengths))]
+        for number, tree in enumerate(trees):
+            for sample in tree.samples:
+                units[sample] = number
+        found = find_forest_of(columns, units, spare=self.spare, branches=self.branches)
+        require_shared(found, columns)
+        return found
+
+
+def find_beginnings(
+    job: Job, chunks: list[Any], data: Columns, steps: Sequence[Sequence[int]], tokens: int
+) -> Beginnings:
+    """Find common beginnings of samples. A collective; what keeps samples that begin alike apart is
+    printed once a job.
+
+    Args:
+        job: the present one.
+        chunks: of this rank's model.
+        data: this rank's samples.
+        steps: local indices of its samples of each step.
+        tokens: of all samples of all ranks.
+    """
+    spare, reason = prediction_depths(get_model_config(chunks[0])), why_no_branches(chunks)
+    with job.agreement("which prefixes are shared") as agree:
+        agree.same("further tokens that are predicted", spare)
+        # Each stage has layers of its own: one that cannot run branches is enough.
+        reasons = agree.every("why no branches", reason, wanted=bool(reason))
+    reason = next(filter(None, reasons.by_rank.values()), "")
+    block = max(1, -(-tokens // (MOST_HASHES_OF_TURNS if reason else MOST_HASHES)))
+    with job.agreement("finding shared prefixes") as agree:
+        hashes = agree.gather("beginnings", hashes_of_beginnings(data, block))
+        # Once a job: it hashes the samples twice more.
+        is_first = "beginnings" not in job.memory.said
+        job.memory.said.add("beginnings")
+        apart = agree.sum("tokens kept apart", _kept_apart(data, steps) if is_first else 0)
+    if reason:
+        few = f", and of {tokens:,} tokens only turns of a multiple of {block}" * (block > 1)
+        job.say_once("no branches", f"samples share tokens only with one they begin{few}: {reason}")
+    if apart.value:
+        job.say_once(
+            "fields keep tokens apart",
+            f"{apart.value:,} tokens that samples have in common are computed for each, as their "
+            "fields per token differ: declare fields that no row is made of as Kind.METADATA",
+        )
+    config = get_model_config(chunks[0])
+    # Its keys have as many heads as its queries: several of them for each token of a row are large.
+    is_latent = getattr(config, "multi_latent_attention", False)
+    if not reason and is_latent and config.recompute_granularity is None:
+        job.say_once(
+            "latent attention",
+            "multi-latent attention holds the keys that samples share for each of them: set "
+            "--recompute-granularity selective (--recompute-modules core_attn)",
+        )
+    if not reason and any(map(compat.has_engines_attention, chunks)):
+        job.say_once("untested", "shared prefixes on Transformer Engine are untested on a GPU")
+    found = [each for of_rank in hashes.values for each in of_rank]
+    return Beginnings(found, block, spare, not reason)
+
+
+def _kept_apart(data: Columns, steps: Sequence[Sequence[int]]) -> int:
+    """Tokens of this rank's samples that would be shared if tokens alone counted."""
+    if not fields_compared(data):
+        return 0
+    units = [0] * len(data.total_lengths)
+    for step, indices in enumerate(steps):
+        for index in indices:
+            units[index] = step
+    tokens = []
+    for by_fields in (True, False):
+        hashes = hashes_of_beginnings(data, by_fields=by_fields, units=units)
+        tokens.append(find_forest(data.total_lengths, hashes).tokens)
+    return tokens[0] - tokens[1]

@@ -24,13 +24,18 @@ from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
 from mcore_batching.batch.fields import read_lengths
 from mcore_batching.batch.values import require_vocabulary
 from mcore_batching.flags import FLAGS
-from mcore_batching.megatron.beginnings import Beginnings, find_beginnings
 from mcore_batching.megatron.checks.layers import check_shared_prefixes
 from mcore_batching.megatron.checks.settings import prepare_model
 from mcore_batching.megatron.errors import PlanMismatchError
 from mcore_batching.megatron.exchange import digest_of, handed
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.plan_inputs import PlanInputs, check_forward_cap, say_oversize
+from mcore_batching.megatron.plan_inputs import (
+    Beginnings,
+    PlanInputs,
+    check_forward_cap,
+    find_beginnings,
+    say_oversize,
+)
 from mcore_batching.megatron.timing import learners_of
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import ConfigError, CostModel, Problem, at_least
@@ -90,12 +95,6 @@ class Samples:
             "beginnings of all samples (sha256)": self.beginnings.digest if self.beginnings else "",
         }
 
-    @property
-    def samples_per_step(self) -> int | None:
-        """What a step counts as: the global batch size that cut the steps, or that came with steps
-        of the caller's own; None: neither."""
-        return self.share.samples_per_step
-
     def compare(self, agree: Agreement) -> None:
         """Name what ranks must have alike of their samples, now that each has some or the fields
         of others."""
@@ -104,7 +103,7 @@ class Samples:
         count = None if given is None else len(given)
         agree.same("number of steps (given too few, add [])", count)
         if given is None:
-            agree.same("global_batch_size", self.samples_per_step)
+            agree.same("global_batch_size", self.share.samples_per_step)
         names = sorted(self.template)
         agree.same("field names", names)
         for name in names:
@@ -138,11 +137,8 @@ class _Brought(NamedTuple):
     share: Share
 
 
-class _Found(NamedTuple):
-    """Samples of all ranks, gathered in an agreement."""
-
-    shares: Gathered[Share | None]  # of each data-parallel rank
-    has_data: Gathered[bool]  # of each rank, if some have none
+_Found = tuple[Gathered[Share | None], Gathered[bool]]
+"""What each data-parallel rank has, and whether each rank has data, if some have none."""
 
 
 def read_samples(
@@ -234,10 +230,9 @@ def read_step(
         # The next step's plan, begun below, is by these costs; this step's was by those before.
         learners_of(job).of(model).learn(evidence.value)
     samples = _numbered(job, settings, chunks, brought, found, forward_only=forward_only)
-    lengths: list[int] | None = None
-    if None not in following.values:
-        lengths = [length for each in following.values for length in each or ()]
-    return samples, lengths
+    if None in following.values:
+        return samples, None
+    return samples, [length for each in following.values for length in each or ()]
 
 
 def _compare_settings(
@@ -276,7 +271,7 @@ def _find(
     # Now, by the rank that brings it: a sample over the cap, or a length that is none.
     with job.options.naming_the_cap(forward_only=forward_only, samples=range(len(lengths))):
         Problem.of(lengths, settings.dims, settings.config)
-    return _Found(
+    return (
         agree.gather("samples", None if brought is None else brought.share),
         agree.every("has data", brought is not None, wanted=brought is None),
     )
@@ -293,15 +288,16 @@ def _numbered(
 ) -> Samples:
     """The samples of all ranks, cut into steps, once ranks without data have their replica's, and
     ranks without samples the fields. A collective where any lacks them."""
+    gathered, has_data = found
     # By what all ranks have gathered, not by this one's data: the others are in the same
     # collectives.
-    if not all(found.has_data.values):
-        received = handed(job, brought, _sources(job, found.has_data))
+    if not all(has_data.values):
+        received = handed(job, brought, _sources(job, has_data))
         with job.agreement("reading shared samples") as agree:
             brought = received()
-            found = _find(agree, job, settings, brought, forward_only=forward_only)
+            gathered, _ = _find(agree, job, settings, brought, forward_only=forward_only)
     assert brought is not None
-    shares = [each for each in found.shares.values if each is not None]
+    shares = [each for each in gathered.values if each is not None]
     vocabulary = vocabulary_size(chunks)
     if not all(each.lengths for each in shares):
         brought = _with_fields(job, brought, shares, vocabulary)

@@ -173,13 +173,13 @@ class WeightUpdate:
         """Samples that a step counts as; None without a given number and a scheduler."""
         if self.increment is not None:
             return at_least("increment", self.increment, 1, ConfigError)
-        if schedule.samples.samples_per_step is None and self.scheduler is not None:
+        if schedule.samples.share.samples_per_step is None and self.scheduler is not None:
             raise ConfigError(
                 "no global_batch_size (--global-batch-size) says how many samples a step is; set "
                 "increment to what lr_decay_steps counts a step as: prompts times trajectories of "
                 "each, or 1 where it counts steps"
             )
-        return schedule.samples.samples_per_step
+        return schedule.samples.share.samples_per_step
 
     @contextlib.contextmanager
     def hooks_set(self, model: list[Any]) -> Iterator[None]:
