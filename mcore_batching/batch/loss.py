@@ -107,11 +107,14 @@ def step_totals(
     for depth in range(1, depths + 1):
         sums.append(_sums(weights.masked_fill(within < depth, 0.0), span))
     of_samples = [each.tolist() for each in sums]
-    keys: list[list[Hashable] | None] = [None, None]
-    # Ids that name no groups are no fault of a loss that has no use for groups.
-    with contextlib.suppress(LengthError):
-        keys = [trajectory_keys(columns), prompt_keys(columns)]
-    trajectories, prompts = (_by_group(each or [], of_samples[0]) for each in keys)
+    groups: list[dict[Hashable, float]] = []
+    for keys_of in (trajectory_keys, prompt_keys):
+        keys = None
+        # Ids that name no groups are no fault of a loss that has no use for these groups.
+        with contextlib.suppress(LengthError):
+            keys = keys_of(columns)
+        groups.append(_by_group(keys or [], of_samples[0]))
+    trajectories, prompts = groups
     by_depth = [*map(math.fsum, of_samples)]
     totals = StepTotals(
         num_samples=len(span.counts) - sum(columns.get("is_padding", ())),

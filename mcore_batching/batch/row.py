@@ -102,7 +102,9 @@ class PackedMicroBatch:
         max_seqlen: tokens of the longest padded segment.
         total_lengths: tokens of each sample.
         response_lengths: tokens of each sample's response.
-        sample_indices: origin index of each sample, ``()`` in a placeholder.
+        sample_indices: index of each sample in the columns that the row was made from, ``()`` in a
+            placeholder. In the engine these are the samples that this rank runs, which came from
+            any rank: a value of your own per sample belongs into a field, not into a list.
         nodes: stretches of samples that the row is made of.
         is_placeholder: True if the row's one sample is fabricated.
         responses: loss weights of the response tokens, and the positions that predict them.

@@ -57,7 +57,7 @@ class RowBlock:
         rows: places of each row's samples.
         nodes: what each row is made of.
         layout: of all rows.
-        sample_indices: origin index of each sample of each row, empty for a placeholder.
+        sample_indices: indices of each row's samples in the columns, empty for a placeholder.
         is_placeholder: True if the samples are fabricated.
 
     Attributes:

@@ -179,6 +179,12 @@ def test_mean_over_groups_names_ids_that_are_missing_or_of_another_step() -> Non
     assert token_mean(values, unhashable, totals).item() == 0.0
     with pytest.raises(LengthError, match="the group of sample 0 must be hashable"):
         prompt_mean(values, unhashable, totals)
+    # Nor of losses over other groups.
+    unhashable = make_row(samples | {"trajectory_ids": [[0], [0]]}, (0, 1))
+    totals = step_totals(unhashable.fields)[0]
+    assert prompt_mean(values, unhashable, totals).item() == 0.0
+    with pytest.raises(LengthError, match="the group of sample 0 must be hashable"):
+        trajectory_mean(values, unhashable, totals)
 
 
 def test_values_that_were_gathered_are_read_as_the_list_that_holds_them_now() -> None:
