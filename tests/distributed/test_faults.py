@@ -144,10 +144,16 @@ JOBS = [
     job("over-the-cap-shared", OVERSIZE, DP4, row=10, needed=100, max_tokens_per_gpu=5, **SHARED),
     job("averaged-loss", "guarantees:averaged_loss_is_told", DP2),
     *(
-        job(name, NONFINITE, DP2 | PP2, fault=name.partition("-")[0], overlap="-" in name)
+        job(
+            f"nonfinite-{name}",
+            NONFINITE,
+            DP2 | PP2,
+            fault=name.partition("-")[0],
+            overlap="-" in name,
+        )
         for name in ("loss", "gradient", "gradient-overlapped", "field")
     ),
-    job("loss-scaling", "nonfinite:loss_scaling", DP2 | PP2),
+    job("nonfinite-loss-scaling", "nonfinite:loss_scaling", DP2 | PP2),
     job("other-names", "guarantees:placeholders_may_have_other_names", DP2 | PP2),
     job("by-lengths-dp2", "guarantees:found_by_lengths", DP2, pad_each_to=8),
     job("by-lengths-cp2", "guarantees:found_by_lengths", CP2, pad_each_to=12),
