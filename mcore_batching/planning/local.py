@@ -22,12 +22,6 @@ from mcore_batching.planning.plans.plan import MicroBatches
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search.assign import assign, by_cost
 
-LEAST_PER_STAGE = 3
-"""A pipeline has at least this times its stages in micro-batches, where samples allow."""
-PAIRS_PER_STAGE = 4
-"""It has this times its stages, as far as each can hold two samples: three or five times as many
-end 1 % later."""
-
 PACKING_RULES = {"first-fit-decreasing": first_fit_decreasing, "first-fit": first_fit}
 
 
@@ -59,8 +53,9 @@ def least_count(problem: Problem, packed: Sequence[Sequence[int]]) -> int:
     count = len(packed)
     if problem.config.searches and problem.dims.pipeline_parallel > 1:
         stages, samples = problem.dims.pipeline_parallel, problem.num_samples
-        least = min(LEAST_PER_STAGE * stages, samples)
-        count = max(count, least, min(PAIRS_PER_STAGE * stages, samples // 2))
+        # Three for each stage, where samples allow; four, as far as each can hold two samples: with
+        # three or five of these steps end 1 % later.
+        count = max(count, min(3 * stages, samples), min(4 * stages, samples // 2))
     return problem.dims.round_up_num_microbatches(count)
 
 
