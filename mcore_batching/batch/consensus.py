@@ -107,7 +107,7 @@ class Gathered(Generic[Given]):
 class _Report:
     """One rank's outcome, as it is sent where the short messages do not do."""
 
-    stage: str
+    operation: str
     error: str | None = None
     # Values are only compared, so texts will do: any object has one, and few can be pickled.
     same: dict[Scope, dict[str, str]] = field(default_factory=lambda: {s: {} for s in _SCOPES})
@@ -126,15 +126,15 @@ class Agreement:
     def __init__(
         self,
         consensus: Consensus,
-        stage: str,
+        operation: str,
         failure: type[CollectiveError],
         mismatch: type[CollectiveError],
     ) -> None:
-        self.stage = stage
+        self.operation = operation
         self._consensus = consensus
         self._failure = failure
         self._mismatch = mismatch
-        self._report = _Report(stage)
+        self._report = _Report(operation)
         self._reductions: dict[str, Reduction[Any]] = {}
         self._gathered: dict[str, Gathered[Any]] = {}
 
@@ -224,11 +224,11 @@ class Agreement:
             numbers = [max(each) for each in maxima], [sum(each) for each in sums]
         self._settle(*numbers)
         for _, each in sorted(self._gathered.items()):
-            self._consensus.receive(self.stage, each)
+            self._consensus.receive(self.operation, each)
 
     def _finished(self, cause: BaseException | None) -> _Report:
         if cause is not None:
-            return _Report(self._report.stage, error=described(cause))
+            return _Report(self._report.operation, error=described(cause))
         report = self._report
         is_first = self._consensus.is_first_of_replica
         # By name, not in the order of the calls, which may differ between ranks.
@@ -247,9 +247,9 @@ class Agreement:
 
     def _require_agreed(self, reports: Mapping[int, _Report], cause: BaseException | None) -> None:
         """Raise what some ranks raised, or what differs."""
-        # Ranks in different stages may mean anything by their values: that comes first.
-        stages = {rank: {"stage": repr(each.stage)} for rank, each in reports.items()}
-        _require_same(stages, self._mismatch)
+        # Ranks in different operations may mean anything by their values: that comes first.
+        operations = {rank: {"operation": repr(each.operation)} for rank, each in reports.items()}
+        _require_same(operations, self._mismatch)
         failures = {rank: each.error for rank, each in reports.items() if each.error is not None}
         if failures:
             raise self._failure(failures) from cause
@@ -273,7 +273,7 @@ class Consensus:
     Args:
         group: the ranks; None for this process alone.
         replicas: global ranks that hold the same samples, as a partition; None: each has its own.
-        stages: those of a replica that also run the same layers; None: the replicas.
+        stages: ranks of a replica that also run the same layers; None: the replicas.
         mismatch: the error for values that differ and must not.
     """
 
@@ -305,7 +305,7 @@ class Consensus:
 
     def agreement(
         self,
-        stage: str,
+        operation: str,
         *,
         failure: type[CollectiveError] = RankFailedError,
         mismatch: type[CollectiveError] | None = None,
@@ -313,7 +313,7 @@ class Consensus:
         """A block that ends without error only if its body succeeded on every rank. A collective.
 
         Args:
-            stage: what is being done, in words; ranks in different stages disagree.
+            operation: what is being done, in words; ranks in different operations disagree.
             failure: raised on every rank if the body raised on any.
             mismatch: raised if values that must be the same differ; None: the constructor's.
 
@@ -322,7 +322,7 @@ class Consensus:
                 raised the same exception, that itself.
             SystemExit: on a rank where the body raised it; the others raise ``failure``.
         """
-        return Agreement(self, stage, failure, mismatch or self._mismatch)
+        return Agreement(self, operation, failure, mismatch or self._mismatch)
 
     @property
     def is_first_of_replica(self) -> bool:
@@ -339,7 +339,7 @@ class Consensus:
         collective."""
         if self._messages is None:  # alone, or a group without host messages, which gathers
             return None
-        key, same = digest_of(report.stage, report.shapes), report.same
+        key, same = digest_of(report.operation, report.shapes), report.same
         # Equal on all ranks if the largest is the least. A rank that names no values is not
         # compared.
         job = digest_of(same["job"]) if same["job"] else -math.inf
@@ -362,7 +362,7 @@ class Consensus:
         dist.all_gather_object(reports, report, group=self.group)
         return dict(zip(self.ranks, reports, strict=True))
 
-    def receive(self, stage: str, gathered: Gathered[Any]) -> None:
+    def receive(self, operation: str, gathered: Gathered[Any]) -> None:
         """Give a `Gathered` the values of its ranks. A collective over them."""
         ranks, (size, is_wanted) = gathered.ranks, gathered.needs.value
         if not size:
@@ -370,10 +370,10 @@ class Consensus:
         elif is_wanted and len(ranks) > 1:
             # A gather takes as much from every rank: the longest. Pickles mark their end.
             own = (gathered.own or pickle.dumps(None)).ljust(size)
-            received = dict(zip(ranks, self.gather_messages(stage, own, ranks), strict=True))
+            received = dict(zip(ranks, self.gather_messages(operation, own, ranks), strict=True))
             gathered.by_rank = {rank: pickle.loads(each) for rank, each in received.items()}
 
-    def gather_messages(self, stage: str, own: bytes, ranks: Sequence[int]) -> list[bytes]:
+    def gather_messages(self, operation: str, own: bytes, ranks: Sequence[int]) -> list[bytes]:
         """The messages of some ranks, of one length. A collective over them."""
         assert self.group is not None
         if self._messages is not None:

@@ -195,16 +195,16 @@ def leaving(moves: SampleMoves, columns: Columns) -> tuple[Columns, list[Tensor]
 
 
 def receive_columns(
-    job: Job, moves: SampleMoves, staying: Columns, leaving: Sequence[Tensor], stage: str
+    job: Job, moves: SampleMoves, staying: Columns, leaving: Sequence[Tensor], operation: str
 ) -> Columns:
     """The samples that run here, from what stays here and what each other rank hands over. A
     collective among the ranks at the same place in their replicas, so that all ranks of a replica
     receive the same."""
     if moves.stay:
         return staying
-    with job.watch.reporting(stage):
+    with job.watch.reporting(operation):
         arrived = exchanged(leaving, job.consensus.counterpart_group)
-    with job.agreement(f"{stage}, received"):
+    with job.agreement(f"{operation}, received"):
         own, parts = moves.own // moves.sharing, []
         for rank, data in enumerate(arrived):
             parts.append(staying if rank == own else deserialize(data))

@@ -99,7 +99,7 @@ class JobConsensus(Consensus):
     @contextlib.contextmanager
     def agreement(
         self,
-        stage: str,
+        operation: str,
         *,
         failure: type[CollectiveError] = PlanningFailedError,
         mismatch: type[CollectiveError] | None = None,
@@ -108,30 +108,30 @@ class JobConsensus(Consensus):
         pipeline has failed on any rank."""
         with (
             self.watch.waiting(),
-            super().agreement(stage, failure=failure, mismatch=mismatch) as agree,
+            super().agreement(operation, failure=failure, mismatch=mismatch) as agree,
         ):
             yield agree
 
-    def gather_messages(self, stage: str, own: bytes, ranks: Sequence[int]) -> list[bytes]:
+    def gather_messages(self, operation: str, own: bytes, ranks: Sequence[int]) -> list[bytes]:
         """`Consensus.gather_messages`; a failure is reported to all ranks."""
-        with self.watch.reporting(stage):
-            return super().gather_messages(stage, own, ranks)
+        with self.watch.reporting(operation):
+            return super().gather_messages(operation, own, ranks)
 
     def broadcast(
-        self, stage: str, data: Tensor, size: int, source: int | None, *, to_all: bool = True
+        self, operation: str, data: Tensor, size: int, source: int | None, *, to_all: bool = True
     ) -> Tensor:
         """The bytes of global rank ``source`` on every rank, or on those of its replica; this
         rank's own where it has no source. A collective over all ranks.
 
         Args:
-            stage: what is being done, in words.
+            operation: what is being done, in words.
             data: uint8 ``[bytes]`` on the host, on the source.
             size: the most bytes of any source, which all ranks have agreed on.
             source: the same on all ranks that it sends to; None: nothing travels here.
             to_all: False: to the ranks of the replica.
         """
         # The others count as many of these where nothing travels.
-        with self.watch.reporting(stage):
+        with self.watch.reporting(operation):
             among = self.group if to_all else self._replica_group
             if source is None:
                 return data
@@ -270,15 +270,15 @@ class Job:
             raise exception
 
     def agreement(
-        self, stage: str, *, failure: type[CollectiveError] = PlanningFailedError
+        self, operation: str, *, failure: type[CollectiveError] = PlanningFailedError
     ) -> AbstractContextManager[Agreement]:
         """A block that all ranks pass or none (`batch.consensus`). A collective.
 
         Args:
-            stage: what is being done, in words.
+            operation: what is being done, in words.
             failure: raised on every rank if the body raised on any.
         """
-        return self.consensus.agreement(stage, failure=failure)
+        return self.consensus.agreement(operation, failure=failure)
 
     @contextlib.contextmanager
     def agreement_after_pipeline(

@@ -25,7 +25,7 @@ STAGES = [[0, 3], [1], [4], [2, 5]]
 class Case:
     """What one rank does and names in an agreement, and what comes of it on all."""
 
-    stage: str = ""
+    operation: str = ""
     """Else the name of the case."""
     mismatch: type[DisagreementError] = DisagreementError
     body: Any = int
@@ -43,7 +43,7 @@ class Case:
 
     def run(self, consensus: Consensus, name: str) -> dict[str, Any]:
         """Name all values in an agreement's block, and read what came of them."""
-        with consensus.agreement(self.stage or name, mismatch=self.mismatch) as agree:
+        with consensus.agreement(self.operation or name, mismatch=self.mismatch) as agree:
             self.body()
             for key, value in self.same.items():
                 agree.same(key, value)
@@ -128,9 +128,9 @@ FAULTS: dict[str, tuple[Case, str, str]] = {
 def cases(rank: int) -> dict[str, Case]:
     """By name, what this one of six ranks does."""
     replica, is_two = rank % 3, rank == 2
-    stage = {
-        "stage": "sums" if is_two else "counts",
-        "failures": {2: "stage is 'sums', on rank 0 it is 'counts'"},
+    operation = {
+        "operation": "sums" if is_two else "counts",
+        "failures": {2: "operation is 'sums', on rank 0 it is 'counts'"},
     }
     here = raises(ValueError("here")) if is_two else int
     made = {name: case if is_two else Case() for name, (case, *_) in FAULTS.items()}
@@ -227,8 +227,8 @@ def cases(rank: int) -> dict[str, Case]:
             reductions={"rows": ("sum_over_ranks" if is_two else "sum", 0)},
             failures={2: "reductions is rows (sum over ranks), on rank 0 it is rows (sum)"},
         ),
-        "stage differs": Case(**stage),
-        "stage differs and one raises": Case(body=here, **stage),
+        "operation differs": Case(**operation),
+        "operation differs and one raises": Case(body=here, **operation),
     }
 
 
