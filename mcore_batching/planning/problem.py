@@ -121,6 +121,14 @@ class Problem:
         return [(kind.per_micro_batch, self._costs_by(kind)) for kind in kinds]
 
     @cached_property
+    def cost_ratios(self) -> list[float]:
+        """Forward cost on each kind of stage over that on the mean one, of all samples together."""
+        whole = self.cost(range(self.num_samples))
+        return [
+            cost / whole if whole else 1.0 for cost in self.slot_costs([range(self.num_samples)])
+        ]
+
+    @cached_property
     def capacity(self) -> int:
         """Most padded tokens of a micro-batch: the cap, rounded down to the row multiple."""
         return row_capacity_tokens(self.dims, self.config)

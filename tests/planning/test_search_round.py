@@ -15,7 +15,7 @@ from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Prob
 from mcore_batching.planning.search import Objective
 from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
 from mcore_batching.planning.search.rounds import Rounds
-from mcore_batching.planning.search.targets import Targets
+from mcore_batching.planning.search.targets import Targets, even_ranks
 
 PIPELINES = [
     ParallelDims(pipeline_parallel=4),
@@ -38,12 +38,29 @@ def test_a_long_sample_is_the_plateau(dims: ParallelDims, times: float) -> None:
     targets = targets_of(dims, count)
     work = 10_000.0 * count
     longest = times * targets.plateau(work)
-    sizes, long = targets.of_rank(max(work, longest), longest)
-    assert long
+    sizes, is_long, _ = targets.of_rank(max(work, longest), longest)
+    assert is_long
     assert max(sizes) == longest
     assert sizes.count(longest) == 1 or dims.virtual_pipeline == 1
     assert sum(sizes) == pytest.approx(max(work, longest + (count - 1) * 256.0), rel=0.05)
     assert min(sizes) >= 300.0 or longest + 300.0 * (count - 1) > work
+
+
+@pytest.mark.parametrize(("times", "ranks_of_their_own"), [(2.0, 1), (3.0, 2)])
+def test_ranks_with_longer_samples_have_less_work_so_that_all_end_together(
+    times: float, ranks_of_their_own: int
+) -> None:
+    """Two long samples share a rank where the target beside the longer one is hardly smaller."""
+    targets = targets_of(ParallelDims(pipeline_parallel=8), 16)
+    work = 4_000.0 * 16
+    top = times * targets.plateau(work)
+    works, longest = even_ranks(targets, work, 4, [top, 0.9 * top, 300.0])
+    assert sum(size > 300.0 for size in longest) == ranks_of_their_own
+    assert works == sorted(works)
+    assert works[0] < 0.7 * work < works[ranks_of_their_own]
+    assert sum(works) == pytest.approx(4 * work, rel=1e-9)
+    ends = [targets.of_rank(*each).end for each in zip(works, longest, strict=True)]
+    assert ends == pytest.approx([ends[-1]] * 4, rel=0.01)
 
 
 def test_a_late_fall_is_made_of_any_number_of_slots() -> None:

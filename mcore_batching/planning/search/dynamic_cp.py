@@ -155,10 +155,7 @@ class SharedSteps:
         self._problem = problem = objective.whole
         self._costs = problem.on_ranks[1].costs
         self._order = by_cost(range(problem.num_samples), self._costs)
-        alone = problem.on_ranks[1]
-        mean = alone.cost(self._order)
-        self._ratios = [cost / mean if mean else 1.0 for cost in alone.slot_costs([self._order])]
-        """Cost of a micro-batch on each kind of stage over that on the mean one."""
+        self._ratios = problem.on_ranks[1].cost_ratios
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._judged: dict[CpAssignment, float] = {}
         self._made: set[CpAssignment] = set()
@@ -319,8 +316,9 @@ class SharedSteps:
         ranks if there are too few slots."""
         layout = self._layout(assignment.sizes)
         by_rank = Targets(self._objective.problem, assignment.num_slots, 0.0)
-        even, units = [1.0] * by_rank.count, by_rank.units
-        profile = even if by_rank.even else by_rank.shape(units, assignment.steeper)
+        profile = by_rank.usual
+        if not by_rank.even:
+            profile, _ = by_rank.shape(by_rank.count, assignment.steeper)
         fixed = self._problem.cost_model.per_micro_batch
         ranks, count = self._problem.num_ranks, len(profile)
         if len(layout.layers) > count:

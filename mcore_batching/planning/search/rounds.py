@@ -2,13 +2,11 @@
 
 A step is made for each of several numbers of slots, in rounds:
 
-    targets → assign → simulate → ranks that end late get less work in the next round, since a rank
-                                  that holds a very long sample waits for it
+    targets → assign → simulate → ranks that end late get less work in the next round
 
 1. Numbers of slots a third apart, then those between the best two and their neighbours, until
    these are a twelfth apart.
-2. Of the best three, more rounds, until three in a row are in vain.
-3. Single samples are moved in these three (`moves`), then in the best alone.
+2. Single samples are moved in the best four (`moves`), then in the best alone.
 
 With many ranks, some of these stand for all in 1. A step that no plan beats ends the search. Work
 is counted in simulated passes, never in time, so the same input gives the same plan.
@@ -19,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -27,7 +26,7 @@ from mcore_batching.planning.placement import by_folds
 from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
 from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Ranks, Step
-from mcore_batching.planning.search.targets import Targets, all_targets
+from mcore_batching.planning.search.targets import Targets, even_ranks
 
 BUDGET_OF_ROUNDS = 0.5
 """Share of the budget after which no further number is tried, so that little effort leaves some for
@@ -46,10 +45,10 @@ MOST_SLOTS_PER_STAGE = 16
 COARSE, NEAR = 3, 12
 """The first numbers of slots grow by a third each, two at least; then those between are tried,
 until they are next to each other or a twelfth apart."""
-MOST_MOVED, SHARE_OF_EACH, IN_VAIN = 3, 1 / 12, 3
-"""Steps, of different numbers of slots, that get more rounds and in which samples are moved before
-the best goes on, and the share of the budget for each: with the best alone 0.1 % later, single ones
-2.5 %. Rounds that gain little end these: long samples on 8 stages 0.4 % later with one."""
+MOST_MOVED, SHARE_OF_EACH = 4, 1 / 12
+"""Steps, of different numbers of slots, in which samples are moved before the best goes on, and the
+share of the budget for each: with the best alone 0.1 % later, single ones 2.5 %; with three, long
+samples on uneven stages 0.6 % later."""
 FEW_RANKS, FEW_SAMPLES = 8, 512
 """Numbers are compared on 8 of the ranks, or as many as hold 512 samples, with that share of the
 samples, unless that is more than half of the ranks. Without, steps on DP32×PP8 end 0.7 % later,
@@ -75,11 +74,11 @@ class Rounds:
         self._least = ordered_sum(small) / max(1, len(small))
         self._work = ordered_sum(problem.costs) / self.ranks
         self._targets_of: dict[int, Targets] = {}
-        self.offsets: dict[int, list[float]] = {}
-        """For each number of slots tried, the work beyond the mean that each rank, or all of a
-        lockstep group, is to have in the next round."""
-        self.learnt: dict[int, list[float]] = {}
-        """The offsets that made the best step of each number of slots."""
+        self.works: dict[int, list[float]] = {}
+        """For each number of slots tried, the work that each rank, or all of a lockstep group, is
+        to have in the next round."""
+        self._longest: dict[int, list[float]] = {}
+        """For each number of slots tried, the cost of each rank's longest sample, alone."""
         self.best: dict[int, Step] = {}
         """The step of each number of slots that ends first."""
 
@@ -93,36 +92,32 @@ class Rounds:
         """Numbers of slots of the steps made, the one that ends first before the others."""
         return sorted(self.best, key=lambda count: (self.best[count].end, count))
 
-    def make(self, count: int, *, in_vain: int = 1) -> None:
-        """Make steps of so many slots, in rounds until `in_vain` in a row made one end hardly
-        sooner."""
-        if count not in self.offsets:
-            # The best step of the nearest number was even already, which saves rounds.
-            near = min(sorted(self.best), key=lambda made: abs(made - count), default=0)
-            groups = len(self._problem.dims.lockstep_groups)
-            self.offsets[count] = self.learnt.get(near, [0.0] * groups)
-        left, before = in_vain, math.inf
-        while left:
+    def make(self, count: int) -> None:
+        """Make steps of so many slots, in rounds until one makes the step end hardly sooner."""
+        before = math.inf
+        # Without a rise and a fall samples are best spread by differencing; rounds may do better.
+        step = None if self._problem.schedule.alternates else self._folded(count)
+        while step is None or not self.objective.is_best(step.end):
             step = self._round(count)
-            if step is None or self.objective.is_best(step.end) or self.objective.budget <= 0:
+            if step is None or self.objective.budget <= 0:
                 return
             mean = ordered_sum(step.ends) / len(step.ends)
-            if step.end < EVEN * mean and in_vain == 1:
+            if step.end < EVEN * mean or step.end >= before / EVEN:
                 return
-            left = in_vain if step.end < before / EVEN else left - 1
-            before = min(before, step.end)
+            before = step.end
 
-    def compare(self, keep: float) -> None:
+    def compare(self, keep: float, fewest: int) -> None:
         """Make steps of numbers of slots far apart, then of those halfway between the best two and
         the numbers beside them, until `keep` is left of the budget."""
         problem = self._problem
-        near = useful_counts(problem.fewest_rows, problem.num_samples, self.ranks, problem.dims)
-        while new := sorted(set(near) - self.offsets.keys()):
+        rows = max(problem.fewest_rows, fewest * self.ranks)
+        near = useful_counts(rows, problem.num_samples, self.ranks, problem.dims)
+        while new := sorted(set(near) - self.works.keys()):
             for count in new:
                 if self.is_perfect or (self.objective.budget < keep and self.best):
                     return
                 self.make(count)
-            counts = sorted(self.offsets)
+            counts = sorted(self.works)
             places = [counts.index(count) for count in self.soonest[:2]]
             pairs = [pair for at in places for pair in pairwise(counts[max(0, at - 1) : at + 2])]
             # Nearer numbers differ by chance alone, and the best are to differ.
@@ -139,27 +134,32 @@ class Rounds:
             return None
         step = self.objective.step(self._arranged(ranks, targets))
         mean = ordered_sum(step.ends) / len(step.ends)
-        if count not in self.best or step.end < self.best[count].end:
-            self.learnt[count] = self.offsets[count]
         passes = problem.schedule.cost_of_passes
-        self.offsets[count] = [
-            more - DAMPING * (end - mean) / passes
-            for more, end in zip(self.offsets[count], step.ends, strict=True)
+        self.works[count] = [
+            work - DAMPING * (end - mean) / passes
+            for work, end in zip(self.works[count], step.ends, strict=True)
         ]
+        self._add(count, step)
+        return step
+
+    def _add(self, count: int, step: Step) -> None:
         if count not in self.best or step.end < self.best[count].end:
             self.best[count] = step
-        return step
 
     def _targets(self, count: int) -> list[list[float]]:
         problem = self._problem
-        work = self._work + count * problem.cost_model.per_micro_batch
         if count not in self._targets_of:
             self._targets_of[count] = Targets(problem, count, self._least)
         targets = self._targets_of[count]
-        if problem.dims.in_lockstep:
-            longest = self._alone[0] if self._alone else 0.0
-            return [targets.of_rank(max(work, longest), longest)[0]] * self.ranks
-        return all_targets(targets, [work + more for more in self.offsets[count]], self._alone)
+        if count not in self.works:
+            groups = len(problem.dims.lockstep_groups)
+            work = self._work + count * problem.cost_model.per_micro_batch
+            self.works[count], self._longest[count] = even_ranks(targets, work, groups, self._alone)
+        made = [
+            targets.of_rank(max(work, longest), longest).sizes
+            for work, longest in zip(self.works[count], self._longest[count], strict=True)
+        ]
+        return made * self.ranks if problem.dims.in_lockstep else made
 
     def _arranged(self, slots: list[Slots], targets: list[list[float]]) -> list[Slots]:
         """The slots of all ranks without needless placeholders, as large in the order of their
@@ -183,20 +183,28 @@ class Rounds:
             arranged += ranks
         return arranged
 
-    def folded(self, num_slots: int) -> Step | None:
-        """The step with as many samples on each rank, as even as that goes; None if they do not fit
-        into the slots."""
+    @cached_property
+    def _folds(self) -> list[list[int]]:
+        """As many samples on each rank, as even as that goes [ranks][samples]."""
+        per_rank = max(1, -(-self._problem.num_samples // self.ranks))
+        folds = by_folds(self._problem.costs, self.ranks, per_rank)
+        return [by_cost(samples, self._problem.costs) for samples in folds]
+
+    def _folded(self, count: int) -> Step | None:
+        """The step of as many samples on each rank; None if they do not fit into the slots."""
         problem = self._problem
-        per_rank = max(1, -(-problem.num_samples // self.ranks))
+        self.objective.budget -= COST_OF_ASSIGNING * len(self.order)
         ranks: list[Slots] = []
-        for samples in by_folds(problem.costs, self.ranks, per_rank):
+        for samples in self._folds:
             work = ordered_sum(problem.costs[sample] for sample in samples)
-            even = [problem.cost_model.per_micro_batch + work / num_slots] * num_slots
-            assigned = assign(by_cost(samples, problem.costs), [even], problem)
+            even = [problem.cost_model.per_micro_batch + work / count] * count
+            assigned = assign(samples, [even], problem)
             if assigned is None:
                 return None
             ranks += assigned
-        return self.objective.step([fill_empty_slots(slots, problem.costs) for slots in ranks])
+        step = self.objective.step([fill_empty_slots(slots, problem.costs) for slots in ranks])
+        self._add(count, step)
+        return step
 
 
 def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> list[int]:
@@ -243,30 +251,27 @@ def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
     found = list(map(objective.step, starts))
     # A start may be as good as the bound; then nothing is left to look for.
     if not any(objective.is_best(step.end) for step in found):
-        found += _made(objective)
+        fewest = min((len(step.ranks[0]) for step in found), default=1)
+        found += _made(objective, fewest)
     return improve_best(found, objective).ranks
 
 
-def _made(objective: Objective) -> list[Step]:
-    """Steps of the numbers of slots that do best."""
+def _made(objective: Objective, fewest: int) -> list[Step]:
+    """Steps of the numbers of slots that do best; fewer than `fewest` hardly hold the samples."""
     whole = rounds = Rounds(objective)
     keep = (1.0 - BUDGET_OF_ROUNDS) * objective.budget
     per_rank = max(1, objective.problem.num_samples) / whole.ranks
     few = max(FEW_RANKS, math.ceil(FEW_SAMPLES / per_rank))
-    if whole.ranks >= 2 * few:
-        rounds = thinned(whole, few)
-    rounds.compare(keep)
+    if whole.ranks < 2 * few:
+        rounds.compare(keep, fewest)
+        return list(whole.best.values())
+    rounds = thinned(whole, few)
+    rounds.compare(keep, fewest)
     objective.budget = rounds.objective.budget
     for count in rounds.soonest[:MOST_MOVED]:
-        if whole.is_perfect or (whole.best and objective.budget < keep):
-            break
-        learnt, groups = rounds.offsets[count], len(objective.problem.dims.lockstep_groups)
-        whole.offsets[count] = [learnt[group * len(learnt) // groups] for group in range(groups)]
-        whole.make(count, in_vain=IN_VAIN)
-    found = list(whole.best.values())
-    if not (whole.is_perfect or objective.problem.schedule.alternates or objective.budget <= 0):
-        found += filter(None, map(whole.folded, rounds.soonest[:MOST_MOVED]))
-    return found
+        if not (whole.is_perfect or (whole.best and objective.budget < keep)):
+            whole.make(count)
+    return list(whole.best.values())
 
 
 def improve_best(found: Sequence[Step], objective: Objective) -> Step:

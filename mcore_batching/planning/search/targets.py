@@ -19,7 +19,9 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import partial
 from itertools import repeat
+from typing import NamedTuple
 
 from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -32,32 +34,43 @@ FADED, SMALLER = 0.02, 0.4
 """Where stages differ the last slot is 0.02 of the plateau and the first 0.4 of the usual: a stage
 slower than the others idles for as long as both pass these. Without, steps on uneven stages end
 0.9 % later."""
-STEEP = 0.0625, 0.125, 0.25
-"""Before a long sample the first slot is a sixteenth, an eighth or a quarter of the usual, since
-whatever precedes it delays it, and more as far as the work needs it. Of the three the clock takes
-one: with an eighth alone steps of long samples end 0.2 % later. Where stages differ it is a
-quarter: there the clock is no guide, as costs of long samples are made up otherwise."""
-SHARED_OVER = 1.12
-"""A long sample shares a rank with a longer one in a slot whose target is up to 12 % smaller: fewer
-ranks have to wait for one. Without, steps of long samples on 8 stages end 4 % later."""
+STEEP = 0.25
+"""Before a long sample the first slot is a quarter of the usual, since whatever precedes it delays
+it. With an eighth steps of long samples end 0.2 % later."""
+SHARED_OVER = 1.2, 1.05
+"""A long sample shares a rank with a longer one in a slot whose target is up to a sixth smaller:
+fewer ranks have to wait for one. Where stages differ up to a twentieth, as every stage waits for
+the slowest. With a twentieth everywhere steps of long samples on 8 stages end 1 % later."""
+WORKS, HALVINGS = 8, 10
+"""Ends of a rank are simulated for 8 works or so and interpolated; the common end of all ranks is
+found within a thousandth of what it may be. With half as many works, steps end 0.1 % later."""
 
 
 @functools.lru_cache(maxsize=4096)
 def rise_and_fall(
-    units: int, stages: int, growth: float, first: float, last: float, *, falls_late: bool
-) -> list[float]:
-    """Sizes of slots (groups) over the plateau.
+    slots: int,
+    group: int,
+    stages: int,
+    growth: float,
+    first: float,
+    last: float,
+    *,
+    falls_late: bool,
+) -> tuple[list[float], float]:
+    """Sizes of slots over the largest [slots], and their sum.
 
     Args:
-        units: number of slots (groups).
+        slots: number of slots.
+        group: slots of the same size, one after the other.
         stages: of the pipeline.
         growth: each size is `first` and this times the last `stages - 1` sizes together: what their
             backward passes let by.
-        first: the first size.
-        last: the last size.
+        first: the first size over the plateau.
+        last: the last size over the plateau.
         falls_late: False for a fall over as many slots as a linear program has it, True for a
             shorter one, each size a multiple of the next.
     """
+    units = -(-slots // group)
     sizes: list[float] = []
     while len(sizes) < units and (not sizes or sizes[-1] < 1.0):
         sizes.append(min(1.0, first + growth * ordered_sum(sizes[1 - stages :])))
@@ -68,7 +81,20 @@ def rise_and_fall(
         fall = last / max(power, last) if falls_late else 1.0 - (1.0 - last) * power
         sizes[unit] = min(sizes[unit], fall)
         power *= decay
-    return sizes
+    most = max(sizes)
+    sizes = [size / most for size in sizes for _ in range(group)][:slots]
+    return sizes, ordered_sum(sizes)
+
+
+class RankTargets(NamedTuple):
+    """Targets of one rank."""
+
+    sizes: list[float]
+    """Cost that each micro-batch is to have [slots]."""
+    is_long: bool
+    """True if the longest sample makes the plateau."""
+    end: float
+    """End of the step on this rank, if samples could be cut to the targets."""
 
 
 class Targets:
@@ -85,90 +111,118 @@ class Targets:
         self.count, self._least = count, least
         self._fixed = problem.cost_model.per_micro_batch
         self._group = problem.dims.slots_per_group
+        self.in_groups = self._group > 1
+        """True under the interleaved schedule."""
         self._forward_only = problem.forward_only
-        self.units = -(-count // self._group)
         # Groups pass like slots through two stages: their forward and their backward passes.
         self._stages = problem.dims.pipeline_parallel if self._group == 1 else 2
         self._growth = ratio / max(1, self._stages - 1)
         self._is_uneven = bool(self._schedule.which_cost)
+        self._shared_over = SHARED_OVER[self._is_uneven]
+        self._cost_ratios = problem.cost_ratios
         self.even = not self._schedule.alternates
         """True on one stage and forward alone, where order matters little."""
-        self.usual = [1.0] * count if self.even else self.shape(self.units)
-        """Sizes of slots over the plateau where no sample is long [slots]."""
-        self._usual_sum = ordered_sum(self.usual)
+        even = [1.0] * count, float(count)
+        self.usual, self._usual_sum = even if self.even else self.shape(count)
+        """Sizes of slots over the plateau where no sample is long [slots], and their sum."""
+        self._usual_end = self._end(self.usual)
+        self._of_ranks: dict[tuple[float, float], RankTargets] = {}
 
-    def shape(self, units: int, steeper: float = 1.0) -> list[float]:
-        """Sizes of the slots of so many units over the plateau; the first is `steeper` times the
+    def shape(self, slots: int, steeper: float = 1.0) -> tuple[list[float], float]:
+        """Sizes of so many slots over the plateau, and their sum; the first is `steeper` times the
         usual."""
-        last, late = min(ENDS[0], ENDS[1] * self._stages / units), self._is_uneven
+        units, late = -(-slots // self._group), self._is_uneven
+        last = min(ENDS[0], ENDS[1] * self._stages / units)
         first = steeper * last * (SMALLER if late else 1.0)
         last = FADED if late else last
-        sizes = rise_and_fall(units, self._stages, self._growth, first, last, falls_late=late)
-        return [size for size in sizes for _ in range(self._group)][: self.count]
+        sizes = slots, self._group, self._stages, self._growth, first, last
+        return rise_and_fall(*sizes, falls_late=late)
 
     def plateau(self, work: float) -> float:
         """The largest size of a rank with this work and no long sample."""
-        return work / self._usual_sum * max(self.usual)
+        return work / self._usual_sum
 
-    def of_rank(self, work: float, longest: float) -> tuple[list[float], bool]:
-        """Targets of a rank [slots], in cost.
+    def of_rank(self, work: float, longest: float) -> RankTargets:
+        """Targets of a rank that add up to its work.
 
         Args:
             work: of the rank, overhead of its micro-batches included.
             longest: cost of the micro-batch of its longest sample.
-
-        Returns:
-            the targets, which add up to `work`; True if the longest sample makes the plateau.
         """
-        is_long = self.plateau(work) < longest
-        if self.even:
-            return self._even(work, longest if is_long else 0.0), is_long
-        if is_long:
-            steep = STEEP[-1:] if self._is_uneven else STEEP
-            found = [self._around(work, longest, each) for each in steep]
-            return min(found, key=self._end) if len(found) > 1 else found[0], True
-        scale = work / self._usual_sum
-        return [max(self._least, scale * size) for size in self.usual], False
+        plateau = self.plateau(work)
+        if longest <= plateau:
+            sizes = [max(self._least, plateau * size) for size in self.usual]
+            return RankTargets(sizes, False, plateau * self._usual_end)
+        if (work, longest) not in self._of_ranks:
+            sizes = (self._even if self.even else self._around)(work, longest)
+            self._of_ranks[work, longest] = RankTargets(sizes, True, self._end(sizes))
+        return self._of_ranks[work, longest]
+
+    def work_until(self, end: float, longest: float) -> float:
+        """About the most work with which a rank of this longest sample ends in time."""
+        fewest, most = longest + (self.count - 1) * self._least, longest * self._usual_sum
+        # No longer sample than the usual plateau: the end is in proportion to the work.
+        if end >= longest * self._usual_end or fewest >= most:
+            return max(fewest, end / self._usual_end * self._usual_sum)
+        after, end_after = most, longest * self._usual_end
+        slots = range(self.count, 0, -max(1, self.count // WORKS))
+        for before in [*(self._held(longest, number) for number in slots), fewest]:
+            end_before = self.of_rank(before, longest).end
+            if end_before <= end:
+                share = (end - end_before) / (end_after - end_before)
+                return before + share * (after - before)
+            after, end_after = before, end_before
+        return fewest
+
+    def _held(self, longest: float, slots: int) -> float:
+        """Work of targets that rise to the longest sample in so many slots."""
+        return longest * self.shape(slots, STEEP)[1] + (self.count - slots) * self._least
+
+    def take_long(self, left: list[float], sizes: Sequence[float], usual: float) -> None:
+        """Remove the long samples that a rank takes from those that are left, ascending: one in
+        each of its largest slots, as long as they are longer than its usual plateau."""
+        for size in sorted(sizes, reverse=True):
+            place = bisect_right(left, size * self._shared_over) - 1
+            if size < usual or place < 0 or left[place] <= usual:
+                break
+            del left[place]
 
     def _even(self, work: float, longest: float) -> list[float]:
         """All as large, except one in the middle like the longest. Forward alone its whole group
         is: at each chunk of the interleaved schedule the others of the group wait for it."""
-        many = 1 if longest else 0
-        group = min(self._group, self.count)
-        if longest and self._forward_only:
+        many, group = 1, min(self._group, self.count)
+        if self._forward_only:
             fits = work - group * longest >= self._least * (self.count - group)
             many = group if fits else 1
-        first = self.count // 2 // max(1, many) * many
+        first = self.count // 2 // many * many
         sizes = [(work - many * longest) / max(1, self.count - many)] * self.count
         sizes[first : first + many] = [longest] * many
         return sizes
 
     def _end(self, sizes: Sequence[float]) -> float:
-        return Clock(sizes, self._schedule).end
+        costs = [size * ratio for size in sizes for ratio in self._cost_ratios]
+        return Clock(costs, self._schedule).end
 
-    def _around(self, work: float, longest: float, steep: float) -> list[float]:
+    def _around(self, work: float, longest: float) -> list[float]:
         """Targets that rise steeply to the longest sample, in as few slots as hold the work; the
-        others hold next to nothing, half of them before these. If all are too few, they rise more
-        gently."""
-        least, others = self._least, self.count - 1
-
-        def reaching(shape: tuple[int, float]) -> list[float]:
-            sizes = self.shape(*shape)
-            scale = longest / max(sizes)
-            # A comparison: faster than `max`.
-            sizes = [scaled if (scaled := scale * size) > least else least for size in sizes]
-            before = (self.count - len(sizes)) // 2
-            return [least] * before + sizes + [least] * (self.count - len(sizes) - before)
-
-        shapes = [(units, steep) for units in range(1, self.units)]
-        gentler = [steep]
-        while gentler[-1] < 1.0:
-            gentler.append(min(1.0, gentler[-1] * math.sqrt(2.0)))
-        shapes += [(self.units, steeper) for steeper in gentler]
-        last = len(shapes) - 1
-        enough = bisect_left(shapes, work, hi=last, key=lambda each: ordered_sum(reaching(each)))
-        sizes = reaching(shapes[enough])
-        at = sizes.index(max(sizes))
+        others hold next to nothing, half of them before these. If all are too few, they are between
+        these and the usual."""
+        least, count = self._least, self.count
+        choices = range(self._group, count, self._group)
+        enough = bisect_left(choices, work, key=partial(self._held, longest))
+        slots = choices[enough] if enough < len(choices) else count
+        shape, total = self.shape(slots, STEEP)
+        more = work - longest * total
+        if more > 0.0 and slots == count:
+            usual = longest * (self._usual_sum - total)
+            part = min(1.0, more / usual) if usual > 0.0 else 0.0
+            shape = [a + part * (b - a) for a, b in zip(shape, self.usual, strict=True)]
+        before = (count - slots) // 2
+        sizes = [least] * before
+        # A comparison: faster than `max`.
+        sizes += [scaled if (scaled := longest * size) > least else least for size in shape]
+        sizes += [least] * (count - slots - before)
+        at, others = sizes.index(max(sizes)), count - 1
         over = ordered_sum(sizes) - longest - others * least
         rest = work - longest - others * least
         if rest < 0.0:  # small samples are enough for some of the others alone, just before it
@@ -183,31 +237,42 @@ class Targets:
         return sizes
 
 
-def all_targets(
-    targets: Targets, works: Sequence[float], alone: Sequence[float]
-) -> list[list[float]]:
-    """Targets of all ranks [ranks][slots]. Long samples share ranks: a plateau costs a rank time,
-    not the number of slots that reach it.
+def even_ranks(
+    targets: Targets, work: float, ranks: int, alone: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Work of each rank with which the targets of all end together, and its longest sample
+    [ranks]: a rank with a very long one waits for it, and has less work. Long samples share ranks:
+    a plateau costs a rank time, not the number of slots that reach it.
 
     Args:
         targets: for the number of slots.
-        works: of each rank, as in `Targets.of_rank`.
+        work: of the mean rank, overhead of its micro-batches included.
+        ranks: number of ranks.
         alone: costs of micro-batches of one sample each, of all samples, descending.
     """
-    left = list(reversed(alone))
-    made = []
-    for work in works:
-        longest = left[-1] if left else 0.0
-        sizes, is_long = targets.of_rank(max(work, longest), longest)
-        made.append(sizes)
-        if not is_long:
-            left = []  # those that are left are as short
-            continue
-        usual = targets.plateau(work)
-        for size in sorted(sizes, reverse=True):
-            # A slot holds what is a thousandth over its target, too: that delays nothing.
-            place = bisect_right(left, size * SHARED_OVER) - 1
-            if size < usual or place < 0 or left[place] <= usual:
+    longest = alone[0] if alone else 0.0
+    long = [cost for cost in alone if cost > targets.plateau(work)]
+    works, peaks = [work] * ranks, [longest, *[0.0] * (ranks - 1)]
+    if not long:
+        return works, peaks
+    low, high = targets.of_rank(work, 0.0).end, math.inf
+    end = targets.of_rank(max(work, longest), longest).end
+    for _ in range(HALVINGS):
+        left, found, tops = long[::-1], list[float](), [0.0] * ranks
+        while left and len(found) < ranks:
+            top = tops[len(found)] = left[-1]
+            # With groups of slots the end jumps where one is full: rounds even out better.
+            until = work if targets.in_groups else targets.work_until(end, top)
+            sizes, is_long, _ = targets.of_rank(until, top)
+            if not is_long:
                 break
-            del left[place]
-    return made
+            found.append(until)
+            targets.take_long(left, sizes, targets.plateau(until))
+        rest, usual = work * ranks - ordered_sum(found), ranks - len(found)
+        if rest > usual * targets.work_until(end, 0.0):
+            low = end
+        else:
+            high, peaks = end, tops
+            works = found + [rest / usual] * usual if usual else found
+        end = min((low + high) / 2, 1.1 * end)
+    return works, peaks
