@@ -42,7 +42,7 @@ from mcore_batching.megatron.attention import (
     zigzag_restore_index,
 )
 from mcore_batching.megatron.cpu_emulation import _RANDOM_NUMBERS
-from mcore_batching.megatron.prefix_attention import _GatherStretches, why_no_branches
+from mcore_batching.megatron.prefix_attention import Paths, _GatherStretches, why_no_branches
 from mcore_batching.megatron.specs import SequenceParallelNorm, hybrid_spec
 
 SCALE = 0.3
@@ -406,6 +406,28 @@ def test_stretches_behind_each_other_are_copied_once() -> None:
     ):
         found = RowGeometry([], 1, runs, torch.device("cpu")).key_index
         assert (None if found is None else found.tolist()) == index
+
+
+def test_branches_attend_to_their_paths() -> None:
+    """As drawn at the top of `prefix_attention`, with the arguments of Transformer Engine."""
+    nodes = {"offsets": [0, 3, 6, 10], "parents": [-1, 0, 0], "starts": [0, 3, 3]}
+    letters = torch.tensor([*map(ord, "abcdefdghi")])[:, None]
+    row: Any = SimpleNamespace(
+        nodes=SimpleNamespace(segments=[0, 10], **nodes),
+        tokens=letters,
+        context_parallel_size=1,
+        context_parallel_rank=0,
+    )
+    paths = Paths(row, None)
+    keys, _ = paths.keys(letters, letters)
+    assert "".join(map(chr, keys[:, 0].tolist())) == "abcabcdefabcdghi"
+    assert paths.positions.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
+    params = paths.params
+    assert params.cu_seqlens_q.tolist() == [0, 3, 6, 10]
+    assert params.cu_seqlens_kv.tolist() == [0, 3, 9, 16]
+    assert (params.max_seqlen_q, params.max_seqlen_kv) == (4, 7)
+    # It would gather keys itself otherwise.
+    assert (params.cp_group, params.local_cp_size) == (None, 1)
 
 
 def test_gradients_of_a_beginning_are_added_in_float32() -> None:
