@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,14 +82,15 @@ class Options:
         if problems := removed_settings(args):
             raise DynamicBatchArgumentError("; ".join(problems))
 
-        def given(names: Iterable[str]) -> dict[str, Any]:
-            # argparse's destinations: "--max-tokens-per-gpu" is args.max_tokens_per_gpu.
-            found = {name: FLAGS.get(name, name) for name in names}
-            found = {name: flag.lstrip("-").replace("-", "_") for name, flag in found.items()}
-            return {name: getattr(args, at) for name, at in found.items() if hasattr(args, at)}
-
         own = {each.name for each in dataclasses.fields(cls)} - {"planner"}
-        return cls(planner=PLANNER_DEFAULTS | given(PLANNER_DEFAULTS), **given(own))
+        given: dict[str, Any] = {}
+        for name in own | PLANNER_DEFAULTS.keys():
+            # argparse's destinations: "--max-tokens-per-gpu" is args.max_tokens_per_gpu.
+            destination = FLAGS.get(name, name).lstrip("-").replace("-", "_")
+            if hasattr(args, destination):
+                given[name] = getattr(args, destination)
+        planner = {name: given.get(name, usual) for name, usual in PLANNER_DEFAULTS.items()}
+        return cls(planner=planner, **{name: given[name] for name in own & given.keys()})
 
     @property
     def max_context_parallel(self) -> int | None:

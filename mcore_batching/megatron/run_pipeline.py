@@ -43,7 +43,7 @@ from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.timing import learners_of
 from mcore_batching.megatron.topology import context_parallel_group, row_group
 from mcore_batching.planning import ParallelDims
-from mcore_batching.planning.schedule import Kind, Schedule
+from mcore_batching.planning.schedule import Schedule
 
 Shape = list[int]
 
@@ -83,12 +83,13 @@ class PlannedTransfers:
         first, last = (0, 0), (dims.pipeline_parallel - 1, dims.virtual_pipeline - 1)
         order = Schedule(dims=dims, forward_only=forward_only).order(stage, len(shapes))
 
-        def of(kind: Kind, beyond: tuple[int, int]) -> Iterator[Shape]:
-            passes = [each for each in order if each.kind == kind]
-            return iter([shapes[p.slot] for p in passes if (stage, p.chunk) != beyond])
-
-        self._from_previous, self._to_next = of("F", first), of("F", last)
-        self._from_next, self._to_previous = of("B", last), of("B", first)
+        passes = [(each.kind, (stage, each.chunk), shapes[each.slot]) for each in order]
+        forward = [(at, shape) for kind, at, shape in passes if kind == "F"]
+        backward = [(at, shape) for kind, at, shape in passes if kind == "B"]
+        self._from_previous = iter([shape for at, shape in forward if at != first])
+        self._to_next = iter([shape for at, shape in forward if at != last])
+        self._from_next = iter([shape for at, shape in backward if at != last])
+        self._to_previous = iter([shape for at, shape in backward if at != first])
 
     def __call__(
         self,
