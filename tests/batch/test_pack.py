@@ -92,6 +92,9 @@ def require_packed(
             places = later(plain.places, plain.offsets, depth, -1)
             assert torch.equal(merge_packed(parts, plain.offsets), flat[name][places]), name
     for row in rows:
+        types = [getattr(row, name).dtype for name in (*STREAMS, "cu_seqlens_padded")]
+        assert types == [*[torch.int64] * 3, torch.float32, torch.bool, torch.int32]
+        assert row.tokens.shape == row.loss_mask.shape == (1, plain.offsets[-1] // size)
         assert row.cu_seqlens_padded.tolist() == plain.offsets
         assert list(row.host_cu_seqlens_padded) == plain.offsets
         assert row.max_seqlen == max(np.diff(plain.offsets))
@@ -130,15 +133,6 @@ def test_boundary_lengths(size: int) -> None:
         require_packed([shape], size, align, align)
 
 
-def test_types() -> None:
-    (row,) = pack_on_all_ranks(make_samples([(5, 2)]))
-    assert row.tokens.dtype == row.labels.dtype == row.position_ids.dtype == torch.int64
-    assert row.loss_mask.dtype == torch.float32
-    assert row.padding_mask.dtype == torch.bool
-    assert row.cu_seqlens_padded.dtype == torch.int32
-    assert row.tokens.shape == row.loss_mask.shape == (1, 5)
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_placeholder_trains_nothing(size: int) -> None:
     samples = make_samples([(5, 3)]) | {"rewards": [1.5], "position_ids": [torch.arange(5)]}
@@ -158,17 +152,15 @@ def test_whatever_a_placeholder_or_padding_sample_holds_its_mask_is_zero() -> No
     samples["loss_masks"] = [torch.ones(3), torch.ones(2)]
     (row,) = pack_on_all_ranks(samples | {"is_padding": [True, False]})
     assert row.loss_mask.tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 0]]
+    # Without masks the whole response is trained.
+    (again,) = pack_on_all_ranks(
+        {name: each for name, each in samples.items() if name != "loss_masks"}
+    )
+    assert again.loss_mask.tolist() == [[1, 1, 1, 0, 0, 0, 0, 1, 1, 0]]
     # Nor does a router count its tokens.
     assert row.padding_mask.tolist() == [[True] * 4 + [False] * 6]
     (row,) = pack_on_all_ranks(samples, sample_indices=(), is_placeholder=True)
     assert row.loss_mask.sum() == 0
-
-
-def test_without_loss_masks_the_whole_response_is_trained() -> None:
-    samples = make_samples([(4, 2), (3, 3)])
-    del samples["loss_masks"]
-    (row,) = pack_on_all_ranks(samples)
-    assert row.loss_mask.tolist() == [[0, 1, 1, 0, 1, 1, 0]]
 
 
 @pytest.mark.parametrize("has_masks", [True, False])

@@ -160,19 +160,17 @@ REFUSALS: list[Row] = [
         )
         for odd in (zeros(2), zeros(2, 4).double())
     ],
-    *[
-        (
-            lambda name=name, values=values: left_pad(TWO | {name: values}, pad_token_id=0),
-            SchemaError,
-            f"'{name}'",
-        )
-        for name, values in (
-            ("tokens", [[1j, 2, 3], [4, 5]]),
-            ("advantages", [zeros(2), zeros(1, dtype=torch.complex64)]),
-            ("rewards", [1.0, 1j]),
-            ("undeclared", [zeros(3), zeros(2) * 1j]),
-        )
-    ],
+    # Values are checked as any batch's.
+    (
+        lambda: left_pad(TWO | {"tokens": [[1j, 2, 3], [4, 5]]}, pad_token_id=0),
+        SchemaError,
+        "'tokens'.* real numbers",
+    ),
+    (
+        lambda: left_pad(TWO | {"mine": [zeros(3), zeros(2) * 1j]}, pad_token_id=0),
+        SchemaError,
+        "'mine'",
+    ),
     # A token's id is an integer.
     *[
         (lambda call=call, bad=bad: call(bad), BatchError, "pad_token_id must be a token's id")
