@@ -19,7 +19,7 @@ from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTick
 FAULTS = ("killed", "stopped", "late", "absent", "out of memory")
 SECONDS_LATE = 5.0
 _SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-_PATIENCE = {"stopped": 8.0, "late": 1.0}
+_IMPATIENT_SECONDS = 1.0
 _SLOW_START = """
 import time
 from mcore_batching.planning import worker
@@ -79,6 +79,8 @@ def worker_with(fault: str | None, first: int = 1) -> Iterator[dict[str, Any]]:
             made["pids"].append(self.pid)
         if next(requests) == first and fault in _SIGNALS:
             os.kill(made["pids"][-1], _SIGNALS[fault])
+            if fault == "stopped":
+                plan.SECONDS_LATE = _IMPATIENT_SECONDS  # until the patch below ends
         return ticket
 
     def counted(request: PlanRequest) -> Any:
@@ -95,7 +97,7 @@ def worker_with(fault: str | None, first: int = 1) -> Iterator[dict[str, Any]]:
             (PlanRequest, "plan", counted),
             (plan, "say", said),
             # A worker may take seconds to start on a busy core.
-            (plan, "SECONDS_LATE", _PATIENCE.get(str(fault), 60.0)),
+            (plan, "SECONDS_LATE", _IMPATIENT_SECONDS if fault == "late" else 60.0),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         if fault == "absent":
