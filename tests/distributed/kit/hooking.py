@@ -21,6 +21,7 @@ from kit import listed_batches
 from kit.calls import Calls, small_model
 from kit.exactness import arguments, difference, log_probs_by_lengths
 from kit.guarantees import error_of, is_last_rank, on_all_ranks
+from kit.samples import make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 from mcore_batching.integrations import skyrl
 from mcore_batching.integrations.slime import trainer
@@ -96,10 +97,16 @@ def framework_shows_model(dims: dict[str, Any]) -> None:
     assert hooked(args, model, **own) == hooked(args, model, **managers) == []
     model = _overlapping_on_the_last(dims)
     assert hooked(args, model, **own) == []
-    said = error_of(lambda: hooked(args, model, **managers))
-    assert said.startswith("PlanningFailedError")
-    assert "rank 1" in said
-    assert "unset --tp-comm-overlap" in said
+    rollout = take(make_samples(), [0, 1]) | {"micro_batch_indices": [[0], [1]]}
+    passed = log_probs_by_lengths, args, model, listed_batches.iterators_of(rollout), [2]
+    for call in (
+        functools.partial(hooked, args, model, **managers),
+        functools.partial(listed_batches.forward_only, *passed),
+    ):
+        said = error_of(call)
+        assert said.startswith("PlanningFailedError")
+        assert "rank 1" in said
+        assert "unset --tp-comm-overlap" in said
 
 
 def _overlapping_on_the_last(dims: dict[str, Any]) -> list[Any]:
