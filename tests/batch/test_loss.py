@@ -231,12 +231,13 @@ def test_sums_of_weights_are_exact_whatever_they_are() -> None:
 
 
 def test_weights_that_add_up_to_their_number_are_not_taken_for_ones() -> None:
-    samples = batch_cases.make_samples([(2, 1), (300, 200), (2, 1), (4, 3)])
-    masks = [[1.5], [1.0] * 200, [0.5], [1.0, 0.0, 1.0]]
-    samples |= {"loss_masks": [torch.tensor(mask) for mask in masks], "uids": [*"abcd"]}
+    """In single precision the small one would be lost."""
+    samples = batch_cases.make_samples([(3, 2), (125, 124)])
+    masks = [[64.0, 1e-7], [0.5] * 124]
+    samples |= {"loss_masks": [torch.tensor(mask) for mask in masks], "uids": [*"ab"]}
     totals, _ = step_totals(Columns.read(samples, DEFAULT_SCHEMA))
-    assert (totals.num_tokens, totals.num_trained_samples) == (204, 4)
-    assert totals.prompt_weights == {"a": 1.5, "b": 200.0, "c": 0.5, "d": 2.0}
+    assert (totals.num_tokens, totals.num_trained_samples) == (126, 2)
+    assert totals.prompt_weights == {"a": 64 + float(torch.tensor(1e-7)), "b": 62.0}
 
 
 def test_a_weight_far_below_the_others_is_one_of_a_trained_sample() -> None:
