@@ -48,6 +48,7 @@ def planned(lengths: list[int], dims: ParallelDims, config: PlannerConfig) -> St
 @examples(200)
 @given(cases())
 @example(Case([1] * 24, ParallelDims(pipeline_parallel=2), CONFIG, None))  # 8, fewer than pairs
+@example(Case([1] * 7, ParallelDims(pipeline_parallel=2), CONFIG, None))  # 6, more than pairs
 def test_the_count_is_the_least_legal_one_that_packing_or_the_pipeline_needs(case: Case) -> None:
     problem = Problem.of(case.lengths, case.dims, case.config)
     packed = pack_local(problem)
