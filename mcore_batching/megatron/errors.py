@@ -48,7 +48,7 @@ def one_of_each_problem(found: Iterable[tuple[str, str]]) -> Iterator[str]:
 class PlanningFailedError(CollectiveError):
     """Planning, or reading the rollout data, raised an exception on some rank."""
 
-    headline = "planning the micro-batches failed; no rank started the pipeline"
+    headline = "reading the rollout data or planning failed; no parameter was updated"
 
 
 class CollationFailedError(CollectiveError):
@@ -61,7 +61,8 @@ class ForwardFailedError(CollectiveError):
     """A loss function, or a function given to `forward_only`, failed on some rank.
 
     It raised, or returned what it must not, or returned other names than elsewhere. Raised once
-    the pipeline has run dry: the micro-batch counts as 0, no parameter is updated.
+    the pipeline has run dry: the micro-batch counts as 0, no parameter is updated. If some of the
+    ranks that share a micro-batch raise and others do not, `PipelineFailedError` ends the job.
     """
 
     headline = "a function of the model's output failed; no parameter was updated"
@@ -77,7 +78,8 @@ class NonFiniteError(CollectiveError):
 
 
 class PipelineFailedError(CollectiveError):
-    """An exception in the model, in Megatron's schedule or in the optimizer on some rank.
+    """An exception between collectives on some rank: in the model, in Megatron's schedule, in the
+    optimizer, or where lengths, plan, samples and outputs travel.
 
     The other ranks waited for that rank. The process groups are aborted: no collective works any
     more, and after a failure in the optimizer parameters may differ between ranks.
@@ -92,4 +94,4 @@ class PipelineFailedError(CollectiveError):
 class PlanMismatchError(CollectiveError):
     """Ranks that must agree on settings, plan, counts, field names or the call do not."""
 
-    headline = "the ranks disagree about the plan; no rank started the pipeline"
+    headline = "the ranks disagree; no parameter was updated"

@@ -4,7 +4,7 @@ Samples of all data-parallel ranks are numbered through. One in a shared row run
 
     rank 0 held samples 0 1 2, rank 1 held 3 4          first    [0, 3, 5]
     1 is cut over both ranks, 4 runs on rank 0          runs_on  [[1, 2, 4], [0, 1, 3]]
-    fields    4 and 1 to rank 0 (its own), 0 and 1 to rank 1
+    fields    4 to rank 0, 0 and 1 to rank 1; 1, 2 and 3 run where they are, too
     outputs   of 1 from rank 0 alone, the first that runs it; of 4 back to rank 1
 
 Under dynamic CP beside ``--context-parallel-size``, the context-parallel ranks of a data-parallel

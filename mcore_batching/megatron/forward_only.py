@@ -115,7 +115,7 @@ def _without_padding(logits: Any, row: PackedMicroBatch) -> Tensor:
 
 def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
     """The outputs of ``f``: one per sample of a micro-batch, a placeholder's included."""
-    # slime's functions return a pair: a placeholder for a loss, then the outputs.
+    # slime's functions return a pair: a tensor in place of a loss, then the outputs.
     outputs = made[1] if isinstance(made, tuple) and len(made) == 2 else made
     if not isinstance(outputs, Mapping):
         kind = type(outputs).__name__
@@ -198,11 +198,11 @@ def forward_only(
         outputs, names = _outputs_of_steps(function, job, chunks, schedule, counts)
     if not is_last_stage():
         return {}
-    by_name = {name: [value for each in outputs for value in each[name]] for name in names}
-    ran, count = [i for row in schedule.micro_batches for i in row], schedule.num_samples
-    found = {name: restore_order(values, ran, count) for name, values in by_name.items()}
-    # A collective, which may run out of memory on one rank.
+    # Ends in a collective: what one rank raises here, as out of memory, leaves the others waiting.
     with job.watch.reporting(f"{_OPERATION}, returning outputs"):
+        by_name = {name: [value for each in outputs for value in each[name]] for name in names}
+        ran, count = [i for row in schedule.micro_batches for i in row], schedule.num_samples
+        found = {name: restore_order(values, ran, count) for name, values in by_name.items()}
         found = schedule.moves.returned(found)
     return {f"{store_prefix}{name}": values for name, values in found.items()}
 

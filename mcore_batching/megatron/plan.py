@@ -5,7 +5,7 @@
     its worker                   by a process ahead of the step
 
     rank 0 brings samples 0 1 2, rank 1 brings 3 4
-    plan: rank 0 runs ((1, 4),), rank 1 ((0, 3), (2,))
+    plan: rank 0 runs ((1,), (4,)), rank 1 ((0, 3), (2,))
     moved: 4 to rank 0, 0 and 2 to rank 1
 
 Samples that share tokens move together; the plan has the trees that it put into a micro-batch, and

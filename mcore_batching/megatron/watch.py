@@ -1,8 +1,9 @@
-"""The end of every rank within seconds of an exception that leaves a pipeline on one of them.
+"""The end of every rank within seconds of an exception that leaves others in a collective.
 
-An exception in a layer, in Megatron's schedule or in the optimizer leaves the other ranks waiting
-in a collective, by default for 10 minutes and more. Here the rank on which it happened reports it
-in the job's key-value store; a thread on each other rank reads that and releases its main thread:
+An exception in a layer, in Megatron's schedule, in the optimizer or where samples and outputs are
+exchanged leaves the other ranks waiting in a collective, by default for 10 minutes and more. Here
+the rank on which it happened reports it in the job's key-value store; a thread on each other rank
+reads that and releases its main thread:
 
     rank 2: OutOfMemoryError in a layer -> writes it into the store, raises PipelineFailedError
     rank 0: its thread reads the store  -> aborts the process groups, so that the collective raises

@@ -113,7 +113,7 @@ class Forest:
 
     @property
     def has_branches(self) -> bool:
-        """True if samples share tokens that neither's tokens all are."""
+        """True if two samples begin alike and then differ, so that neither begins the other."""
         return any(node.parent >= 0 for node in self.nodes)
 
     @cached_property

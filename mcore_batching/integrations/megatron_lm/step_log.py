@@ -1,7 +1,7 @@
 """Statistics of a training step's plan, for Megatron's log line, TensorBoard and W&B.
 
     record_step(...)                    kept until stock code logs
-    with_batching_statistics(losses)    the log's entries, of which the README explains five
+    with_batching_statistics(losses)    the log's entries, which the README explains
 
 A plan predicts units of cost, which are seconds where costs are learnt.
 """
