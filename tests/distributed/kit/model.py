@@ -78,9 +78,9 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
     """A small float32 model with grouped-query attention.
 
     ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
-    ``"mamba"``: dense, three of four layers with Mamba for attention; ``"mla"``: dense with
-    multi-latent attention. Those of `HYBRID` have its layers; those of `MULTI_TOKEN` predict
-    further tokens.
+    ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
+    with Mamba for attention; ``"mla"``: dense with multi-latent attention. Those of `HYBRID` have
+    its layers; those of `MULTI_TOKEN` predict further tokens.
     """
     options: dict[str, Any] = {
         "num_layers": 4,
@@ -161,6 +161,8 @@ def seeded_model(
     config = transformer_config(kind, **pipeline_config(dims) | settings)
     # Of one stage: a hybrid model's pattern is not cut.
     options = {"hybrid_layer_pattern": HYBRID[kind]} if kind in HYBRID else {}
+    if kind == "mrope":
+        options["position_embedding_type"] = "mrope"
     return packed_model(kind, config, ddp, **options)
 
 
