@@ -104,7 +104,7 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
     "forward_only, log-probs and logits": {
         "forward_only_max_tokens_per_gpu": _tokens(
             "--max-tokens-per-gpu of forward_only, which keeps no activations for a backward "
-            "pass: it then has a plan of its own (default: the plan and the cap of training)"
+            "pass: each rank packs the samples that it trains on anew (default: training's plan)"
         ),
         "logits_in_model_dtype": _switch(
             "give losses and forward_only's functions the logits of a half-precision model as it "
