@@ -11,7 +11,7 @@
 # and tokens computed per step into runs/sft. --data FILE trains on other JSON lines: messages,
 # prompt and completion, or question and answer, such as GSM8K's; samples longer than --seq-length
 # are left out and counted. --short runs for seconds. --dynamic-batch-context-parallel 2 lets ranks
-# share long samples in the run with the flag, --dynamic-batch-exchange moves them only. With
+# share long samples in the run with the flag. With
 # Megatron's --save DIR --load DIR an interrupted job goes on where it was. Needs Python 3.12 or
 # 3.13, for which megatron-core 0.19 has wheels.
 set -euo pipefail

@@ -9,7 +9,8 @@
 A rank that raises while others wait in a collective leaves them hanging, so work that may fail runs
 inside a block, and makes no collective calls there. The block's end is the collective: ⌈log2 ranks⌉
 rounds of one message of 1.3 KB, reductions included, and as many for each value that ranks gather.
-Only if a rank failed or differs, all ranks gather each other's pickled reports.
+All ranks gather each other's pickled reports only if a rank failed or differs, if numbers are NaN
+or too many for a message, and in a group without gloo.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class Kind(enum.Enum):
     MULTIMODAL = "multimodal inputs"
     """A dict of model inputs, or None. Present but empty in a fabricated sample."""
     METADATA = "metadata"
-    """Anything, carried along as it is. None in a fabricated sample, so it suits identifiers."""
+    """Anything, carried along as it is. None in a fabricated sample; in a padding sample a fresh
+    value where its fill is `Fill.IDENTIFIER`, and ``[pad]`` in lists of token ids."""
 
 
 class Fill(enum.Enum):
@@ -66,7 +67,9 @@ class Fill(enum.Enum):
     """
 
     ZEROS = "zeros"
-    """Zeros; ``{}`` for multimodal inputs, None for metadata."""
+    """Zeros; ``{}`` for multimodal inputs, None for metadata. Positions count from 0, and recorded
+    experts are the first ``top_k``, since zeros would send a token to one expert ``top_k``
+    times."""
     ONES = "ones"
     """For attention masks, and for flags such as "last turn of the trajectory"."""
     TOKEN_IDS = "token ids"
@@ -394,8 +397,8 @@ def make_placeholder(
     Args:
         schema: the kind of every requested field.
         batch_keys: the fields to give a value: ``[1]`` for tokens; 1 row per token and 0 rows per
-            response token, plus the field's offset; 0 per sample; position 0 on every axis; ``{}``
-            for multimodal inputs; None for metadata.
+            response token, plus the field's offset; 0 per sample, but for lengths; position 0 on
+            every axis; ``{}`` for multimodal inputs; None for metadata.
         example_batch: field name to values that give type, device and trailing shape; fields
             may be empty, None or absent, and so may the batch.
         pad_token_id: the one token.

@@ -1,5 +1,7 @@
 """Small messages over the ranks of a group, in ⌈log2 ranks⌉ rounds of one message each.
 
+A reduction over a number of ranks that is no power of two takes one more round before and after.
+
 gloo's own all-reduce and all-gather use a ring: even a tiny message takes ``2 (ranks - 1)`` or
 ``ranks - 1`` sends in a row. Here ranks exchange over doubling distances (recursive doubling):
 

@@ -12,14 +12,15 @@ r and 2·cp−1−r, so that causal attention costs every rank the same. A sampl
 one alignment unit, since attention kernels break on empty segments.
 
 Samples that begin alike make a row of nodes (`planning.prefix_trees`), each with the tokens of one
-sample from some place on. For all but attention such a row is one segment: nodes are not padded.
+sample from some place on. A sample that only begins another is no segment of its own. Where samples
+branch, the row is one segment for all but attention, and nodes are not padded.
 
     nodes            a b c | d e f | d g h i      of samples 0, 0, 1
     place in sample  0 1 2   3 4 5   3 4 5 6
 
 Every layout of a row is arithmetic on these: the place of each position's token in a flat field is
-the start of its sample there plus its place within the sample. Nothing loops over samples, and rows
-one behind the other are indexed as one long row.
+the start of its sample there plus its place within the sample. Loops run over nodes, never over
+tokens, and rows one behind the other are indexed as one long row.
 """
 
 from __future__ import annotations

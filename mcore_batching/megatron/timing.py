@@ -2,8 +2,9 @@
 
 Every forward and backward pass of every model chunk is timed where it runs, in `train_step` and in
 stock training. All ranks add up what they measured with the planning of the next step, and go on
-with the same costs (`planning.learn`). A row that several ranks share teaches nothing: they wait
-for each other inside of it. With expert parallelism all rows are such, so it is refused.
+with the same costs (`planning.learn`). A row that several ranks share under dynamic CP teaches
+nothing: they wait for each other inside of it. With expert parallelism all rows are such, so it is
+refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""From lengths to plans: any number of samples, 0 included, gives a plan on any `ParallelDims`,
-none is left out, and the same input gives the same plan everywhere."""
+"""From lengths to plans: any number of samples, 0 included, gives a plan on any `ParallelDims`
+up to `MAX_SEARCHED_PASSES`, none is left out, and the same input gives the same plan everywhere."""
 
 from __future__ import annotations
 

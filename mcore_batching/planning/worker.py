@@ -163,7 +163,7 @@ class PlanTicket:
             try:
                 self.request.read(content)
             except PlanFormatError as exception:
-                fault = f"sent {exception}"
+                fault = f"gave a wrong answer: {exception}"
         elif kind != _IN_LINE:
             fault = "sent no answer to a request"
         if fault:
@@ -199,7 +199,7 @@ class PlanningWorker:
             ticket = PlanTicket(self, self._process, request)
             self._process.requests.put((pickle.dumps(request), ticket))
         except (OSError, RuntimeError, TypeError, AttributeError, pickle.PickleError) as exception:
-            self.give_up(self._process, f"has no request: {exception}")
+            self.give_up(self._process, f"got no request: {exception}")
             ticket = PlanTicket(self, None, request)
             ticket.settle(_IN_LINE)
         return ticket

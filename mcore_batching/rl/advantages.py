@@ -178,10 +178,7 @@ def _advantages(
     outcome: Outcome,
 ) -> list[Tensor]:
     if not (isinstance(estimator, str) and estimator in ESTIMATORS):
-        raise BatchError(
-            f"estimator must compare trajectories, got {estimator!r:.60}; set one of "
-            f"{', '.join(ESTIMATORS)}"
-        )
+        raise BatchError(f"unknown estimator {estimator!r:.60}; set one of {', '.join(ESTIMATORS)}")
     groups, trajectories = _trajectories(batch, step_wise)
     found = outcome_advantages(_outcomes(batch, trajectories, outcome), groups, estimator)
     # Each turn gets the trajectory's advantage through its own mask.

@@ -363,7 +363,7 @@ def test_an_early_exit_leaves_the_step_that_was_made_ahead(records: list[Ranks])
             ("killed", 2, "was ended by signal 9", ()),
             ("stopped", 2, "took more than ", ()),
             ("late", 0, "took more than ", pytest.mark.long),
-            ("absent", 0, "has no request: ", pytest.mark.long),
+            ("absent", 0, "got no request: ", pytest.mark.long),
             ("out of memory", 0, "raised MemoryError", pytest.mark.long),
         )
     ],

@@ -114,7 +114,7 @@ PARTS = [
     Part(
         "ranks-2",
         "DP2, TP2 and CP2 of the exactness matrix",
-        pytest(EXACTNESS, "-k", "random-26914 or random-36320 or random-2170"),
+        pytest(EXACTNESS, "-k", "random-27267 or random-14654 or branches-cp2"),
         processes=2,
         engine=False,
     ),

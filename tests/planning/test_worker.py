@@ -162,8 +162,8 @@ resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
         ("os.close(1); time.sleep(1000)", None, "closed its pipes"),
         ("it._write(sys.stdout.buffer, 0, b'')", None, "sent no answer"),
         ("it._write(sys.stdout.buffer, 1, b'I')", None, "sent an answer to another request"),
-        (DAMAGES, None, "sent expected a plan in JSON"),
-        (OTHER_RANKS, None, "sent a plan of 48 samples for 2 ranks"),
+        (DAMAGES, None, "gave a wrong answer: expected a plan in JSON"),
+        (OTHER_RANKS, None, "gave a wrong answer: a plan of 48 samples for 2 ranks"),
     ],
 )
 def test_after_a_fault_the_plan_is_made_in_line_and_the_reason_is_given_once(

@@ -46,8 +46,7 @@ ADVANTAGES: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
             {},
             {"estimator": bad},
             BatchError,
-            f"^estimator must compare trajectories, got {bad!r}; set one of grpo, dr_grpo, rloo, "
-            "reinforce_baseline$",
+            f"^unknown estimator {bad!r}; set one of grpo, dr_grpo, rloo, reinforce_baseline$",
         )
         for bad in ("gae", "opo", "maxrl", "ppo", None)
     ],

@@ -2,7 +2,7 @@
 
 The defaults are the shape of a 7B dense model: attention costs as much as all else at 24576 tokens,
 and starting a micro-batch as much as 256 tokens. Costs are the same numbers on every platform: only
-IEEE `+` and `*` in a fixed order are used, because ranks that differ in the last bit could choose
+IEEE `+ - * /` in a fixed order are used, because ranks that differ in the last bit could choose
 different plans.
 
     CostModel(..., layers="aabbbb|bbbbV", layer_costs=(("a", ...), ("b", ...), ("V", ...)))

@@ -36,7 +36,8 @@ class StepStatistics:
     real_tokens: int
     """Tokens that are computed: of the samples, those that several share counted once."""
     padded_tokens: int
-    """Tokens of all micro-batches that hold samples, padding included."""
+    """Tokens of all micro-batches that hold samples, with padding and the room that prefix trees
+    take for their keys."""
     offered_tokens: int
     """The cap times the micro-batches of all ranks, placeholders included."""
     heaviest_rank_cost: float
