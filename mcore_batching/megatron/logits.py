@@ -53,7 +53,7 @@ def noting_use() -> Iterator[UseOfLogits]:
 
 
 def present_use() -> UseOfLogits:
-    """That of the innermost block; outside of any, one of its own."""
+    """The use of logits in the innermost block; outside of any, a new one."""
     return _use.get() or UseOfLogits()
 
 

@@ -45,7 +45,7 @@ from mcore_batching.planning.plans.statistics import shared_tokens, sharing
 from mcore_batching.planning.prefix_trees import Forest, PrefixTree, most_tokens_of_part, parts_of
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 
-_STAGE = "exchanging samples"
+_EXCHANGING = "exchanging samples"
 _SHARED = "prefixes are shared"  # a line that is printed once a job
 
 SECONDS_LATE = 3.0
@@ -110,14 +110,14 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBat
     # Under dynamic CP the context-parallel ranks run rows of their own, of samples they all
     # brought.
     is_shared = samples.settings.config.max_context_parallel is not None
-    sharing = dims.context_parallel if is_shared else 1
+    ranks_alike = dims.context_parallel if is_shared else 1
     own = parallel_state.get_data_parallel_rank(with_context_parallel=is_shared)
-    ranks: list[Sequence[int]] = [[] for _ in range(dims.data_parallel * sharing)]
+    ranks: list[Sequence[int]] = [[] for _ in range(dims.data_parallel * ranks_alike)]
     if not exchanges:
         ranks = [range(*each) for each in itertools.pairwise(samples.first)]
     schedule = MicroBatchSchedule(
         samples=samples,
-        moves=SampleMoves(own, samples.first, ranks, sharing),
+        moves=SampleMoves(own, samples.first, ranks, ranks_alike),
         rollout_data=samples.data.taken([]) if exchanges else samples.data,
         template=samples.template,
     )
@@ -192,13 +192,13 @@ def plan_next_step(schedule: MicroBatchSchedule, ticket: PlanTicket | None) -> N
         # ranks, and a plan may give some size to rows of some ranks alone.
         make_row_groups(job, settings.dims.row_sizes(settings.config.max_context_parallel))
     data = _plan_together(samples, step, ticket)
-    with job.agreement(_STAGE):
+    with job.agreement(_EXCHANGING):
         plan = samples.request(step, plans=False).read(data)
         validate_plan(plan, samples.step_lengths(step))
         runs_on = [sorted(numbers[i] for row in rows for i in row) for rows in plan.micro_batches]
         moves = dataclasses.replace(schedule.moves, runs_on=runs_on)
         staying, parts = leaving(moves, samples.data)
-    columns = receive_columns(job, moves, staying, parts, _STAGE)
+    columns = receive_columns(job, moves, staying, parts, _EXCHANGING)
     trees = [tree.renumbered(numbers) for tree in plan.trees]
     forest = _forest_here(samples, moves, columns, trees)
     schedule.add_samples(moves, columns, forest)

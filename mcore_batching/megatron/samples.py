@@ -138,7 +138,7 @@ class _Brought(NamedTuple):
 
 
 _Found = tuple[Gathered[Share | None], Gathered[bool]]
-"""What each data-parallel rank has, and whether each rank has data, if some have none."""
+"""The share of each data-parallel rank, and which ranks have data, if some have none."""
 
 
 def read_samples(
@@ -268,7 +268,7 @@ def _find(
 ) -> _Found:
     """Check this rank's samples against the cap, and gather those of all."""
     lengths = [] if brought is None else brought.share.lengths
-    # Now, by the rank that brings it: a sample over the cap, or a length that is none.
+    # Here, so that the error for a length or a sample over the cap names the rank that brings it.
     with job.options.naming_the_cap(forward_only=forward_only, samples=range(len(lengths))):
         Problem.of(lengths, settings.dims, settings.config)
     return (
@@ -460,7 +460,7 @@ def require_known_tokens(data: Columns, vocabulary_size: int | None) -> None:
 def read_share(
     rollout_data: Mapping[str, Any], lengths: list[int], steps: Any, job_size: Any
 ) -> Share:
-    """What all ranks gather of this one's samples.
+    """The part of this rank's samples that all ranks gather.
 
     Raises:
         ConfigError: the global batch size is none, or ``steps`` are no lists of indices.

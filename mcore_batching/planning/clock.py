@@ -83,7 +83,7 @@ class PassGraph:
         # The end waits for every number that no other waits for.
         self._add(None, set(range(len(self.places))).difference(*self.waits))
         self.of_each = itemgetter(*self.places)
-        """What each number has, from a list of what places have, and last joints."""
+        """Values of each number, from a list of the values of places, and last those of joints."""
         self.first: dict[int, int] = {}
         """The first number of each place."""
         for number, place in enumerate(self.places):

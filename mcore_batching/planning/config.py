@@ -49,8 +49,7 @@ class PlannerConfig:
     for each context-parallel size that may be best, and four times for steps of mixed sizes."""
     max_samples_per_row: int | None = None
     """Most samples of a micro-batch; None: no bound but the cap. Samples of one prefix tree count
-    as
-    one: the beginning that they share is computed once in any case."""
+    as one: the beginning that they share is computed once in any case."""
     max_context_parallel: int | None = None
     """Largest context-parallel size of a micro-batch under dynamic CP: a power of two, or all data-
     and context-parallel ranks. None: no dynamic CP, all have the size of the dims."""

@@ -86,7 +86,7 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _then(after: Callable[[Any], Any], original: Function, *arguments: Any, **options: Any) -> Any:
-    """What ``after`` makes of what the original returns."""
+    """Call the original, then ``after`` with its result, and return the latter's."""
     return after(original(*arguments, **options))
 
 

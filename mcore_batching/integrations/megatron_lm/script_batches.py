@@ -28,7 +28,7 @@ from mcore_batching.megatron.topology import row_group
 FLAG = "--use-dynamic-batch-size"
 
 installation = Hook(empty=f"{FLAG} is not given")
-"""What is replaced in this process: by `install`, and get_batch of every script."""
+"""Replacements in this process: those of `install`, and get_batch of every script."""
 
 # Three orders are common: up to Megatron-LM 0.17, alphabetical from 0.18 on, and its dev branch's.
 SIX_FIELDS = (

@@ -50,7 +50,7 @@ def shape_costs(args: Any) -> CostModel:
 
 
 def chosen_costs(args: Any) -> CostModel:
-    """What ``dynamic_batch_cost_model`` names; learnt ones, by now, come from the actor."""
+    """Costs by ``dynamic_batch_cost_model``; learnt ones come from the actor, as of now."""
     chosen = getattr(args, "dynamic_batch_cost_model", None)
     if chosen in (None, FIXED):
         return shape_costs(args)

@@ -113,7 +113,7 @@ class WeighedStep:
 
     step: StepPlan
     problem: Problem
-    """Of the step's samples, a tree as one of them."""
+    """The step's samples as the planner takes them, a tree as one of them."""
     ranks: Ranks
     """The plan's micro-batches in the problem's own numbering."""
 

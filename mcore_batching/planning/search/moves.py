@@ -57,7 +57,7 @@ class MicroBatch:
 
     def __init__(self, samples: Sequence[int], problem: Problem, ranks: range) -> None:
         self.problem = problem
-        """As if every micro-batch had this context-parallel size."""
+        """The problem in which every micro-batch has this context-parallel size."""
         self.ranks = ranks
         self.set_samples(list(samples))
 

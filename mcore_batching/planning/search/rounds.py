@@ -185,7 +185,7 @@ class Rounds:
 
     @cached_property
     def _folds(self) -> list[list[int]]:
-        """As many samples on each rank, as even as that goes [ranks][samples]."""
+        """Samples assigned in equal numbers, as evenly as that goes [ranks][samples]."""
         per_rank = max(1, -(-self._problem.num_samples // self.ranks))
         folds = by_folds(self._problem.costs, self.ranks, per_rank)
         return [by_cost(samples, self._problem.costs) for samples in folds]
