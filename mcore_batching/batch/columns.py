@@ -52,9 +52,9 @@ class Columns(Mapping[str, list[Any]]):
         self.schema, self.fields = schema, fields
         self._spans: dict[tuple[bool, int], Span] = {}
         self._views: dict[str, list[Any]] = {}
-        # All samples of the flat tensors, and which of them these are; None: these are all.
-        self._all = self
-        self._samples: list[int] | None = None
+        # Columns of all samples of the flat tensors, and which of them these are; None: these are
+        # all. A reference to themselves would keep the tensors until the garbage collector runs.
+        self._source: tuple[Columns, list[int]] | None = None
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], schema: Schema) -> Columns:
@@ -109,9 +109,10 @@ class Columns(Mapping[str, list[Any]]):
     def __getitem__(self, name: str) -> list[Any]:
         """One value per sample: views, or what stands in the list. A list of the caller's own: what
         is put into it changes no column."""
-        if self._samples is not None:
-            values = self._all[name]
-            return [values[i] for i in self._samples]
+        if self._source is not None:
+            source, samples = self._source
+            values = source[name]
+            return [values[i] for i in samples]
         field = self.fields[name]
         if isinstance(field, list):
             return field[:]
@@ -165,10 +166,11 @@ class Columns(Mapping[str, list[Any]]):
         key = is_response, offset
         if key not in self._spans:
             own = self.response_lengths if is_response else self.total_lengths
-            if self._samples is None:
+            if self._source is None:
                 self._spans[key] = Span(integers(own).add_(offset).clamp_(min=0))  # as `num_rows`
             else:
-                self._spans[key] = self._all._span_of(*key).taken(integers(self._samples))
+                source, samples = self._source
+                self._spans[key] = source._span_of(*key).taken(integers(samples))
         return self._spans[key]
 
     def taken(self, samples: Sequence[int]) -> Columns:
@@ -178,14 +180,14 @@ class Columns(Mapping[str, list[Any]]):
             return self
         lengths = self.total_lengths, self.response_lengths
         made = Columns(self.schema, self.fields, *([own[i] for i in samples] for own in lengths))
-        own = self._samples
-        made._all, made._samples = self._all, [i if own is None else own[i] for i in samples]
+        source, own = self._source or (self, None)
+        made._source = source, [i if own is None else own[i] for i in samples]
         return made
 
     def compact(self, names: Collection[str] | None = None) -> Columns:
         """Some of the fields, or all, in flat tensors of these samples alone."""
         chosen = {name: self.fields[name] for name in (self if names is None else names)}
-        if self._samples is not None:
+        if self._source is not None:
             chosen = {
                 name: values.index_select(0, self.span(name).places)
                 if isinstance(values, Tensor)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from batch_cases import MARKED, equal, make_samples, marked
+from batch_cases import MARKED, block_of, equal, make_samples, marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -62,6 +64,24 @@ def test_a_change_in_place_is_none_of_the_neighbours() -> None:
     second.mul_(2)
     total.backward()
     assert torch.equal(second, 2 * samples["advantages"][1])
+
+
+def test_tensors_are_freed_as_soon_as_nothing_refers_to_them() -> None:
+    """The garbage collector may not run for many steps: it counts objects, not their bytes."""
+    columns = Columns.read(marked([(3, 2), (4, 4)]), MARKED)
+    taken = columns.taken([1, 0]).taken([1])
+    block = block_of(columns, [[0], [1]]).pinned(torch.device("cpu"))
+    moved = block.on_device()
+    rows = moved.rows()
+    read = [columns["tokens"], taken["mark"], taken.span("mark"), *(row.fields for row in rows)]
+    tensors = [columns.flat("mark"), rows[0].tokens, moved.fields.flat("mark")]
+    alive = [weakref.ref(each) for each in tensors]
+    gc.disable()
+    try:
+        del columns, taken, block, moved, rows, read, tensors
+        assert [ref() for ref in alive] == [None] * 3
+    finally:
+        gc.enable()
 
 
 SHAPES = st.sampled_from([(4, 2), (0, 0), (1, 1), (3, 0), (2, 2)])
