@@ -71,7 +71,7 @@ __all__ = [
 
 
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
-    """Replace ``get_data_iterator``, ``get_batch`` and ``forward_only`` in a framework's modules.
+    """Replace ``get_data_iterator`` and ``forward_only`` in a framework's modules.
 
     For slime, and for frameworks that have these functions with slime's signatures. Imports
     PyTorch and Megatron. Arguments and errors: `mcore_batching.integrations.slime.hook`.

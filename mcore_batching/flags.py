@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 from mcore_batching.planning import CHOICES, PlannerConfig
@@ -145,17 +144,8 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
             metavar="DIR",
         ),
     },
-    "stock scripts: the log": {
-        "log_all": _switch(
-            "log every batching/... entry: balance, seconds of the step, tokens in flight, learnt "
-            "costs and predicted seconds, beside the five of every job"
-        ),
-    },
 }
 """By theme, of each argument of the library its flag's settings in argparse."""
-
-*ENGINE, LOG = THEMES
-"""`THEMES` of every job; the last one is of stock scripts alone."""
 
 OPTIONS = {name: each for options in THEMES.values() for name, each in options.items()}
 
@@ -184,6 +174,9 @@ REMOVED_FLAGS = {
     f"{PREFIX}no-failure-watch": (
         "a rank that raises ends the others; the error's __cause__ is its own: leave it out"
     ),
+    f"{PREFIX}log-all": (
+        f"set {PREFIX}record DIR, and read a step's figures by `mcore-batching replay DIR`"
+    ),
     f"{PREFIX}rendezvous-timeout-seconds": f"set {PREFIX}consensus-timeout-seconds instead",
 }
 """Flags of earlier releases, which are refused, and what to do instead."""
@@ -197,19 +190,14 @@ PLANNER_DEFAULTS = {
 
 
 def add_dynamic_batch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags; give it to Megatron as ``extra_args_provider``.
+    """Add the flags, each theme a group of the help; give it to Megatron as
+    ``extra_args_provider``.
 
     Flags that the parser has already (frameworks define the first two themselves) are left alone.
     """
-    return add_flags(parser, ENGINE)
-
-
-def add_flags(parser: argparse.ArgumentParser, themes: Iterable[str]) -> argparse.ArgumentParser:
-    """Add those flags of some of the `THEMES` that the parser lacks, each theme a group of its
-    help."""
-    for theme in themes:
+    for theme, options in THEMES.items():
         group = parser.add_argument_group(f"mcore_batching: {theme}")
-        for name in THEMES[theme]:
+        for name in options:
             # argparse has no public way to ask whether a flag is there.
             if FLAGS[name] not in parser._option_string_actions:
                 group.add_argument(FLAGS[name], **settings_of(name))

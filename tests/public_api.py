@@ -39,7 +39,6 @@ def sections() -> dict[str, Callable[[], list[str]]]:
     return named | {
         "flags of mcore-batching": command_flags,
         "flags of add_dynamic_batch_arguments": library_flags,
-        "flags of stock training scripts": stock_flags,
     }
 
 
@@ -166,13 +165,6 @@ def library_flags() -> list[str]:
     from mcore_batching.megatron import add_dynamic_batch_arguments
 
     return list(flags(add_dynamic_batch_arguments(argparse.ArgumentParser())))
-
-
-def stock_flags() -> list[str]:
-    from mcore_batching.integrations.megatron_lm import add_arguments
-
-    both = flags(add_arguments(argparse.ArgumentParser()))
-    return [line for line in both if line not in library_flags()]
 
 
 def flags(parser: argparse.ArgumentParser) -> Iterator[str]:

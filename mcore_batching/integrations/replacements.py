@@ -130,13 +130,12 @@ class Hook:
         return [scope for scope in scopes.values() if scope.get(name) is function]
 
 
-def replacing(
-    module: Any, name: str, ours: Function, *, like: Function | None = None
-) -> Replacement:
+def replacing(module: Any, name: str, ours: Function) -> Replacement:
     """A function of a module or class, and ours for it, if it has the expected signature.
 
-    Ours is called with the framework's own before its arguments. ``like`` has the expected
-    parameters, of which those with a default may be missing; None: those of ours but the first.
+    Ours is called with the framework's own before its arguments. Theirs must have the parameters of
+    ours, of which those with a default may be missing; further ones where ours passes on ``*`` or
+    ``**`` arguments.
 
     Raises:
         HookError: saying what was expected and what was found.
@@ -145,8 +144,11 @@ def replacing(
     bound = functools.partial(ours, original)
     owner = f"{module.__module__}.{module.__name__}" if inspect.isclass(module) else module.__name__
     # First, since a replacement has the signature that is looked for.
-    refuse_hooked(f"{owner}.{name}", original)
-    expected = list(inspect.signature(like or bound).parameters.values())
+    if is_replacement(original):
+        raise HookError(f"{owner}.{name} is hooked already: undo that hook first")
+    parameters = list(inspect.signature(bound).parameters.values())
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    expected = [each for each in parameters if each.kind not in passed_on]
     found: list[inspect.Parameter] = []
     if is_function := callable(original) and not inspect.isclass(original):
         found = list(inspect.signature(original).parameters.values())
@@ -158,11 +160,13 @@ def replacing(
     ]
     lacking = expected[len(found) :]
     has_all = all(each.default is not each.empty for each in lacking)
-    if not (is_function and all(same) and len(found) <= len(expected) and has_all):
+    takes_more = len(expected) < len(parameters)
+    has_no_more = takes_more or len(found) <= len(expected)
+    if not (is_function and all(same) and has_no_more and has_all):
         shown = f"{name}{_bare(found)}" if is_function else f"a {type(original).__name__}"
         raise HookError(
-            f"{owner}.{name} cannot be replaced: expected {name}{_bare(expected)}, found {shown}; "
-            "hook a version of the framework with that signature"
+            f"{owner}.{name} cannot be replaced: expected {name}{_bare(parameters)}, found "
+            f"{shown}; hook a version of the framework with that signature"
         )
     return Replacement(name, original, in_place_of(original, bound))
 
@@ -183,12 +187,6 @@ def in_place_of(original: Function, ours: Function) -> Function:
 def is_replacement(function: Any) -> bool:
     """True for a function that `in_place_of` made, or a wrapper of one, until it is undone."""
     return getattr(function, _MARK, _Mark(is_ours=False)).is_ours
-
-
-def refuse_hooked(where: str, function: Any) -> None:
-    """Raise a `HookError` for what is a replacement; ``where`` is its dotted name."""
-    if is_replacement(function):
-        raise HookError(f"{where} is hooked already: undo that hook first")
 
 
 def _bare(parameters: Sequence[inspect.Parameter]) -> inspect.Signature:

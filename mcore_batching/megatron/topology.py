@@ -1,10 +1,9 @@
-"""The parallel dims of the running job and its model's shape, read from Megatron."""
+"""The parallel dims of the running job and its model's costs, read from Megatron."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from mcore_batching.megatron.job import Job, present_memory
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims
 from mcore_batching.planning.costs import layers_of
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.plans.memory import ModelShape
 
 
 def current_dims(model: list[Any]) -> ParallelDims:
@@ -37,13 +35,6 @@ def current_dims(model: list[Any]) -> ParallelDims:
         # The schedule without virtual stages always does.
         waits_for_sends=virtual == 1 or compat.waits_for_sends(config),
     )
-
-
-def model_shape(vocabulary: int, config: Any) -> ModelShape:
-    """The `ModelShape` of a model, from entries of its vocabulary, padding included, and config."""
-    half = config.bf16 or config.fp16
-    shape = ModelShape.of(vars(config) | {"vocab_size": vocabulary})
-    return replace(shape, bytes_per_value=2 if half else 4, bytes_per_logit=6 if half else 4)
 
 
 def first_guess(vocabulary: int | None, config: Any, model: Any = None) -> CostModel:

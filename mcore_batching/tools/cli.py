@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from mcore_batching._version import __version__
-from mcore_batching.flags import THEMES, add_flags
+from mcore_batching.flags import add_dynamic_batch_arguments
 from mcore_batching.planning import (
     InvariantError,
     MCoreBatchingError,
@@ -176,5 +176,5 @@ def run_flags(_options: argparse.Namespace) -> int:
         add_help=False,
         formatter_class=partial(HelpWithDefaults, width=width),
     )
-    print(add_flags(listed, THEMES).format_help(), end="")
+    print(add_dynamic_batch_arguments(listed).format_help(), end="")
     return 0

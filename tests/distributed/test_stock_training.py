@@ -174,7 +174,7 @@ def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     padded, kept, exchanged = records
     assert_same_training(exchanged, padded, 10)
     # Of the slowest rank over the mean, in excess of 1: samples are few and cannot be divided.
-    before, after = (sum(batching(r, "rank balance")[:5]) - 5 for r in (kept, exchanged))
+    before, after = (sum(batching(r, "balance")[:5]) - 5 for r in (kept, exchanged))
     assert after < before / 3
 
 

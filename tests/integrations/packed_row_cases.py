@@ -12,7 +12,7 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.batch.row_index import Nodes
 from mcore_batching.integrations.megatron_lm.script_batches import PackedRows
-from mcore_batching.integrations.megatron_lm.unpadding import STOCK_SCHEMA
+from mcore_batching.integrations.megatron_lm.stock_steps import STOCK_SCHEMA
 
 PAD = 9
 SAMPLES: dict[str, list[Any]] = {

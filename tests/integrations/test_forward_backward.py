@@ -11,16 +11,24 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from packed_row_cases import rows
 
 from mcore_batching.batch import PackedMicroBatch, SchemaError
+from mcore_batching.integrations.megatron_lm import forward_backward, with_batching_statistics
 from mcore_batching.integrations.megatron_lm.forward_backward import (
-    PackedForwardBackward,
     _rows_of_replica,
     check_loss,
+    record_step,
     row_given,
+    run_packed,
     with_deferred_errors,
 )
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.megatron import DynamicBatchArgumentError
-from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    plan_step,
+    step_statistics,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +39,12 @@ from mcore_batching.planning import CostModel, ParallelDims
     ],
 )
 def test_refused_calls(options: dict[str, Any], message: str) -> None:
-    schedule = PackedForwardBackward(lambda **_: None, SimpleNamespace())
+    args: Any = SimpleNamespace()
     with pytest.raises(DynamicBatchArgumentError, match=message):
-        schedule(
+        run_packed(
+            print,
+            args,
+            StockSteps(args),
             forward_step_func=print,
             data_iterator=None,
             model=[],
@@ -173,3 +184,32 @@ def test_parameters_of_scripts_get_what_the_device_alone_has(num_moe_experts: in
     if hasattr(params, "seq_idx"):
         assert params.total_tokens == 8
         assert params.seq_idx.tolist() == [[0] * 4 + [1] * 4]
+
+
+LENGTHS = [9, 6, 4, 2]
+PLAN = plan_step(LENGTHS, ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8))
+
+
+def test_losses_are_joined_by_the_last_steps_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_backward, "_last_step", {})
+    losses = {"lm loss": torch.tensor([2.0])}
+    assert with_batching_statistics(losses) == losses
+    schedule: Any = SimpleNamespace(step_plan=lambda step: (PLAN, LENGTHS))
+    made = step_statistics(PLAN, LENGTHS)
+    values = {
+        "fill": made.fill,
+        "padding": made.padding,
+        "micro-batches a rank": made.num_microbatches,
+        "time over floor": made.time_over_floor,
+        "plan seconds": 0.5,
+    }
+    # Rows of fine-tuning alone can be truncated; the last step's are not this one's.
+    for truncated, more in ((3, {"truncated": 3}), (None, {})):
+        record_step(schedule, plan_seconds=0.5, truncated=truncated)
+        logged = with_batching_statistics(losses)
+        assert logged.pop("lm loss") is losses["lm loss"]
+        assert {name: value.tolist() for name, value in logged.items()} == {
+            f"batching/{name}": [pytest.approx(value)] for name, value in (values | more).items()
+        }
+    assert list(losses) == ["lm loss"]
+    assert with_batching_statistics({}) == {}  # ranks without losses

@@ -18,7 +18,7 @@ from mcore_batching.integrations.megatron_lm.script_batches import (
     TEN_FIELDS,
     PackedRows,
 )
-from mcore_batching.integrations.megatron_lm.unpadding import FIELDS, STOCK_SCHEMA
+from mcore_batching.integrations.megatron_lm.stock_steps import FIELDS, STOCK_SCHEMA
 from mcore_batching.megatron import DynamicBatchArgumentError
 
 

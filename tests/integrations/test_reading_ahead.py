@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
-from mcore_batching.integrations.megatron_lm.stock_steps import are_same, batches_ahead
-from mcore_batching.integrations.megatron_lm.unpadding import StockDataError, draw_batches
+from mcore_batching.integrations.megatron_lm.stock_steps import (
+    StockDataError,
+    StockSteps,
+    batches_ahead,
+    draw_batches,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +104,14 @@ def test_a_rerun_replays_what_its_step_drew_though_more_was_read() -> None:
     assert numbers(draw_batches(iterator, 2)) == [2, 3]
 
 
-def test_batches_that_were_read_ahead_are_those_that_are_drawn() -> None:
+def test_samples_read_ahead_are_those_of_the_very_batches_that_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: Any = StockSteps(SimpleNamespace())
+    monkeypatch.setattr(steps, "_read", lambda chunks, batches: "read now")
     one, other = {"number": 1}, {"number": 1}
-    assert are_same([one, other], [one, other])
-    assert not are_same([one], [one, other])
-    assert not are_same([other, one], [one, other])
-    assert are_same(None, None)  # of stages that read nothing
+    steps._ahead = [one, other], "read ahead"
+    assert steps._draw([], iter([one, other]), 2) == "read ahead"
+    for batches in ([one], [other, one]):
+        assert steps._draw([], iter(batches), len(batches)) == "read now"
+    assert steps._draw([], None, 2) == "read now"  # of stages that read nothing

@@ -66,8 +66,8 @@ class Clock:
 
     now = 0.0
 
-    def forward_step(self, func: Any, data_iterator: Any, *given: Any) -> str:
-        del func, given
+    def forward_step(self, forward_step_func: Any, data_iterator: Any, *given: Any) -> str:
+        del forward_step_func, given
         lengths = data_iterator.get_next(["total_lengths"])["total_lengths"]
         self.now += 50e-3 + 1e-3 * sum(lengths)
         return "made"
@@ -103,7 +103,7 @@ def planned(lengths: list[int], args: Any) -> list[list[int]]:
     """The micro-batches of a step on the only data-parallel rank, as places in ``lengths``."""
     rollouts = list(range(len(lengths)))
     partitions, micro_batches, *_ = build_dp_schedule(
-        args, PLAN, lengths, global_batch_size=len(lengths), rollout_indices=rollouts
+        pytest.fail, args, PLAN, lengths, global_batch_size=len(lengths), rollout_indices=rollouts
     )
     return [[partitions[0][place] for place in samples] for samples in micro_batches[0]]
 
@@ -140,6 +140,7 @@ def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
 def test_expert_parallel_ranks_teach_nothing() -> None:
     with pytest.raises(HookError, match="wait for each other in every one: set dynamic_batch_cost"):
         build_dp_schedule(
+            pytest.fail,
             SimpleNamespace(**vars(ARGS) | {"expert_model_parallel_size": 2}),
             PLAN,
             [5],

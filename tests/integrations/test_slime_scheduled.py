@@ -15,8 +15,7 @@ from slime_package import slime
 import mcore_batching
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
 from mcore_batching.integrations.slime import HookError, init
-from mcore_batching.integrations.slime.iterator import PlaceholderLengths, zero_count_mask
-from mcore_batching.integrations.slime.trainer import _Guarded
+from mcore_batching.integrations.slime.trainer import PlaceholderLengths, _Guarded, zero_count_mask
 
 __all__ = ["slime"]
 

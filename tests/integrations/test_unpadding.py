@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_batching.batch import Kind
-from mcore_batching.integrations.megatron_lm.unpadding import (
+from mcore_batching.integrations.megatron_lm.stock_steps import (
     FIELDS,
     STOCK_SCHEMA,
     StockDataError,

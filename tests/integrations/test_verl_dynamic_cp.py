@@ -19,7 +19,7 @@ from planning_cases import examples
 from verl_package import own_verl
 
 from mcore_batching.integrations.verl import hook
-from mcore_batching.integrations.verl.dynamic_cp import RowScheduler
+from mcore_batching.integrations.verl.micro_batches import RowScheduler
 
 __all__ = ["own_verl"]
 

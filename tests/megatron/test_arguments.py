@@ -13,12 +13,7 @@ import pytest
 import torch
 
 from mcore_batching.flags import FLAGS as FLAG_OF
-from mcore_batching.flags import (
-    REMOVED_FLAGS,
-    THEMES,
-    add_dynamic_batch_arguments,
-    add_flags,
-)
+from mcore_batching.flags import REMOVED_FLAGS, add_dynamic_batch_arguments
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.options import Options
@@ -56,7 +51,7 @@ def test_removed_flags_are_refused_in_one_line(
     with pytest.raises(SystemExit):
         parse(flag, *values)
     assert capsys.readouterr().err.splitlines()[-1].endswith(refusal)
-    assert flag not in add_flags(argparse.ArgumentParser(), THEMES).format_help()
+    assert flag not in add_dynamic_batch_arguments(argparse.ArgumentParser()).format_help()
     attribute = flag.lstrip("-").replace("-", "_")
     assert not hasattr(parse(), attribute)
     for off in (None, False, "off"):  # YAML reads `off` as False
@@ -73,7 +68,7 @@ def test_flags_that_a_framework_has_are_left_alone() -> None:
 
 
 def test_every_argument_in_the_table_has_its_flag() -> None:
-    parser = add_flags(argparse.ArgumentParser(), THEMES)
+    parser = add_dynamic_batch_arguments(argparse.ArgumentParser())
     assert set(FLAG_OF.values()) <= set(parser._option_string_actions)
     settings = {field.name for field in dataclasses.fields(PlannerConfig)}
     assert settings <= set(FLAG_OF)

@@ -10,7 +10,7 @@ import torch
 from megatron.core import ModelParallelConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from mcore_batching.megatron.topology import first_guess, model_shape
+from mcore_batching.megatron.topology import first_guess
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.costs import layers_of
 from mcore_batching.planning.plans.memory import ModelShape
@@ -152,15 +152,13 @@ def test_latent_attention_is_guessed_by_its_heads() -> None:
 
 
 def test_memory_is_predicted_for_the_configs_shape() -> None:
-    """Of experts counts what a token is sent to; logits in half precision are copied to float32."""
+    """Of experts counts what a token is sent to."""
     shape: dict[str, Any] = {"layers": 4, "hidden": 8, "heads": 2, "groups": 2, "head_dim": 4}
     whole = {"gated": False, "recompute": False, "depths": 0, "vocab": VOCABULARY}
-    single = {"ffn": 12, "bytes_per_value": 4, "bytes_per_logit": 4}
-    dense = TransformerConfig(**SHAPE)
-    assert model_shape(VOCABULARY, dense) == ModelShape(**shape, **whole, **single)
+    vocabulary = {"vocab_size": VOCABULARY}
+    dense = vars(TransformerConfig(**SHAPE)) | vocabulary
+    assert ModelShape.of(dense) == ModelShape(**shape, **whole, ffn=12)
     experts = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 6}
-    half = TransformerConfig(
-        **SHAPE, **experts, moe_shared_expert_intermediate_size=5, bf16=True, add_bias_linear=False
-    )
-    sizes = {"ffn": 3 * 6 + 5, "bytes_per_value": 2, "bytes_per_logit": 6}
-    assert model_shape(VOCABULARY, half) == ModelShape(**shape, **whole, **sizes)
+    sparse = TransformerConfig(**SHAPE, **experts, moe_shared_expert_intermediate_size=5)
+    made = ModelShape.of(vars(sparse) | vocabulary)
+    assert made == ModelShape(**shape, **whole, ffn=3 * 6 + 5)

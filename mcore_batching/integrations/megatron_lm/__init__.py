@@ -4,16 +4,15 @@
 Importing this package imports megatron.core; ``megatron.training`` is imported when hooked.
 """
 
-from mcore_batching.integrations.megatron_lm.arguments import (
-    add_arguments,
-    check_arguments,
-    check_training,
+from mcore_batching.flags import add_dynamic_batch_arguments as add_arguments
+from mcore_batching.integrations.megatron_lm.arguments import check_arguments, check_training
+from mcore_batching.integrations.megatron_lm.forward_backward import (
+    with_batching_statistics,
+    wrap_forward_backward,
 )
-from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
 from mcore_batching.integrations.megatron_lm.install import install
 from mcore_batching.integrations.megatron_lm.script_batches import next_batch
-from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
-from mcore_batching.integrations.megatron_lm.unpadding import StockDataError
+from mcore_batching.integrations.megatron_lm.stock_steps import StockDataError
 
 __all__ = [
     "StockDataError",

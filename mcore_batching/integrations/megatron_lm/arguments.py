@@ -6,11 +6,10 @@ made; those that train slightly differently are printed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
-from mcore_batching.flags import PREFIX, THEMES, add_flags
+from mcore_batching.flags import PREFIX
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.megatron_lm.script_batches import FLAG, use_packed_batches
 from mcore_batching.megatron import compat
@@ -52,11 +51,6 @@ _REFUSED = {
 def is_on(args: Any) -> bool:
     """True under ``--use-dynamic-batch-size``."""
     return bool(getattr(args, "use_dynamic_batch_size", False))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the plugin's flags to Megatron's parser."""
-    return add_flags(parser, THEMES)
 
 
 def check_arguments(args: Any) -> Any:

@@ -8,12 +8,15 @@ and runs Megatron's own function over the packed rows:
 
 The training loop is unchanged: ``num_microbatches_calculator``, consumed samples, learning rate and
 checkpoints count as before, and the rerun state machine replays the same draws. The reports have
-the same sums as those of the ordinary micro-batches; a placeholder's are 0 and 0.
+the same sums as those of the ordinary micro-batches; a placeholder's are 0 and 0. Statistics of the
+step's plan, which the README explains, are kept until stock code logs; times, balance and learnt
+costs are in what ``--dynamic-batch-record`` writes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -31,9 +34,7 @@ from mcore_batching.integrations.megatron_lm.script_batches import (
     PackedRows,
     use_packed_batches,
 )
-from mcore_batching.integrations.megatron_lm.step_log import record_step
-from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
-from mcore_batching.integrations.megatron_lm.unpadding import num_truncated
+from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps, num_truncated
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import Job, job_of
@@ -42,8 +43,13 @@ from mcore_batching.megatron.model_inputs import changed_inputs, padding_mask
 from mcore_batching.megatron.mtp import LaterLosses, LossesOfRows, predict_later_tokens
 from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.timing import mark
-from mcore_batching.megatron.topology import model_chunks, model_shape, row_group
+from mcore_batching.megatron.topology import model_chunks, row_group
+from mcore_batching.planning import step_statistics
+
+PREFIX = "batching/"
+
+# Values of the training step that ran last, for Megatron's log line, TensorBoard and W&B.
+_last_step: dict[str, float] = {}
 
 
 def wrap_forward_backward(forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,93 +62,83 @@ def wrap_forward_backward(forward_backward_func: Callable[..., Any]) -> Callable
     args = get_args()
     if not is_on(args):
         return forward_backward_func
-    return PackedForwardBackward(forward_backward_func, args)
+    return functools.partial(run_packed, forward_backward_func, args, StockSteps(args))
 
 
-class PackedForwardBackward:
-    """A forward-backward function that draws ordinary micro-batches and runs packed ones."""
+def run_packed(
+    run: Callable[..., Any],
+    args: Any,
+    steps: StockSteps,
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    micro_batch_size: int,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    adjust_tensor_shapes_fn: Any = None,
+    **others: Any,
+) -> Any:
+    """Draw ``num_microbatches`` ordinary micro-batches, pack their samples and run the rows.
 
-    def __init__(self, forward_backward_func: Callable[..., Any], args: Any) -> None:
-        self._run = forward_backward_func
-        self._args = args
-        self._is_sft = bool(getattr(args, "sft", False))
-        self._steps = StockSteps(args)
+    ``run`` is Megatron's forward-backward function, with the further parameters of this one.
 
-    def __call__(
-        self,
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        micro_batch_size: int,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        adjust_tensor_shapes_fn: Any = None,
-        **others: Any,
-    ) -> Any:
-        """Draw ``num_microbatches`` ordinary micro-batches, pack their samples and run the rows.
-
-        Returns, on the last stage, the loss function's report of every packed micro-batch.
-        """
-        del micro_batch_size
-        problems = [NO_NON_LOSS_DATA] if collect_non_loss_data else []
-        if adjust_tensor_shapes_fn is not None:
-            problems.append("adjust_tensor_shapes_fn expects rows of seq_length: unset it")
-        refuse(FLAG, problems)
-        use_packed_batches(forward_step_func)  # evaluation may have a forward step of its own
-        chunks = model_chunks(model)
-        started, job = time.monotonic(), job_of(self._args)
-        prepared = self._steps.made(
-            job, chunks, data_iterator, num_microbatches, forward_only=forward_only
-        )
-        # All chunks run every row, so the first alone counts FLOPs; and none in evaluation, after
-        # which stock code does not reset its count.
-        rows = [
-            PackedRows(of_chunk, counts_flops=not forward_only and number == 0)
-            for number, of_chunk in enumerate(prepared.iterators(len(chunks)))
-        ]
-        operation = "evaluation" if forward_only else "training"
-        failed: list[Exception] = []
-        later = LossesOfRows(prepared.token_weights, undo=prepared.token_weights[0])
-        ready, begun = time.monotonic(), mark()
-        losses, _ = run_pipeline(
-            job,
-            chunks,
-            prepared,
-            operation,
-            with_deferred_errors(forward_step_func, failed, job, later.of),
-            forward_only=forward_only,
-            rows=rows,
-            schedule=self._run,
-            **others,
-        )
-        if forward_only:
-            with job.agreement_after_pipeline(operation, failed):
-                pass
-            return _one_report(losses) if self._is_sft and losses else losses
-        run = begun, mark()
-        # Context-parallel ranks read the same rows, and may each be a replica here.
-        counts = self._is_sft and parallel_state.get_context_parallel_rank() == 0
-        with job.agreement_after_pipeline(operation, failed) as agree:
-            drawn = self._steps.drawn or ()
-            truncated = agree.sum("truncated rows", num_truncated(drawn) if counts else 0)
-        record_step(
-            prepared.schedule,
-            model_shape(self._args.padded_vocab_size, get_model_config(chunks[0])),
-            plan_seconds=ready - started,
-            run=run,
-            truncated=truncated.value if self._is_sft else None,
-            log_all=getattr(self._args, "dynamic_batch_log_all", False),
-        )
-        # Megatron divides by the micro-batches that it was called with; other rows were run.
-        compat.scale_moe_metrics(
-            num_microbatches,
-            rows=_rows_of_replica(prepared.schedule),
-            passes=prepared.num_rows,
-        )
-        later.log(num_microbatches)
-        return losses
+    Returns, on the last stage, the loss function's report of every packed micro-batch.
+    """
+    del micro_batch_size
+    problems = [NO_NON_LOSS_DATA] if collect_non_loss_data else []
+    if adjust_tensor_shapes_fn is not None:
+        problems.append("adjust_tensor_shapes_fn expects rows of seq_length: unset it")
+    refuse(FLAG, problems)
+    use_packed_batches(forward_step_func)  # evaluation may have a forward step of its own
+    chunks = model_chunks(model)
+    started, job = time.monotonic(), job_of(args)
+    prepared = steps.made(job, chunks, data_iterator, num_microbatches, forward_only=forward_only)
+    # All chunks run every row, so the first alone counts FLOPs; and none in evaluation, after
+    # which stock code does not reset its count.
+    rows = [
+        PackedRows(of_chunk, counts_flops=not forward_only and number == 0)
+        for number, of_chunk in enumerate(prepared.iterators(len(chunks)))
+    ]
+    is_sft = bool(getattr(args, "sft", False))
+    operation = "evaluation" if forward_only else "training"
+    failed: list[Exception] = []
+    later = LossesOfRows(prepared.token_weights, undo=prepared.token_weights[0])
+    ready = time.monotonic()
+    losses, _ = run_pipeline(
+        job,
+        chunks,
+        prepared,
+        operation,
+        with_deferred_errors(forward_step_func, failed, job, later.of),
+        forward_only=forward_only,
+        rows=rows,
+        schedule=run,
+        **others,
+    )
+    if forward_only:
+        with job.agreement_after_pipeline(operation, failed):
+            pass
+        return _one_report(losses) if is_sft and losses else losses
+    # Context-parallel ranks read the same rows, and may each be a replica here.
+    counts = is_sft and parallel_state.get_context_parallel_rank() == 0
+    with job.agreement_after_pipeline(operation, failed) as agree:
+        drawn = steps.drawn or ()
+        truncated = agree.sum("truncated rows", num_truncated(drawn) if counts else 0)
+    record_step(
+        prepared.schedule,
+        plan_seconds=ready - started,
+        truncated=truncated.value if is_sft else None,
+    )
+    # Megatron divides by the micro-batches that it was called with; other rows were run.
+    compat.scale_moe_metrics(
+        num_microbatches,
+        rows=_rows_of_replica(prepared.schedule),
+        passes=prepared.num_rows,
+    )
+    later.log(num_microbatches)
+    return losses
 
 
 def with_deferred_errors(
@@ -255,3 +251,39 @@ def row_given(
 
     with changed_inputs([unwrap_model(chunk)], with_row):
         yield
+
+
+def record_step(
+    schedule: MicroBatchSchedule, *, plan_seconds: float, truncated: int | None = None
+) -> None:
+    """Keep the figures of the training step that has just run: the schedule's only one.
+
+    ``truncated`` counts rows of ``--sft`` that were; None: other data.
+    """
+    made = step_statistics(*schedule.step_plan(0))
+    _last_step.clear()
+    _last_step.update(
+        {
+            "fill": made.fill,
+            "padding": made.padding,
+            "micro-batches a rank": made.num_microbatches,
+            "time over floor": made.time_over_floor,
+            "plan seconds": plan_seconds,
+        }
+    )
+    if truncated is not None:
+        _last_step["truncated"] = truncated
+
+
+def with_batching_statistics(loss_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The losses that ``train_step`` returned, with ``batching/...`` entries for stock code to log.
+
+    A copy; without them if it is empty, as but on the last stage, or no step was packed.
+    """
+    if not loss_dict:
+        return {}
+    device = next(iter(loss_dict.values())).device
+    return dict(loss_dict) | {
+        f"{PREFIX}{name}": torch.tensor([float(value)], device=device)
+        for name, value in _last_step.items()
+    }

@@ -16,15 +16,13 @@ from typing import Any
 
 from megatron.core.models import backends
 
-from mcore_batching.flags import PREFIX
-from mcore_batching.integrations.megatron_lm.arguments import (
-    add_arguments,
-    check_arguments,
-    check_training,
+from mcore_batching.flags import PREFIX, add_dynamic_batch_arguments
+from mcore_batching.integrations.megatron_lm.arguments import check_arguments, check_training
+from mcore_batching.integrations.megatron_lm.forward_backward import (
+    with_batching_statistics,
+    wrap_forward_backward,
 )
-from mcore_batching.integrations.megatron_lm.forward_backward import wrap_forward_backward
 from mcore_batching.integrations.megatron_lm.script_batches import FLAG, installation
-from mcore_batching.integrations.megatron_lm.step_log import with_batching_statistics
 from mcore_batching.integrations.replacements import Function, Hook
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention import PackedAttention
@@ -72,7 +70,8 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
     # A run to compare with leaves FLAG out alone: Megatron's parser would refuse the other flags.
     if any(word.startswith((FLAG, PREFIX, "--max-tokens-per-gpu")) for word in given):
         arguments = _module("arguments")
-        yield arguments, "add_megatron_arguments", functools.partial(_then, add_arguments)
+        add_arguments = functools.partial(_then, add_dynamic_batch_arguments)
+        yield arguments, "add_megatron_arguments", add_arguments
         for module in compat.modules_with_validate_args(arguments, _module("initialize")):
             yield module, "validate_args", functools.partial(_then, check_arguments)
     if FLAG in given:

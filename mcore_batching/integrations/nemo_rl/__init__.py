@@ -53,8 +53,8 @@ def hook(
 
     Args:
         model: its config; the costs of samples follow from its layers. Names and values, as in
-            Hugging Face's ``config.json`` or Megatron's config; an object with ``to_dict``; or the
-            path of a ``config.json`` or of its folder. None: the default costs.
+            Hugging Face's ``config.json`` or Megatron's config; or the path of a ``config.json`` or
+            of its folder. None: the default costs.
 
     Returns:
         the replaced names; its ``undo`` puts NeMo-RL's own back.
@@ -83,8 +83,6 @@ def hook(
 
 def _costs_of_config(model: Any, sizes: dict[str, int]) -> CostModel:
     """The first guess of a model's costs; ``sizes`` of the job count where it has none."""
-    if hasattr(model, "to_dict"):
-        model = model.to_dict()
     if isinstance(model, Mapping):
         return first_guess(sizes | language_model(model))
     path = os.fspath(model)
@@ -93,7 +91,7 @@ def _costs_of_config(model: Any, sizes: dict[str, int]) -> CostModel:
         text = read_document(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read {path}: {error}; give a model's folder, or transformers' config"
+            f"cannot read {path}: {error}; give a model's folder, or its config's names and values"
         ) from error
     return first_guess(sizes | config_of_json(text))
 

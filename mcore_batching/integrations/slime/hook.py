@@ -20,26 +20,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mcore_batching.flags import LEARNT
-from mcore_batching.integrations.replacements import (
-    Function,
-    Hook,
-    HookError,
-    Replacement,
-    in_place_of,
-    refuse_hooked,
-)
+from mcore_batching.integrations.replacements import Function, Hook, HookError, replacing
 from mcore_batching.integrations.slime.rollout_manager import framework, planning_modules
 
 if TYPE_CHECKING:
     from mcore_batching.batch import Schema
 
-# First parameters of the functions of slime and miles.
-LEADING = {
-    "get_data_iterator": (("rollout_data",), ("args", "model", "rollout_data")),
-    "forward_only": (("f", "args", "model", "data_iterator", "num_microbatches"),),
-    "get_batch": (("data_iterator", "keys"),),
-}
-NAMES = tuple(LEADING)
+NAMES = ("get_data_iterator", "forward_only")
 
 _DATA = {"slime": "backends.megatron_utils.data", "miles": "backends.training_utils.data"}
 _MODEL = "backends.megatron_utils.model"
@@ -65,19 +52,19 @@ def init(args: Any) -> None:
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     """Replace ``get_data_iterator`` and ``forward_only`` in a framework.
 
-    Signatures (further parameters are passed on)::
+    Signatures, by which versions are told apart::
 
-        get_data_iterator(args, model, rollout_data) or (rollout_data)
+        get_data_iterator(rollout_data)                     slime since its pull request 1926
+        get_data_iterator(args, model, rollout_data)
+        forward_only(f, args, model, data_iterator, num_microbatches, rollout_id, ...)  miles
         forward_only(f, args, model, data_iterator, num_microbatches, ...)
-        get_batch(data_iterator, keys, ...)
 
-    The second ``get_data_iterator`` (slime since its pull request 1926) and a ``forward_only`` with
-    ``rollout_id`` (miles since 1927) plan in the rollout manager. ``get_batch``, the forward step,
-    loss and log-prob functions stay the framework's: see `.trainer`.
+    Slime since 1926 and miles since 1927 plan in the rollout manager. ``get_batch``, the forward
+    step, loss and log-prob functions stay the framework's: see `.trainer`.
 
     Args:
-        modules: those that have the functions, all three between them; beside the first
-            ``get_data_iterator`` its class ``DataIterator``.
+        modules: those that have the functions, both between them; beside the second
+            ``get_data_iterator`` its class ``DataIterator``, unless it is miles'.
         schema: the kind of every field that ``get_batch`` reads, your own added by
             `Schema.declare`; None: `mcore_batching.batch.DEFAULT_SCHEMA`.
 
@@ -92,64 +79,40 @@ def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     from mcore_batching.batch import DEFAULT_SCHEMA
     from mcore_batching.integrations.slime import trainer
 
-    # All are checked before any is replaced, and replaced together: the framework's own
-    # forward_only would take placeholders' outputs for samples'.
-    holders = _checked_holders(modules)
+    data, model = (_module_with(name, modules) for name in NAMES)
+    declared = DEFAULT_SCHEMA if schema is None else schema
     # By parameters, not versions: checkouts are rarely of a release.
-    takes = {name: _parameters(getattr(found[0], name)) for name, found in holders.items()}
-    is_planned = takes["get_data_iterator"] == ("rollout_data",)
-    is_planned |= "rollout_id" in takes["forward_only"]
-    given: dict[str, Any] = {"schema": DEFAULT_SCHEMA if schema is None else schema}
-    iterators: Function = functools.partial(trainer.get_data_iterator, **given)
-    if not is_planned:
-        own = getattr(holders["get_data_iterator"][0], "DataIterator", None)
-        if own is None:
-            raise HookError(
-                "DataIterator is not where get_data_iterator is: hook a version of slime that "
-                "has it, since September 2025"
-            )
-        iterators = functools.partial(trainer.planned_data_iterator, **given, iterator=own)
-    # get_batch stays: placeholders come out of the iterator as samples that it can pack.
-    ours = {"get_data_iterator": iterators, "forward_only": trainer.forward_only}
-    found = []
-    for name, function in ours.items():
-        for module in holders[name]:
-            original = getattr(module, name)
-            bound = functools.partial(function, original)
-            found.append(Replacement(name, original, in_place_of(original, bound)))
-    return Hook(modules, found)
+    if _parameters(data.get_data_iterator)[:1] == ["rollout_data"]:
+        iterators: Function = functools.partial(trainer.listed_iterators, declared)
+    elif "rollout_id" in _parameters(model.forward_only):
+        iterators = functools.partial(trainer.miles_iterators, declared)
+    elif hasattr(data, "DataIterator"):
+        iterators = functools.partial(trainer.planned_iterators, declared, data.DataIterator)
+    else:
+        raise HookError(
+            "DataIterator is not where get_data_iterator is: hook a version of slime that has it, "
+            "since September 2025"
+        )
+    # Both are checked before either is replaced, and replaced together: the framework's own
+    # forward_only would take placeholders' outputs for samples'. get_batch stays: placeholders
+    # come out of the iterator as samples that it can pack.
+    ours = iterators, trainer.forward_only
+    return Hook(modules, list(map(replacing, (data, model), NAMES, ours)))
 
 
-def _checked_holders(modules: Sequence[ModuleType]) -> dict[str, list[ModuleType]]:
-    """The modules that have each function; one that is hooked, or has other first parameters than
-    the known ones, is refused."""
-    others = [module for module in modules if not isinstance(module, ModuleType)]
-    if others:
-        raise HookError(f"expected modules, got {others[0]!r}: import it first")
-    holders = {name: [each for each in modules if hasattr(each, name)] for name in NAMES}
-    for name, found in holders.items():
-        if not found:
-            given = ", ".join(module.__name__ for module in modules) or "none was given"
-            raise HookError(
-                f"{name} is in none of the modules given ({given}): call hook(data, model) with "
-                f"those that have {', '.join(NAMES)}"
-            )
-        for module in found:
-            original, where = getattr(module, name), f"{module.__name__}.{name}"
-            refuse_hooked(where, original)
-            names = _parameters(original)
-            if any(names[: len(each)] == each for each in LEADING[name]):
-                continue
-            known = " or ".join(f"{name}({', '.join(each)}, ...)" for each in LEADING[name])
-            shown = f"a {type(original).__name__}"
-            if callable(original):
-                shown = f"{name}{inspect.signature(original)}"
-            raise HookError(
-                f"{where} is of an unknown version of slime or miles: expected {known}, found "
-                f"{shown}; mcore_batching/integrations/slime/README.md lists versions"
-            )
-    return holders
+def _module_with(name: str, modules: Sequence[ModuleType]) -> Any:
+    """The first of the modules that has a function."""
+    for module in modules:
+        if not isinstance(module, ModuleType):
+            raise HookError(f"expected modules, got {module!r}: import it first")
+        if hasattr(module, name):
+            return module
+    given = ", ".join(module.__name__ for module in modules) or "none was given"
+    raise HookError(
+        f"{name} is in none of the modules given ({given}): call hook(data, model) with those that "
+        f"have {', '.join(NAMES)}"
+    )
 
 
-def _parameters(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters) if callable(function) else ()
+def _parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters) if callable(function) else []

@@ -82,7 +82,7 @@ def hook_schedule() -> Hook | None:
     modules, replacements = planning_modules(_installed()), []
     for module in modules:
         if not is_replacement(getattr(module, NAME)):
-            replacements.append(replacing(module, NAME, _in_place_of_own, like=build_dp_schedule))
+            replacements.append(replacing(module, NAME, build_dp_schedule))
     if not replacements:
         return None
     # Ray sends the manager's class by value: its globals are copies by now.
@@ -92,6 +92,7 @@ def hook_schedule() -> Hook | None:
 
 
 def build_dp_schedule(
+    original: Callable[..., Any],
     args: Any,
     train_parallel_config: dict[str, int],
     total_lengths: list[int],
@@ -103,8 +104,9 @@ def build_dp_schedule(
     """The samples of each rank, and of each of its micro-batches.
 
     ``args`` have the planner's options, ``dynamic_batch_*`` from ``--custom-config-path``. A step
-    takes ``global_batch_size`` rollouts, each of one sample or more. ``sample_is_multimodal``
-    changes nothing here.
+    takes ``global_batch_size`` rollouts, each of one sample or more. ``original``, the framework's
+    own function, plans without ``use_dynamic_batch_size``, for too few rollouts and for images that
+    are packed apart.
 
     Returns:
         samples of each rank [ranks][samples]; its micro-batches, as positions in these, [ranks]
@@ -114,22 +116,31 @@ def build_dp_schedule(
         HookError: the trainer has no placeholders or no such option, or a rank has no sample.
         PlanningError: an option or a length is out of range.
     """
+    # Too few rollouts for a step are an error of the framework itself.
+    has_step = len(set(rollout_indices)) >= global_batch_size
+    # Under this option micro-batches hold samples with images alone, or without: slime's own rule.
+    has_images = any(sample_is_multimodal or ())
+    is_apart = has_images and getattr(args, "multimodal_aware_packing", "off") != "off"
+    if is_apart or not (args.use_dynamic_batch_size and has_step):
+        step: dict[str, Any] = {
+            "global_batch_size": global_batch_size,
+            "rollout_indices": rollout_indices,
+        }
+        if sample_is_multimodal is not None:  # older versions do not have it
+            step["sample_is_multimodal"] = sample_is_multimodal
+        return original(args, train_parallel_config, total_lengths, **step)  # type: ignore[no-any-return]
+    problems = option_problems(args)
     if getattr(args, "custom_megatron_init_path", _INIT) is None:
-        raise HookError(
+        problems.append(
             f"the trainer would train on placeholders: set {_INIT}, or call it in your own init"
         )
-    if problems := option_problems(args):
+    if problems:
         raise HookError("; ".join(problems))
     dims = _parallel_dims(args, train_parallel_config)
-    config = _planner_config(args, dims)
     last = _last_step(args, rollout_indices, global_batch_size, dims.data_parallel)
     steps = group_steps(rollout_indices, global_batch_size, last=last)
-    if not steps:
-        raise HookError(
-            f"no step has all of its {global_batch_size} rollouts: decrease --global-batch-size"
-        )
     kept = sorted(itertools.chain(*steps))
-    costs = chosen_costs(args)
+    config, costs = _planner_config(args, dims), chosen_costs(args)
     # A step may end first with an idle rank, but the trainer needs a sample on each.
     for balance in (config.balance, "cost"):
         plan = plan_batch(
@@ -248,17 +259,6 @@ def _last_step(args: Any, rollouts: Sequence[int], rollouts_per_step: int, ranks
     # miles drops a last step of fewer samples than ranks, too.
     *_, last = group_steps(rollouts, rollouts_per_step)
     return "keep" if len(last) >= ranks else "drop"
-
-
-def _in_place_of_own(original: Callable[..., Any], args: Any, *lengths: Any, **step: Any) -> Any:
-    # Too few rollouts for a step are an error of the framework itself.
-    has_step = len(set(step["rollout_indices"])) >= step["global_batch_size"]
-    # Under this option micro-batches hold samples with images alone, or without: slime's own rule.
-    is_apart = any(step.get("sample_is_multimodal") or ()) and (
-        getattr(args, "multimodal_aware_packing", "off") != "off"
-    )
-    plans = args.use_dynamic_batch_size and has_step and not is_apart
-    return (build_dp_schedule if plans else original)(args, *lengths, **step)
 
 
 def _installed() -> list[str]:

@@ -2,8 +2,9 @@
 
 Since slime's pull request 1926 and miles' 1927 the rollout manager plans, and a rank's rollout data
 list the samples of each micro-batch. Older slime plans where it trains, each rank its own samples:
-`planned_data_iterator`. Where a micro-batch lists none, `PlaceholderIterator` fabricates one, and
-``forward_only`` drops its outputs.
+`planned_iterators`. Where a micro-batch lists none, `PlaceholderIterator` fabricates a sample of
+one token with an empty response, which the framework packs and runs like any other: its loss is 0
+and stays attached to the graph. ``forward_only`` drops its outputs.
 
 Checked are, before a pass, that the model can run packed rows and that micro-batches hold each
 sample once; after it, that there is one output per sample. Their order within a micro-batch cannot
@@ -15,21 +16,28 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from torch import Tensor
 
-from mcore_batching.batch import DEFAULT_SCHEMA, OrderError, Schema, SchemaError, apply_order
+from mcore_batching.batch import (
+    DEFAULT_SCHEMA,
+    Kind,
+    OrderError,
+    Schema,
+    SchemaError,
+    apply_order,
+    make_placeholder,
+)
 from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.local import check_model
-from mcore_batching.integrations.replacements import HookError, Replacement, in_place_of
-from mcore_batching.integrations.slime.iterator import PlaceholderIterator, PlaceholderLengths
+from mcore_batching.integrations.replacements import HookError, Replacement, replacing
 from mcore_batching.integrations.slime.learning import shape_costs, trainers_costs
 from mcore_batching.integrations.slime.rollout_manager import option_problems, row_multiple
 from mcore_batching.megatron import compat, timing
@@ -52,43 +60,44 @@ _PLANNED = (
 )
 
 
-def get_data_iterator(
-    original: Callable[..., Any], *arguments: Any, schema: Schema, **keywords: Any
-) -> Any:
-    """The result of the framework's function, its iterators with placeholders.
-
-    Where it is given a model, and the rollout manager planned, a collective over all ranks at the
-    first call: a `PlanningFailedError` on every rank if any rank's model cannot run packed rows.
-    """
+def listed_iterators(
+    schema: Schema, original: Callable[..., Any], rollout_data: dict[str, Any]
+) -> list[PlaceholderIterator]:
+    """The iterators of slime's ``get_data_iterator``, with placeholders."""
     # Mamba's state ends with each sample, which slime's and miles' rows do not mark.
     compat.end_states_with_samples()
-    given = inspect.signature(original).bind(*arguments, **keywords).arguments
-    # miles'; slime's is seen at forward_only. The manager, which plans, has none.
-    is_planned = "model" in given and "micro_batch_indices" in given["rollout_data"]
-    if is_planned and getattr(given["args"], "use_dynamic_batch_size", False):
-        check_model(model_chunks(given["model"]), job_of(given["args"]))
-    made = original(*arguments, **keywords)
-    iterators, *counts = made if isinstance(made, tuple) else (made,)
+    return [PlaceholderIterator(each, schema) for each in original(rollout_data)]
+
+
+def miles_iterators(
+    schema: Schema, original: Callable[..., Any], args: Any, model: Any, rollout_data: Any
+) -> tuple[list[Any], list[int]]:
+    """The iterators and counts of miles' ``get_data_iterator``, with placeholders where the rollout
+    manager planned: there a collective over all ranks at the first call, and a
+    `PlanningFailedError` on every rank if any rank's model cannot run packed rows."""
+    compat.end_states_with_samples()
     # What miles plans in the trainer (several modalities or adapters) stays its own.
-    with_placeholders = [
-        PlaceholderIterator(each, schema) if "micro_batch_indices" in each.rollout_data else each
-        for each in iterators
-    ]
-    return (with_placeholders, *counts) if counts else with_placeholders
+    is_planned = "micro_batch_indices" in rollout_data
+    # slime's model is seen at forward_only.
+    if is_planned and getattr(args, "use_dynamic_batch_size", False):
+        check_model(model_chunks(model), job_of(args))
+    iterators, counts = original(args, model, rollout_data)
+    if is_planned:
+        iterators = [PlaceholderIterator(each, schema) for each in iterators]
+    return iterators, counts
 
 
-def planned_data_iterator(
+def planned_iterators(
+    schema: Schema,
+    own: Callable[..., Any],
     original: Callable[..., Any],
     args: Any,
     model: Any,
     rollout_data: dict[str, Any],
-    *,
-    schema: Schema,
-    iterator: Callable[..., Any],
 ) -> tuple[list[PlaceholderIterator], list[int]]:
     """Iterators over this rank's samples, packed under the cap, and each step's micro-batches.
 
-    A collective over all ranks, which have the same number of micro-batches. ``iterator`` is the
+    A collective over all ranks, which have the same number of micro-batches. ``own`` is the
     framework's class over the rollout data and such lists. Without ``use_dynamic_batch_size`` the
     framework plans itself. A `DynamicBatchArgumentError` for an option of the engine's own rows or
     training step.
@@ -114,7 +123,7 @@ def planned_data_iterator(
     made = plan_rollout(read_samples(job, model, DEFAULT_SCHEMA, read))
     listed = [list(samples) for samples in made.micro_batches]
     iterators = [
-        PlaceholderIterator(iterator(rollout_data, micro_batch_indices=listed), schema)
+        PlaceholderIterator(own(rollout_data, micro_batch_indices=listed), schema)
         for _ in range(made.dims.virtual_pipeline)
     ]
     return iterators, made.num_microbatches
@@ -130,6 +139,137 @@ def _planned(rollout_data: dict[str, Any]) -> dict[str, Any]:
                 "total_lengths", sample_index=index, expected="at least one token", found="0"
             )
     return planned
+
+
+class PlaceholderLengths(list[int]):
+    """Total lengths of a placeholder; ``get_batch`` passes the object on, so it is recognized."""
+
+
+class PlaceholderIterator:
+    """An iterator over rollout data, with a fabricated sample where a micro-batch has none.
+
+    All other attributes are those of ``own``, the iterator inside.
+    """
+
+    def __init__(self, own: Any, schema: Schema) -> None:
+        self.own = own
+        # `partition` holds positions of samples, so identifiers. Top-p tokens are metadata (several
+        # per token) but must be an empty tensor for an empty response, not None.
+        self._schema = schema.declare("partition", Kind.METADATA).declare(
+            "rollout_top_p_token_ids", Kind.PER_RESPONSE_TOKEN
+        )
+        self._micro_batches = own.micro_batch_indices
+        self._checked: set[tuple[str, ...]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def reset(self) -> PlaceholderIterator:
+        """Go back to the first micro-batch."""
+        self.own.reset()
+        return self
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, list[Any] | None]:
+        """The next micro-batch: one value per sample, None for fields that the data lack.
+
+        A `SchemaError` on every rank, at the first micro-batch, if a field is not declared, or does
+        not have one value per sample.
+        """
+        if self.own.offset >= len(self._micro_batches):
+            count = len(self._micro_batches)
+            raise IndexError(f"all {count} micro-batches have been drawn: call reset() first")
+        # Read anew each time: log-probs and advantages are added between the passes, and are there
+        # without a collective.
+        data = self.own.rollout_data
+        present = tuple(key for key in keys if data.get(key) is not None)
+        has_samples = bool(self._micro_batches[self.own.offset])
+        # A placeholder is made once on every rank, needed or not: otherwise an undeclared field
+        # would raise only on the rank that has a placeholder, and leave the others waiting.
+        fabricated = {}
+        if not has_samples or present not in self._checked:
+            fabricated = self._fabricated(present)
+            self._checked.add(present)
+        if has_samples:
+            drawn: dict[str, list[Any] | None] = self.own.get_next(keys)
+            return drawn
+        self.own.offset += 1
+        return dict.fromkeys(keys) | fabricated
+
+    def _fabricated(self, keys: Sequence[str]) -> dict[str, list[Any]]:
+        data = self.own.rollout_data
+        count = len(data["tokens"])
+        for key in keys:
+            if len(data[key]) != count:
+                raise SchemaError(
+                    key,
+                    expected=f"{count} values, one for each sample of the rank",
+                    found=f"{len(data[key])}",
+                )
+        made = make_placeholder(self._schema, keys, data)
+        if not count:  # no sample shows where values are
+            device = torch.device(torch.cuda.current_device())
+            for values in made.values():
+                values[:] = [
+                    each.to(device, non_blocking=True) if isinstance(each, Tensor) else each
+                    for each in values
+                ]
+        # Two marks: forward_only finds a placeholder by its lengths, a loss's mask counts none.
+        if "total_lengths" in made:
+            made["total_lengths"] = PlaceholderLengths(made["total_lengths"])
+        if "loss_masks" in made:
+            made["loss_masks"] = list(map(zero_count_mask, made["loss_masks"]))
+        return made
+
+
+_SUMS = (Tensor.sum, torch.sum)
+_CLAMPS = (torch.clamp_min, torch.clamp, Tensor.clamp_min, Tensor.clamp)
+_DIVISIONS = (Tensor.div, Tensor.true_divide, torch.div, torch.true_divide)
+
+
+def zero_count_mask(mask: Tensor) -> Tensor:
+    """The ``[0]`` mask of an empty response, with a sum that stays 0 when clamped to 1.
+
+    Frameworks' loss functions clamp a sample's token count to 1, against a division by 0, and then
+    sum these counts for a token mean. The clamp would count a placeholder as one token; its mask
+    adds 0:
+
+        mask = zero_count_mask(torch.zeros(0, dtype=torch.int32))
+        count = torch.clamp_min(mask.sum(), 1)
+        0 + count         # 0: a placeholder adds nothing to a sum of counts
+        numerator / count # the numerator, as if the count were 1
+
+    All other operations on the mask and its sum behave as on a plain empty mask.
+    """
+    if mask.numel():
+        raise SchemaError(
+            "loss_masks",
+            expected="the empty mask of a placeholder",
+            found=f"one of shape {list(mask.shape)}",
+        )
+    return mask.as_subclass(_ZeroCount)
+
+
+class _ZeroCount(Tensor):
+    """An empty mask, or its sum: a 0 that a clamp leaves unchanged, and that divides like 1."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # A mask has one dimension, its sum none.
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _CLAMPS and isinstance(args[0], cls) and not args[0].dim():
+                return args[0]
+            if func in _DIVISIONS and isinstance(args[1], cls) and not args[1].dim():
+                args = (args[0], 1)
+            result = func(*args, **(kwargs or {}))
+        # Of the sum a further sum is plain: it is what other samples' counts were added to.
+        is_sum = func in _SUMS and isinstance(args[0], cls) and args[0].dim() and not result.dim()
+        return result.as_subclass(cls) if is_sum else result
 
 
 def forward_only(
@@ -258,17 +398,22 @@ class _PassTimes:
         self._is_warm = False
 
     def forward_step(
-        self, original: Callable[..., Any], func: Any, data_iterator: Any, *given: Any, **named: Any
+        self,
+        original: Callable[..., Any],
+        forward_step_func: Any,
+        data_iterator: Any,
+        *given: Any,
+        **named: Any,
     ) -> Any:
         """Megatron's own, timed where it trains a row of the manager's plan."""
         is_planned = isinstance(data_iterator, PlaceholderIterator)
         if not (is_planned and torch.is_grad_enabled()):  # no log-probs: faster, without a graph
-            return original(func, data_iterator, *given, **named)
+            return original(forward_step_func, data_iterator, *given, **named)
         if self._iterator is None or self._iterator.rollout_data is not data_iterator.rollout_data:
             self._send()
             self._iterator = data_iterator
         slot, before = data_iterator.offset, timing.mark()
-        made = original(func, data_iterator, *given, **named)
+        made = original(forward_step_func, data_iterator, *given, **named)
         self._seconds.setdefault(slot, []).append((before, timing.mark()))
         return made
 
@@ -294,6 +439,4 @@ class _PassTimes:
 
 def timing_passes(args: Any) -> Replacement:
     """Megatron's ``forward_step`` with the times from which the manager's costs are learnt."""
-    original = schedules.forward_step
-    ours = functools.partial(_PassTimes(args).forward_step, original)
-    return Replacement("forward_step", original, in_place_of(original, ours))
+    return replacing(schedules, "forward_step", _PassTimes(args).forward_step)

@@ -1,6 +1,7 @@
-"""verl's ``rearrange_micro_batches``: each data-parallel rank packs the samples that it holds.
+"""`hook`: verl's ``rearrange_micro_batches``, ``restore_dynamic_batch`` and, where it has dynamic
+context parallelism, the scheduler of that, replaced by ours.
 
-Guarantees
+Guarantees of micro-batches, which each data-parallel rank packs from the samples that it holds
 - Every sample of the rank is in one micro-batch, and `restore_dynamic_batch` puts outputs back into
   their order; another number of rows than samples is an error on that rank.
 - No micro-batch of several samples holds more than ``max_token_len`` tokens, padding for tensor and
@@ -13,12 +14,17 @@ Guarantees
   micro-batches that would be empty; `restore_dynamic_batch` drops these rows.
 - An error in planning on one rank is raised on all of the group; a model of verl's Megatron engine
   that cannot run packed rows on all ranks.
+
+Under dynamic context parallelism verl gives all data- and context-parallel ranks all samples, and
+each rank takes what Megatron's scheduler assigns to it. `RowScheduler` stands in for that one. All
+ranks have the same lengths, so they make the same plan without a message.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,12 +34,39 @@ import torch.distributed as dist
 from mcore_batching.batch import OrderError
 from mcore_batching.batch.consensus import Consensus
 from mcore_batching.integrations.dims import job_dims
-from mcore_batching.integrations.local import caller_with, check_model, plan_locally
-from mcore_batching.integrations.replacements import HookError
+from mcore_batching.integrations.local import (
+    caller_with,
+    check_model,
+    plan_full_slots,
+    plan_locally,
+)
+from mcore_batching.integrations.replacements import Hook, HookError, replacing
 from mcore_batching.planning import LengthError, MicroBatches, ParallelDims, PlannerConfig
 
 # Either may be what a loss reads, by verl's version.
 _MASKS = ("loss_mask", "response_mask")
+
+
+def hook() -> Hook:
+    """Replace these functions in every loaded module of verl.
+
+    Returns:
+        the replaced functions; its ``undo`` puts verl's own back.
+
+    Raises:
+        HookError: they are hooked already, or have another signature in this version of verl.
+    """
+    module = importlib.import_module("verl.utils.seqlen_balancing")
+    found = [
+        replacing(module, "rearrange_micro_batches", rearrange_micro_batches),
+        replacing(module, "restore_dynamic_batch", restore_dynamic_batch),
+    ]
+    modules = [module]
+    if importlib.util.find_spec("verl.utils.dynamic_cp_scheduler"):
+        modules.append(importlib.import_module("verl.utils.dynamic_cp_scheduler"))
+        name = "get_megatron_dynamic_cp_scheduler_cls"
+        found.append(replacing(modules[1], name, scheduler_class))
+    return Hook(modules, found)
 
 
 def rearrange_micro_batches(
@@ -117,6 +150,51 @@ def restore_dynamic_batch(
     return restored
 
 
+def scheduler_class(original: Callable[[], Any]) -> type[RowScheduler]:
+    """The class of verl's scheduler, where verl's own function finds Megatron's."""
+    original()  # raises for a Megatron without the groups of such rows
+    return RowScheduler
+
+
+class RowScheduler:
+    """Megatron's ``DefaultDynamicCPScheduler``, as verl calls it.
+
+    RowScheduler(100, cp_size=1, dp_size=2).get_groups_and_subsamples([(0, 150), (1, 40), (2, 30)])
+    [[[0], [0]], [[1], [2]]]      a micro-batch for each slot, [ranks][samples]: both share 0
+    """
+
+    def __init__(
+        self,
+        max_seqlen_per_dp_cp_rank: int,
+        cp_size: int,
+        dp_size: int,
+        microbatch_group_size_per_vp_stage: int | None = None,
+    ) -> None:
+        self._dims = dataclasses.replace(
+            _padded_dims(data_parallel=dp_size, context_parallel=cp_size),
+            microbatch_group_size=microbatch_group_size_per_vp_stage,
+        )
+        self._config = PlannerConfig(
+            max_tokens_per_gpu=max_seqlen_per_dp_cp_rank, max_context_parallel=dp_size * cp_size
+        )
+
+    def get_groups_and_subsamples(
+        self, sample_id_seqlens: Sequence[tuple[int, int]]
+    ) -> list[list[list[int]]]:
+        """The samples of each rank in each micro-batch, by their ids; none is empty.
+
+        Ranks that share a row list the same samples. Every rank gives the same lengths.
+        """
+        check_model_of_engine()
+        ids, lengths = zip(*sample_id_seqlens, strict=True)
+        step, is_full = plan_full_slots(lengths, self._dims, self._config)
+        if not is_full:  # fewer samples than ranks: all share each
+            ranks = self._dims.data_parallel * self._dims.context_parallel
+            return [[[sample]] * ranks for sample in ids]
+        slots = zip(*step.micro_batches, strict=True)
+        return [[[ids[i] for i in samples] for samples in of_slot] for of_slot in slots]
+
+
 def check_model_of_engine() -> None:
     """Raise where verl's Megatron engine calls and its model cannot run packed rows."""
     engine = caller_with("tf_config")
@@ -132,20 +210,21 @@ def _lengths(batch: Any) -> list[int]:
     return [int(length) for length in batch["attention_mask"].sum(dim=1).tolist()]
 
 
+def _padded_dims(**known: Any) -> ParallelDims:
+    dims = job_dims(**known)
+    # verl pads samples to a multiple of the tensor-parallel size, with or without it.
+    return dataclasses.replace(dims, sequence_parallel=dims.tensor_parallel > 1)
+
+
 def _settings(max_token_len: int, multiple: int, group: Any) -> tuple[ParallelDims, PlannerConfig]:
     if group is None:  # this rank's own plan: the ranks that share its experts are not passed
-        dims = job_dims(data_parallel=1, expert_parallel=1)
+        dims = _padded_dims(data_parallel=1, expert_parallel=1)
     else:
-        dims = job_dims(data_parallel=dist.get_world_size(group))
-    dims = dataclasses.replace(
-        dims,
-        # verl pads samples to a multiple of the tensor-parallel size, with or without it.
-        sequence_parallel=dims.tensor_parallel > 1,
+        dims = _padded_dims(data_parallel=dist.get_world_size(group))
+    if dims.virtual_pipeline > 1:
         # verl requires a multiple of it, which Megatron's process groups do not have.
-        microbatch_group_size=(
-            max(multiple, dims.pipeline_parallel) if dims.virtual_pipeline > 1 else None
-        ),
-    )
+        slots = max(multiple, dims.pipeline_parallel)
+        dims = dataclasses.replace(dims, microbatch_group_size=slots)
     # verl's cap is for all context-parallel ranks together, this package's for one.
     cap = max(1, max_token_len // dims.context_parallel)
     return dims, PlannerConfig(max_tokens_per_gpu=cap)

@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from mcore_batching.integrations.replacements import HookError
-from mcore_batching.integrations.verl.hook import hook
+from mcore_batching.integrations.verl.micro_batches import hook
 
 VARIABLE = "MCORE_BATCHING_VERL"
 

@@ -16,7 +16,8 @@ from kit.model import adam
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY
 from mcore_batching.batch.messages import RankMessages
-from mcore_batching.integrations.megatron_lm.forward_backward import PackedForwardBackward
+from mcore_batching.integrations.megatron_lm.forward_backward import run_packed
+from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.megatron.job import JobConsensus
 from mcore_batching.megatron.topology import is_last_stage
@@ -93,7 +94,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def get_batch(data_iterator: Any) -> Any:
-    """What `PackedForwardBackward` replaces, as in a stock script."""
+    """What `run_packed` replaces, as in a stock script."""
     raise NotImplementedError
 
 
@@ -130,7 +131,10 @@ def stock_step(
         }
         for tokens in samples["tokens"]
     ]
-    PackedForwardBackward(get_forward_backward_func(), args)(
+    run_packed(
+        get_forward_backward_func(),
+        args,
+        StockSteps(args),
         forward_step_func=_forward_step,
         data_iterator=iter(batches) if has_data else None,
         model=model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -105,8 +106,8 @@ def gathered(logits: torch.Tensor) -> torch.Tensor:
 
 def slime_plan(calls: Calls, data: Any = None, **flags: Any) -> Any:
     args = arguments(calls.dims, **{"use_dynamic_batch_size": True} | flags)
-    given = {"schema": DEFAULT_SCHEMA, "iterator": listed_batches.Listed}
-    return trainer.planned_data_iterator(fails, args, calls.model, data or calls.data, **given)
+    plan = functools.partial(trainer.planned_iterators, DEFAULT_SCHEMA, listed_batches.Listed)
+    return plan(fails, args, calls.model, data or calls.data)
 
 
 def slime_pass(calls: Calls, iterators: Any, counts: Any, f: Any = log_probs_by_lengths) -> Any:

@@ -25,7 +25,7 @@ from kit.samples import make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 from mcore_batching.integrations import skyrl
 from mcore_batching.integrations.slime import trainer
-from mcore_batching.integrations.slime.trainer import planned_data_iterator
+from mcore_batching.integrations.slime.trainer import planned_iterators
 from mcore_batching.integrations.verl import micro_batches
 from mcore_batching.planning import ParallelDims, PlannerConfig, Problem
 from mcore_batching.planning.integers import round_up
@@ -49,8 +49,8 @@ def slime_plans_where_it_trains(dims: dict[str, Any], spread: str = "uneven") ->
         collects_outputs=False,
     )
     schema = DEFAULT_SCHEMA.declare("bonus", Kind.PER_TOKEN)
-    iterators, (count,) = planned_data_iterator(
-        error_of, args, calls.model, data, schema=schema, iterator=listed_batches.Listed
+    iterators, (count,) = planned_iterators(
+        schema, listed_batches.Listed, error_of, args, calls.model, data
     )
     [first, *_], lengths = iterators, data["total_lengths"]
     assert on_all_ranks(count) == [count] * dist.get_world_size()
@@ -88,15 +88,15 @@ def framework_shows_model(dims: dict[str, Any]) -> None:
     refused on all; a right one is its own matter, with its own plan and the manager's."""
     args = arguments(ParallelDims(**dims), use_dynamic_batch_size=True)
 
-    def its_own(args: Any, model: Any, rollout_data: Any) -> list[Any]:
-        return []
+    def its_own(args: Any, model: Any, rollout_data: Any) -> tuple[list[Any], list[int]]:
+        return [], []
 
-    hooked = functools.partial(trainer.get_data_iterator, its_own, schema=DEFAULT_SCHEMA)
+    hooked = functools.partial(trainer.miles_iterators, DEFAULT_SCHEMA, its_own)
     model = small_model(dims)
     own, managers = {"rollout_data": {}}, {"rollout_data": {"micro_batch_indices": []}}
-    assert hooked(args, model, **own) == hooked(args, model, **managers) == []
+    assert hooked(args, model, **own) == hooked(args, model, **managers) == ([], [])
     model = _overlapping_on_the_last(dims)
-    assert hooked(args, model, **own) == []
+    assert hooked(args, model, **own) == ([], [])
     rollout = take(make_samples(), [0, 1]) | {"micro_batch_indices": [[0], [1]]}
     passed = log_probs_by_lengths, args, model, listed_batches.iterators_of(rollout), [2]
     for call in (

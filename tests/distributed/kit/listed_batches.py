@@ -38,10 +38,8 @@ class Listed:
 
 def iterators_of(rollout_data: dict[str, Any]) -> Any:
     """With placeholders."""
-    return trainer.get_data_iterator(
-        lambda data: [Listed(data, data["micro_batch_indices"])],
-        rollout_data,
-        schema=DEFAULT_SCHEMA,
+    return trainer.listed_iterators(
+        DEFAULT_SCHEMA, lambda data: [Listed(data, data["micro_batch_indices"])], rollout_data
     )
 
 

@@ -26,7 +26,7 @@ from kit.harness import Job
 from kit.samples import make_samples, take
 from kit.slime import SAMPLES, arguments, model_of, modules_of
 from mcore_batching.batch import DEFAULT_SCHEMA
-from mcore_batching.integrations.slime.trainer import planned_data_iterator
+from mcore_batching.integrations.slime.trainer import planned_iterators
 from mcore_batching.megatron.topology import is_last_stage
 from mcore_batching.planning import ParallelDims
 
@@ -201,8 +201,8 @@ def _path(of: str, source: str, shape: ParallelDims) -> SimpleNamespace:
 
 
 def _planned(args: Any, model: Any, rollout: dict[str, Any]) -> tuple[Any, list[int]]:
-    given = {"schema": DEFAULT_SCHEMA, "iterator": listed_batches.Listed}
-    return planned_data_iterator(_raise, args, model, rollout, **given)
+    plan = functools.partial(planned_iterators, DEFAULT_SCHEMA, listed_batches.Listed)
+    return plan(_raise, args, model, rollout)
 
 
 def _listed(args: Any, model: Any, rollout: dict[str, Any]) -> tuple[Any, list[int]]:

@@ -25,8 +25,8 @@ from megatron.training import argument_utils, get_args, training
 from kit.groups import release_groups
 from kit.harness import REPOSITORY
 from mcore_batching import run
-from mcore_batching.integrations.megatron_lm import install
-from mcore_batching.integrations.megatron_lm.step_log import PREFIX
+from mcore_batching.integrations.megatron_lm import forward_backward, install
+from mcore_batching.integrations.megatron_lm.forward_backward import PREFIX
 
 # Every parser reads the sources of Megatron's dataclasses for its help texts, half a second each
 # time; here once a process.
@@ -131,6 +131,7 @@ def _listen(record: dict[str, Any]) -> Callable[[], None]:
     report, record_loss = moe_logging.MoEMetricsTracker.report, moe_logging.MoEMetricsTracker.record
     signature = inspect.signature(log)
     moe: dict[str, Any] = {"recorded": 0.0, "times": 0, "reported": None}
+    figures, statistics = {}, forward_backward.step_statistics
 
     @functools.wraps(log)
     def training_log(*arguments: Any, **options: Any) -> Any:
@@ -141,7 +142,8 @@ def _listen(record: dict[str, Any]) -> Callable[[], None]:
             "loss": {k: v for k, v in losses.items() if not k.startswith(PREFIX)},
             "batching": {
                 k.removeprefix(PREFIX): v for k, v in losses.items() if k.startswith(PREFIX)
-            },
+            }
+            | figures,
             "grad_norm": float(given["grad_norm"]),
             "learning_rate": given["learning_rate"],
             "consumed_samples": get_args().consumed_train_samples,
@@ -161,6 +163,11 @@ def _listen(record: dict[str, Any]) -> Callable[[], None]:
         result = evaluate(*arguments, **options)
         record["evaluations"].append({k: float(v) for k, v in result[0].items()})
         return result
+
+    def of_step(*plan_and_lengths: Any) -> Any:
+        made = statistics(*plan_and_lengths)
+        figures.update(placeholders=made.num_placeholders, balance=made.rank_balance)
+        return made
 
     def recorded(self: Any, name: str, value: Any, *rest: Any, **options: Any) -> None:
         moe["recorded"] += float(value)
@@ -183,12 +190,14 @@ def _listen(record: dict[str, Any]) -> Callable[[], None]:
     # It draws random numbers, as many as layout and micro-batch size want, before the weights are.
     training.set_jit_fusion_options = lambda *arguments, **options: None
     training.training_log, training.evaluate = training_log, evaluated
+    forward_backward.step_statistics = of_step
     moe_logging.MoEMetricsTracker.report = reported
     moe_logging.MoEMetricsTracker.record = recorded
 
     def undo() -> None:
         training.set_jit_fusion_options = warm_up
         training.training_log, training.evaluate = log, evaluate
+        forward_backward.step_statistics = statistics
         moe_logging.MoEMetricsTracker.report = report
         moe_logging.MoEMetricsTracker.record = record_loss
 

@@ -34,7 +34,7 @@ COMMON = [
     *("--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"),
     *("--no-persist-layer-norm", "--no-create-attention-mask-in-dataloader"),
 ]
-ON = ["--use-dynamic-batch-size", "--dynamic-batch-log-all", "--max-tokens-per-gpu"]
+ON = ["--use-dynamic-batch-size", "--max-tokens-per-gpu"]
 FLAG = [*ON, str(CAP)]
 HALF_THE_CAP_TO_EVALUATE = ["--dynamic-batch-forward-only-max-tokens-per-gpu", str(CAP // 2)]
 STAYING = [*FLAG, "--no-dynamic-batch-exchange"]
