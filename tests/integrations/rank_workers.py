@@ -1,8 +1,9 @@
-"""What each process of `test_verl_micro_batches` and of `test_skyrl_iterator` runs."""
+"""What each process of `test_verl` and of `test_skyrl_iterator` runs."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
+from frameworks import CHECKOUTS, WORKERS, own, small
 
 from mcore_batching.integrations import local
 from mcore_batching.integrations.skyrl import hook
@@ -58,9 +59,10 @@ def rearrange_all(rank: int, size: int) -> dict[str, Any]:
 
 def iterate_all(rank: int, size: int) -> dict[str, Any]:
     del size
+    has_own = os.environ.get(CHECKOUTS["skyrl"].variable)
     with (
         tempfile.TemporaryDirectory() as folder,
-        own_skyrl() if SOURCE else small_skyrl(Path(folder)),
+        own("skyrl") if has_own else small(Path(folder), "skyrl"),
         hook(),
     ):
         workers = importlib.import_module(f"{WORKERS}.worker_utils")

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from frameworks import PACKER, PACKING, source_of
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kit.stand_ins import bare_packages, module_of, write_package
+from kit.stand_ins import module_of
 from planning_cases import examples
 
 from mcore_batching.integrations.nemo_rl import ALGORITHM, hook, planned_bins
-from mcore_batching.integrations.replacements import HookError
 from mcore_batching.planning import (
     ConfigError,
     LengthError,
@@ -32,25 +30,6 @@ from mcore_batching.planning import (
     plan_step,
 )
 from mcore_batching.planning.costs.layers_of import first_guess
-
-SOURCE = os.environ.get("MCORE_BATCHING_NEMO_RL_SOURCE", "")
-ALGORITHMS = """
-class SequencePacker:
-    def __init__(self, bin_capacity, collect_metrics=False, min_bin_count=None,
-                 bin_count_multiple=None):
-        self.bin_capacity, self.bin_count_multiple = bin_capacity, bin_count_multiple
-
-    def _validate_sequence_lengths(self, lengths):
-        if max(lengths, default=0) > self.bin_capacity:
-            raise ValueError("exceeds bin capacity")
-
-    def pack(self, sequence_lengths):
-        return self._pack_implementation(sequence_lengths)
-
-def get_packer(algorithm, bin_capacity, collect_metrics=False, min_bin_count=None,
-               bin_count_multiple=None):
-    return "own", algorithm, bin_capacity, min_bin_count, bin_count_multiple
-"""
 
 
 @examples(150)
@@ -90,53 +69,30 @@ def test_too_few_samples_are_refused_by_name() -> None:
 
 
 @pytest.fixture
-def algorithms(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def algorithms(request: Any, small: Callable[..., Path], own: Callable[[str], Path]) -> Any:
     """A small ``nemo_rl.data.packing.algorithms``; NeMo-RL's own if the parameter says so."""
-    folder = tmp_path / "nemo_rl"
-    if getattr(request, "param", "small") == "own":
-        if not SOURCE:
-            pytest.skip("MCORE_BATCHING_NEMO_RL_SOURCE does not name a checkout of NeMo-RL")
-        folder = Path(SOURCE, "nemo_rl")
-    else:
-        write_package(folder, {"data/packing/algorithms": ALGORITHMS})
-    # Empty packages: the start-up of NeMo-RL's own imports engines.
-    packages = bare_packages(folder.parent, ("nemo_rl", "nemo_rl.data", "nemo_rl.data.packing"))
-    for name, package in packages.items():
-        monkeypatch.setitem(sys.modules, name, package)
-    module = importlib.import_module("nemo_rl.data.packing.algorithms")
-    vars(sys.modules["nemo_rl.data.packing"])["get_packer"] = module.get_packer
-    yield module
-    del sys.modules[module.__name__]
+    (own if getattr(request, "param", "small") == "own" else small)("nemo_rl")
+    return importlib.import_module(f"{PACKING}.algorithms")
 
 
 def test_the_name_gives_our_packer_and_others_theirs(algorithms: Any) -> None:
-    package = sys.modules["nemo_rl.data.packing"]
-    own = algorithms.get_packer
-    with hook(pipeline_parallel=4) as hooked:
-        assert sorted(hooked.hooked) == [
-            "nemo_rl.data.packing.algorithms.get_packer",
-            "nemo_rl.data.packing.get_packer",
-        ]
-        packer = package.get_packer(ALGORITHM.upper(), 64, bin_count_multiple=2)
+    with hook(pipeline_parallel=4):
+        packer = algorithms.get_packer(ALGORITHM.upper(), 64, bin_count_multiple=2)
         assert isinstance(packer, algorithms.SequencePacker)
         assert sorted(map(sorted, packer.pack([40, 30, 20, 10]))) == [[0, 3], [1, 2]]
         assert packer.pack([]) == []
         with pytest.raises(ValueError, match="exceeds bin capacity"):
             packer.pack([65, 1])
-        given = package.get_packer("first_fit_decreasing", 64, min_bin_count=3)
+        given = algorithms.get_packer("first_fit_decreasing", 64, min_bin_count=3)
         assert given == ("own", "first_fit_decreasing", 64, 3, None)
-        with pytest.raises(HookError, match="hooked already"):
-            hook()
-    assert package.get_packer is algorithms.get_packer is own
 
 
 def test_versions_that_bound_the_samples_of_a_bin(algorithms: Any) -> None:
-    text = ALGORITHMS.replace(
+    text = PACKER.replace(
         "bin_count_multiple=None", "bin_count_multiple=None, max_sequences_per_bin=None"
     )
     text = text.replace("min_bin_count, bin_count_multiple\n", "max_sequences_per_bin\n")
     exec(text, vars(algorithms))
-    vars(sys.modules["nemo_rl.data.packing"])["get_packer"] = algorithms.get_packer
     with hook():
         packer = algorithms.get_packer(ALGORITHM, 64, max_sequences_per_bin=2)
         assert sorted(map(len, packer.pack([10] * 5))) == [1, 2, 2]
@@ -196,7 +152,7 @@ def test_nemo_rls_own_packing_uses_it(algorithms: Any) -> None:
 
 @pytest.mark.parametrize("algorithms", ["own"], indirect=True)
 def test_nemo_rls_own_tests_pass_with_ours_in_place(algorithms: Any) -> None:
-    path = Path(SOURCE, "tests", "unit", "data", "packing", "test_algorithms.py")
+    path = source_of("nemo_rl") / "tests" / "unit" / "data" / "packing" / "test_algorithms.py"
     if not path.exists():
         pytest.skip(f"{path} is not in the checkout")
     with hook():

@@ -6,53 +6,41 @@ Each is read from a checkout that an environment variable names.
 from __future__ import annotations
 
 import importlib
-import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.stand_ins import StandIns, forget, module_of
-from test_miles import unpartitioned
-from test_slime_schedule import arguments, check, parallel
+from frameworks import source_of
+from kit.stand_ins import module_of
+from test_slime_schedule import arguments, check, parallel, unpartitioned
 
 from mcore_batching.integrations.slime import hook_schedule
 
-CHECKOUTS = {
-    "slime": ("MCORE_BATCHING_SLIME_SCHEDULED", "624b824a8", "tests/test_dp_schedule.py", 6),
-    "miles": ("MCORE_BATCHING_MILES", "31f1ca961", "tests/fast/utils/test_dp_schedule.py", 15),
+OWN_TESTS = {
+    "slime": ("tests/test_dp_schedule.py", 6),
+    "miles": ("tests/fast/utils/test_dp_schedule.py", 15),
 }
-"""By framework: the variable, the commit, its own tests and their least number."""
-STAND_INS = ("ray", "httpx", "tqdm", "transformers", "huggingface_hub", "pydantic", "sglang")
+"""By framework: its own tests of the function, and their least number."""
 
 
-@pytest.fixture(params=CHECKOUTS)
-def checkout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The framework, read from its checkout; empty modules for what it imports besides."""
+@pytest.fixture(params=OWN_TESTS)
+def checkout(request: pytest.FixtureRequest, own: Callable[[str], Path]) -> str:
+    """The framework, read from its checkout."""
     framework: str = request.param
-    variable, commit, *_ = CHECKOUTS[framework]
-    source = os.environ.get(variable)
-    if not source:
-        pytest.skip(f"{variable} does not name a checkout of {framework} ({commit})")
-    forget(*CHECKOUTS)
-    monkeypatch.syspath_prepend(source)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, StandIns(STAND_INS)])
-    before = set(sys.modules)
+    own(framework)
     importlib.import_module(f"{framework}.utils.dp_schedule")
-    yield framework
-    forget(
-        *CHECKOUTS, *({name.partition(".")[0] for name in set(sys.modules) - before} & {*STAND_INS})
-    )
+    return framework
 
 
 def test_their_own_tests_of_the_function_pass_with_ours(
     checkout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(vars(pytest.mark), "unit", lambda test: test)
-    variable, _, tests, least = CHECKOUTS[checkout]
-    path = Path(os.environ[variable], tests)
+    tests, least = OWN_TESTS[checkout]
+    path = source_of(checkout) / tests
     if not path.exists():
         pytest.skip(f"{path} is not in the checkout")
     hooked = hook_schedule()

@@ -8,21 +8,20 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from frameworks import WORKERS, rewrite, source_of
 from kit.stand_ins import module_of
 from planning_cases import plan_locally, real_lengths
 from rank_workers import batch_of, iterate_all
-from skyrl_package import SOURCE, WORKERS, own_skyrl, small_skyrl
 from spawned import reports_of_group
 
 from mcore_batching.batch import OrderError
-from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.skyrl import hook
 from mcore_batching.planning import ParallelDims, PlannerConfig
 
@@ -30,39 +29,17 @@ LENGTHS = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Any]:
+def workers(small: Callable[..., Path]) -> Any:
     """The small package's `worker_utils`."""
-    with small_skyrl(tmp_path):
-        yield importlib.import_module(f"{WORKERS}.worker_utils")
+    small("skyrl")
+    return importlib.import_module(f"{WORKERS}.worker_utils")
 
 
 @pytest.fixture
-def own_workers() -> Iterator[Any]:
+def own_workers(own: Callable[[str], Path]) -> Any:
     """SkyRL's `worker_utils`."""
-    with own_skyrl():
-        yield importlib.import_module(f"{WORKERS}.worker_utils")
-
-
-def test_the_iterator_is_replaced_everywhere_and_put_back(workers: Any) -> None:
-    worker = importlib.import_module(f"{WORKERS}.megatron_worker")
-    own = dict(vars(workers)), dict(vars(worker))
-    with hook() as hooked:
-        assert sorted(hooked.hooked) == [
-            f"{WORKERS}.{name}.TokenBasedBatchIterator"
-            for name in ("megatron_worker", "worker_utils")
-        ]
-        made = worker.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
-        imported_meanwhile = worker.TokenBasedBatchIterator
-        assert isinstance(made, imported_meanwhile)
-        assert isinstance(made, own[0]["TokenBasedBatchIterator"])
-        assert sorted(itertools.chain(*made._microbatches)) == list(range(12))
-        assert all(sum(LENGTHS[i] for i in samples) <= 120 for samples in made._microbatches)
-        assert len(made) == len(made._microbatches) < 12
-        with pytest.raises(HookError, match="hooked already"):
-            hook()
-    assert (dict(vars(workers)), dict(vars(worker))) == own
-    assert len(worker.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)) == 12
-    assert len(imported_meanwhile(batch_of(LENGTHS), 120)) == 12
+    own("skyrl")
+    return importlib.import_module(f"{WORKERS}.worker_utils")
 
 
 def test_in_a_pipeline_it_is_the_plan_of_the_rank(
@@ -79,6 +56,7 @@ def test_in_a_pipeline_it_is_the_plan_of_the_rank(
     with hook():
         made = workers.TokenBasedBatchIterator(batch_of(LENGTHS), max_tokens_per_microbatch=120)
     assert made._microbatches == [list(samples) for samples in step.micro_batches[0]]
+    assert isinstance(made, workers.TokenBasedBatchIterator)
 
 
 FAULTS: dict[str, Callable[[list[dict[str, torch.Tensor]]], Any]] = {
@@ -106,6 +84,9 @@ def test_another_number_of_rows_is_an_error(workers: Any) -> None:
         made = workers.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
         outputs = [{"places": torch.tensor(samples)} for samples in made._microbatches]
         check_faults(made, outputs, dict)
+        assert len(made) == len(made._microbatches) < 12
+        imported_meanwhile = workers.TokenBasedBatchIterator
+    assert len(imported_meanwhile(batch_of(LENGTHS), 120)) == 12  # undone, SkyRL's own
 
 
 def test_items_of_a_sample_too_few_are_an_error(workers: Any) -> None:
@@ -121,13 +102,9 @@ def test_items_of_a_sample_too_few_are_an_error(workers: Any) -> None:
 
 
 def test_the_cap_counts_tokens_as_skyrl_aligns_them(workers: Any) -> None:
-    path = Path(workers.__file__)
-    given = "data, max_tokens_per_microbatch"
+    given = "self, data, max_tokens_per_microbatch"
     aligned = f"{given}, sequence_length_multiple=1, packed_length_multiple=1):"
-    path.write_text(path.read_text().replace(f"self, {given}):", f"self, {aligned}"))
-    del sys.modules[workers.__name__]
-    importlib.invalidate_caches()
-    changed = importlib.import_module(workers.__name__)
+    changed = rewrite(workers.__name__, Path(workers.__file__).parents[4], f"{given}):", aligned)
     with hook():
         unaligned = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20)
         of_samples = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20, 8)
@@ -153,27 +130,6 @@ def _batch_of_rows(own_workers: Any) -> Callable[..., Any]:
         return batch
 
     return made
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "message"),
-    [
-        ("TokenBased", "Other", "there is none in this version"),
-        ("data, max_tokens_per_microbatch):", "data, cap):", "found __init__.*, cap"),
-        ("def _sync_num_microbatches(self):", "def _sync_num_microbatches(self, group):", "group"),
-        ("self._token_counts", "self._lengths", "in this order; hook a version"),
-        ("batches(self, batches):", "batches(self, outputs):", "batches.*, outputs"),
-    ],
-)
-def test_another_iterator_is_refused_by_name(
-    workers: Any, before: str, after: str, message: str
-) -> None:
-    path = Path(workers.__file__)
-    path.write_text(path.read_text().replace(before, after))
-    del sys.modules[workers.__name__]
-    importlib.invalidate_caches()
-    with pytest.raises(HookError, match=message):
-        hook()
 
 
 def test_ranks_have_equally_many_and_errors_of_one_are_raised_on_all(tmp_path: Path) -> None:
@@ -221,7 +177,7 @@ def test_outputs_of_skyrls_own_come_back_in_order(own_workers: Any, cap: int) ->
 
 def test_skyrls_own_tests_pass_with_ours_in_place(own_workers: Any) -> None:
     del own_workers
-    path = Path(SOURCE, "tests/backends/skyrl_train/test_token_based_batching_utils.py")
+    path = source_of("skyrl") / "tests/backends/skyrl_train/test_token_based_batching_utils.py"
     if not path.exists():
         pytest.skip(f"{path} is not in the checkout")
     with hook():

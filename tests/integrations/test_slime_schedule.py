@@ -1,32 +1,34 @@
-"""``build_dp_schedule`` in slime's rollout manager: the contract of its result, and replacing it.
+"""``build_dp_schedule`` in slime's and miles' rollout managers: the contract of its result, and who
+plans.
 
-slime's own function and its own tests of it take part in test_own_schedules.
+Their own functions and their own tests of it take part in test_own_schedules.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from frameworks import rewrite
 from hypothesis import example, given
 from hypothesis import strategies as st
 from kit.stand_ins import forget
 from planning_cases import examples
-from slime_package import slime
 
 from mcore_batching.integrations.slime import HookError, hook_schedule
 from mcore_batching.integrations.slime.learning import chosen_costs
 from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
 from mcore_batching.planning.costs.layers_of import first_guess
 
-__all__ = ["slime"]
-
+Small = Callable[..., Path]
 INIT = "mcore_batching.integrations.slime.init"
 
 
@@ -50,6 +52,11 @@ def parallel(ranks: int, context: int = 1, chunks: int = 1, group: int = 1) -> d
         "vpp_size": chunks,
         "microbatch_group_size_per_vp_stage": group,
     }
+
+
+def unpartitioned(ranks: int) -> dict[str, Any]:
+    """What miles' trainer says of itself without virtual pipeline stages."""
+    return parallel(ranks) | {"vpp_size": None, "microbatch_group_size_per_vp_stage": None}
 
 
 def plan(
@@ -179,119 +186,114 @@ def test_a_cost_model_is_read_from_its_file(tmp_path: Path) -> None:
     assert chosen_costs(arguments(20, **sizes)) == first_guess(sizes)
 
 
-def test_what_the_trainer_could_not_run_is_refused_by_name() -> None:
-    lengths, rollouts = [5] * 3, [0, 1, 2]
-    unset = arguments(5, custom_megatron_init_path=None)
-    with pytest.raises(HookError, match=f"set --custom-megatron-init-path {INIT}"):
-        plan(unset, parallel(1), lengths, rollouts, 3)
-    with pytest.raises(HookError, match=r"rank 3 would train no sample.*--global-batch-size to 4"):
-        plan(arguments(5), parallel(4), lengths, rollouts, 3)
-    predicting = arguments(5, enable_mtp_training=True)
-    assert plan(predicting, parallel(1), lengths, rollouts, 3)[2] == [3]
-    with pytest.raises(HookError, match="batch-size higher, or unset --enable-mtp-training"):
-        plan(predicting, parallel(2), lengths, rollouts, 3)
+def test_sizes_without_virtual_pipeline_stages_may_be_none() -> None:
+    lengths, rollouts = [5] * 4, [0, 1, 2, 3]
+    args = arguments(10, pipeline_model_parallel_size=2)
+    check(plan(args, unpartitioned(2), lengths, rollouts, 4), parallel(2), lengths, rollouts, 4, 10)
+
+
+REFUSED = [
+    ({"custom_megatron_init_path": None}, 1, f"set --custom-megatron-init-path {INIT}"),
+    ({}, 4, "rank 3 would train no sample.*--global-batch-size to 4"),
+    ({"enable_mtp_training": True}, 2, "batch-size higher, or unset --enable-mtp-training"),
+    ({"dynamic_batch_share_prefixes": True}, 1, "unset dynamic_batch_share_prefixes"),
+    ({"dynamic_batch_pad_each_to": 8}, 1, "pad rows by dynamic_batch_pad_total_to"),
+    ({"dynamic_batch_context_parallel": 2}, 1, "unset dynamic_batch_context_parallel"),
+    ({"dynamic_batch_split_backward": "auto"}, 1, "--dynamic-batch-split-backward is gone"),
+]
+
+
+@pytest.mark.parametrize(("options", "ranks", "message"), REFUSED)
+def test_what_the_trainer_could_not_run_is_refused_by_name(
+    options: dict[str, Any], ranks: int, message: str
+) -> None:
+    with pytest.raises(HookError, match=message):
+        plan(arguments(5, **options), parallel(ranks), [5] * 3, [0, 1, 2], 3)
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "mend"),
+    "options",
     [
-        ("share_prefixes", True, "unset dynamic_batch_share_prefixes"),
-        ("pad_each_to", 8, "unset dynamic_batch_pad_each_to, and pad rows by dynamic_batch_pad_t"),
-        ("context_parallel", 2, "unset dynamic_batch_context_parallel"),
-        ("split_backward", "auto", "--dynamic-batch-split-backward is gone"),
+        {"enable_mtp_training": True},  # without a placeholder
+        *({"dynamic_batch_split_backward": off} for off in (False, None, "off")),  # as YAML reads
     ],
 )
-def test_options_of_the_engines_own_rows_and_step_are_refused(
-    option: str, value: Any, mend: str
+def test_options_that_change_nothing(options: dict[str, Any]) -> None:
+    given = parallel(1), [5] * 3, [0, 1, 2], 3
+    assert plan(arguments(5, **options), *given) == plan(arguments(5), *given)
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "is_multimodal", "is_ours"),
+    [
+        ({}, 2, None, True),
+        ({"use_dynamic_batch_size": False}, 2, None, False),
+        ({}, 3, None, False),  # too few rollouts for a step
+        ({"multimodal_aware_packing": "off"}, 2, [False, True], True),
+        ({"multimodal_aware_packing": "separate"}, 2, [False, True], False),
+        ({"multimodal_aware_packing": "separate"}, 2, [False, False], True),
+        ({"multimodal_aware_packing": "separate"}, 2, None, True),
+    ],
+)
+def test_where_the_framework_plans_itself(
+    small: Small, options: dict[str, Any], size: int, is_multimodal: Any, is_ours: bool
 ) -> None:
-    with pytest.raises(HookError, match=mend):
-        plan(arguments(5, **{f"dynamic_batch_{option}": value}), parallel(2), [5] * 4, [0] * 4, 1)
-
-
-@pytest.mark.parametrize("value", [False, None, "off"])
-def test_off_is_off_as_yaml_reads_it(value: Any) -> None:
-    args = arguments(5, dynamic_batch_split_backward=value)
-    assert plan(args, parallel(2), [5] * 4, [0] * 4, 1) == (
-        plan(arguments(5), parallel(2), [5] * 4, [0] * 4, 1)
-    )
-
-
-def test_it_is_replaced_everywhere_and_put_back(slime: Path, capfd: Any) -> None:
-    """Ray sends the manager's class by value: its methods then have globals of their own."""
-    manager = importlib.import_module("slime.ray.rollout")
+    """Versions that say which samples have images pack them apart by a rule of their own."""
+    folder, more = small("slime"), {"global_batch_size": size, "rollout_indices": [0, 1]}
     module = importlib.import_module("slime.utils.dp_schedule")
-    own, split = module.build_dp_schedule, manager.RolloutManager.split
-    copied = {"build_dp_schedule": own, "__name__": "slime.ray.rollout", "__builtins__": {}}
-    sent = FunctionType(split.__code__, copied)
-    saved = {"build_dp_schedule": own}  # somebody's own note of it
-    args, config = arguments(10), parallel(2)
-    given = {"global_batch_size": 2, "rollout_indices": [0, 1]}
-    hooked = hook_schedule()
-    assert hooked is not None
-    assert sorted(hooked.hooked) == [
-        "slime.ray.rollout.build_dp_schedule",
-        "slime.ray.rollout.build_dp_schedule",
-        "slime.utils.dp_schedule.build_dp_schedule",
-    ]
-    assert capfd.readouterr().out.strip() == str(hooked)
-    assert saved["build_dp_schedule"] is own
-    assert hook_schedule() is None  # once is enough
-    assert manager.RolloutManager().split(args, config, [4, 5], **given)[2] == [1]
-    assert sent(None, args, config, [4, 5], **given)[2] == [1]
-    args.use_dynamic_batch_size = False
-    assert sent(None, args, config, [4, 5], **given) == "own"
-    args.use_dynamic_batch_size = True
-    assert sent(None, args, config, [4, 5], **(given | {"global_batch_size": 3})) == "own"
-    hooked.undo()
-    assert (
-        module.build_dp_schedule is manager.build_dp_schedule is copied["build_dp_schedule"] is own
-    )
-
-
-def test_images_are_packed_apart_by_slimes_own_rule(slime: Path) -> None:
-    """Versions that say which samples have images; only under an option of theirs it matters."""
-    module = importlib.import_module("slime.utils.dp_schedule")
-    source = Path(module.__file__ or "").read_text()
-    exec(
-        source.replace("rollout_indices)", "rollout_indices, sample_is_multimodal=None)"),
-        vars(module),
-    )
-    given: dict[str, Any] = {"global_batch_size": 2, "rollout_indices": [0, 1]}
-    images = [False, True]
+    if is_multimodal is not None:
+        newer = "rollout_indices, sample_is_multimodal=None)"
+        module = rewrite(module.__name__, folder, "rollout_indices)", newer)
+        more["sample_is_multimodal"] = is_multimodal
     with hook_schedule() or pytest.fail("nothing is hooked"):
-        for option, multimodal, is_ours in [
-            ("off", images, True),
-            ("separate", images, False),
-            ("separate", [False, False], True),
-            ("separate", None, True),
-        ]:
-            args = arguments(10, multimodal_aware_packing=option)
-            made = module.build_dp_schedule(
-                args, parallel(2), [5, 6], sample_is_multimodal=multimodal, **given
-            )
-            assert (made != "own") == is_ours
+        made = module.build_dp_schedule(arguments(10, **options), parallel(2), [5, 6], **more)
+    assert (made != "own") == is_ours
 
 
-def test_the_rollout_function_hooks_the_plan_of_its_process(slime: Path) -> None:
-    wrapper = importlib.import_module("mcore_batching.integrations.slime.rollout")
+WRAPPER = "mcore_batching.integrations.slime.rollout"
+
+
+@pytest.mark.parametrize(
+    ("framework", "legacy", "default"),
+    [
+        ("slime", "0", "sglang_rollout"),
+        ("miles", "1", "sglang_rollout"),
+        ("miles", "0", "inference_rollout.inference_rollout_common"),
+    ],
+)
+def test_the_rollout_function_is_the_default_and_hooks_the_plan_of_its_process(
+    small: Small, framework: str, legacy: str, default: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime is installed, too, where it is miles that imports the rollout function."""
+    small("slime", framework)
+    monkeypatch.setenv("MILES_USE_LEGACY_ROLLOUT_V1", legacy)
+    if framework == "miles":
+        importlib.import_module("miles.utils.misc")
     try:
-        assert wrapper.generate_rollout(None, 0, None) == "rollouts"
-        module = importlib.import_module("slime.utils.dp_schedule")
-        assert module.build_dp_schedule.__wrapped__ is not None
+        wrapper = importlib.import_module(WRAPPER)
     finally:
-        del sys.modules[wrapper.__name__]
+        sys.modules.pop(WRAPPER, None)
+    assert hasattr(sys.modules[f"{framework}.utils.dp_schedule"].build_dp_schedule, "__wrapped__")
+    assert wrapper.generate_rollout in vars(sys.modules[f"{framework}.rollout.{default}"]).values()
+    assert inspect.isclass(wrapper.generate_rollout) == ("inference" in default)
 
 
-def test_unknown_versions_are_refused_by_name(slime: Path) -> None:
-    path = slime / "utils" / "dp_schedule.py"
-    path.write_text("def build_dp_schedule(args, config, lengths, *, global_batch_size): ...\n")
+def test_all_plans_there_are_are_replaced(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = small("slime", "miles")
+    for names in (["miles", "slime"], ["miles"]):
+        hooked = hook_schedule()
+        assert hooked is not None
+        with hooked:
+            assert sorted(hooked.hooked) == [
+                f"{name}.utils.dp_schedule.build_dp_schedule" for name in names
+            ]
+        (folder / "slime" / "utils" / "dp_schedule.py").unlink(missing_ok=True)
+        forget("slime", "miles")
+    (folder / "miles" / "utils" / "dp_schedule.py").unlink()
     with pytest.raises(
-        HookError, match=r"dp_schedule cannot be replaced: .* found build_dp_schedule\(args, config"
+        HookError, match=r"slime\.utils\.dp_schedule .*leave hook_schedule out.*; this miles has no"
     ):
         hook_schedule()
     forget("slime", "miles")
-    path.unlink()
-    with pytest.raises(
-        HookError, match=r"has no slime\.utils\.dp_schedule .*leave hook_schedule out"
-    ):
-        hook_schedule()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert hook_schedule() is None

@@ -1,0 +1,372 @@
+"""slime's and miles' trainers, hooked: placeholders are drawn, run, and left out of results; passes
+are timed for the rollout manager's costs."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from frameworks import rewrite
+from kit.stand_ins import forget
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+
+import mcore_batching
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
+from mcore_batching.integrations.slime import HookError, init, trainer
+from mcore_batching.integrations.slime.learning import shape_costs, trainers_costs
+from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
+from mcore_batching.integrations.slime.trainer import PlaceholderLengths, zero_count_mask
+from mcore_batching.megatron import timing
+
+Small = Callable[..., Path]
+BACKENDS = "slime.backends.megatron_utils"
+
+
+def modules(data: str = f"{BACKENDS}.data", model: str = f"{BACKENDS}.model") -> Any:
+    return SimpleNamespace(data=importlib.import_module(data), model=importlib.import_module(model))
+
+
+def modules_of_miles() -> Any:
+    return modules("miles.backends.training_utils.data", "miles.backends.megatron_utils.model")
+
+
+def rollout_data(*micro_batches: list[int]) -> dict[str, Any]:
+    lengths = [3, 5, 2]
+    return {
+        "tokens": [torch.arange(length) for length in lengths],
+        "total_lengths": lengths,
+        "response_lengths": [1, 2, 1],
+        "loss_masks": [torch.ones(n, dtype=torch.int) for n in (1, 2, 1)],
+        "log_probs": [torch.rand(n) for n in (1, 2, 1)],
+        "rollout_mask_sums": torch.tensor([1.0, 2.0, 1.0]),
+        "rollout_top_p_token_ids": [[4], [5, 6, 7], [8]],
+        "rollout_top_p_token_offsets": [[0, 1], [0, 2, 3], [0, 1]],
+        "rollout_routed_experts": [torch.zeros(n, 2, 4, dtype=torch.int) for n in (2, 4, 1)],
+        "partition": [7, 8, 9],
+        "micro_batch_indices": list(micro_batches),
+    }
+
+
+KEYS = [key for key in rollout_data() if key != "micro_batch_indices"]
+KEYS += ["packed_seq_params", "multimodal_train_inputs"]
+
+
+def test_a_placeholder_is_a_sample_of_one_token_with_an_empty_response(small: Small) -> None:
+    small("slime")
+    found = modules()
+    with mcore_batching.hook(found.data, found.model):
+        (iterator,) = found.data.get_data_iterator(rollout_data([1], [], [0, 2]))
+    first, empty, last = (iterator.get_next(KEYS) for _ in range(3))
+    assert first["partition"] == [8]
+    assert [int(each) for each in last["rollout_mask_sums"]] == [1, 1]
+    assert [each.tolist() for each in empty["tokens"]] == [[0]]
+    assert empty["total_lengths"] == [1]
+    assert empty["response_lengths"] == [0]
+    assert [each.numel() for each in empty["log_probs"]] == [0]
+    assert [float(each) for each in empty["rollout_mask_sums"]] == [0.0]
+    assert [each.tolist() for each in empty["rollout_top_p_token_ids"]] == [[]]
+    assert [each.tolist() for each in empty["rollout_top_p_token_offsets"]] == [[0]]
+    assert [each.shape for each in empty["rollout_routed_experts"]] == [(0, 2, 4)]
+    assert empty["partition"] == [None]
+    assert empty["packed_seq_params"] is empty["multimodal_train_inputs"] is None
+    count = sum(torch.clamp_min(mask.sum(), 1) for mask in empty["loss_masks"])
+    assert int(count) == 0
+    with pytest.raises(IndexError, match="all 3 micro-batches have been drawn"):
+        iterator.get_next(KEYS)
+    assert iterator.reset() is iterator
+    assert iterator.offset == 0
+
+
+def sums(logits: str, *, total_lengths: list[int], tokens: list[torch.Tensor]) -> Any:
+    return logits, {"sums": [int(each.sum()) for each in tokens]}
+
+
+def test_forward_only_leaves_out_what_placeholders_put_out(small: Small) -> None:
+    small("slime")
+    found = modules()
+    with mcore_batching.hook(found.data, found.model):
+        iterators = found.data.get_data_iterator(rollout_data([], [1], [], [0, 2]))
+        made = found.model.forward_only(
+            sums, None, None, iterators, [4], "old_", use_rollout_top_p_replay=True
+        )
+    assert made == {"old_sums": [3, 10, 1], "replay": True}
+
+
+def test_another_number_of_outputs_is_refused_where_each_rank_runs_by_itself(small: Small) -> None:
+    """As in slime's server of log-probs: its forward pass is no collective over all ranks."""
+
+    def other_sums(logits: str, **batch: Any) -> Any:
+        _, made = sums(logits, **batch)
+        return logits, {"sums": made["sums"][1:]}
+
+    folder = small("slime")
+    found = modules()
+    with mcore_batching.hook(found.data, found.model):
+        iterators = found.data.get_data_iterator(rollout_data([1, 0], [2]))
+        with pytest.raises(OrderError, match=r"1 values for 'sums' in a micro-batch of 2 samples"):
+            found.model.forward_only(other_sums, None, None, iterators, [2])
+    rewrite(f"{BACKENDS}.model", folder, "total_lengths=batch", "lengths=batch")
+    found = modules()
+    hooked = mcore_batching.hook(found.data, found.model)
+    with hooked, pytest.raises(HookError, match="no total_lengths"):
+        found.model.forward_only(sums, None, None, iterators, [2])
+
+
+def test_a_function_that_fails_has_a_value_of_any_name_for_each_sample_until_all_raise() -> None:
+    def fails(logits: Any, **batch: Any) -> Any:
+        raise ValueError(f"of {len(batch['total_lengths'])}")
+
+    errors: list[Exception] = []
+    guarded = trainer._Guarded(fails, errors.append)
+    for lengths, values in (([3, 4], [None, None]), (PlaceholderLengths([1]), [])):
+        _, made = guarded(torch.zeros(1), total_lengths=lengths)
+        assert made["any name"] == values
+    assert [str(error) for error in errors] == ["of 2", "of 1"]
+
+
+def test_fields_are_checked_at_the_first_micro_batch(small: Small) -> None:
+    """Not where a placeholder or the missing value is drawn, on one rank in mid-pipeline."""
+    small("slime")
+    found = modules()
+    data = rollout_data([0], [1, 2], []) | {"bonus": [1.0, 2.0, 3.0]}
+    with mcore_batching.hook(found.data, found.model):
+        (iterator,) = found.data.get_data_iterator(data)
+        with pytest.raises(SchemaError, match="bonus"):
+            iterator.get_next(["tokens", "bonus"])
+    schema = DEFAULT_SCHEMA.declare("bonus", Kind.PER_SAMPLE)
+    with mcore_batching.hook(found.data, found.model, schema=schema):
+        (iterator,) = found.data.get_data_iterator(data)
+        drawn = [iterator.get_next(["tokens", "loss_masks", "bonus"])["bonus"] for _ in range(3)]
+        assert drawn == [[1.0], [2.0, 3.0], [0.0]]
+        del data["log_probs"][2]
+        with pytest.raises(SchemaError, match=r"log_probs.*3 values, one for each sample.*2"):
+            iterator.reset().get_next(["tokens", "log_probs"])
+
+
+def test_slime_that_plans_where_it_trains(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(trainer, "planned_iterators", lambda *arguments: given.extend(arguments))
+    folder, signature = small("slime"), "get_data_iterator(rollout_data)"
+    rewrite(f"{BACKENDS}.data", folder, signature, "get_data_iterator(args, model, rollout_data)")
+    found = modules()
+    own, schema = found.data.get_data_iterator, DEFAULT_SCHEMA.declare("bonus", Kind.PER_SAMPLE)
+    with mcore_batching.hook(found.data, found.model, schema=schema):
+        found.data.get_data_iterator(1, 2, 3)
+    assert given == [schema, found.data.DataIterator, own, 1, 2, 3]
+    monkeypatch.undo()
+    args, data = SimpleNamespace(use_dynamic_batch_size=False), rollout_data([0])
+    with mcore_batching.hook(found.data, found.model):
+        (iterator,) = found.data.get_data_iterator(args, None, data)
+    assert type(iterator) is found.data.DataIterator
+
+
+def sums_of_miles(logits: str, *, non_loss_data: bool, **batch: Any) -> Any:
+    return sums(logits, **batch)[1]
+
+
+def test_what_miles_trainer_plans_itself_stays_its_own(small: Small) -> None:
+    """Images and adapters: fields without a kind among them, and iterators of its own class."""
+    small("miles")
+    found = modules_of_miles()
+    data = rollout_data() | {"adapter_slots": [0, 0, 1]}
+    del data["micro_batch_indices"]
+    with mcore_batching.hook(found.data, found.model):
+        (iterator,), counts = found.data.get_data_iterator(None, None, data)
+        assert type(iterator) is found.data.DataIterator
+        assert counts == [3]
+        assert iterator.get_next(["adapter_slots"]) == {"adapter_slots": [0]}
+        made = found.model.forward_only(sums_of_miles, None, None, [iterator], counts, rollout_id=0)
+        assert made["sums"] == [3, 10, 1]
+        data |= {"micro_batch_indices": [[1], [], [0, 2]], "num_microbatches": [3]}
+        iterators, counts = found.data.get_data_iterator(None, None, data)
+        made = found.model.forward_only(sums_of_miles, None, None, iterators, counts, rollout_id=0)
+        assert made["sums"] == [3, 10, 1]
+
+
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_the_framework_calls_init(small: Small, capfd: Any, name: str) -> None:
+    """Both are installed, but this one is loaded."""
+    small("slime", "miles")
+    found = modules() if name == "slime" else modules_of_miles()
+    init(SimpleNamespace())
+    assert f"hooked {found.data.__name__}.get_data_iterator" in capfd.readouterr().out
+    assert hasattr(found.data.get_data_iterator, "__wrapped__")
+    other = {"slime": "miles", "miles": "slime"}[name]
+    assert not [each for each in sys.modules if each.startswith(f"{other}.backends")]
+    with pytest.raises(HookError, match="hooked already"):
+        init(SimpleNamespace())
+
+
+def test_where_init_is_refused(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = small("miles")
+    (folder / "miles" / "utils" / "dp_schedule.py").unlink()
+    with pytest.raises(HookError, match=r"this miles has no miles\.utils\.dp_schedule .*1927"):
+        init(SimpleNamespace())
+    forget("miles")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(HookError, match=r"neither slime nor miles is installed: for another"):
+        init(SimpleNamespace())
+
+
+def counted(mask: torch.Tensor) -> torch.Tensor:
+    """What loss functions do with a loss mask: at least one token a sample."""
+    return torch.clamp_min(mask.sum(), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bool])
+def test_a_zero_count_mask_counts_nothing_and_is_else_an_empty_mask(dtype: torch.dtype) -> None:
+    mask = zero_count_mask(torch.zeros(0, dtype=dtype))
+    count = counted(mask)
+    total = sum([count])
+    assert type(total) is torch.Tensor
+    assert sum([counted(torch.ones(3)), count]) == 3
+    assert torch.tensor([total, 2.0]).tolist() == [0.0, 2.0]
+    accumulated = torch.zeros([])  # what Megatron's schedules do with it
+    accumulated += total
+    assert accumulated == total == mask.sum().item() == 0
+    assert torch.clamp(mask.sum(), min=1) + 0 == 0
+    # A mean over it divides by 1, and stays attached.
+    values = torch.zeros(0, requires_grad=True)
+    mean = (values * mask).sum() / count
+    assert type(mean) is torch.Tensor
+    assert mean == 0
+    mean.backward()
+    assert values.grad is not None
+    assert torch.tensor(3.0) / count == 3
+    assert mask.dtype == dtype
+    assert len(mask) == mask.numel() == 0
+    for made in (mask[0:0], mask.double(), torch.cat([mask, torch.ones(2)]), mask.sum(dim=0) + 1):
+        assert type(made) is torch.Tensor
+    assert torch.cat([mask, torch.ones(2)]).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match=r"found one of shape \[2\]"):
+        zero_count_mask(torch.ones(2))
+
+
+ARGS = {
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 160,
+    "pipeline_model_parallel_size": 4,
+    "dynamic_batch_cost_model": "auto",
+    "dynamic_batch_plan_effort": 100,
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 256,
+}
+
+
+class Ray:
+    """Actors in this process, by name; calls return what they made."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Any] = {}
+
+    def get(self, made: Any) -> Any:
+        return made
+
+    def remote(self, kind: type) -> Any:
+        def options(*, name: str, get_if_exists: bool, num_cpus: int) -> Any:
+            assert (get_if_exists, num_cpus) == (True, 0)
+            return SimpleNamespace(remote=lambda *given: self._actor(name, kind, *given))
+
+        return SimpleNamespace(options=options)
+
+    def _actor(self, name: str, kind: type, *given: Any) -> Any:
+        own = self.actors.setdefault(name, kind(*given))
+        methods = ("add", "cost_model")
+        return SimpleNamespace(
+            **{each: SimpleNamespace(remote=getattr(own, each)) for each in methods}
+        )
+
+
+class Clock:
+    """Seconds that a row of so many tokens takes: far more a micro-batch than its shape says."""
+
+    now = 0.0
+
+    def forward_step(self, forward_step_func: Any, data_iterator: Any, *given: Any) -> str:
+        del forward_step_func, given
+        lengths = data_iterator.get_next(["total_lengths"])["total_lengths"]
+        self.now += 50e-3 + 1e-3 * sum(lengths)
+        return "made"
+
+
+@pytest.fixture
+def _clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made = Clock()
+    monkeypatch.setitem(sys.modules, "ray", Ray())
+    monkeypatch.setattr(schedules, "forward_step", made.forward_step)
+    monkeypatch.setattr(timing, "mark", lambda: made.now)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    trainers_costs.cache_clear()
+    yield
+    trainers_costs.cache_clear()
+
+
+def run(lengths: list[int], micro_batches: list[list[int]]) -> None:
+    """Train a rollout as slime does: iterators are drawn from inside the forward step."""
+    tokens = [torch.zeros(n, dtype=torch.long) for n in lengths]
+    rollout = {"tokens": tokens, "total_lengths": lengths, "micro_batch_indices": micro_batches}
+    (iterator,) = modules().data.get_data_iterator(rollout)
+    with torch.no_grad():
+        for _ in micro_batches:  # log-probs, which teach nothing
+            assert schedules.forward_step(None, iterator, "model") == "made"
+    iterator.reset()
+    for _ in micro_batches:
+        assert schedules.forward_step(None, iterator, "model") == "made"
+
+
+def planned(lengths: list[int], **changed: Any) -> list[list[int]]:
+    """The micro-batches of a step on the only data-parallel rank, as places in ``lengths``."""
+    sent: Any = {"dp_size": 1, "cp_size": 1, "vpp_size": None}
+    partitions, micro_batches, *_ = build_dp_schedule(
+        pytest.fail,
+        SimpleNamespace(**ARGS | changed),
+        sent | {"microbatch_group_size_per_vp_stage": None},
+        lengths,
+        global_batch_size=len(lengths),
+        rollout_indices=list(range(len(lengths))),
+    )
+    return [[partitions[0][place] for place in samples] for samples in micro_batches[0]]
+
+
+@pytest.mark.usefixtures("_clock")
+def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
+    small: Small, tmp_path: Path, capfd: Any
+) -> None:
+    """Ten rollouts, each trained by the manager's own plan: the first by what the model's shape
+    costs, then by what passes took, a micro-batch as much as 50 tokens."""
+    small("slime")
+    draw = random.Random(5)
+    rollouts = [[draw.choice([5, 10, 20, 40, 80]) for _ in range(12)] for _ in range(10)]
+    args = SimpleNamespace(**ARGS)
+    init(args)
+    assert "schedules.forward_step" in capfd.readouterr().out
+    plans = []
+    for lengths in rollouts:
+        plans.append(planned(lengths))
+        run(lengths, plans[-1])
+    fixed = [planned(lengths, dynamic_batch_cost_model="fixed") for lengths in rollouts]
+    shape = shape_costs(args)
+    learnt = sys.modules["ray"].actors["mcore_batching learnt costs"].cost_model()
+    assert shape.per_micro_batch / shape.linear != pytest.approx(50, rel=0.5)
+    assert learnt.per_micro_batch / learnt.linear == pytest.approx(50, rel=0.15)
+    assert plans[:2] == fixed[:2]
+    assert all(ours != theirs for ours, theirs in zip(plans[5:], fixed[5:], strict=True))
+    path = tmp_path / "costs.json"
+    path.write_text(learnt.to_json())
+    by_file = planned(rollouts[-1], dynamic_batch_cost_model=str(path))
+    assert planned(rollouts[-1]) == by_file
+
+
+def test_expert_parallel_ranks_teach_nothing() -> None:
+    with pytest.raises(HookError, match="wait for each other in every one: set dynamic_batch_cost"):
+        planned([5], expert_model_parallel_size=2)

@@ -1,0 +1,380 @@
+"""verl's micro-batches and rows of its dynamic context parallelism, made by this package: the
+contract, agreement between ranks, the plugin.
+
+verl's own functions take part where ``MCORE_BATCHING_VERL_SOURCE`` names a folder with verl, an
+unpacked wheel of 0.9.1 or a checkout, and tensordict is installed. That its engine's loop gives the
+same with them is shown in `tests/distributed/test_hooked.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.patience import patience
+from kit.stand_ins import module_of
+from planning_cases import examples, plan_locally
+from rank_workers import CAP, VERL, batch_of, rearrange_all
+from spawned import reports_of_group
+
+from mcore_batching.batch import OrderError
+from mcore_batching.integrations.replacements import HookError
+from mcore_batching.integrations.verl import hook, micro_batches
+from mcore_batching.integrations.verl.micro_batches import RowScheduler
+from mcore_batching.planning import ParallelDims, PlannerConfig
+
+Small = Callable[..., Path]
+PLUGIN = "mcore_batching.integrations.verl.plugin"
+LENGTHS = [90, 13, 55, 8, 21, 34, 70, 5, 3, 44, 61, 29]
+
+
+def rearranged(
+    lengths: list[int], cap: int = CAP, *, fields: Any = None, **options: Any
+) -> tuple[list[Any], Any]:
+    """Without verl, of dense tensors."""
+    batch = batch_of(lengths) | (fields or {})
+    with mock.patch.object(micro_batches, "_select", selected):
+        return micro_batches.rearrange_micro_batches(None, batch, cap, **options)
+
+
+def selected(batch: dict[str, torch.Tensor], samples: list[int]) -> dict[str, torch.Tensor]:
+    return {name: values[samples] for name, values in batch.items()}
+
+
+@examples(150)
+@given(
+    st.lists(st.integers(1, CAP), min_size=1, max_size=20),
+    st.sampled_from([None, 1, 2, 4]),
+    st.sampled_from([None, 1, 5]),
+)
+def test_the_contract_holds(lengths: list[int], multiple: int | None, least: int | None) -> None:
+    made, indices = rearranged(lengths, num_batches_divided_by=multiple, min_num_micro_batch=least)
+    flat = list(itertools.chain.from_iterable(indices))
+    assert all(type(sample) is int for sample in flat)
+    assert set(flat) == set(range(len(lengths)))
+    assert len(made) == len(indices) >= (least or 1)
+    assert len(made) % (multiple or 1) == 0
+    if len(made) <= len(lengths):
+        assert len(flat) == len(lengths)
+    for samples, micro_batch in zip(indices, made, strict=True):
+        assert samples
+        assert sum(lengths[i] for i in samples) <= CAP
+        assert int(micro_batch["attention_mask"].sum()) == sum(lengths[i] for i in samples)
+    rows = torch.cat([micro_batch["input_ids"] for micro_batch in made])
+
+    def own(data: torch.Tensor, batch_idx_list: list[list[int]]) -> torch.Tensor:
+        order = list(itertools.chain.from_iterable(batch_idx_list))
+        assert len(order) == len(lengths) == data.shape[0]
+        return data[torch.tensor(order).argsort()]
+
+    restored = micro_batches.restore_dynamic_batch(own, rows, indices)
+    assert torch.equal(restored, batch_of(lengths)["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "indices", "message"),
+    [
+        (2, [[2, 0], [1]], "expected 3 rows, one a sample, got 2, none of samples []"),
+        (4, [[2, 0], [1]], "got 4"),
+        (4, [[2, 0], [1], [2, 2]], "expected 5 rows, one a sample, got 4"),  # one sample fills up
+        (3, [[2, 0], [2]], "got 3, none of samples [1]"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_another_number_of_rows_is_an_error(
+    rows: int, indices: list[list[int]], message: str, nested: bool
+) -> None:
+    data = torch.arange(rows)[:, None]
+    if nested:
+        data = torch.nested.as_nested_tensor(list(data), layout=torch.jagged)
+    with pytest.raises(OrderError, match=message.replace("[", r"\[").replace("]", r"\]")):
+        micro_batches.restore_dynamic_batch(lambda *_: pytest.fail("was called"), data, indices)
+
+
+def test_a_sample_that_fills_up_has_no_loss() -> None:
+    masks = torch.ones(3, 7, dtype=torch.bool)
+    made, indices = rearranged(
+        [40, 30, 60], fields={"response_mask": masks}, num_batches_divided_by=4
+    )
+    assert sorted(indices) == [[0], [1], [1], [2]]
+    masked = [not micro_batch["response_mask"].any() for micro_batch in made]
+    assert [samples for samples, empty in zip(indices, masked, strict=True) if empty] == [[1]]
+    assert masks.all()
+
+
+def test_it_is_refused_where_verl_counts_the_tokens_that_were_run() -> None:
+    fields = {"routed_num_tokens": torch.tensor(130)}
+    with pytest.raises(HookError, match=r"fewer samples than its 4 micro-batches.*mini_batch_size"):
+        rearranged([40, 30, 60], fields=fields, num_batches_divided_by=4)
+
+
+def test_samples_that_no_micro_batch_holds_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"101 tokens.*hold 100: set ppo_max_token_len_per_gpu"):
+        rearranged([40, 101])
+    with pytest.raises(ValueError, match="has no sample: set ppo_mini_batch_size higher"):
+        rearranged([])
+
+
+def groups_of(**sizes: int) -> SimpleNamespace:
+    """Megatron's parallel state, as far as it is asked."""
+    names = ("context", "tensor", "pipeline", "expert")
+    functions = {
+        f"get_{name}_{'' if name == 'context' else 'model_'}parallel_world_size": sizes.get(name, 1)
+        for name in names
+    }
+    functions["get_virtual_pipeline_model_parallel_world_size"] = sizes.get("chunks")
+    made: dict[str, Any] = {name: lambda size=size: size for name, size in functions.items()}
+    return SimpleNamespace(model_parallel_is_initialized=lambda: True, **made)
+
+
+def test_in_a_pipeline_it_is_the_plan_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without `dp_group` more experts than this rank's own share of the job are no error.
+    state = groups_of(pipeline=4, context=2, tensor=2, expert=8)
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
+    dims = ParallelDims(
+        pipeline_parallel=4, context_parallel=2, tensor_parallel=2, sequence_parallel=True
+    )
+    step = plan_locally(LENGTHS, dims, PlannerConfig(max_tokens_per_gpu=60), [0] * 12)
+    _, indices = rearranged(LENGTHS, 120)
+    assert indices == [list(samples) for samples in step.micro_batches[0]]
+    for samples in indices:  # padded to multiples of 8, as verl pads for both
+        assert sum(-(-LENGTHS[i] // 8) * 8 for i in samples) <= 120
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return reports_of_group(rearrange_all, 2, tmp_path_factory.mktemp("verl"))
+
+
+def test_ranks_have_equally_many(reports: list[dict[str, Any]]) -> None:
+    for case, count in {"one rank needs more": 4, "groups of four": 8}.items():
+        assert [len(report[case]) for report in reports] == [count, count]
+    assert [len(report["alone"]) for report in reports] == [3, 1]
+    for report, lengths in zip(reports, VERL["groups of four"][0], strict=True):
+        flat = sorted(itertools.chain.from_iterable(report["groups of four"]))
+        shortest = lengths.index(min(lengths))
+        assert flat == sorted([*range(5), *[shortest] * 3])
+
+
+def test_errors_of_one_rank_are_raised_on_all(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert "a sample has 101 tokens, a micro-batch may hold 100" in report["over the cap"]
+        assert "a data-parallel rank has no sample" in report["no sample"]
+    for case, own in (
+        ("planning fails", "ZeroDivisionError"),
+        ("batch cannot be read", "KeyError: 'attention_mask'"),  # left the others waiting
+    ):
+        for report in reports:
+            assert report[case].startswith("RankFailedError: failed on some ranks")
+            assert f"rank 1: {own}" in report[case]
+
+
+def test_consecutive_samples_that_belong_together_are_left_to_verl() -> None:
+    given: list[Any] = []
+    options = {"num_batches_divided_by": 2, "force_group_size": 2}
+    micro_batches.rearrange_micro_batches(lambda *all_: given.extend(all_), {}, 9, **options)
+    assert given == [{}, 9, None, 2, True, None, True, 2]
+
+
+ROW_CAP = 64
+
+
+def scheduled(lengths: list[int], ranks: int) -> list[list[list[int]]]:
+    scheduler = RowScheduler(max_seqlen_per_dp_cp_rank=ROW_CAP, cp_size=1, dp_size=ranks)
+    return scheduler.get_groups_and_subsamples([(10 + i, n) for i, n in enumerate(lengths)])
+
+
+def sizes_with_groups(ranks: int) -> set[int]:
+    """Sizes of rows that Megatron makes groups for (`create_dynamic_dp_cp_groups`), and all ranks,
+    whose group it has anyway."""
+    return {2**n for n in range(int(math.log2(ranks)))} | {ranks}
+
+
+@examples(100)
+@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.data())
+def test_the_contract_of_shared_rows_holds(ranks: int, data: st.DataObject) -> None:
+    """What verl checks, and the cap: of several samples in a row, padding included."""
+    lengths = data.draw(st.lists(st.integers(1, ROW_CAP * ranks), min_size=1, max_size=20))
+    rows = []
+    for of_slot in scheduled(lengths, ranks):
+        assert len(of_slot) == ranks
+        for rank, samples in enumerate(of_slot):
+            assert samples
+            members = [peer for peer, others in enumerate(of_slot) if others == samples]
+            assert members == [*range(members[0], members[0] + len(members))]
+            assert members[0] % len(members) == 0
+            assert len(members) in sizes_with_groups(ranks)
+            if rank == members[0]:
+                rows.append(samples)
+                multiple = 2 * len(members) if len(members) > 1 else 1
+                padded = [math.ceil(lengths[i - 10] / multiple) * multiple for i in samples]
+                assert len(samples) == 1 or sum(padded) <= ROW_CAP * len(members)
+    assert sorted(itertools.chain(*rows)) == [10 + i for i in range(len(lengths))]
+
+
+def test_too_few_samples_are_shared_by_all_ranks() -> None:
+    assert scheduled([50], 4) == [[[10]] * 4]
+
+
+def load_plugin() -> Any:
+    """As verl loads it: an import."""
+    sys.modules.pop(PLUGIN, None)
+    return importlib.import_module(PLUGIN)
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_the_plugin_does_nothing_unless_asked(
+    small: Small, monkeypatch: pytest.MonkeyPatch, value: str | None, capfd: Any
+) -> None:
+    small("verl")
+    if value is not None:
+        monkeypatch.setenv("MCORE_BATCHING_VERL", value)
+    load_plugin()
+    assert "verl" not in sys.modules
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_plugin_hooks_verl_and_prints_what_is_wrong(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    small("verl")
+    monkeypatch.setenv("MCORE_BATCHING_VERL", "yes")
+    with pytest.raises(HookError):
+        load_plugin()
+    shown = capfd.readouterr().err
+    assert "verl keeps its own micro-batches, because" in shown
+    assert "MCORE_BATCHING_VERL must be 1, 0 or unset, got 'yes'" in shown
+    monkeypatch.setenv("MCORE_BATCHING_VERL", "1")
+    load_plugin()
+    assert "hooked verl.utils.seqlen_balancing.rearrange_micro_batches" in capfd.readouterr().out
+    module = importlib.import_module("verl.utils.seqlen_balancing")
+    assert module.rearrange_micro_batches.__wrapped__ is not None
+
+
+def test_verl_finds_the_plugin() -> None:
+    tomllib = importlib.import_module("tomllib")
+    path = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["verl.plugins"] == {"mcore_batching": PLUGIN}
+
+
+@pytest.fixture
+def own_verl(own: Callable[[str], Path]) -> Path:
+    """The folder of verl's own modules."""
+    pytest.importorskip("tensordict", reason="verl needs tensordict, which is not installed")
+    return own("verl")
+
+
+START_UP = """
+import sys
+from kit.stand_ins import StandIns
+from frameworks import CHECKOUTS
+sys.meta_path.append(StandIns(CHECKOUTS["verl"].stand_ins))
+import verl
+import verl.utils.seqlen_balancing as balancing
+print("replaced", hasattr(balancing.rearrange_micro_batches, "_mcore_batching_original"))
+"""
+
+
+@pytest.mark.parametrize(("value", "replaced"), [("1", True), ("", False), ("2", False)])
+def test_verl_loads_the_plugin_on_import(
+    own_verl: Path, tmp_path: Path, value: str, replaced: bool
+) -> None:
+    metadata = tmp_path / "mcore_batching-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: mcore_batching\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[verl.plugins]\nmcore_batching = {PLUGIN}\n")
+    paths = [tmp_path, own_verl, Path(__file__).parent, *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", START_UP],
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "MCORE_BATCHING_VERL": value},
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"replaced {replaced}" in done.stdout
+    assert ("hooked verl.utils.seqlen_balancing" in done.stdout) == replaced
+    assert ("must be 1, 0 or unset" in done.stderr) == (value == "2")
+
+
+def test_verls_own_tests_pass_with_ours(own_verl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one process; the others need two devices of one's own."""
+    path = own_verl / "tests" / "utils" / "test_seqlen_balancing.py"
+    if not path.exists():
+        pytest.skip(f"{path} is not there: a wheel has no tests")
+    monkeypatch.setitem(sys.modules, "verl.utils.model", SimpleNamespace(create_random_mask=mask))
+    with hook():
+        module = module_of(path)
+        module.test_seqlen_balancing()
+        module.test_dynamic_batch()
+
+
+def mask(input_ids: torch.Tensor, **ratios: float) -> torch.Tensor:
+    """A random mask with padding on both sides, as verl's tests make them."""
+    rows, width = input_ids.shape
+    first = torch.randint(int(width * ratios["max_ratio_of_left_padding"]) + 1, (rows, 1))
+    least, most = ratios["min_ratio_of_valid_token"], ratios["max_ratio_of_valid_token"]
+    valid = torch.randint(int(width * least), int(width * most) + 1, (rows, 1))
+    places = torch.arange(width)
+    return ((places >= first) & (places < first + valid)).long()
+
+
+SCHEDULERS = "megatron.core.datasets.data_schedule"
+ROW_LENGTHS = [200, 13, 55, 8, 21, 34, 64, 5, 3, 44, 61, 29]
+
+
+@pytest.mark.usefixtures("own_verl")
+def test_verls_own_adapter_takes_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample once, in rows that it accepts on every rank; undone, Megatron's class again."""
+    # A Megatron that has the scheduler, and so the groups of such rows.
+    schedulers: Any = SimpleNamespace(DefaultDynamicCPScheduler=object)
+    monkeypatch.setitem(sys.modules, SCHEDULERS, schedulers)
+    module = importlib.import_module("verl.utils.dynamic_cp_scheduler")
+    tensors = importlib.import_module("verl.utils.tensordict_utils")
+    from tensordict import TensorDict
+
+    parts = [torch.arange(n) for n in ROW_LENGTHS]
+    batch = TensorDict(
+        {
+            "input_ids": torch.nested.as_nested_tensor(parts, layout=torch.jagged),
+            "sample": torch.arange(len(ROW_LENGTHS)),
+        },
+        batch_size=[len(ROW_LENGTHS)],
+    )
+    with hook() as hooked:
+        assert f"{module.__name__}.get_megatron_dynamic_cp_scheduler_cls" in hooked.hooked
+        adapter = module.DynamicCPScheduler(ROW_CAP, dp_size=2, cp_size=2)
+        leaders: list[int] = []
+        counts, sizes = set(), set()
+        for rank in range(4):
+            group = SimpleNamespace(size=lambda: 4, rank=lambda rank=rank: rank)
+            made = adapter.schedule(batch, group, tp_size=1)
+            counts.add(len(made))
+            for row in made:
+                sizes.add(tensors.get_non_tensor_data(row, "local_cp_size", None))
+                if tensors.get_non_tensor_data(row, module.DCP_GROUP_LEADER, None):
+                    leaders += row["sample"].tolist()
+    assert sorted(leaders) == [*range(len(ROW_LENGTHS))]
+    assert len(counts) == 1
+    assert max(sizes) == 4
+    assert module.get_megatron_dynamic_cp_scheduler_cls() is object
+    # One without such groups.
+    monkeypatch.setitem(sys.modules, SCHEDULERS, None)
+    with hook(), pytest.raises(RuntimeError, match="requires a Megatron-Core build"):
+        module.get_megatron_dynamic_cp_scheduler_cls()
