@@ -203,7 +203,6 @@ FLAGS = [
     *("--max-tokens-per-gpu", "--dp", "--pp", "--vpp", "--cp", "--tp", "--ep", "--plan-effort"),
     *("--samples-per-step", "--microbatch-group-size"),
     "--max-samples-per-row",
-    "--steps",
 ]
 WORDS = ["--balance", "--fill", "--packing", "--column"]
 

@@ -158,17 +158,6 @@ class CostModel:
         return self.per_micro_batch + ordered_sum(self.sample(length) for length in lengths)
 
 
-def in_units_of(model: CostModel, unit: float) -> CostModel:
-    """The same costs in units `unit` times as large; those of layers are proportions."""
-    return dataclasses.replace(
-        model,
-        linear=model.linear / unit,
-        quadratic=model.quadratic / unit,
-        per_micro_batch=model.per_micro_batch / unit,
-        context_parallel_fixed=model.context_parallel_fixed / unit,
-    )
-
-
 OUTPUT = "V"
 """Letter of the output layer, multi-token prediction beside it. It is the last of the last chunk,
 and no layer where layers are counted."""
