@@ -66,7 +66,7 @@ class Planner:
         return self._worker.submit(request)
 
     def plan(self, job: Job, request: PlanRequest, ticket: PlanTicket | None) -> bytes:
-        """The plan of a request, in JSON: the worker's if `ticket` is of the same one."""
+        """The plan of a request, in bytes: the worker's if `ticket` is of the same one."""
         if ticket is not None and ticket.request == request:
             plan = self._awaited(job, ticket)
             complaint = self._worker.complaint()
@@ -210,15 +210,17 @@ def plan_next_step(schedule: MicroBatchSchedule, ticket: PlanTicket | None) -> N
 
 
 def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> bytes:
-    """The plan of a step of all ranks' samples, as JSON. A collective."""
+    """The plan of a step of all ranks' samples, in bytes. A collective."""
     job = samples.job
     with job.agreement("planning") as agree:
         agree.same("step to plan", step)
         samples.compare(agree)
         data = b""
         if is_planning_rank(job):
+            # Later steps were begun with these samples: their request, forest included, is there.
+            request = ticket.request if ticket is not None and step else samples.request(step)
             with samples.naming(samples.steps[step]):
-                data = job.memory.only(Planner).plan(job, samples.request(step), ticket)
+                data = job.memory.only(Planner).plan(job, request, ticket)
         size = agree.max("bytes of the plan", len(data))
     own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
     first = job.consensus.ranks[0]

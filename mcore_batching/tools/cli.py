@@ -63,7 +63,7 @@ def build_parser() -> CommandParser:
             compare.add_arguments,
             compare.run,
         ),
-        ("replay", "show a recorded job, predicted against measured", replay.add_arguments, replay.run),
+        ("replay", "show predictions of a recorded job", replay.add_arguments, replay.run),
         ("flags", "print the flags of training jobs", describe_flags, run_flags),
     ):
         # No abbreviations: a script's flag must not change its meaning when another is added.

@@ -17,6 +17,7 @@ from mcore_batching.planning import (
     PlanFormatError,
     PlannerConfig,
     StepPlan,
+    plan_batch,
     plan_step,
     predicted_step_time,
     validate_plan,
@@ -33,11 +34,12 @@ STEP = StepPlan(
     config=CONFIG,
     context_parallel=((1, 2, 4), (1, 2, 4), (1, 1, 4), (1, 1, 4)),
 )
+PLAN = Plan(steps=(STEP,), num_samples=4)
 
 
 def test_a_row_is_counted_once_and_has_a_size() -> None:
     validate_plan(STEP, LENGTHS)
-    validate_plan(Plan(steps=(STEP,), num_samples=4), LENGTHS)
+    validate_plan(PLAN, LENGTHS)
     assert (STEP.row_size(3, 2), STEP.row_size(3, 1)) == (4, 1)
     assert [row for row in STEP.rows() if row.size > 1] == [(0, 1, 2, (1,)), (0, 2, 4, (0,))]
     fixed = plan_step([9, 9], ParallelDims(context_parallel=2), PlannerConfig(max_tokens_per_gpu=8))
@@ -45,16 +47,16 @@ def test_a_row_is_counted_once_and_has_a_size() -> None:
 
 
 def test_the_document_lists_sizes_only_under_dynamic_cp() -> None:
-    document = json.loads(STEP.to_json())
+    document = json.loads(PLAN.to_json())
     assert document["config"]["max_context_parallel"] == 4
     assert document["steps"][0]["context_parallel"] == [[1, 2, 4], [1, 2, 4], [1, 1, 4], [1, 1, 4]]
-    assert StepPlan.from_json(STEP.to_json()) == STEP == pickle.loads(pickle.dumps(STEP))
+    assert Plan.from_json(PLAN.to_json()) == PLAN == pickle.loads(pickle.dumps(PLAN))
     assert "[0]×4" in str(STEP)
     assert "on 4 ranks" in str(STEP)
     other = replace(STEP, context_parallel=((1, 1, 4),) * 4)
     assert other != STEP
     assert other.digest() != STEP.digest()
-    without = plan_step(LENGTHS, DIMS, replace(CONFIG, max_context_parallel=None))
+    without = plan_batch(LENGTHS, DIMS, replace(CONFIG, max_context_parallel=None))
     assert "context_parallel" not in json.loads(without.to_json())["steps"][0]
     assert "max_context_parallel" not in without.to_json()
 
@@ -73,10 +75,10 @@ def test_the_document_lists_sizes_only_under_dynamic_cp() -> None:
     ],
 )
 def test_a_document_with_wrong_sizes_is_refused(sizes: object, message: str) -> None:
-    document = json.loads(STEP.to_json())
+    document = json.loads(PLAN.to_json())
     document["steps"][0]["context_parallel"] = sizes
     with pytest.raises(PlanFormatError, match=message):
-        StepPlan.from_json(json.dumps(document))
+        Plan.from_json(json.dumps(document))
 
 
 @pytest.mark.parametrize(

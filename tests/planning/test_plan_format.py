@@ -8,7 +8,6 @@ import json
 from typing import Any
 
 import pytest
-from planning_cases import SIX_LENGTHS
 from planning_cases import SIX_SAMPLES as STEP
 
 from mcore_batching.planning import (
@@ -18,7 +17,6 @@ from mcore_batching.planning import (
     Plan,
     PlanFormatError,
     PlannerConfig,
-    StepPlan,
     plan_batch,
     plan_step,
 )
@@ -28,7 +26,7 @@ PLAN = Plan(steps=(STEP,), num_samples=6)
 
 def test_json_is_the_documented_format() -> None:
     """Without newer options, which are at their default: older plans keep their digests."""
-    document = json.loads(STEP.to_json())
+    document = json.loads(PLAN.to_json())
     assert document == {
         "format": "mcore-batching/plan",
         "version": 1,
@@ -56,15 +54,14 @@ def test_json_is_the_documented_format() -> None:
         "digest": STEP.digest(),
         "steps": [{"num_microbatches": 2, "ranks": [[[0, 1], [3]], [[2, 4], [5]]]}],
     }
-    assert PLAN.to_json() == STEP.to_json()
-    assert StepPlan.from_json(STEP.to_json()) == STEP
+    assert Plan.from_json(PLAN.to_json()) == PLAN
 
 
 def test_digest_is_sha256_of_the_canonical_document() -> None:
     """Pinned, because ranks on other platforms and Python versions must get the same."""
     pinned = "26a8244ebcda641777ce1ddfc9aa2faefac927c45951c2882fb7d682ad01ffd0"
     assert STEP.digest() == PLAN.digest() == pinned
-    document = json.loads(STEP.to_json())
+    document = json.loads(PLAN.to_json())
     del document["digest"]
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     assert STEP.digest() == hashlib.sha256(canonical.encode()).hexdigest()
@@ -89,9 +86,8 @@ def test_digest_and_equality_see_every_field(changes: dict[str, Any]) -> None:
     changed = dataclasses.replace(STEP, **changes)
     assert changed != STEP
     assert changed.digest() != STEP.digest()
-    assert changes.keys() & {"num_microbatches", "sample_indices"} or (
-        StepPlan.from_json(changed.to_json()) == changed
-    )
+    plan = Plan(steps=(changed,), num_samples=6)
+    assert "sample_indices" in changes or Plan.from_json(plan.to_json()) == plan
     other = dataclasses.replace(STEP, cost_model=CostModel(linear=7))  # no part of the identity
     assert (other, other.digest()) == (STEP, STEP.digest())
 
@@ -152,24 +148,15 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
-    for kind in (Plan, StepPlan):
-        with pytest.raises(PlanFormatError) as caught:
-            kind.from_json(text)
-        assert message in str(caught.value)
-        assert len(str(caught.value)) < 400  # whatever a stranger's file holds
+    with pytest.raises(PlanFormatError) as caught:
+        Plan.from_json(text)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 400  # whatever a stranger's file holds
 
 
 def test_the_digest_check_can_be_left_out() -> None:
     assert Plan.from_json(edited(num_samples=7), verify_digest=False).num_samples == 7
     assert Plan.from_json(edited(digest=None), verify_digest=False) == PLAN
-
-
-def test_several_steps_are_no_step_and_one_of_several_is_no_batch() -> None:
-    plan = plan_batch(SIX_LENGTHS, ParallelDims(data_parallel=2), STEP.config, samples_per_step=4)
-    with pytest.raises(PlanFormatError, match="has 2 steps; read it with"):
-        StepPlan.from_json(plan.to_json())
-    with pytest.raises(PlanFormatError, match=r"it is one step of a batch; read it with StepPlan"):
-        Plan.from_json(plan.steps[1].to_json())
 
 
 def test_steps_of_a_plan_belong_together() -> None:

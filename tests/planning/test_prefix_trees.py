@@ -19,7 +19,6 @@ from mcore_batching.planning import (
     Plan,
     PlanFormatError,
     PlannerConfig,
-    StepPlan,
     plan_step,
     predicted_step_time,
     step_statistics,
@@ -182,7 +181,8 @@ def test_no_plan_of_trees_ends_later_than_turns_or_samples_apart(seed: int, stag
     forest, dims = drawn(seed), replace(PP2, pipeline_parallel=stages)
     plan = plan_forest(forest, dims, CONFIG, MODEL)
     validate_plan(plan, forest.lengths)
-    assert StepPlan.from_json(plan.to_json()) == plan
+    whole = Plan(steps=(plan,), num_samples=plan.num_samples)
+    assert Plan.from_json(whole.to_json()) == whole
     leaves = sorted(set(forest.last) - {-1})
     turns = [forest.nodes[leaf].end for leaf in leaves] + [0] * forest.last.count(-1)
     ends = predicted_step_time(plan, forest.lengths, MODEL)
@@ -225,9 +225,8 @@ def test_a_window_counts_in_trees() -> None:
     assert narrow < 0.5 * wide
 
 
-GROUP = plan_groups(
-    [20, 21, 22, 9], [15] * 3 + [4], list("aaab"), ParallelDims(), CONFIG, MODEL
-).steps[0]
+GROUPS = plan_groups([20, 21, 22, 9], [15] * 3 + [4], list("aaab"), ParallelDims(), CONFIG, MODEL)
+(GROUP,) = GROUPS.steps
 TREE = GROUP.trees[0]
 LENGTHS = [20, 21, 22, 9]
 SMALL = replace(CONFIG, max_tokens_per_gpu=30)
@@ -256,10 +255,10 @@ def test_broken_trees_are_named(text: str) -> None:
 
 @pytest.mark.parametrize("trees", ["{}", "[[[0, 1]]]", "[[[], [0, 3]]]", "[[[0, 1], [0, 3, 5]]]"])
 def test_malformed_trees_are_refused(trees: str) -> None:
-    text = GROUP.to_json()
+    text = GROUPS.to_json()
     start, end = text.index('"trees": ') + len('"trees": '), text.rindex("}]}")
     with pytest.raises(PlanFormatError, match="trees"):
-        StepPlan.from_json(text[:start] + trees + text[end:], verify_digest=False)
+        Plan.from_json(text[:start] + trees + text[end:], verify_digest=False)
 
 
 def test_a_request_with_a_forest_is_planned_by_it() -> None:

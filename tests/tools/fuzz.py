@@ -43,7 +43,6 @@ from mcore_batching.planning import (
     ParallelDims,
     Plan,
     PlannerConfig,
-    StepPlan,
 )
 from mcore_batching.tools.cli import main as command
 
@@ -155,7 +154,7 @@ def documents(rng: random.Random) -> None:
     if rng.random() < 0.2:
         place = rng.randrange(len(text) + 1)
         text = text[:place] + rng.choice(["", "}", "\0", "NaN", "9" * 5000]) + text[place + 3 :]
-    reader = rng.choice([Plan.from_json, StepPlan.from_json, CostModel.from_json])
+    reader = rng.choice([Plan.from_json, Plan.from_json, CostModel.from_json])
     read: Any = reader(text, **({} if reader == CostModel.from_json else {"verify_digest": False}))
     if isinstance(read, Plan):
         lengths = spoiled(list(LENGTHS), rng)

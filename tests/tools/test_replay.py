@@ -18,7 +18,6 @@ from mcore_batching.planning.plans.records import StepRecord, read_records
 from mcore_batching.tools import replay
 from mcore_batching.tools.cli import main
 
-
 COEFFICIENTS = ("linear", "quadratic", "per_micro_batch", "context_parallel_fixed")
 
 

@@ -6,7 +6,6 @@
 
 Optional keys:
 
-- `sample_indices` of a step: the samples of one step out of a batch;
 - `context_parallel` of a step, under dynamic CP alone: the context-parallel size of each rank's
   micro-batches [ranks][num_microbatches]; "ranks" then lists data- and context-parallel ranks;
 - `trees` of a step: samples that are computed together, each tree as its samples and the places at
@@ -22,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -133,40 +132,11 @@ class StepPlan:
 
     def digest(self) -> str:
         """SHA-256 of the plan's content, in hex."""
-        return _digest(self._document())
-
-    def to_json(self) -> str:
-        """The plan as a `mcore-batching/plan` document of one step."""
-        return _dump(self._document())
-
-    def _document(self) -> dict[str, Any]:
         document = _document_of([self], self.num_samples)
         # Only of one step out of a batch: a whole batch is numbered from 0.
         if self.sample_indices != tuple(range(self.num_samples)):
             document["steps"][0]["sample_indices"] = list(self.sample_indices)
-        return document
-
-    @classmethod
-    def from_json(cls, text: str, *, verify_digest: bool = True) -> StepPlan:
-        """The plan that `to_json` wrote; also reads a one-step document of `Plan.to_json`.
-
-        Raises:
-            PlanFormatError: not a plan of one step, another version, or (unless `verify_digest`
-                is False) a digest that does not match.
-        """
-        document = parse_json_dict(text, "a plan in JSON", PlanFormatError)
-        return cls.of_document(document, verify_digest=verify_digest)
-
-    @classmethod
-    def of_document(cls, document: Any, *, verify_digest: bool = True) -> StepPlan:
-        """The plan in a document that was parsed; errors as of `from_json`."""
-        num_samples, steps = _read(document)
-        if len(steps) != 1:
-            raise PlanFormatError(f"the plan has {len(steps)} steps; read it with Plan.from_json")
-        plan = cls(**{"sample_indices": tuple(range(num_samples))} | steps[0])
-        if verify_digest:
-            _check_digest(document, plan.digest())
-        return plan
+        return _digest(document)
 
     def _shown_slots(self, rank: int) -> list[str]:
         """A rank's micro-batches for people: `[3 17]`, under dynamic CP `[3 17]×2`."""
@@ -236,8 +206,13 @@ class Plan:
             lengths: total length of each sample of the batch [samples], in tokens; their digest is
                 written as well.
         """
-        beside = {} if lengths is None else {"lengths_digest": lengths_digest(lengths)}
-        return _dump(_document_of(self.steps, self.num_samples), beside)
+        document = _document_of(self.steps, self.num_samples)
+        written = document | {"digest": _digest(document)}
+        if lengths is not None:
+            written["lengths_digest"] = lengths_digest(lengths)
+        # Steps last: what a person looks for stands before megabytes of indices.
+        written["steps"] = written.pop("steps")
+        return json.dumps(written)
 
     @classmethod
     def from_json(cls, text: str, *, verify_digest: bool = True) -> Plan:
@@ -253,18 +228,17 @@ class Plan:
     @classmethod
     def of_document(cls, document: Any, *, verify_digest: bool = True) -> Plan:
         """The plan in a document that was parsed; errors as of `from_json`."""
-        num_samples, steps = _read(document)
-        for step in steps:
-            if "sample_indices" in step:
-                raise PlanFormatError("it is one step of a batch; read it with StepPlan.from_json")
-            # A batch's steps do not list their samples: what they run is what they must cover, and
-            # `validate_plan` finds what is in none.
-            ranks = step["micro_batches"]
-            found = {sample for rank in ranks for samples in rank for sample in samples}
-            step["sample_indices"] = tuple(sorted(found))
-        plan = cls(steps=tuple(StepPlan(**step) for step in steps), num_samples=num_samples)
-        if verify_digest:
-            _check_digest(document, plan.digest())
+        plan = _read(document)
+        recorded, found = document.get("digest"), plan.digest() if verify_digest else None
+        if verify_digest and recorded is None:
+            raise PlanFormatError(
+                f'the plan has no "digest"; add "digest": "{found}", or pass verify_digest=False'
+            )
+        if verify_digest and recorded != found:
+            raise PlanFormatError(
+                f"the digest is {recorded:.80}, the content's {found}; plan again, or pass "
+                "verify_digest=False"
+            )
         return plan
 
     def __str__(self) -> str:
@@ -345,30 +319,7 @@ def lengths_digest(lengths: Sequence[int]) -> str:
     return hashlib.sha256(",".join(map(str, check_lengths(lengths))).encode("ascii")).hexdigest()
 
 
-def _dump(document: dict[str, Any], beside: Mapping[str, str] | None = None) -> str:
-    """A document as text; `beside` is written into it, and no part of its digest."""
-    # Steps last: what a person looks for stands before megabytes of indices.
-    head = {key: value for key, value in document.items() if key != "steps"} | dict(beside or {})
-    return json.dumps({**head, "digest": _digest(document), "steps": document["steps"]})
-
-
-def _check_digest(document: dict[str, Any], found: str) -> None:
-    """Refuse a digest that is not the content's, or none."""
-    recorded = document.get("digest")
-    if recorded is None:
-        raise PlanFormatError(
-            f'the plan has no "digest"; add "digest": "{found}", or pass verify_digest=False'
-        )
-    if recorded != found:
-        raise PlanFormatError(
-            f"the digest is {recorded:.80}, the content's {found}; plan again, or pass "
-            "verify_digest=False"
-        )
-
-
-def _read(raw: Any) -> tuple[int, list[dict[str, Any]]]:
-    """The samples of a document, and the fields of each `StepPlan`; `sample_indices` only where the
-    document has it."""
+def _read(raw: Any) -> Plan:
     # Values are checked for their kind alone: a broken plan can be read, and `validate_plan` names
     # what is wrong with it.
     _json(raw, dict, "a plan")
@@ -391,9 +342,12 @@ def _read(raw: Any) -> tuple[int, list[dict[str, Any]]]:
     if not steps:
         raise PlanFormatError('"steps" must hold at least one step, got an empty list')
     config, dims = _settings(PlannerConfig, raw, "config"), _settings(ParallelDims, raw, "layout")
-    of_all = {"config": config, "dims": dims, "scope": scope}
-    found = [of_all | _read_step(step, f"step {i}", config) for i, step in enumerate(steps)]
-    return _count(raw.get("num_samples"), '"num_samples"'), found
+    return Plan(
+        steps=tuple(
+            _read_step(step, f"step {i}", dims, config, scope) for i, step in enumerate(steps)
+        ),
+        num_samples=_count(raw.get("num_samples"), '"num_samples"'),
+    )
 
 
 def _settings(kind: type[_Settings], raw: dict[str, Any], key: str) -> _Settings:
@@ -411,7 +365,9 @@ def _settings(kind: type[_Settings], raw: dict[str, Any], key: str) -> _Settings
         raise PlanFormatError(f'"{key}" is not valid: {error}') from None
 
 
-def _read_step(raw: Any, where: str, config: PlannerConfig) -> dict[str, Any]:
+def _read_step(
+    raw: Any, where: str, dims: ParallelDims, config: PlannerConfig, scope: Scope
+) -> StepPlan:
     if "split_backward" in _json(raw, dict, where):
         raise PlanFormatError(
             f'{where} has "split_backward", passes that are no longer split; plan again'
@@ -425,15 +381,17 @@ def _read_step(raw: Any, where: str, config: PlannerConfig) -> dict[str, Any]:
     )
     is_dynamic = config.max_context_parallel is not None
     trees = _json(raw.get("trees", []), list, f'{where}, "trees"')
-    step = {
-        "num_microbatches": _count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
-        "micro_batches": ranks,
-        "context_parallel": _read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
-        "trees": tuple(_read_tree(tree, f'{where}, "trees" {n}') for n, tree in enumerate(trees)),
-    }
-    if raw.get("sample_indices") is not None:
-        step["sample_indices"] = _indices(raw["sample_indices"], f'{where}, "sample_indices"')
-    return step
+    return StepPlan(
+        num_microbatches=_count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
+        micro_batches=ranks,
+        # What a step runs is what it must cover: `validate_plan` finds samples that are in none.
+        sample_indices=tuple(sorted({i for rank in ranks for samples in rank for i in samples})),
+        dims=dims,
+        config=config,
+        context_parallel=_read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
+        scope=scope,
+        trees=tuple(_read_tree(tree, f'{where}, "trees" {n}') for n, tree in enumerate(trees)),
+    )
 
 
 def _read_tree(raw: Any, where: str) -> PrefixTree:

@@ -115,7 +115,8 @@ class StepRecorder:
         }
         head = json.dumps(step, separators=(",", ":")).removesuffix("}")
         try:
-            self._file.write(f'{head},"plan":{plan.to_json()}}}\n')
+            document = Plan(steps=(plan,), num_samples=plan.num_samples).to_json()
+            self._file.write(f'{head},"plan":{document}}}\n')
             self._file.flush()
             if self._cost_model != model:
                 # For other jobs and commands, one of which may be reading it.
@@ -182,14 +183,15 @@ def _record(raw: Mapping[str, Any]) -> StepRecord:
             f"{raw['version']!r:.80}; read it with the release that wrote it"
         )
     lengths = tuple(check_lengths(raw["lengths"]))
-    cost_model = CostModel(**raw["cost_model"])
-    plan = replace(StepPlan.of_document(raw["plan"]), cost_model=cost_model)
+    plan = Plan.of_document(raw["plan"])
     # A broken plan, or one of some of the samples, would break a reader much later.
-    validate_plan(Plan(steps=(plan,), num_samples=plan.num_samples), lengths)
+    validate_plan(plan, lengths)
+    if len(plan.steps) > 1:
+        raise ValueError(f"its plan has {len(plan.steps)} steps, expected one")
     measured, unit = raw["measured_seconds"], raw.get("seconds_per_unit")
     return StepRecord(
         step=at_least("step", raw["step"], 0, RecordError),
-        plan=plan,
+        plan=replace(plan.steps[0], cost_model=CostModel(**raw["cost_model"])),
         lengths=lengths,
         measured_seconds=None if measured is None else _time("measured_seconds", measured),
         seconds_per_unit=None if unit is None else _time("seconds_per_unit", unit),

@@ -26,7 +26,7 @@ from mcore_batching.megatron import add_fields, response_log_probs
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.prepare import StepRows
 from mcore_batching.planning import plan_step
-from mcore_batching.planning.worker import PlanRequest
+from mcore_batching.planning.worker import PlanRequest, serialize
 
 SHARED = {"dynamic_batch_context_parallel": 2}
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -85,9 +85,9 @@ def fails(*unused: Any, **also: Any) -> Any:
     raise MemoryError("on purpose")
 
 
-def damaged(request: PlanRequest, document: bytes) -> Any:
-    """The plan of a document of which the last byte is lost."""
-    return _read(request, document[:-1])
+def damaged(request: PlanRequest, data: bytes) -> Any:
+    """A plan of which the last byte is lost."""
+    return _read(request, data[:-1])
 
 
 _read = PlanRequest.read
@@ -96,7 +96,7 @@ _read = PlanRequest.read
 def plan_beyond_cap(planner: Planner, job: Any, request: Any, ticket: Any) -> bytes:
     config = dataclasses.replace(request.config, max_tokens_per_gpu=1000)
     step = plan_step(request.lengths, request.dims, config, request.cost_model)
-    return dataclasses.replace(step, config=request.config).to_json().encode()
+    return serialize(dataclasses.replace(step, config=request.config))
 
 
 def gathered(logits: torch.Tensor) -> torch.Tensor:

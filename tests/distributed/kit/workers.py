@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
@@ -71,9 +72,9 @@ def worker_with(fault: str | None, first: int = 1) -> Iterator[dict[str, Any]]:
 
     def submitted(self: PlanningWorker, request: PlanRequest) -> PlanTicket:
         if fault == "in line":
-            ticket = PlanTicket(self, None, request)
-            ticket.settle(b"I")
-            return ticket
+            answer: Any = Future()
+            answer.set_result(None)
+            return PlanTicket(request, self, None, answer)
         ticket = submit(self, request)
         if self.pid is not None and self.pid not in made["pids"]:
             made["pids"].append(self.pid)
