@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_jobs import recorded_job
 
 from mcore_batching.flags import FLAGS, OPTIONS, PREFIX, REMOVED_FLAGS, THEMES
 from mcore_batching.planning import (
@@ -190,7 +189,6 @@ REFUSED = {
     f"{TREES} --column tokens": "--group-column and --prompt-column need each other",
     f"{TREES} --column tokens --prompt-column uids": "there is no column 'uids'",
     f"{TREES} --column prompt --prompt-column tokens": "its prompt",
-    "replay records --steps 0": "--steps must be 1 or more",
 }
 
 
@@ -200,7 +198,6 @@ def test_what_is_refused_is_named_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("groups.csv").write_text("tokens,prompt,uid\n9,8,a\n")
-    recorded_job(tmp_path / "records", [1.0])
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n17\n"))
     assert main(line.split()) == 2
     printed = capsys.readouterr()

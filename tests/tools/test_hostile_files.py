@@ -24,7 +24,7 @@ BETWEEN_RANKS = {
     "megatron/exchange.py",
     "megatron/job.py",
     "megatron/topology.py",
-    "planning/worker.py",  # requests, between a rank and the process that it has started
+    "planning/worker.py",  # between a rank and the process that it has started, and plans to ranks
 }
 
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
