@@ -128,18 +128,21 @@ def mixed_sizes() -> Iterator[None]:
 
 
 def _mixed_forest(
-    forest: Forest, dims: ParallelDims, config: PlannerConfig, *unused: Any, **named: Any
+    forest: Forest, dims: ParallelDims, config: PlannerConfig, costs: CostModel, **named: Any
 ) -> StepPlan:
     """The same of whole prefix trees."""
     trees, *_ = tree_planner._candidates(forest, dims, config, CostModel())
-    plan = _mixed_plan([tree.size for tree in trees], dims, config)
+    plan = _mixed_plan([tree.size for tree in trees], dims, config, costs, **named)
     return tree_planner._of_samples(plan, trees)
 
 
 def _mixed_plan(
-    lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig, *unused: Any, **named: Any
+    lengths: Sequence[int],
+    dims: ParallelDims,
+    config: PlannerConfig,
+    cost_model: CostModel,
+    **named: Any,
 ) -> StepPlan:
-    del unused, named
     slots = SIZES[dims.data_context_parallel]
     rows = [
         (size, slot, rank)
@@ -166,4 +169,6 @@ def _mixed_plan(
         dims=dims,
         config=config,
         context_parallel=sizes_by_rank,
+        cost_model=cost_model,
+        **named,
     )
