@@ -89,9 +89,6 @@ def test_cost_of_samples_and_micro_batches() -> None:
     assert CostModel(linear=2, quadratic=3, per_micro_batch=5).micro_batch([1, 10]) == 330
     model = CostModel(quadratic=1.0, window=4, beyond_window=0.25)
     assert [model.sample(length) for length in (2, 6)] == [2 + 4, 6 + 36 - 0.75 * 4]
-    shared = CostModel().on_ranks(3)
-    assert shared.linear == pytest.approx(1.1**2 / 3)
-    assert shared.per_micro_batch == 256 + 2 * 64
 
 
 COSTS = CostModel(

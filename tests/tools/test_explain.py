@@ -167,18 +167,23 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     assert "2 per rank; this plan has 3" in explain(packed, LENGTHS)
 
 
-def test_no_parallel_dims_are_tried_over_which_experts_cannot_be_spread() -> None:
-    dims = ParallelDims(data_parallel=2, expert_parallel=2)
-    tried = [changed for _, changed, _, _ in alternatives(plan_step([3, 4, 5], dims, CONFIG))]
-    assert {(each.data_parallel, each.pipeline_parallel) for each in tried} == {(2, 1), (1, 1)}
-
-
-@pytest.mark.parametrize(("stages", "tried"), [(300, {150, 600}), (600, {300}), (4, {2, 8})])
-def test_no_pipeline_is_tried_that_no_job_can_have(stages: int, tried: set[int]) -> None:
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=stages, microbatch_group_size=2)
+@pytest.mark.parametrize(
+    ("dims", "tried"),
+    [
+        # Experts cannot be spread over one rank.
+        (ParallelDims(data_parallel=2, expert_parallel=2), {(1, 1)}),
+        # No job has more than 1024 stages.
+        (ParallelDims(data_parallel=2, pipeline_parallel=300), {(1, 300), (1, 600), (4, 150)}),
+        (ParallelDims(data_parallel=2, pipeline_parallel=600), {(1, 600), (4, 300)}),
+        (ParallelDims(data_parallel=2, pipeline_parallel=4), {(1, 4), (1, 8), (4, 2)}),
+    ],
+)
+def test_no_parallel_dims_are_tried_that_no_job_can_have(
+    dims: ParallelDims, tried: set[tuple[int, int]]
+) -> None:
     step = plan_step([3, 4, 5], dims, replace(CONFIG, plan_effort=1))
-    found = {changed.pipeline_parallel for _, changed, _, _ in alternatives(step)}
-    assert found - {stages} == tried
+    found = {(each.data_parallel, each.pipeline_parallel) for _, each, _, _ in alternatives(step)}
+    assert found - {(2, dims.pipeline_parallel)} == tried
 
 
 def test_trees_are_named_by_their_samples_and_advice_can_be_left_out() -> None:
