@@ -96,7 +96,7 @@ def step_totals(
     trained, num_tokens = sums[0], int(weights.count_nonzero())
     # Of numbers up to 1 only ones add up to how many are not 0, as in most masks. Others are added
     # up in double: micro-batches, and so packing, should not show in the sum.
-    if weights.numel() and (float(trained.sum()) != num_tokens or weights.max() > 1):
+    if weights.numel() and (float(trained.sum()) != num_tokens or weights.amax() > 1):
         trained, weights = _sums((weights != 0).float(), span), weights.double()
         sums = [_sums(weights, span)]
     within = weights
@@ -171,7 +171,9 @@ def _sums(values: Tensor, span: Span) -> Tensor:
     number = ends // _BLOCK
     blocks = values[: len(values) // _BLOCK * _BLOCK].view(-1, _BLOCK).sum(1)
     places = number[:, None] * _BLOCK + torch.arange(_BLOCK, device="cpu")
-    part = values[places.clamp(max=len(values) - 1)].masked_fill_(places >= ends[:, None], 0)
+    # By `index_select`, which takes a tenth of the time of brackets.
+    part = values.index_select(0, places.clamp(max=len(values) - 1).view(-1)).view(-1, _BLOCK)
+    part.masked_fill_(places >= ends[:, None], 0)
     whole = pad(blocks.double().cumsum(0), (1, 0)).index_select(0, number)
     return (whole + part.sum(1)).diff(prepend=whole.new_zeros(1))
 

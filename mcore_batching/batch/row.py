@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,27 @@ from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.row_index import Nodes, RowIndex
 
+Value = TypeVar("Value")
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class LaterTokens:
+
+class _Part(Generic[Value]):
+    """A value of a row, made and moved with those of its block when it is first read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, row: Any, owner: type) -> Value:
+        made: Value = row._part(self._name)
+        vars(row)[self._name] = made  # where it is found from now on
+        return made
+
+
+class _Parts:
+    def __init__(self, part: Callable[[str], Any]) -> None:
+        self._part = part  # gives one by its name
+
+
+class LaterTokens(_Parts):
     """A row as multi-token prediction reads it at one depth: at each position a later one's values.
 
     Depth 1 of the row drawn above, 0 where a segment ends; shapes as of the row's:
@@ -48,14 +66,11 @@ class LaterTokens:
         loss_mask    1 0 0 0 | 0 0 | 0 0
     """
 
-    tokens: Tensor
-    position_ids: Tensor
-    labels: Tensor
-    loss_mask: Tensor
+    tokens, position_ids = _Part[Tensor](), _Part[Tensor]()
+    labels, loss_mask = _Part[Tensor](), _Part[Tensor]()
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class ResponseTokens:
+class ResponseTokens(_Parts):
     """The R response tokens of a row, sample after sample. Response token j of a sample with p
     prompt tokens is predicted at place p - 1 + j of the sample. Samples that share tokens may have
     several at one position.
@@ -74,17 +89,15 @@ class ResponseTokens:
             `distinct_positions`; None where none repeats.
     """
 
-    loss_masks: Tensor
-    owned_indices: Tensor
-    owned_positions: Tensor
-    distinct_positions: Tensor | None = None
-    distinct_indices: Tensor | None = None
+    loss_masks, owned_indices = _Part[Tensor](), _Part[Tensor]()
+    owned_positions = _Part[Tensor]()
+    distinct_positions, distinct_indices = _Part[Tensor | None](), _Part[Tensor | None]()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PackedMicroBatch:
     """One context-parallel rank's slice of a packed row: of a full row of T tokens, ``T_local = T /
-    cp``.
+    cp``. Tensors move to the device when they are first read.
 
     Attributes:
         tokens: int64 ``[1, T_local]``.
@@ -116,12 +129,10 @@ class PackedMicroBatch:
         later: for multi-token prediction, at each depth from 1 on.
     """
 
-    tokens: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    loss_mask: Tensor
-    padding_mask: Tensor
-    cu_seqlens_padded: Tensor
+    tokens, labels, position_ids = _Part[Tensor](), _Part[Tensor](), _Part[Tensor]()
+    loss_mask, padding_mask = _Part[Tensor](), _Part[Tensor]()
+    cu_seqlens_padded = _Part[Tensor]()
+    owned_num_tokens = _Part[int]()
     host_cu_seqlens_padded: tuple[int, ...]
     max_seqlen: int
     total_lengths: list[int]
@@ -133,8 +144,8 @@ class PackedMicroBatch:
     fields: Columns
     context_parallel_size: int
     context_parallel_rank: int
-    owned_num_tokens: int
-    later: tuple[LaterTokens, ...] = ()
+    later: tuple[LaterTokens, ...]
+    _part: Callable[[str], Any] = dataclasses.field(repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -292,12 +303,12 @@ def gather_own_values(
             f"expected the {micro_batch.context_parallel_size} ranks that share the row, got "
             f"{size}; set group to the context-parallel group"
         )
-    responses = micro_batch.responses
-    flat, count = own_values, responses.loss_masks.numel()
+    flat, count = own_values, sum(micro_batch.response_lengths)
     # Zeros where another rank predicts the token, so the sum over ranks is the whole response.
     if len(own_values) < count:
+        owned = micro_batch.responses.owned_indices.to(own_values.device)
         flat = own_values.new_zeros((count, *own_values.shape[1:]))
-        flat = flat.index_copy(0, responses.owned_indices.to(own_values.device), own_values)
+        flat = flat.index_copy(0, owned, own_values)
     # Without response tokens no rank of the row calls: all have the same lengths.
     if group is not None and size > 1 and flat.numel():
         flat = all_reduce(flat, group=group)  # type: ignore[no-untyped-call]

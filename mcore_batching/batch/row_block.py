@@ -1,16 +1,17 @@
-"""Rows of a step, packed in blocks: laid out one behind the other, and then cut, so that each
-operation is launched once for several rows. A block moves to a device in one buffer.
+"""Rows of a step in blocks: laid out one behind the other, and then cut, so that each operation is
+launched once for several rows.
 
-    [1, 2, 3] int64, [0.5] float32          24 bytes, 104 of padding, 4 bytes, 124 of padding
-    PinnedBuffer(tensors).on(device)        the same tensors, views of one buffer on the device
+A tensor is made, and moves to the device, for a whole block when it is first read of one of its
+rows. So a pipeline stage without a loss makes no labels, and what a loss reads is made while the
+device runs the row's forward pass.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import accumulate, compress, pairwise
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,13 +21,7 @@ from mcore_batching.batch.columns import Columns, map_tensors
 from mcore_batching.batch.row import LaterTokens, PackedMicroBatch, ResponseTokens, packed_field
 from mcore_batching.batch.row_index import Nodes, RowIndex, Span
 
-_STREAMS = ("tokens", "labels", "position_ids", "loss_mask")
-_TENSORS = (*_STREAMS, "padding_mask", "cu_seqlens_padded")
-_RESPONSES = ("loss_masks", "owned_indices", "owned_positions")
 _DISTINCT = ("distinct_positions", "distinct_indices")
-_ALIGNMENT_BYTES = 128
-"""Start of each tensor of a buffer, for kernels' vectorized loads; PyTorch's allocator aligns to
-512."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +45,7 @@ class Layout:
 
 
 class RowBlock:
-    """Rows of some samples, packed at once on the host; `rows` cuts them.
+    """Rows of some samples, each tensor made for all of them at once when it is first read.
 
     Args:
         columns: samples, those of the rows among them.
@@ -59,13 +54,10 @@ class RowBlock:
         layout: of all rows.
         sample_indices: indices of each row's samples in the columns, empty for a placeholder.
         is_placeholder: True if the samples are fabricated.
+        device: to which what is read of the rows moves.
 
     Attributes:
-        fields: of the rows' samples, row after row.
-        owned_num_tokens: of each row, as of `PackedMicroBatch`.
-
-    Raises:
-        BatchError: a row cannot be cut.
+        fields: of the rows' samples, row after row; on the host.
     """
 
     def __init__(
@@ -77,148 +69,26 @@ class RowBlock:
         *,
         sample_indices: Sequence[tuple[int, ...]],
         is_placeholder: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        self._layout, self._is_placeholder = layout, is_placeholder
-        self._sample_indices, self._nodes = sample_indices, nodes
+        self._nodes, self._layout, self._is_placeholder = nodes, layout, is_placeholder
+        self._sample_indices, self._device = sample_indices, device or torch.device("cpu")
         self.fields = columns.taken([sample for row in rows for sample in row])
         # First sample of each row, and behind the last one's.
         self._samples = [*accumulate(map(len, rows), initial=0)]
-        self._tensors: dict[tuple[str, int], Tensor] = {}  # by name and depth
-        self._cuts: dict[str, list[int]] = {}
-        self._buffer: PinnedBuffer | None = None
-        self._device = torch.device("cpu")
-        index = self._lay_out()
-        self._add_responses(index)
-        for depth, stream in enumerate(self._streams(index)):
-            self._tensors |= {(name, depth): value for name, value in stream.items()}
-
-    def _lay_out(self) -> RowIndex:
-        """The index of all rows, and their offsets."""
-        layout, fields = self._layout, self.fields
-        size, rank = layout.context_parallel_size, layout.context_parallel_rank
-        flat = [offset for nodes in self._nodes for offset in nodes.segments]
-        self._tensors["cu_seqlens_padded", 0] = torch.tensor(flat, dtype=torch.int32, device="cpu")
-        self._cuts["cu_seqlens_padded"] = [len(nodes.segments) for nodes in self._nodes]
-        tokens = [nodes.segments[-1] // size for nodes in self._nodes]
-        self._cuts |= dict.fromkeys((*_STREAMS, "padding_mask"), tokens)
-        spans = fields.token_span, fields.response_span
-        return RowIndex(*spans, self._nodes, size, rank)
-
-    def _add_responses(self, index: RowIndex) -> None:
-        """Loss weights of the response tokens, and the positions that predict them."""
-        lengths = self.fields.response_lengths
-        of_rows = Span.of([sum(lengths[a:b]) for a, b in pairwise(self._samples)])
-        weights = loss_weights(self.fields)
-        if self._is_placeholder:
-            weights = torch.zeros_like(weights)
-        held, positions = index.predicting()
-        row, own, counts = of_rows.samples, weights, of_rows.lengths
-        if len(held) < len(weights):
-            row, own = row.index_select(0, held), weights.index_select(0, held)
-            counts = row.bincount(minlength=len(counts))
-        tokens = Span.of(self._cuts["tokens"])
-        trained = torch.segment_reduce((own != 0).float(), "sum", lengths=counts, unsafe=True)
-        self.owned_num_tokens: list[int] = trained.long().tolist()
-        made = {
-            "loss_masks": weights,
-            "owned_indices": held - of_rows.firsts.index_select(0, row),
-            "owned_positions": positions - tokens.firsts.index_select(0, row),
-        }
-        if any(nodes.is_shared for nodes in self._nodes):
-            distinct, indices = torch.unique(positions, return_inverse=True)
-            of_row = tokens.samples.index_select(0, distinct)
-            places = of_row.bincount(minlength=len(counts))
-            firsts = places.cumsum(0) - places
-            made["distinct_positions"] = distinct - tokens.firsts.index_select(0, of_row)
-            made["distinct_indices"] = indices - firsts.index_select(0, row)
-            self._cuts["distinct_positions"] = places.tolist()
-            self._cuts["distinct_indices"] = counts.tolist()
-        self._tensors |= {(name, 0): value for name, value in made.items()}
-        self._cuts["loss_masks"] = of_rows.counts
-        self._cuts |= dict.fromkeys(_RESPONSES[1:], counts.tolist())
-        tags = self.fields.get("is_padding")
-        # All of a padding sample is masked as padding, so that MoE routers do not count its tokens.
-        padding = None if tags is None else torch.tensor(tags, dtype=torch.bool, device="cpu")
-        self._tensors["padding_mask", 0] = index.is_padding(padding)[None]
-
-    def _streams(self, index: RowIndex) -> Iterator[dict[str, Tensor]]:
-        """Tokens, labels, position ids and loss masks ``[..., 1, T_local]``, at each depth."""
-        fields, layout = self.fields, self._layout
-        ids, end = fields.flat("tokens"), fields.token_span.end
-        weights, axes = self._tensors["loss_masks", 0], fields.position_ids
-        places = [index.places(fields.token_span, later) for later in range(layout.depths + 2)]
-        # A label is the next depth's token, but for what stands behind the end of a segment.
-        padded = [ids.index_select(0, at).long() for at in places]
-        if layout.pad_token_id:  # the place of padding holds a 0
-            for each, at in zip(padded, places, strict=True):
-                each.masked_fill_(at == end, layout.pad_token_id)
-        for depth in range(layout.depths + 1):
-            stream = {"tokens": padded[depth], "labels": padded[depth + 1]}
-            if depth:
-                beyond = index.is_beyond(depth)
-                stream = {name: each.masked_fill(beyond, 0) for name, each in stream.items()}
-            if axes is None:
-                stream["position_ids"] = index.counted(depth)
-            else:
-                own = fields.flat(axes).index_select(0, places[depth])
-                stream["position_ids"] = own.long().movedim(0, -1)
-            stream = {name: each.unsqueeze(-2) for name, each in stream.items()}
-            if layout.has_labels:
-                for name in ("labels", "loss_mask"):
-                    stream[name] = packed_field(index, fields, fields.schema[name], depth)
-            else:
-                held, positions = index.predicting(depth)
-                mask = weights.new_zeros(1, index.num_local)
-                mask[0].index_add_(0, positions, weights.index_select(0, held))
-                stream["loss_mask"] = mask
-            yield stream
-
-    def pinned(
-        self,
-        device: torch.device,
-        names: Collection[str] | None = None,
-        fields: Collection[str] | None = None,
-    ) -> RowBlock:
-        """These rows, ready for `on_device`, in one buffer: attributes by these names
-        (the others stay on the host), and these fields alone; None: all."""
-        own = self.fields.compact(fields).fields
-        moved = {k: v for k, v in self._tensors.items() if names is None or k[0] in names}
-        # From pageable memory the host would wait for the copy.
-        buffer = PinnedBuffer((moved, own), pin_memory=device.type == "cuda")
-        made = self._with(*buffer.value)
-        made._buffer, made._device = buffer, device
-        return made
-
-    def on_device(self) -> RowBlock:
-        """These `pinned` rows on their device, by one copy that the host does not wait for."""
-        assert self._buffer is not None
-        return self._with(*self._buffer.on(self._device))
-
-    def _with(
-        self, tensors: dict[tuple[str, int], Tensor], fields: dict[str, Tensor | list[Any]]
-    ) -> RowBlock:
-        made = copy.copy(self)
-        made._tensors, made.fields = self._tensors | tensors, self.fields.replaced(fields)
-        return made
+        self._made: dict[tuple[str, int], tuple[Tensor, list[int]]] = {}
 
     def rows(self) -> list[PackedMicroBatch]:
-        """Each of them; views."""
-        # unsafe_: see `PinnedBuffer`.
-        parts = {
-            key: torch.unsafe_split_with_sizes(tensor, self._cuts[key[0]], dim=-1)
-            for key, tensor in self._tensors.items()
-        }
-        layout, made = self._layout, list[PackedMicroBatch]()
-        for number, (first, last) in enumerate(pairwise(self._samples)):
-            own = {key: part[number] for key, part in parts.items()}
-            nodes, fields = self._nodes[number], self.fields.taken(range(first, last))
-            repeated = {name: own[name, 0] for name in _DISTINCT if (name, 0) in own}
-            later = [
-                LaterTokens(**{name: own[name, depth] for name in _STREAMS})
-                for depth in range(1, layout.depths + 1)
+        """Each of them, of what is on the device; views. Anew at each call: what is done to their
+        tensors changes neither samples nor further epochs."""
+        moved, layout, made = _Moved(self), self._layout, list[PackedMicroBatch]()
+        for number, nodes in enumerate(self._nodes):
+            fields = moved.fields.taken(range(self._samples[number], self._samples[number + 1]))
+            parts = [
+                functools.partial(moved.part, number, depth) for depth in range(layout.depths + 1)
             ]
             row = PackedMicroBatch(
-                **{name: own[name, 0] for name in _TENSORS},
+                _part=parts[0],
                 host_cu_seqlens_padded=nodes.segments,
                 max_seqlen=max(end - start for start, end in pairwise(nodes.segments)),
                 total_lengths=fields.total_lengths,
@@ -226,15 +96,237 @@ class RowBlock:
                 sample_indices=self._sample_indices[number],
                 nodes=nodes,
                 is_placeholder=self._is_placeholder,
-                responses=ResponseTokens(**{name: own[name, 0] for name in _RESPONSES}, **repeated),
+                responses=ResponseTokens(parts[0]),
                 fields=fields,
                 context_parallel_size=layout.context_parallel_size,
                 context_parallel_rank=layout.context_parallel_rank,
-                owned_num_tokens=self.owned_num_tokens[number],
-                later=tuple(later),
+                later=tuple(map(LaterTokens, parts[1:])),
             )
             made.append(row)
         return made
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """A copy of a host tensor on the device, for which the host does not wait."""
+        return self._pinned(tensor).to(self._device, non_blocking=True, copy=True)
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
+        # From pageable memory the host would wait for a copy, non_blocking or not.
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+    def copied_all(self, values: list[Any]) -> list[Any]:
+        """A copy of what lists and dicts hold: of host tensors on the device, by one transfer for
+        each type. Tensors with a gradient, of a subclass, or elsewhere follow by themselves."""
+        found: list[Tensor] = []
+        map_tensors(values, found.append)
+        by_type: dict[torch.dtype, dict[int, Tensor]] = {}
+        for each in found:
+            if _is_plain(each):
+                by_type.setdefault(each.dtype, {})[id(each)] = each
+        made: dict[int, Tensor] = {}
+        for plain in by_type.values():
+            flat = self.copied(torch.cat([each.reshape(-1) for each in plain.values()]))
+            parts = torch.unsafe_split_with_sizes(flat, [each.numel() for each in plain.values()])
+            shaped = zip(plain.items(), parts, strict=True)
+            made |= {key: part.view(each.shape) for (key, each), part in shaped}
+        if not found:
+            return values
+        moved = {id(each): each.to(self._device, non_blocking=True) for each in found} | made
+        copies: list[Any] = map_tensors(values, lambda each: moved[id(each)])
+        return copies
+
+    def tensor(self, name: str, depth: int = 0) -> tuple[Tensor, list[int]]:
+        """What all rows have by this name at a depth of multi-token prediction, one behind the
+        other in the last dimension, and the length of each row's part; on the host.
+
+        Kept for further epochs.
+
+        Raises:
+            BatchError: a row cannot be cut.
+        """
+        if (name, depth) not in self._made:
+            made, counts = self._make(name, depth)
+            self._made[name, depth] = self._pinned(made), counts
+        return self._made[name, depth]
+
+    def forget_index(self) -> None:
+        """Free what tensors are made of, which takes more memory than they do."""
+        for name in ("_index", "_owned", "_distinct"):
+            vars(self).pop(name, None)
+
+    def _make(self, name: str, depth: int) -> tuple[Tensor, list[int]]:
+        match name:
+            case "cu_seqlens_padded":
+                flat = [offset for nodes in self._nodes for offset in nodes.segments]
+                counts = [len(nodes.segments) for nodes in self._nodes]
+                return torch.tensor(flat, dtype=torch.int32, device="cpu"), counts
+            case "loss_masks":
+                return self._weights, self._responses.counts
+            case "owned_indices":
+                held, _, row, owned = self._owned
+                return held - self._responses.firsts.index_select(0, row), owned.tolist()
+            case "owned_positions":
+                _, positions, row, owned = self._owned
+                return positions - self._tokens.firsts.index_select(0, row), owned.tolist()
+            case "distinct_positions":
+                distinct, row, places, _ = self._distinct
+                return distinct - self._tokens.firsts.index_select(0, row), places.tolist()
+            case "distinct_indices":
+                (_, _, row, owned), (_, _, places, indices) = self._owned, self._distinct
+                firsts = places.cumsum(0) - places
+                return indices - firsts.index_select(0, row), owned.tolist()
+            case "tokens":
+                made = self._ids(depth, depth)
+            case "labels" | "loss_mask" if self._layout.has_labels:
+                field = self.fields.schema[name]
+                made = packed_field(self._index, self.fields, field, depth)
+            case "labels":
+                made = self._ids(depth + 1, depth)
+            case "loss_mask":
+                held, positions = self._index.predicting(depth)
+                made = self._weights.new_zeros(1, self._index.num_local)
+                made[0].index_add_(0, positions, self._weights.index_select(0, held))
+            case "position_ids":
+                made = self._positions(depth)
+            case "padding_mask":
+                tags = self.fields.get("is_padding")
+                # All of a padding sample, so that MoE routers do not count its tokens.
+                padding = torch.tensor(tags, dtype=torch.bool, device="cpu") if tags else None
+                made = self._index.is_padding(padding)[None]
+            case _:
+                raise AssertionError(name)
+        return made, self._tokens.counts
+
+    @functools.cached_property
+    def _index(self) -> RowIndex:
+        size, rank = self._layout.context_parallel_size, self._layout.context_parallel_rank
+        spans = self.fields.token_span, self.fields.response_span
+        return RowIndex(*spans, self._nodes, size, rank)
+
+    @functools.cached_property
+    def _tokens(self) -> Span:
+        """Positions of each row's slice among those of all."""
+        size = self._layout.context_parallel_size
+        return Span.of([nodes.segments[-1] // size for nodes in self._nodes])
+
+    @functools.cached_property
+    def _responses(self) -> Span:
+        """Response tokens of each row among those of all."""
+        lengths = self.fields.response_lengths
+        return Span.of([sum(lengths[a:b]) for a, b in pairwise(self._samples)])
+
+    @functools.cached_property
+    def _weights(self) -> Tensor:
+        weights = loss_weights(self.fields)
+        return torch.zeros_like(weights) if self._is_placeholder else weights
+
+    @functools.cached_property
+    def _owned(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Response tokens that this rank predicts, int64 ``[owned]`` each: places among all of the
+        block; positions that predict them, among all slices; their rows. How many each row has."""
+        held, positions = self._index.predicting()
+        row, counts = self._responses.samples, self._responses.lengths
+        if len(held) < len(row):
+            row = row.index_select(0, held)
+            counts = row.bincount(minlength=len(counts))
+        return held, positions, row, counts
+
+    @functools.cached_property
+    def _distinct(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Positions that predict response tokens, each once, and their rows; how many each row has;
+        the place of each of the tokens' positions among them."""
+        distinct, indices = torch.unique(self._owned[1], return_inverse=True)
+        row = self._tokens.samples.index_select(0, distinct)
+        return distinct, row, row.bincount(minlength=len(self._nodes)), indices
+
+    @functools.cached_property
+    def owned_num_tokens(self) -> list[int]:
+        """Trainable tokens of each row that this rank predicts."""
+        held, _, _, counts = self._owned
+        own = self._weights
+        if len(held) < len(own):
+            own = own.index_select(0, held)
+        trained = torch.segment_reduce((own != 0).float(), "sum", lengths=counts, unsafe=True)
+        return [int(each) for each in trained.tolist()]
+
+    @functools.cached_property
+    def is_shared(self) -> bool:
+        """True if samples of some row have tokens in common."""
+        return any(nodes.is_shared for nodes in self._nodes)
+
+    def _ids(self, later: int, depth: int) -> Tensor:
+        """``[1, T_local]`` tokens `later` places on; 0 where those at a depth are beyond a
+        segment's end."""
+        index, fields = self._index, self.fields
+        made = fields.flat("tokens").index_select(0, index.places(fields.token_span, later)).long()
+        if self._layout.pad_token_id:  # the place of padding holds a 0
+            made.masked_fill_(index.is_absent(later), self._layout.pad_token_id)
+        return (made.masked_fill_(index.is_beyond(depth), 0) if depth else made)[None]
+
+    def _positions(self, depth: int) -> Tensor:
+        axes = self.fields.position_ids
+        if axes is None:
+            return self._index.counted(depth)[None]
+        places = self._index.places(self.fields.token_span, depth)
+        own = self.fields.flat(axes).index_select(0, places).long()
+        return own.movedim(0, -1).unsqueeze(-2).contiguous()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+class _Moved:
+    """Tensors and fields of a block's rows on its device, each moved when it is first read."""
+
+    def __init__(self, block: RowBlock) -> None:
+        self._block = block
+        self.fields = block.fields.replaced(_MovedFields(block))
+        self._parts: dict[tuple[str, int], Sequence[Tensor]] = {}
+
+    def part(self, number: int, depth: int, name: str) -> Any:
+        """What one row has by this name at a depth of multi-token prediction."""
+        if name == "owned_num_tokens":
+            return self._block.owned_num_tokens[number]
+        if name in _DISTINCT and not self._block.is_shared:
+            return None
+        if (name, depth) not in self._parts:
+            whole, counts = self._block.tensor(name, depth)
+            # unsafe_: views without a shared version counter. Otherwise autograd would take a
+            # change in place of one row for a change of all.
+            parts = torch.unsafe_split_with_sizes(self._block.copied(whole), counts, dim=-1)
+            self._parts[name, depth] = parts
+        return self._parts[name, depth][number]
+
+
+class _MovedFields(Mapping[str, Tensor | list[Any]]):
+    """Fields of a block's samples alone, flat as in `Columns`."""
+
+    def __init__(self, block: RowBlock) -> None:
+        self._block = block
+        self._moved: dict[str, Tensor | list[Any]] = {}
+
+    def __getitem__(self, name: str) -> Tensor | list[Any]:
+        if name not in self._moved:
+            own = self._block.fields.compact([name]).fields[name]
+            if isinstance(own, Tensor):
+                self._moved[name] = self._block.copied(own)
+            else:
+                self._moved[name] = self._block.copied_all(own)
+        return self._moved[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._block.fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._block.fields)
+
+    def __len__(self) -> int:
+        return len(self._block.fields)
 
 
 def loss_weights(columns: Columns) -> Tensor:
@@ -253,58 +345,3 @@ def loss_weights(columns: Columns) -> Tensor:
         is_padding = torch.tensor(tags, dtype=torch.bool, device="cpu")
         weights = weights.masked_fill(is_padding.index_select(0, span.samples), 0.0)
     return weights
-
-
-class PinnedBuffer:
-    """Copies of the host tensors in a value (its dicts, lists and tuples) in one buffer, pinned for
-    a CUDA device: a copy from pageable memory makes the host wait, non_blocking or not. Tensors on
-    a device, with a gradient, or of a subclass stay outside it.
-
-    Attributes:
-        value: the same with views of the buffer in place of those tensors.
-    """
-
-    def __init__(self, value: Any, *, pin_memory: bool) -> None:
-        found: list[Tensor] = []
-        map_tensors(value, found.append)
-        self._are_copied = [*map(_is_copied, found)]
-        copied = [*compress(found, self._are_copied)]
-        self._kinds = [(tensor.dtype, tensor.shape) for tensor in copied]
-        # Bytes of the first tensor, of the padding behind it, of the second tensor, ...
-        sizes = [tensor.nbytes for tensor in copied]
-        self._sizes = [part for size in sizes for part in (size, -size % _ALIGNMENT_BYTES)]
-        self._buffer = torch.empty(
-            sum(self._sizes), dtype=torch.uint8, device="cpu", pin_memory=pin_memory
-        )
-        views = self._views(self._buffer)
-        for view, tensor in zip(views, copied, strict=True):
-            view.copy_(tensor)
-        self.value = self._with(views, value, lambda each: each)
-
-    def on(self, device: torch.device) -> Any:
-        """The value with copies of its tensors on a device. The host does not wait for pinned
-        memory."""
-        moved = self._views(self._buffer.to(device, non_blocking=True, copy=True))
-        # What was not copied follows by itself.
-        return self._with(moved, self.value, lambda each: each.to(device, non_blocking=True))
-
-    def _with(self, views: list[Tensor], value: Any, others: Callable[[Tensor], Tensor]) -> Any:
-        """The value with these views in place of what was copied."""
-        held, are_copied = iter(views), iter(self._are_copied)
-        return map_tensors(value, lambda each: next(held) if next(are_copied) else others(each))
-
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        # unsafe_: views without a shared version counter. Otherwise autograd would take a change in
-        # place of one tensor for a change of all.
-        parts = torch.unsafe_split_with_sizes(buffer, self._sizes)[::2]
-        kinds = zip(parts, self._kinds, strict=True)
-        return [part.view(dtype).view(shape) for part, (dtype, shape) in kinds]
-
-
-def _is_copied(tensor: Tensor) -> bool:
-    return (
-        type(tensor) is Tensor
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-    )

@@ -227,8 +227,9 @@ class Nodes:
     @property
     def is_shared(self) -> bool:
         """True if samples have tokens in common."""
-        nodes = [node for path in self.paths for node in path]
-        return len(set(nodes)) < len(nodes)
+        # Each node is on a path, but for the row's own padding.
+        padding = self.samples.count(len(self.paths))
+        return sum(map(len, self.paths)) > len(self.samples) - padding
 
     @classmethod
     def of(

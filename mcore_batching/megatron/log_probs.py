@@ -311,7 +311,7 @@ def _gathered(
     if isinstance(logits, UnmadeLogits):
         logits = logits.factors if logits.whole is None else logits.whole
     whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
-    expected = row.labels.shape[1]
+    expected = row.tokens.shape[1]
     shape = shape_of(whole) if isinstance(whole, Tensor) else None
     if shape is None or len(shape) != 3 or shape[:2] != (1, expected) or not shape[2]:
         raise BatchError(

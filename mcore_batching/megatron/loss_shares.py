@@ -162,7 +162,7 @@ def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) ->
     # A micro-batch that holds the whole step has the step's own mean.
     if not collected.shares or collected.read_totals or collected.failed:
         return
-    if any(0 < tokens < step for tokens in prepared.rows.owned_num_tokens):
+    if any(0 < tokens < step for tokens in prepared.owned_num_tokens):
         warnings.warn(
             "the loss function never reads the step's totals: a mean over its own micro-batch is "
             "too large by their number; return token_mean(values, micro_batch, totals), "

@@ -118,7 +118,7 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBat
     schedule = MicroBatchSchedule(
         samples=samples,
         moves=SampleMoves(own, samples.first, ranks, ranks_alike),
-        rollout_data=samples.data.taken([]) if exchanges else samples.data,
+        parts=[samples.data.taken([]) if exchanges else samples.data],
         template=samples.template,
     )
     if not exchanges:
@@ -167,7 +167,7 @@ def plan_forward_passes(schedule: MicroBatchSchedule, job: Job, model: Any) -> M
     again = MicroBatchSchedule(
         samples=dataclasses.replace(samples, settings=settings, forward_only=True),
         moves=schedule.moves,
-        rollout_data=schedule.rollout_data,
+        parts=[schedule.rollout_data],
         template=schedule.template,
     )
     _pack_here(again)

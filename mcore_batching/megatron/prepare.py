@@ -17,10 +17,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from megatron.core.utils import get_model_config
 
-from mcore_batching.batch import Kind, PackedMicroBatch, StepTotals
+from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
 from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.flags import FLAGS
@@ -35,97 +34,12 @@ from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.prefix_attention import attend_to_paths
 from mcore_batching.megatron.routing import check_replay
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.topology import is_last_stage, model_chunks, prediction_depths
+from mcore_batching.megatron.topology import model_chunks, prediction_depths
 
-MODEL_INPUTS = ("tokens", "position_ids", "padding_mask", "cu_seqlens_padded")
-_LOSS_INPUTS = (
-    *("labels", "loss_mask", "loss_masks"),
-    *("owned_indices", "owned_positions"),
-    *("distinct_positions", "distinct_indices"),
-)
-_FIELDS_OF_THE_MODEL = (Kind.MULTIMODAL, Kind.ROUTED_EXPERTS)
-_BLOCK_TOKENS = 65_536
-"""Tokens of rows that are packed at once. Operations on fewer take less time than their
-launches."""
 _GROUPS = ("trajectory_weights", "prompt_weights")
 """Fields of `StepTotals` by group."""
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
 """Arguments of the pipeline, which planning does not read."""
-
-
-class StepRows:
-    """A step's rows on this rank, by slot, on the host: packed in blocks, when they are first read.
-    None can fail: samples were checked as they became columns.
-
-    Rows are kept for further epochs as long as the schedule is: beside the samples' own columns (14
-    bytes a token of samples that are half response, with loss masks, advantages and log-probs) 54
-    bytes a token on the last pipeline stage, pinned where there is a GPU, and 17 on the others: 54
-    MB for 1,000,000 tokens.
-    """
-
-    def __init__(
-        self, schedule: MicroBatchSchedule, step: int, depths: int, *, has_labels: bool
-    ) -> None:
-        self._schedule, self._step, self._depths = schedule, step, depths
-        self._has_labels = has_labels
-        self._made: dict[int, RowBlock] = {}
-
-    @classmethod
-    def of(
-        cls, schedule: MicroBatchSchedule, step: int, depths: int, *, has_labels: bool
-    ) -> StepRows:
-        """The rows, those of an earlier epoch where there was one."""
-        key = step, depths, has_labels, is_last_stage()
-        if key not in schedule.made_rows:
-            schedule.made_rows[key] = cls(schedule, step, depths, has_labels=has_labels)
-        made: StepRows = schedule.made_rows[key]
-        return made
-
-    @functools.cached_property
-    def totals(self) -> tuple[StepTotals, list[float]]:
-        """`MicroBatchSchedule.totals` of the step."""
-        return self._schedule.totals(self._step, self._depths, has_labels=self._has_labels)
-
-    @functools.cached_property
-    def blocks(self) -> list[list[int]]:
-        """Slots of the rows that are packed at once."""
-        blocks: list[list[int]] = []
-        rows, lengths = self._schedule.steps[self._step], self._schedule.own_lengths
-        kind, tokens = None, 0
-        for slot, size in enumerate(self._schedule.row_sizes(self._step)):
-            of_row = sum([lengths[i] for i in rows[slot]])
-            # The device waits for the first row; a placeholder's sample is none of the rollout's.
-            if slot < 2 or (size, bool(rows[slot])) != kind or tokens + of_row > _BLOCK_TOKENS:
-                blocks.append([])
-                kind, tokens = (size, bool(rows[slot])), 0
-            blocks[-1].append(slot)
-            tokens += of_row
-        return blocks
-
-    def block(self, number: int) -> RowBlock:
-        """The rows of a block, with what this pipeline stage reads ready for its device."""
-        if number not in self._made:
-            made = self._schedule.rows(
-                self._step, self.blocks[number], self._depths, has_labels=self._has_labels
-            )
-            # Every stage reads the model's inputs, multimodal inputs and routed experts among them,
-            # the last one alone what losses are made of: labels, rewards and the like.
-            names, schema = [*MODEL_INPUTS], made.fields.schema
-            fields = [name for name in made.fields if schema[name].kind in _FIELDS_OF_THE_MODEL]
-            if is_last_stage():
-                names += _LOSS_INPUTS
-                fields = [*made.fields]
-            if self._has_labels:  # there are no others than those of which labels were made
-                fields = []
-            device = torch.device(torch.cuda.current_device())
-            self._made[number] = made.pinned(device, names, fields)
-        return self._made[number]
-
-    @property
-    def owned_num_tokens(self) -> list[int]:
-        """Trainable tokens of each row that this context-parallel rank predicts."""
-        made = [self.block(number).owned_num_tokens for number in range(len(self.blocks))]
-        return [tokens for of_block in made for tokens in of_block]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +48,8 @@ class PreparedStep:
 
     schedule: MicroBatchSchedule
     step: int
-    rows: StepRows
+    depths: int  # of multi-token prediction
+    has_labels: bool  # as of `Layout`
     sums: Mapping[str, Reduction[Any]]  # fields of `StepTotals`; there after the agreement
     weights: Reduction[list[float]]
     groups: Gathered[tuple[Mapping[Hashable, float], ...] | None]
@@ -162,20 +77,38 @@ class PreparedStep:
         """Forward passes of this rank, placeholders included."""
         return len(self.schedule.steps[self.step])
 
+    @functools.cached_property
+    def blocks(self) -> list[list[int]]:
+        """Slots of the rows that are packed at once."""
+        return self.schedule.slots_at_once(self.step)
+
+    def block(self, number: int) -> RowBlock:
+        """The rows of a block."""
+        given = self.step, self.blocks[number], self.depths
+        return self.schedule.block(*given, has_labels=self.has_labels)
+
+    @property
+    def owned_num_tokens(self) -> Iterator[int]:
+        """Trainable tokens of each row that this context-parallel rank predicts."""
+        for number in range(len(self.blocks)):
+            yield from self.block(number).owned_num_tokens
+
     def iterators(self, count: int) -> list[Iterator[PackedMicroBatch]]:
         """One iterator per virtual pipeline stage over the rows, moved to the device as drawn."""
         # Stages draw the same rows at different times: kept from the first of them to the last.
         on_device: dict[int, tuple[list[PackedMicroBatch], int]] = {}
 
         def draw() -> Iterator[PackedMicroBatch]:
-            for number in range(len(self.rows.blocks)):
-                moved, drawn = on_device.pop(number, (None, 0))
+            for number in range(len(self.blocks)):
+                rows, drawn = on_device.pop(number, (None, 0))
                 # One block at a time, when it is needed: the step may not fit on the device.
-                if moved is None:
-                    moved = self.rows.block(number).on_device().rows()
+                if rows is None:
+                    rows = self.block(number).rows()
                 if drawn + 1 < count:
-                    on_device[number] = (moved, drawn + 1)
-                yield from moved
+                    on_device[number] = (rows, drawn + 1)
+                yield from rows
+                if drawn + 1 == count:
+                    self.block(number).forget_index()
 
         return [draw() for _ in range(count)]
 
@@ -216,8 +149,7 @@ def collated(
         let_rows_have_groups(chunks)
     depths = 0 if forward_only else prediction_depths(config)
     check_replay(chunks, schedule, step)
-    rows = StepRows.of(schedule, step, depths, has_labels=has_labels)
-    totals, weights = rows.totals
+    totals, weights = schedule.totals(step, depths, has_labels=has_labels)
     agree.same("plan (sha256)", schedule.plan_digest)
     agree.same("step", step)
     agree.same("number of micro-batches", len(schedule.steps[step]))
@@ -238,5 +170,6 @@ def collated(
     groups = agree.gather(
         "weights of trajectories and prompts", by_group if any(by_group) else None
     )
-    rows.block(0)  # which the pipeline begins with
-    return PreparedStep(schedule, step, rows, sums, of_all, groups)
+    made = PreparedStep(schedule, step, depths, has_labels, sums, of_all, groups)
+    made.block(0).tensor("tokens")  # which the pipeline begins with
+    return made

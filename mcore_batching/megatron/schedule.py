@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 
 from mcore_batching.batch import StepTotals, make_placeholder
@@ -29,6 +31,9 @@ from mcore_batching.planning.prefix_trees import Forest
 from mcore_batching.planning.worker import PlanTicket
 
 MicroBatches = tuple[tuple[int, ...], ...]
+_BLOCK_TOKENS = 65_536
+"""Tokens of rows that are packed at once. Operations on fewer take less time than their
+launches."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -40,7 +45,8 @@ class MicroBatchSchedule:
     Attributes:
         samples: of all ranks, by number.
         moves: where samples came from and where they run, in the steps planned so far.
-        rollout_data: fields of the samples that run on this rank.
+        parts: fields of the samples that run on this rank, one part for each time that samples
+            came, or one of all.
         template: values of one sample, from a rank that has any: what a placeholder looks like.
         steps: for every optimizer step, its micro-batches: tuples of local sample indices, ``()``
             for a placeholder. All ranks have the same number of micro-batches in a step.
@@ -53,7 +59,7 @@ class MicroBatchSchedule:
 
     samples: Samples
     moves: SampleMoves
-    rollout_data: Columns
+    parts: list[Columns]
     template: dict[str, list[Any]]
     steps: tuple[MicroBatches, ...] = ()
     plans: tuple[StepPlan, ...] = ()
@@ -61,6 +67,29 @@ class MicroBatchSchedule:
     forest: Forest | None = None
     tickets: dict[int, PlanTicket] = dataclasses.field(default_factory=dict)
     for_forward_passes: MicroBatchSchedule | None = None
+    # For further epochs over the same samples, by step, depths and origin of the labels.
+    made_totals: dict[Any, tuple[StepTotals, list[float]]] = dataclasses.field(default_factory=dict)
+    made_rows: dict[Any, RowBlock] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.own_lengths = [length for part in self.parts for length in part.total_lengths]
+        """Total length of each of this rank's samples, in tokens."""
+
+    @property
+    def rollout_data(self) -> Columns:
+        """Fields of all samples that run on this rank so far."""
+        if len(self.parts) > 1:
+            self.parts = [Columns.joined(self.parts)]
+        return self.parts[0]
+
+    def _part_of(self, samples: Sequence[int]) -> tuple[Columns, list[int]]:
+        """The part that has samples of one step, and their places in it."""
+        first, part = 0, self.parts[0]
+        for part in self.parts:
+            if not samples or samples[0] < first + len(part.total_lengths):
+                break
+            first += len(part.total_lengths)
+        return part, [sample - first for sample in samples]
 
     @property
     def settings(self) -> PlanInputs:
@@ -96,11 +125,6 @@ class MicroBatchSchedule:
     def is_planned(self) -> bool:
         """True if all steps are."""
         return len(self.steps) == self.num_steps
-
-    @property
-    def own_lengths(self) -> list[int]:
-        """Total length of each of this rank's samples, in tokens."""
-        return self.rollout_data.total_lengths
 
     @property
     def num_samples(self) -> int:
@@ -166,13 +190,15 @@ class MicroBatchSchedule:
     def add_samples(self, moves: SampleMoves, rollout_data: Columns, forest: Forest | None) -> None:
         """Go on with samples that moved here, and nodes that these share."""
         self.moves = self.moves.followed_by(moves)
-        self.rollout_data = Columns.joined([self.rollout_data, rollout_data])
+        self.parts.append(rollout_data)
+        self.own_lengths += rollout_data.total_lengths
         if forest is not None:
             self.forest = forest if self.forest is None else self.forest.joined(forest)
 
     def replace_fields(self, rollout_data: Columns, template: dict[str, list[Any]]) -> None:
         """Go on with other fields of the same samples."""
-        self.rollout_data, self.template = rollout_data, template
+        self.parts, self.template = [rollout_data], template
+        self.made_totals.clear()
         self.made_rows.clear()
         vars(self).pop("_placeholder", None)
         # It has the fields as they were.
@@ -188,7 +214,7 @@ class MicroBatchSchedule:
     @functools.cached_property
     def _placeholder(self) -> Columns:
         names, pad_token_id = list(self.template), self.pad_token_id
-        schema = self.rollout_data.schema
+        schema = self.parts[0].schema
         made = make_placeholder(schema, names, self.template, pad_token_id=pad_token_id)
         return Columns.read(made, schema)
 
@@ -197,6 +223,9 @@ class MicroBatchSchedule:
     ) -> tuple[StepTotals, list[float]]:
         """Totals of this rank's rows of a step, of those that no other data-parallel rank counts;
         their loss weights at each depth of multi-token prediction."""
+        key = step, depths, has_labels
+        if key in self.made_totals:
+            return self.made_totals[key]
         # All ranks of a shared row hold its samples; the first of them counts.
         own = self.moves.own if self.has_sizes_of_rows else 0
         counted = [
@@ -206,12 +235,26 @@ class MicroBatchSchedule:
             for sample in indices
         ]
         # In the order of the columns nothing is copied where the step is all of them.
-        return step_totals(self.rollout_data.taken(sorted(counted)), depths, has_labels=has_labels)
+        part, places = self._part_of(sorted(counted))
+        made = step_totals(part.taken(places), depths, has_labels=has_labels)
+        self.made_totals[key] = made
+        return made
 
-    @functools.cached_property
-    def made_rows(self) -> dict[Any, Any]:
-        """Rows of steps, for another epoch over the same samples."""
-        return {}
+    def slots_at_once(self, step: int) -> list[list[int]]:
+        """Slots of a step's rows that are packed at once, of one context-parallel size each, and
+        placeholders or none."""
+        blocks: list[list[int]] = []
+        kind, tokens = None, 0
+        rows = zip(self.steps[step], self.row_sizes(step), strict=True)
+        for slot, (samples, size) in enumerate(rows):
+            of_row = sum([self.own_lengths[i] for i in samples])
+            # The device waits for the first row.
+            if slot < 2 or (size, bool(samples)) != kind or tokens + of_row > _BLOCK_TOKENS:
+                blocks.append([])
+                kind, tokens = (size, bool(samples)), 0
+            blocks[-1].append(slot)
+            tokens += of_row
+        return blocks
 
     def row_tokens(self, step: int) -> list[int]:
         """Tokens of this rank's slice of each row of a step, padding included."""
@@ -224,7 +267,8 @@ class MicroBatchSchedule:
         key = tuple(indices), size
         if key not in self._nodes:
             # Paddings depend on the context-parallel size, which here is the row's.
-            dims = self.dims.for_rows_on(size)
+            is_usual = size == self.dims.context_parallel
+            dims = self.dims if is_usual else self.dims.for_rows_on(size)
             alignments = (
                 sample_multiple_tokens(dims, self.config),
                 row_multiple_tokens(dims, self.config),
@@ -269,9 +313,20 @@ class MicroBatchSchedule:
         rank: int = parallel_state.get_context_parallel_rank()
         return rank
 
-    def rows(self, step: int, slots: Sequence[int], depths: int, *, has_labels: bool) -> RowBlock:
-        """This rank's slices of some micro-batches, packed on the host, with as many depths of
-        multi-token prediction; all of one context-parallel size, and placeholders or none."""
+    def block(self, step: int, slots: Sequence[int], depths: int, *, has_labels: bool) -> RowBlock:
+        """This rank's slices of some micro-batches, one of `slots_at_once`, with as many depths of
+        multi-token prediction; kept for further epochs as long as the schedule is.
+
+        On the last pipeline stage rows take some 30 bytes a token on the host, pinned where there
+        is a GPU, on the others 16, beside the samples' own columns (14 bytes a token of samples
+        that are half response, with loss masks, advantages and log-probs).
+        """
+        key = step, slots[0], depths, has_labels
+        if key not in self.made_rows:
+            self.made_rows[key] = self._block(step, slots, depths, has_labels=has_labels)
+        return self.made_rows[key]
+
+    def _block(self, step: int, slots: Sequence[int], depths: int, *, has_labels: bool) -> RowBlock:
         indices, size = [self.steps[step][slot] for slot in slots], self.row_sizes(step)[slots[0]]
         is_placeholder = not indices[0]
         layout = Layout(
@@ -281,11 +336,18 @@ class MicroBatchSchedule:
             depths=depths,
             has_labels=has_labels,
         )
+        if is_placeholder:
+            columns, rows = self._placeholder, [[0]] * len(slots)
+        else:
+            columns, places = self._part_of([sample for row in indices for sample in row])
+            rest = iter(places)
+            rows = [[*itertools.islice(rest, len(row))] for row in indices]
         return RowBlock(
-            self._placeholder if is_placeholder else self.rollout_data,
-            [[0]] * len(slots) if is_placeholder else indices,
+            columns,
+            rows,
             [self.nodes(row, size) for row in indices],
             layout,
             sample_indices=indices,
             is_placeholder=is_placeholder,
+            device=torch.device(torch.cuda.current_device()),
         )

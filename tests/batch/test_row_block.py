@@ -1,9 +1,11 @@
-"""Rows packed at once are those packed alone, and go to a device together, in one buffer."""
+"""Rows packed at once are those packed alone; what is read of them goes to a device at once."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,18 +16,26 @@ from kit.packing import pack
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
 from mcore_batching.batch.columns import Columns, sent
-from mcore_batching.batch.row_block import PinnedBuffer
+from mcore_batching.batch.row_block import RowBlock
 
 CPU = torch.device("cpu")
 TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, torch.complex64)
 Shapes = list[tuple[int, int]]
 
 
+STREAM = ("tokens", "labels", "position_ids", "loss_mask")
+RESPONSES = ("loss_masks", "owned_indices", "owned_positions")
+
+
 def contents(row: PackedMicroBatch) -> dict[str, Any]:
     """All that a row holds, its fields by sample."""
-    own = {name: value for name, value in vars(row).items() if name not in ("fields", "index")}
-    own["later"] = [vars(each) for each in row.later]
-    own["responses"] = vars(row.responses)
+    names = [each.name for each in dataclasses.fields(row) if not each.name.startswith("_")]
+    own = {name: getattr(row, name) for name in names if name != "fields"}
+    for name in (*STREAM, "padding_mask", "cu_seqlens_padded", "owned_num_tokens"):
+        own[name] = getattr(row, name)
+    own["later"] = [{name: getattr(each, name) for name in STREAM} for each in row.later]
+    own["responses"] = {name: getattr(row.responses, name) for name in RESPONSES}
+    assert row.responses.distinct_positions is None
     return own | {"fields": dict(row.fields), "positions": row.index.positions}
 
 
@@ -72,9 +82,7 @@ def test_rows_of_a_block_are_those_packed_alone(
     columns = Columns.read(samples, DEFAULT_SCHEMA)
     for rank in range(size):
         block = block_of(columns, rows, *alignments, **options, context_parallel_rank=rank)
-        moved = block.pinned(CPU).on_device()
-        assert block.owned_num_tokens == [row.owned_num_tokens for row in moved.rows()]
-        for made, on_device, row in zip(block.rows(), moved.rows(), rows, strict=True):
+        for made, again, row in zip(block.rows(), block.rows(), rows, strict=True):
             alone = pack(
                 {k: v and [v[i] for i in row] for k, v in samples.items()},
                 sample_indices=tuple(row),
@@ -84,10 +92,12 @@ def test_rows_of_a_block_are_those_packed_alone(
                 **options,
             )
             expected = contents(alone)
-            assert contents(made).keys() == expected.keys()
+            found = contents(made)
+            assert found.keys() == expected.keys()
             for name, value in expected.items():
-                assert equal(contents(made)[name], value), name
-                assert equal(contents(on_device)[name], value), name
+                assert equal(found[name], value), name
+            block.forget_index()
+            assert equal(again.labels, alone.labels)
             # Padding goes round over the experts of the whole block.
             name, where = "rollout_routed_experts", ~alone.index.is_absent(1)
             assert torch.equal(made.packed(name)[0][where], alone.packed(name)[0][where])
@@ -97,9 +107,9 @@ def test_rows_of_a_block_are_those_packed_alone(
 def test_what_is_done_to_rows_on_a_device_changes_neither_samples_nor_other_epochs() -> None:
     samples = make_samples([(4, 2), (3, 3)])
     columns = Columns.read(samples, DEFAULT_SCHEMA)
-    block = block_of(columns, [[0], [1]]).pinned(CPU)
+    block = block_of(columns, [[0], [1]])
     for _ in range(2):
-        for row, tokens in zip(block.on_device().rows(), samples["tokens"], strict=True):
+        for row, tokens in zip(block.rows(), samples["tokens"], strict=True):
             assert row.tokens[0].tolist() == row["tokens"][0].tolist() == tokens.tolist()
             for value in (row.tokens, row["tokens"][0], row.responses.loss_masks):
                 value.zero_()
@@ -142,51 +152,75 @@ def test_labels_and_masks_of_the_samples_are_taken_at_every_depth(size: int) -> 
     assert len(found) == 4 * sum(-(-total // align) * align for total, _ in shapes)
 
 
+def copies(values: list[Any]) -> list[Any]:
+    columns = Columns.read(make_samples([(1, 0)]), DEFAULT_SCHEMA)
+    return block_of(columns, [[0]]).copied_all(values)
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.tuples(st.sampled_from(TYPES), st.lists(st.integers(0, 3), max_size=3)), max_size=8)
 )
-def test_tensors_come_back_as_they_were(kinds: list[tuple[torch.dtype, list[int]]]) -> None:
+def test_tensors_in_lists_move_by_one_copy_for_each_type(
+    kinds: list[tuple[torch.dtype, list[int]]],
+) -> None:
     tensors = [torch.randint(0, 9, shape).to(dtype) for dtype, shape in kinds]
-    together = PinnedBuffer(tensors, pin_memory=False)
-    back = together.on(CPU)
-    for before, after in zip(tensors, back, strict=True):
-        assert after.dtype == before.dtype
-        assert torch.equal(after, before)
+    back = [each["a"] for each in copies([{"a": each} for each in tensors])]
+    assert equal(back, tensors)
     filled = [tensor for tensor in back if tensor.numel()]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in filled}) <= 1
-    assert all(tensor.storage_offset() * tensor.element_size() % 128 == 0 for tensor in back)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in filled}
+    assert len(storages) == len({tensor.dtype for tensor in filled})
 
 
 def test_views_and_strides_are_copied_alone() -> None:
     """Not the whole of what a view looks into."""
     whole = torch.arange(1000).view(100, 10)
-    together = PinnedBuffer([whole[:, 3], whole[5].expand(4, 10)], pin_memory=False)
-    column, repeated = together.on(CPU)
+    column, repeated = copies([whole[:, 3], whole[5].expand(4, 10)])
     assert torch.equal(column, whole[:, 3])
     assert torch.equal(repeated, whole[5].expand(4, 10))
     assert column.untyped_storage().nbytes() < 1500
 
 
 def test_what_a_copy_would_lose_is_kept() -> None:
-    """A graph, a subclass, a layout."""
+    """A graph, a subclass, a layout; what is no tensor."""
     attached = torch.ones(2, requires_grad=True) * 2
     parameter = torch.nn.Parameter(torch.ones(2))
-    sparse = torch.eye(2).to_sparse()
-    back = PinnedBuffer([attached, parameter, sparse], pin_memory=False).on(CPU)
-    assert back[0] is attached
-    assert back[1] is parameter
-    assert back[2] is sparse
+    values = [attached, parameter, torch.eye(2).to_sparse(), "a text", None]
+    assert all(one is other for one, other in zip(copies(values), values, strict=True))
 
 
 def test_a_change_in_place_is_none_of_the_neighbours() -> None:
     """Autograd would refuse a backward pass through a neighbour of what has been changed."""
-    first, second = PinnedBuffer([torch.ones(2), torch.ones(2)], pin_memory=False).on(CPU)
-    weight = torch.ones(2, requires_grad=True)
-    total = (weight * first).sum()
-    second.mul_(2)
-    total.backward()
-    assert torch.equal(first, torch.ones(2))
+    samples = make_samples([(3, 2), (4, 3)])
+    columns = Columns.read(samples, DEFAULT_SCHEMA)
+    one, other = block_of(columns, [[0], [1]]).rows()
+    pairs = [copies([torch.ones(2), torch.ones(2)]), [one.loss_mask, other.loss_mask]]
+    for first, second in pairs:
+        weight = torch.ones_like(first, requires_grad=True)
+        before, total = first.clone(), (weight * first).sum()
+        second.mul_(2)
+        total.backward()
+        assert torch.equal(first, before)
+
+
+def test_a_tensor_is_made_when_it_is_read_and_once_for_all_rows_and_epochs() -> None:
+    columns = Columns.read(make_samples([(4, 2), (3, 3)]), DEFAULT_SCHEMA)
+    block = block_of(columns, [[0], [1]])
+    made: list[str] = []
+    make = RowBlock._make
+
+    def noted(self: RowBlock, name: str, depth: int) -> Any:
+        made.append(name)
+        return make(self, name, depth)
+
+    with mock.patch.object(RowBlock, "_make", noted):
+        for _ in range(2):
+            rows = block.rows()
+            assert all(row.tokens is row.tokens for row in rows)
+            assert rows[0]["advantages"][0].untyped_storage().data_ptr() == (
+                rows[1]["advantages"][0].untyped_storage().data_ptr()
+            )
+    assert made == ["tokens"]
 
 
 def test_a_tensor_on_the_host_stays_there() -> None:

@@ -24,7 +24,7 @@ from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.integrations.slime import trainer
 from mcore_batching.megatron import add_fields, response_log_probs
 from mcore_batching.megatron.plan import Planner
-from mcore_batching.megatron.prepare import StepRows
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import plan_step
 from mcore_batching.planning.worker import PlanRequest, serialize
 
@@ -122,7 +122,7 @@ def too_few(logits: torch.Tensor, **keywords: Any) -> Any:
 FAULTS = read_faults(
     "| layout | fault | rank | call | others | error | text |",
     {
-        "StepRows": StepRows,
+        "MicroBatchSchedule": MicroBatchSchedule,
         "SimpleNamespace": SimpleNamespace,
         "add_fields": add_fields,
         "dp_rank": parallel_state.get_data_parallel_rank,

@@ -91,6 +91,7 @@ def placeholders_add_nothing(
     schedule = schedule_of(calls.iterators)
     schedule.steps = (((),) * more + schedule.steps[0],)
     schedule.made_rows.clear()
+    schedule.made_totals.clear()
     calls.counts = [calls.counts[0] + more]
     padded, padded_metrics = _gradients(calls)
     assert any(bool(each.any()) for each in plain)

@@ -37,5 +37,6 @@ def pack(
         Layout(**layout),
         sample_indices=[tuple(sample_indices)],
         is_placeholder=is_placeholder,
+        device=torch.device(device),
     )
-    return block.pinned(torch.device(device)).on_device().rows()[0]
+    return block.rows()[0]
