@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -288,7 +289,7 @@ def flat_values(values: Sequence[Tensor], lengths: list[int]) -> Tensor | None:
     if type(values) is not _PerSample or values.flat.dim() != 1 or values.lengths != lengths:
         return None
     # A list may have been changed since.
-    is_as_made = [*map(id, values)] == [*map(id, values.views)]
+    is_as_made = len(values) == len(lengths) and all(map(operator.is_, values, values.views))
     return values.flat if is_as_made else None
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
@@ -125,13 +124,12 @@ class LossesOfRows:
 
 
 def predict_later_tokens(
-    params: Any, chunk: Any, row: PackedMicroBatch, losses: LaterLosses | None
+    params: Any, config: Any, row: PackedMicroBatch, losses: LaterLosses | None
 ) -> None:
     """Set on a row's packed-sequence parameters what multi-token prediction is to do with it.
 
     Without ``losses`` these layers are left out.
     """
-    config = get_model_config(chunk)
     if not prediction_depths(config):
         return
     _follow_parameters()

@@ -143,13 +143,14 @@ def run_for_losses(
     multi-token prediction are left out. With ``when_made``, which is called then, logits are made
     only where something else than log-probs and entropies reads them.
     """
+    config = get_model_config(chunk)  # once: it is looked up through all wrappers
     made_of: Callable[..., Logits] | None = None
     in_model_dtype = options.keeps_logits_in_model_dtype
     if options.fuse_output_layer:
         made_of = factors_alone
     elif when_made is not None and not why_not_fused(chunk):
         casts = not in_model_dtype and has_half_precision_wrapper(chunk)
-        dtype = torch.float32 if casts else get_model_config(chunk).params_dtype
+        dtype = torch.float32 if casts else config.params_dtype
         made_of = functools.partial(UnmadeLogits, dtype=dtype, when_made=when_made)
         in_model_dtype = in_model_dtype or hasattr(unwrap_model(chunk), "output_layer")
     arguments: dict[str, Any] = {
@@ -162,7 +163,7 @@ def run_for_losses(
         # To every chunk, middle stages included: without them attention would cross samples.
         "packed_seq_params": compat.packed_seq_params(
             row.cu_seqlens_padded,
-            _longest(get_model_config(chunk), row),
+            _longest(config, row),
             row.host_cu_seqlens_padded,
             row_group(row.context_parallel_size),
         ),
@@ -171,9 +172,9 @@ def run_for_losses(
     if row.nodes.has_branches:
         params.paths = Paths(row, context_parallel_group(row))
     # Routers balance experts by the tokens they count: padding must not be among them.
-    if get_model_config(chunk).num_moe_experts:
+    if config.num_moe_experts:
         arguments["padding_mask"] = padding_mask(chunk, row)
-    predict_later_tokens(params, chunk, row, later)
+    predict_later_tokens(params, config, row, later)
     # Else the wrapper copies logits to float32. The model inside would refuse the argument.
     if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False

@@ -231,7 +231,8 @@ def row_given(
 ) -> Iterator[None]:
     """Pass the model what stock scripts do not: host offsets, the row's group, a padding mask, and
     what multi-token prediction reads."""
-    is_routed = bool(get_model_config(chunk).num_moe_experts)
+    config = get_model_config(chunk)
+    is_routed = bool(config.num_moe_experts)
 
     def with_row(inputs: dict[str, Any]) -> dict[str, Any]:
         row, params = data_iterator.current, inputs.get("packed_seq_params")
@@ -240,7 +241,7 @@ def row_given(
             # to wait for the device to read them there.
             group = row_group(row.context_parallel_size)
             compat.give_offsets(params, row.host_cu_seqlens_padded, group)
-            predict_later_tokens(params, chunk, row, later_of(row))
+            predict_later_tokens(params, config, row, later_of(row))
         if not is_routed:
             return inputs
         compat.forget_padded_length(params)
