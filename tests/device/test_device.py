@@ -92,7 +92,10 @@ STOCK = Job(
     None,
     {
         "script": SFT,
-        "words": [*WORDS, *steps(2), *FLAG, "--no-check-for-nan-in-loss-and-grad"],
+        "words": [
+            *(*WORDS, "--num-layers", "1", *steps(2), *FLAG),
+            "--no-check-for-nan-in-loss-and-grad",
+        ],
     },
 )
 HAS_STOCK = importlib.util.find_spec("megatron.training") is not None

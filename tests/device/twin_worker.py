@@ -7,6 +7,8 @@ os.environ["MCORE_BATCHING_CPU"] = "0"
 import twin
 from kit import worker
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Start the ranks."""
     twin.install()
     worker.main()

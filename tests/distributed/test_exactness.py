@@ -23,22 +23,21 @@ def _seeds(text: str) -> list[int]:
 
 
 EVERY_VERSION = _seeds("""
-    8708 19925 26426 37460 19568 33069 14654 2068 17427 13573 24586 29385 21016 34532 25222
-    26404 10336 16650 38694 24410 23044 5382 22331 11646 26634 23641 2980 39554 1572 27267
-    35473 18013 14319 22509 10587 11930 22049 14060 2924
+    622 2885 2924 3786 3826 4556 5304 5376 5382 5556 8264 9862 11143 11343 13848 13926
+    14060 14406 17427 18874 19298 21478 22049 22817 23044 24586 26404 26801 27267 28851
+    30381 30770 32662 33226 35754 37144 38166
 """)
 """Seeds of models that every version of Megatron builds."""
 LATE = _seeds("""
-    9332 11429 15618 38583 22688 10012 7170 2706 32150 34819 18348 14980 9577 18737 7576 7835
-    31180 34 30862 20096 21803 21645 15819 27612 9704 21359 29755 7424 36957 331 9470 28381
-    17102 5505 26220 1272 5672 19606 19926 20715
+    34 1272 1792 2706 4190 5773 6806 7029 7835 9332 11347 11429 12516 12812 13643 15618
+    15819 19926 20096 20310 20715 21645 22688 23757 24417 29162 29755 32150 34153 36957
+    38583
 """)
 """Seeds of the others, after those."""
 ARRAY = [job_of(seed) for seed in (*EVERY_VERSION, *LATE)]
 
-# Samples lie 40, 3, 0 and 1 on the data-parallel ranks.
 PLAIN: dict[str, Any] = {
-    "lopsided": True,
+    "lopsided": False,
     "exchange": True,
     "dynamic_CP": False,
     "without_the_flag": False,
@@ -50,23 +49,15 @@ PLAIN: dict[str, Any] = {
     "rollouts": 1,
     "kind": "dense",
 }
-UNEVEN: dict[str, dict[str, Any]] = {
-    "dp4": {"layout": (4, 1, 1, 1)},
-    "dp2-pp2-vpp2": {"layout": (2, 2, 1, 1), "virtual_pipeline": True, "group_size": False},
-    "dp2-cp2": {"layout": (2, 1, 2, 1)},
-    "dp4-ep2": {"layout": (4, 1, 1, 1), "kind": "moe", "expert_parallel": 2},
-    "dp2-tp2-sp": {"layout": (2, 1, 1, 2), "sequence_parallel": True},
-}
 # Nine of 18 samples on each rank, in steps of four.
 STAYING = {
     "layout": (2, 1, 1, 1),
-    "lopsided": False,
     "exchange": False,
     "rollout_0,_steps": "global batch size",
 }
 # Of the second tensor-parallel rank all entries are banned.
 BANNED = {"layout": (1, 1, 1, 2), "fused_output": False, "entropy's_mean": "token"}
-SHARED_ROWS = {"dynamic_CP": True, "mixed_sizes": True, "lopsided": False, "layout": (4, 1, 1, 1)}
+SHARED_ROWS = {"dynamic_CP": True, "mixed_sizes": True, "layout": (4, 1, 1, 1)}
 # 13 samples of 39 tokens are computed as 294, up to five nodes behind each other.
 BRANCHES: dict[str, Any] = PLAIN | {
     "nproc": 1,
@@ -82,11 +73,9 @@ BRANCHES: dict[str, Any] = PLAIN | {
     "trained": "all",
     "bfloat16": False,
     "loss_masks": "weights",
-    "lopsided": False,
 }
 DEPTHS = {"multi-token_prediction": True, "depths": 2, "detached_heads": False}
 SPECIAL = [
-    *(job_of(1, f"uneven-{name}", nproc=4, **PLAIN | each) for name, each in UNEVEN.items()),
     job_of(1468, "samples-that-stay", nproc=2, **PLAIN | STAYING),
     job_of(3, "banned-infinite", nproc=2, banned="infinite", temperature=0.7, **PLAIN | BANNED),
     job_of(3, "banned-lowest", nproc=2, banned="lowest", temperature=1.0, **PLAIN | BANNED),
@@ -96,24 +85,39 @@ SPECIAL = [
     job_of(174, "branches-cp2", **BRANCHES | {"layout": (1, 1, 2, 1), "nproc": 2}),
     job_of(174, "branches-further-tokens", **BRANCHES | DEPTHS),
 ]
-"""What the array has too rarely: samples on few ranks, little to share, many branches."""
+"""What the array has too rarely: little to share, many branches."""
+FAILED = [
+    # PP2: log-probs of the last stage as fields, then a forward pass by a plan of its own.
+    job_of(863, other_layers=False),
+    # CP2: a layer of the caller's own with a state, and samples that branch.
+    job_of(20093, turns=True, shared_prefixes=True, worker="in line"),
+    job_of(1001),  # exchange: log-probs and entropies of a response of one token travel back
+    job_of(35964),  # bfloat16: Adam moved weights of small gradients by more than was allowed for
+    job_of(1002),  # steps of 4 samples over ranks that hold different numbers
+    # PP2: learned positions of later tokens, which the last stage embeds, now refused.
+    job_of(1012),
+]
+"""Jobs that once showed a fault."""
+FIXED = [job.parameters["job"] for job in (*SPECIAL, *FAILED)]
 
 
-@pytest.mark.parametrize("job", [*ARRAY, *SPECIAL], ids=str)
+@pytest.mark.parametrize("job", [*ARRAY, *SPECIAL, *FAILED], ids=str)
 def test_equals_reference(job: Job, ranks: list[dict[str, Any]]) -> None:
     """Outputs in origin order, losses, metrics, gradients and weights after every step."""
     kind, said = verdict(job, ranks)
     if is_late(job.parameters["job"]) and VERSION < (0, 19) and kind in ("not built", "refused"):
         pytest.skip(said.splitlines()[-1])
-    assert kind == "equal", report(job, said)
+    expected = "refused" if job.parameters["job"]["refused"] else "equal"
+    assert kind == expected, report(job, said)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["every version", "all"])
 def test_every_pair_is_covered(late: bool) -> None:
     """Else `python -m kit.covering` says which seeds do."""
     seeds = [*EVERY_VERSION, *LATE] if late else EVERY_VERSION
-    covered = [covered_by(drawn_job(seed)) for seed in seeds]
-    assert not to_be_covered(late=late).difference(*covered)
+    jobs = [drawn_job(seed) for seed in seeds]
+    jobs += [job for job in FIXED if late or not is_late(job)]
+    assert not to_be_covered(late=late).difference(*map(covered_by, jobs))
 
 
 def test_special_jobs_are_what_they_are_named_for() -> None:

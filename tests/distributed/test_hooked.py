@@ -12,7 +12,6 @@ import os
 from typing import Any
 
 import pytest
-from kit import output_faults
 from kit.harness import Job
 from kit.slime import check_equal, compared_jobs
 
@@ -45,17 +44,6 @@ def params(framework: str, jobs: list[Job]) -> list[Any]:
 )
 def test_slime_and_miles_equal_themselves(job: Job, ranks: list[dict[str, Any]]) -> None:
     check_equal(job, ranks)
-
-
-@pytest.mark.parametrize(
-    "job",
-    [each for of in SLIMES for each in params(of, output_faults.jobs_of(of, source_of(of)))],
-    ids=str,
-)
-def test_outputs_that_no_sample_has_are_an_error_on_all(
-    job: Job, ranks: list[dict[str, str]]
-) -> None:
-    output_faults.check(ranks)
 
 
 def verl(name: str, dims: dict[str, Any], **parameters: Any) -> Job:

@@ -22,7 +22,6 @@ SECONDS_PER_UNIT = 1e-5
 LEARNT_BY = 5
 """Steps after which the model is to be known."""
 
-LAUNCHES = {"linear": 1.0, "quadratic": 0.002, "per_micro_batch": 200.0}
 ATTENTION = {"linear": 1.0, "quadratic": 0.08, "per_micro_batch": 4.0}
 BOTH = {"linear": 1.0, "quadratic": 0.02, "per_micro_batch": 40.0}
 
@@ -31,6 +30,9 @@ Ranks = list[Any]
 
 def job(name: str, dims: dict[str, int] = DIMS, **parameters: Any) -> Job:
     return Job(f"learn-{name}", "kit.learning:learn", 4, dims, {"dims": dims, **parameters})
+
+
+CHUNKS = job("chunks", hidden=BOTH, dims={**DIMS, "virtual_pipeline": 2})
 
 
 def on(*jobs: Any) -> pytest.MarkDecorator:
@@ -54,9 +56,8 @@ def row_errors(step: dict[str, Any]) -> list[float]:
 
 
 @on(
-    job("launches", hidden=LAUNCHES),
+    CHUNKS,
     job("drifting", hidden=ATTENTION, drift=0.03, num_steps=8),
-    job("chunks", hidden=BOTH, dims={**DIMS, "virtual_pipeline": 2}),
 )
 def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> None:
     assert_agreed(ranks)
@@ -68,15 +69,7 @@ def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> No
         assert max(row_errors(step)) < 0.1
 
 
-@on(job("fixed", hidden=LAUNCHES, num_steps=4, cost_model=None))
-def test_unless_asked_for_nothing_is_learnt(job: Job, ranks: Ranks) -> None:
-    """So that a run has the same plans, and the same rounding, whatever its times."""
-    for step in (step for rank in ranks for step in rank):
-        assert step["speed"] is None
-        assert step["costs"] == ranks[0][0]["costs"]
-
-
-@on(job("launches", hidden=LAUNCHES))
+@on(CHUNKS)
 def test_the_model_of_each_step_is_recorded(job: Job, ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text(ranks[0][-1]["recorded"])
     records = read_records(tmp_path)

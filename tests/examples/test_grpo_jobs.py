@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,14 @@ from metrics import IterationMetrics, OnlineMetrics, read
 
 pytest.importorskip("megatron.core")
 
+from kit.harness import launch
+
 from mcore_batching.megatron import compat
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SECONDS = 300
+ON_THE_CPU = 10**6
+"""Processes for which there are too few GPUs."""
 # Two pipeline stages of two model chunks.
 RECORDED = ["--pp=2", "--vpp=2", "--num-layers=4", "--hidden-size=32", "--iterations=2"]
 RECORDED += ["--prompts-per-iteration=4", "--global-batch-size=8", "--max-tokens-per-gpu=512"]
@@ -26,25 +28,15 @@ ONLINE += ["--warm-start-steps=50", "--max-tokens-per-gpu=256", "--lr-decay-styl
 
 
 def run_grpo(nproc, *flags):
-    environment = os.environ | {
-        "MCORE_BATCHING_CPU": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # the stand-in sets it too, with the compiler loaded
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": str(REPOSITORY),
-    }
     script = str(REPOSITORY / "examples" / "grpo" / "grpo.py")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    return subprocess.run(
-        [sys.executable, *launcher, script, *flags],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        # Without an agent's and each rank's own imports; quickstart.sh has torchrun.
+        return launch(
+            *("kit.script", str(nproc), script, *flags),
+            nproc=ON_THE_CPU,
+            folder=Path(folder),
+            seconds=SECONDS,
+        )
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "cp2": ({"data_parallel": 2, "context_parallel": 2}, SHARED),
     "tp2": ({"tensor_parallel": 2}, {}),
     "hooked": ({"data_parallel": 2}, {}),
+    "hooked-stages": ({"pipeline_parallel": 2}, {}),
     "prefixes": ({"data_parallel": 2}, {"dynamic_batch_share_prefixes": True}),
 }
 """Parallel dims and flags of each layout."""
@@ -115,8 +117,48 @@ def slime_pass(calls: Calls, iterators: Any, counts: Any, f: Any = log_probs_by_
     return listed_batches.forward_only(f, args, calls.model, iterators, counts)
 
 
+def listed_pass(
+    calls: Calls,
+    change: Function = lambda made: made,
+    begins: int = 0,
+    *,
+    lists: Function = lambda listed: listed,
+    fewer: int = 0,
+    collected: bool = True,
+) -> Any:
+    """A pass over the five micro-batches of each rank that a rollout manager listed.
+
+    Args:
+        calls: with the samples.
+        change: of what f returns for the micro-batch ``begins`` and later ones.
+        begins: number of a micro-batch.
+        lists: changes the samples of the micro-batches.
+        fewer: micro-batches by which their number is too small.
+        collected: outputs are collected, as miles does; else they are taken for losses.
+    """
+    numbers = itertools.count()
+
+    def f(logits: torch.Tensor, *, non_loss_data: bool = False, **keywords: Any) -> Any:
+        made = log_probs_by_lengths(logits, **keywords)
+        made = change(made) if next(numbers) >= begins else made
+        return made if non_loss_data else (logits.new_zeros(0), made)
+
+    samples = range(len(calls.data["tokens"]))
+    listed = [[*samples[first : first + 4]] for first in range(0, 16, 4)]
+    listed.insert(1, [])
+    rollout = {**calls.data, "micro_batch_indices": lists(listed)}
+    args = arguments(calls.dims, use_dynamic_batch_size=True, collects_outputs=collected)
+    iterators = listed_batches.iterators_of(rollout)
+    return listed_batches.forward_only(f, args, calls.model, iterators, [5 - fewer])
+
+
 def too_few(logits: torch.Tensor, **keywords: Any) -> Any:
-    return {name: v[:-1] for name, v in log_probs_by_lengths(logits, **keywords).items()}
+    return each_list(lambda values: values[:-1])(log_probs_by_lengths(logits, **keywords))
+
+
+def each_list(change: Callable[[list[Any]], list[Any]]) -> Function:
+    """Outputs of slime's f, with every list changed."""
+    return lambda made: {name: change(values) for name, values in made.items()}
 
 
 FAULTS = read_faults(

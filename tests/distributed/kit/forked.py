@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,10 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kit.harness import Job, environment
+from kit.harness import Job, launch
 from kit.ranks import Fork, fork_ranks
 
-START_SECONDS = 120.0
 JOBS_AT_A_TIME = 5
 CONNECT_SECONDS = 100.0
 """Of Megatron's groups, too: an error that came by a time-out would come after this."""
@@ -62,23 +60,14 @@ def run_forked(jobs: list[Job], scratch: Path) -> dict[str, list[End]]:
     """
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
-    log = scratch / "log.txt"
-    with log.open("w") as sink:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "kit.forked", str(scratch)],
-            env=environment(max(job.nproc for job in jobs)),
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            server.wait(START_SECONDS + sum(job.seconds + 5 for job in jobs))
-        finally:
-            if server.poll() is None:
-                os.killpg(server.pid, signal.SIGKILL)
-                server.wait()
+    launched = launch(
+        *("kit.forked", str(scratch)),
+        nproc=max(job.nproc for job in jobs),
+        folder=scratch,
+        seconds=sum(job.seconds + 5 for job in jobs),
+    )
     ends = scratch / "ends.json"
-    assert ends.exists(), log.read_text()[-3000:]
+    assert ends.exists(), launched.stderr[-3000:]
     return {
         name: [End(**end) for end in ranks] for name, ranks in json.loads(ends.read_text()).items()
     }
@@ -195,7 +184,3 @@ def _end(path: Path, code: int | None, ended: float, since: float) -> dict[str, 
         "message": result.get("message") or path.with_suffix(".txt").read_text(errors="replace"),
         "seconds": result.get("at", ended) - since,
     }
-
-
-if __name__ == "__main__":
-    main()

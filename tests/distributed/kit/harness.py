@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +29,8 @@ from kit.patience import is_up
 REPOSITORY = Path(__file__).resolve().parents[3]
 JOB_SECONDS = 90.0
 START_SECONDS = 120.0
+MODULES = ("kit.worker", "kit.forked", "kit.script")
+"""That a server has imported; others bring one of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +79,13 @@ def run_jobs(
     outcomes: dict[str, list[Any] | JobFailedError] = {}
     waiting = list(jobs)
     while waiting:
-        launch = scratch / f"launch{len(outcomes)}"
-        launch.mkdir(parents=True)
-        log = _launch(waiting, launch, worker)
+        folder = scratch / f"launch{len(outcomes)}"
+        folder.mkdir(parents=True)
+        (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in waiting]))
+        nproc, seconds = waiting[0].nproc, sum(job.seconds for job in waiting)
+        done = launch(worker, str(folder), str(nproc), nproc=nproc, folder=folder, seconds=seconds)
         for job in waiting:
-            outcome = _outcome(job, launch, log)
+            outcome = _outcome(job, folder, done.stdout + done.stderr)
             if outcome is None:
                 break
             outcomes[job.name] = outcome
@@ -116,34 +122,62 @@ def environment(nproc: int) -> dict[str, str]:
     return variables
 
 
-def _launch(jobs: list[Job], folder: Path, worker: str) -> str:
-    (folder / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
-    nproc = jobs[0].nproc
-    command = [sys.executable, "-u", "-m", worker, str(folder), str(nproc)]
-    limit = START_SECONDS + sum(job.seconds for job in jobs)
-    log = folder / "log.txt"
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            command,
-            env=environment(nproc),
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+class Launched(NamedTuple):
+    """What became of a launch: exit code, standard output and standard error."""
 
-        def ends_within(seconds: float) -> bool:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-            return process.returncode is not None
+    returncode: int
+    stdout: str
+    stderr: str
 
+
+def launch(
+    module: str, *arguments: str, nproc: int, folder: Path, seconds: float = 0.0
+) -> Launched:
+    """Run the `main` of a module in a process forked off a server, and end all that it started.
+
+    Args:
+        module: of the server's `MODULES`, or one that brings its own server.
+        arguments: in `sys.argv`.
+        nproc: ranks that it starts.
+        folder: for what it prints.
+        seconds: that it may take, without the start.
+    """
+    server = _server(module, tuple(environment(nproc).items()))
+    assert server.stdin is not None
+    assert server.stdout is not None
+    output, errors = folder / "stdout.txt", folder / "stderr.txt"
+    request = {"module": module, "arguments": arguments, "output": str(output)}
+    server.stdin.write(json.dumps(request | {"errors": str(errors)}).encode() + b"\n")
+    process = int(server.stdout.readline() or "-1")
+    assert process > 0, f"the server of {module} has ended"
+
+    def ends_within(limit: float) -> bool:
+        return bool(select.select([server.stdout], [], [], limit)[0])
+
+    limit = START_SECONDS + seconds
+    try:
         late = is_up(limit, ends_within)
+    finally:
         # What ranks started may outlive them, such as the processes that write checkpoints.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if late:
-            sink.write(f"\nkilled after {limit:.0f} s\n")
-    return log.read_text()
+            os.killpg(process, signal.SIGKILL)
+        code = int(server.stdout.readline())
+    said = f"\nkilled after {limit:.0f} s\n" if late else ""
+    texts = [path.read_text(errors="replace") for path in (output, errors)]
+    return Launched(code, texts[0], texts[1] + said)
+
+
+@functools.cache
+def _server(module: str, variables: tuple[tuple[str, str], ...]) -> subprocess.Popen[bytes]:
+    """The process that forks launches of a module; it ends when this one closes its input."""
+    modules = MODULES if module in MODULES else (module,)
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "kit.server", *modules],
+        bufsize=0,  # `select` sees all that has come
+        env=dict(variables),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
 
 
 def _outcome(job: Job, folder: Path, log: str) -> list[Any] | JobFailedError | None:

@@ -75,12 +75,14 @@ def slime_plans_where_it_trains(dims: dict[str, Any], spread: str = "uneven") ->
     with pytest.raises(SchemaError, match=r'schema = schema.declare\("secret"'):
         first.reset().get_next(["secret"])  # whether or not this rank has samples
     if shape.context_parallel == 1:
-        found = listed_batches.forward_only(
-            log_probs_by_lengths, args, calls.model, iterators, [count]
-        )
+        passed = log_probs_by_lengths, args, calls.model
+        found = listed_batches.forward_only(*passed, iterators, [count])
+        listed = listed_batches.iterators_of({**calls.data, "micro_batch_indices": indices})
+        told = listed_batches.forward_only(*passed, listed, [count])
         expected = calls.forward().get("log_probs", [])
-        for ours, theirs in zip(found.get("log_probs", []), expected, strict=True):
-            assert difference(ours, theirs) < LOG_PROBS
+        for made in (found, told):
+            for ours, theirs in zip(made.get("log_probs", []), expected, strict=True):
+                assert difference(ours, theirs) < LOG_PROBS
 
 
 def framework_shows_model(dims: dict[str, Any]) -> None:

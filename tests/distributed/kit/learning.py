@@ -105,7 +105,6 @@ def learn(
     num_samples: int = 12,
     seconds_per_unit: float = 1e-5,
     max_context_parallel: int | None = None,
-    cost_model: str | None = "auto",
 ) -> list[dict[str, Any]]:
     """Train while the costs are hidden; what each step was planned by, and how it went.
 
@@ -119,7 +118,6 @@ def learn(
         num_samples: of each data-parallel rank and step.
         seconds_per_unit: of the hidden model.
         max_context_parallel: ranks that may share a row; samples are up to so many times the cap.
-        cost_model: of the arguments.
 
     Returns:
         for every step its ``plan`` (digest) and ``plan again`` (of the same samples), ``costs`` and
@@ -134,7 +132,7 @@ def learn(
         shape,
         max_tokens_per_gpu=CAP,
         dynamic_batch_context_parallel=max_context_parallel,
-        dynamic_batch_cost_model=cost_model,
+        dynamic_batch_cost_model="auto",
         dynamic_batch_plan_effort=60,
         dynamic_batch_record=tempfile.mkdtemp(),  # the first rank's alone is written to
     )

@@ -71,6 +71,7 @@ class RandomReference:
         self._has_axes = drawn["options"]["position_embedding_type"] == "mrope"
         self._balancing = job["balancing"] or {}
         self._routed: list[Tensor] = []
+        self._ahead: dict[int, Any] = {}
         for name, module in self._model.named_modules():
             if isinstance(module, TopKRouter) and not (self._is_replayed and "mtp" not in name):
                 module.register_forward_hook(self._see_gap)
@@ -91,8 +92,11 @@ class RandomReference:
         best = logits.detach().topk(router.topk + 1).values
         self._gaps.append(float((best[:, -2] - best[:, -1]).min()))
 
-    def statistics(self, samples: Mapping[str, list[Any]], i: int) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of a sample's response; 0 where nothing predicts a token."""
+    def statistics(
+        self, samples: Mapping[str, list[Any]], i: int
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[tuple[Tensor, ...]]]:
+        """Log-probs and entropies of a sample's response, 0 where nothing predicts a token; what
+        its routers saw, and hidden states of further tokens."""
         tokens = samples["tokens"][i].to(torch.cuda.current_device())
         length, response = len(tokens), samples["response_lengths"][i]
         if self._is_replayed:
@@ -102,7 +106,7 @@ class RandomReference:
             positions = multimodal_positions(length)[:, None].to(tokens.device)
         self._routed.clear()
         future = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
-        with hidden_states_kept() as self._kept:
+        with hidden_states_kept() as kept:
             logits = self._model(tokens[None], positions, future)[0].float()
         logits = logits / self._objective["temperature"]
         if self._is_banned:
@@ -110,7 +114,8 @@ class RandomReference:
         each = torch.log_softmax(logits, -1)
         log_probs = torch.cat([each.new_zeros(1), each[:-1].gather(1, tokens[1:, None])[:, 0]])
         entropies = torch.cat([each.new_zeros(1), -(each.exp() * each).sum(-1)[:-1]])
-        return log_probs[length - response :], entropies[length - response :]
+        responses = log_probs[length - response :], entropies[length - response :]
+        return *responses, [*self._routed], kept
 
     def _later(
         self, samples: Mapping[str, list[Any]], i: int, kept: Sequence[Tensor]
@@ -141,11 +146,14 @@ class RandomReference:
                 router.router_replay.set_target_indices(told[:, layer.layer_number - 1])
                 router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
-    @torch.no_grad()
-    def outputs(self, samples: Mapping[str, list[Any]]) -> list[tuple[Tensor, Tensor]]:
-        """Log-probs and entropies of every response."""
-        found = [self.statistics(samples, i) for i in range(len(samples["tokens"]))]
-        return [(log_probs.cpu(), entropies.cpu()) for log_probs, entropies in found]
+    def outputs(
+        self, samples: Mapping[str, list[Any]], *, is_trained_next: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Log-probs and entropies of every response; a step of the same samples goes on from it."""
+        with torch.set_grad_enabled(is_trained_next):
+            found = [self.statistics(samples, i) for i in range(len(samples["tokens"]))]
+        self._ahead = dict(enumerate(found)) if is_trained_next else {}
+        return [(each[0].detach().cpu(), each[1].detach().cpu()) for each in found]
 
     def step(
         self, samples: Mapping[str, list[Any]], rows: Sequence[Sequence[int]]
@@ -164,9 +172,9 @@ class RandomReference:
         routed: dict[int, list[Tensor]] = {}
         later: list[list[tuple[Tensor, Tensor]]] = []
         for i in chosen:
-            log_probs, entropies = self.statistics(samples, i)
-            routed[i] = [*self._routed]
-            later.append([pair for kept in self._kept for pair in self._later(samples, i, kept)])
+            made = self._ahead.pop(i, None) or self.statistics(samples, i)
+            log_probs, entropies, routed[i], passes = made
+            later.append([pair for kept in passes for pair in self._later(samples, i, kept)])
             farthest = max([farthest, *log_probs.detach().abs().tolist()])
             masks.append(trained_mask(samples, i).to(log_probs.device))
             behaviour, advantages, anchor, engine = (
@@ -245,6 +253,7 @@ class RandomReference:
         norm = clip(self._model)
         gradients = {name: p.grad.cpu().clone() for name, p in self._trained.items()}
         self._optimizer.step()
+        self._ahead.clear()  # by other weights
         return {"gradients": gradients, "grad_norm": float(norm)}
 
 

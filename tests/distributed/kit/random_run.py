@@ -254,9 +254,8 @@ class RandomRun:
                     "weights": self._weights(),
                 }
             )
-        # What the caller does to its own afterwards changes nothing.
-        map_tensors(given, torch.Tensor.zero_)
-        self._forward(iterators, counts, mine)
+        if self._rollout == len(self._job["rollouts"]) - 1:  # else the next one's pass has them
+            self._forward(iterators, counts, mine)
 
     @property
     def _holds(self) -> bool:

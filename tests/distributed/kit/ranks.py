@@ -29,6 +29,20 @@ class Fork:
     ranks: dict[int, int]
     store: int | None
 
+    def first_failure(self) -> int:
+        """Wait for all ranks, or for the first that fails, which ends the others as under torchrun.
+
+        Returns:
+            its exit code, 0 if none failed.
+        """
+        running, code = set(self.ranks), 0
+        while running and not code:
+            process, status = os.wait()
+            running.discard(process)
+            code = os.waitstatus_to_exitcode(status)
+        self.kill()
+        return code
+
     def kill(self) -> None:
         """End the ranks that are left, and the store."""
         for process in (*self.ranks, *([] if self.store is None else [self.store])):

@@ -37,17 +37,9 @@ def main() -> None:
         importlib.import_module(module)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for the ranks alone, see `_end_late`
     fork = fork_ranks(nproc)
-    if fork.rank is not None:
-        _work(folder, fork.rank)
-        sys.exit()
-    running = set(fork.ranks)
-    while running:
-        process, status = os.wait()
-        running.discard(process)
-        if status:
-            break
-    fork.kill()
-    sys.exit(bool(running))
+    if fork.rank is None:
+        sys.exit(fork.first_failure())
+    _work(folder, fork.rank)
 
 
 def _jobs(folder: Path) -> list[dict[str, Any]]:
@@ -112,7 +104,3 @@ def _do(job: dict[str, Any]) -> Any:
         parallel_state.destroy_model_parallel()
         release_groups()
     return value
-
-
-if __name__ == "__main__":
-    main()
