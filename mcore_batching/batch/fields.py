@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.values import (
+    UNSIGNED,
     count_of,
     describe,
     is_integral,
@@ -141,7 +142,8 @@ class Field:
             return 0
         # Position ids of several axes have their rows, one per token, last.
         own = response_length if self.kind is Kind.PER_RESPONSE_TOKEN else total_length
-        return num_rows(own, self.length_offset)
+        # A sample of 0 tokens has no routed experts rather than -1 rows of them.
+        return max(0, own + self.length_offset)
 
     @property
     def default_type(self) -> torch.dtype:
@@ -153,12 +155,6 @@ class Field:
     def declaration(self) -> str:
         """The line of code that declares this field."""
         return declaration_line(self.name, self.kind, self.length_offset, self.fill)
-
-
-def num_rows(length: int, length_offset: int) -> int:
-    """Rows of a value of a kind with this length."""
-    # A sample of 0 tokens has no routed experts rather than -1 rows of them.
-    return max(0, length + length_offset)
 
 
 _STRUCTURAL = {
@@ -276,18 +272,17 @@ def checked_values(
         return [is_tagged(field.name, index, tag) for index, tag in enumerate(values)]
     elif field.kind is Kind.PER_SAMPLE and {*map(type, values)} <= {bool, int, float}:
         return list(values)  # of numbers there is nothing else to check
+    elif {*map(type, values)} == {Tensor} and {each.dtype for each in values}.isdisjoint(UNSIGNED):
+        found = list(values)
     else:
         found = [_value(field, index, value) for index, value in enumerate(values)]
-    own = response_lengths if field.kind is Kind.PER_RESPONSE_TOKEN else total_lengths
-    axis, offset = -1 if field.kind is Kind.POSITION_IDS else 0, field.length_offset
-    met: set[Hashable] = set()
     # After all became tensors: from here on a value has a shape and a type, or none at all.
-    for index, value in enumerate(found):
-        # Most values are like the first one, but for their length.
-        facts = _facts(value, axis, num_rows(own[index], offset))
-        if facts in met:
-            continue
-        expected = unmet(field, value, total_lengths[index], response_lengths[index])
+    lengths = list(zip(total_lengths, response_lengths, strict=True))
+    alike = _like_all(field, found, lengths)
+    # One by one only to name one.
+    is_met = alike is not None and unmet(field, found[alike], *lengths[alike]) is None
+    for index, value in enumerate(() if is_met else found):
+        expected = unmet(field, value, *lengths[index])
         if expected is not None:
             raise SchemaError(
                 field.name,
@@ -297,7 +292,6 @@ def checked_values(
                 declaration=field.declaration,
                 advice="correct the values, or this declaration",
             )
-        met.add(facts)
     if field.kind is Kind.PER_SAMPLE:
         _require_one_shape(field.name, found, response_lengths)
     if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
@@ -305,13 +299,21 @@ def checked_values(
     return found
 
 
-def _facts(value: Any, axis: int, rows: int) -> Hashable:
-    """All that `unmet` goes by, of a value that should have these rows on an axis."""
-    if not isinstance(value, Tensor) or value.is_nested:
-        return type(value).__qualname__
-    shape = value.shape
-    missing = rows - shape[axis] if shape else None
-    return value.dtype, value.layout, value.device, len(shape), missing, 0 in shape
+def _like_all(field: Field, values: list[Any], lengths: Sequence[tuple[int, int]]) -> int | None:
+    """The index of a value that is unmet if any is: of the longest of tensors that differ in their
+    lengths alone, and have these; None if there is no such value."""
+    if field.kind in WITHOUT_ROWS or {*map(type, values)} != {Tensor}:
+        return None
+    # In few operations on each value: rollouts have thousands.
+    kinds = {(each.dtype, each.layout, each.device, each.ndim, each.is_nested) for each in values}
+    if len(kinds) > 1 or not values[0].ndim or values[0].is_nested:
+        return None
+    axis = -1 if field.kind is Kind.POSITION_IDS else 0
+    rows = [each.shape[axis] for each in values]
+    at = rows.index(max(rows))
+    # Without elements it might be of any type.
+    has_all = rows == [field.num_rows(*each) for each in lengths] and values[at].numel()
+    return at if has_all else None
 
 
 def _value(field: Field, index: int, value: Any) -> Any:

@@ -70,15 +70,15 @@ def test_tensors_are_freed_as_soon_as_nothing_refers_to_them() -> None:
     """The garbage collector may not run for many steps: it counts objects, not their bytes."""
     columns = Columns.read(marked([(3, 2), (4, 4)]), MARKED)
     taken = columns.taken([1, 0]).taken([1])
-    block = block_of(columns, [[0], [1]]).pinned(torch.device("cpu"))
-    moved = block.on_device()
-    rows = moved.rows()
+    block = block_of(columns, [[0], [1]])
+    rows = block.rows()
     read = [columns["tokens"], taken["mark"], taken.span("mark"), *(row.fields for row in rows)]
-    tensors = [columns.flat("mark"), rows[0].tokens, moved.fields.flat("mark")]
+    read += [rows[1].index, rows[0].responses.owned_positions, rows[0].packed("mark")]
+    tensors = [columns.flat("mark"), rows[0].tokens, rows[0].fields.flat("mark")]
     alive = [weakref.ref(each) for each in tensors]
     gc.disable()
     try:
-        del columns, taken, block, moved, rows, read, tensors
+        del columns, taken, block, rows, read, tensors
         assert [ref() for ref in alive] == [None] * 3
     finally:
         gc.enable()
