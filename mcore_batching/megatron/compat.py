@@ -447,10 +447,3 @@ def modules_with_validate_args(arguments: Any, initialize: Any) -> list[Any]:
     Until 0.17 ``initialize`` imports it by name.
     """
     return [arguments, initialize] if hasattr(initialize, "validate_args") else [arguments]
-
-
-def counts_operations_of_samples() -> bool:
-    """True if stock code counts floating-point operations by samples' lengths (from 0.18 on)."""
-    from megatron.training import training
-
-    return hasattr(training, "consume_seqlen_stats_in_iteration")

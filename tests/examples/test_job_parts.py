@@ -7,19 +7,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 
-import bootstrap
 import objective
 import warm_start
 from batches import group_advantages, rollout_data, share_of_rank
 from kit.packing import pack
 from objective import GRPOObjective
-from online import steps_of_rank, uids_of_iteration
+from online import steps_of_rank
 from options import dims_of, parse_arguments
 from rollouts import Rollout
 
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.batch.loss import step_totals
-from mcore_batching.planning import ParallelDims, ParallelDimsError
+from mcore_batching.planning import ParallelDims
 
 
 def test_data_parallelism_is_what_the_other_sizes_leave_unless_given():
@@ -78,16 +77,6 @@ def test_optimizer_steps_depend_on_prompts_alone(turns, num_ranks, groups_per_st
     assert sorted(found) == sorted(each for each in expected for _ in range(played[each[1]]))
 
 
-def test_games_differ_between_iterations_and_seeds():
-    names = [
-        uid
-        for seed in ("1", "11")
-        for iteration in range(12)
-        for uid in uids_of_iteration(parse_arguments(["--online", "--seed", seed]), iteration)
-    ]
-    assert len(set(names)) == len(names) == 2 * 12 * 32
-
-
 # Ratios of 1.5 and 0.5: inside and outside the clip range, for both signs of the advantage.
 LOG_RATIOS = [[0.0, 0.4054651, 0.4054651, -0.6931472], [0.4054651, -0.6931472]]
 REFERENCE_GAPS = [[0.0, 0.5, 0.25, -0.5], [1.0, 0.0]]
@@ -140,17 +129,3 @@ def test_imitation_is_the_mean_over_the_players_tokens(monkeypatch):
     monkeypatch.setattr(warm_start, "response_log_probs", lambda logits, row: log_probs)
     loss, _ = warm_start.imitation_loss(torch.zeros(1), row, step_totals(row.fields)[0])
     assert loss.item() == pytest.approx((1 + 2 + 6) / 3)
-
-
-def test_the_data_parallel_size_follows_from_the_number_of_processes(monkeypatch):
-    made = []
-    monkeypatch.setattr(bootstrap.dist, "get_world_size", lambda: 6)
-    groups = bootstrap.parallel_state
-    monkeypatch.setattr(groups, "initialize_model_parallel", lambda **sizes: made.append(sizes))
-    seeded = bootstrap.tensor_parallel
-    monkeypatch.setattr(seeded, "model_parallel_cuda_manual_seed", lambda seed: None)
-    bootstrap.initialize_model_parallel(ParallelDims(pipeline_parallel=2))
-    assert [sizes["pipeline_model_parallel_size"] for sizes in made] == [2]
-    for dims in ({"data_parallel": 2, "pipeline_parallel": 2}, {"pipeline_parallel": 4}):
-        with pytest.raises(ParallelDimsError, match="need 4 processes, torchrun started 6"):
-            bootstrap.initialize_model_parallel(ParallelDims(**dims))

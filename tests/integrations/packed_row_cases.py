@@ -25,13 +25,11 @@ SAMPLES: dict[str, list[Any]] = {
 }
 
 
-def prepared(
-    samples: dict[str, list[Any]], *, is_placeholder: bool = False, depths: int = 0
-) -> PackedMicroBatch:
+def prepared(samples: dict[str, list[Any]], *, is_placeholder: bool = False) -> PackedMicroBatch:
     """The samples as one row, each padded to a multiple of 4."""
     columns = Columns.read(samples, STOCK_SCHEMA)
     count = len(columns.total_lengths)
-    layout = Layout(pad_token_id=PAD, depths=depths, has_labels=True)
+    layout = Layout(pad_token_id=PAD, has_labels=True)
     block = RowBlock(
         columns,
         [range(count)],

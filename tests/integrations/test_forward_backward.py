@@ -73,9 +73,11 @@ def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
         "loss_mask": torch.tensor([[1.0, 0.0, 1.0]]),
         "position_ids": torch.arange(3)[None],
     }
-    assert steps._unpadded([batch], 65)
+    model: Any = SimpleNamespace(vocab_size=65)
+    assert steps._read([model], [batch])
+    model.vocab_size = 64
     with pytest.raises(SchemaError, match=r"'labels', sample 0: .* found 64 at place 2"):
-        steps._unpadded([batch], 64)
+        steps._read([model], [batch])
 
 
 def test_rows_that_routers_losses_are_means_over() -> None:

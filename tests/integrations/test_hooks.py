@@ -71,12 +71,6 @@ CASES = {
             ),
             (
                 f"{BACKENDS}.data",
-                "get_data_iterator(rollout_data)",
-                "get_data_iterator(rollout_data, groups)",
-                r"expected get_data_iterator\(rollout_data\), found",
-            ),
-            (
-                f"{BACKENDS}.data",
                 "def get_data_iterator(",
                 "del DataIterator\n\ndef get_data_iterator(args, model, ",
                 "DataIterator is not where get_data_iterator is",
@@ -86,12 +80,6 @@ CASES = {
                 "(f, args,",
                 "(args, f,",
                 r"expected forward_only\(f, args, model, data_iterator, num_microbatches, \*arg",
-            ),
-            (
-                f"{BACKENDS}.model",
-                "def forward_only",
-                "import sys as forward_only\ndef other",
-                "found a module; hook",
             ),
             (
                 f"{BACKENDS}.model",
@@ -236,6 +224,7 @@ def passing_on(original: Any, first: int, *more: Any) -> None: ...
         (ours, "(first, second=2, *, third=3)", False),
         (ours, "(first: str, second: str = 2) -> int", False),  # older, and annotated
         (ours, "(first)", False),
+        (ours, None, True),  # no function
         (ours, "()", True),
         (ours, "(other, second=2)", True),
         (ours, "(first, second=5)", True),
@@ -248,10 +237,13 @@ def passing_on(original: Any, first: int, *more: Any) -> None: ...
     ],
 )
 def test_ours_takes_every_call_that_a_replaced_function_takes(
-    function: Any, theirs: str, is_refused: bool
+    function: Any, theirs: str | None, is_refused: bool
 ) -> None:
-    made = module_of(f"def function{theirs}: ...")
-    refusal = pytest.raises(HookError, match=r"rl.function cannot be replaced: expected function\(")
+    made = module_of(f"def function{theirs}: ..." if theirs else "import sys as function")
+    found = r"function\(" if theirs else "a module"
+    refusal = pytest.raises(
+        HookError, match=rf"rl.function cannot be replaced: expected function\(.*\), found {found}"
+    )
     with refusal if is_refused else contextlib.nullcontext():
         replacing(made, "function", function)
 

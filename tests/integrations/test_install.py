@@ -121,27 +121,18 @@ def run() -> Iterator[Runs]:
 
 
 @needs_training
-def test_without_the_flag_no_megatron_name_is_touched(run: Runs) -> None:
+def test_without_the_flag_the_parser_knows_its_other_flags_and_nothing_else_changes(
+    run: Runs,
+) -> None:
     run("""
 before = names()
 installation = install(["--num-layers", "4"])
 assert changed(before, names()) == [], changed(before, names())
 assert installation.hooked == []
 assert "nothing hooked" in str(installation)
-""")
-
-
-@needs_training
-def test_without_the_flag_the_parser_knows_its_other_flags_and_nothing_else_changes(
-    run: Runs,
-) -> None:
-    run("""
-before = names()
 installation = install(["--max-tokens-per-gpu=64"])
 assert changed(before, names()) == sorted(installation.hooked)
 assert all(name.startswith("megatron.training.arguments.") for name in installation.hooked)
-from megatron.training import training
-assert training.get_forward_backward_func.__module__.startswith("megatron.")
 """)
 
 
@@ -206,7 +197,6 @@ LINES = """
 import contextlib, inspect, io
 from megatron.training import arguments, global_vars, training
 install(["--use-dynamic-batch-size"])
-from mcore_batching.megatron import compat
 
 def outcome(words, **settings):
     sys.argv = ["script.py", *words]
@@ -242,10 +232,8 @@ found["scheduler"] = outcome(lines["dense"], sequence_packing_scheduler="dp_bala
 found["lengths"] = outcome(
     lines["dense"], use_varlen_dataset=True, sequence_packing_scheduler="dp_balanced"
 )
-compat.counts_operations_of_samples = lambda: False  # until 0.17
-found["no throughput"], found["padding"] = map(outcome, (lines["dense"], lines["throughput"]))
 os.environ["RANK"] = "1"
-found["on rank 1"] = outcome(lines["auxiliary losses"])
+found["on rank 1"] = outcome(lines["--sft"])
 for name in ("train", "evaluate"):
     for on in (True, False):
         found[f"{name} {on} script"] = called(name, on, no_get_batch)
@@ -269,124 +257,83 @@ EXPERTS = (
 )
 PP2 = "--pipeline-model-parallel-size 2 "
 VPP2 = PP2 + "--num-virtual-stages-per-pipeline-rank 2 "
-ACCEPTED, MESSAGE, REFUSED = "accepted", "accepted; mcore_batching: ", "DynamicBatchArgumentError: "
-COMMAND_LINES: dict[str, tuple[str, str, str]] = {
-    "dense": (ON, ACCEPTED, ""),
-    "interleaved": (ON + VPP2, ACCEPTED, ""),
-    "experts": (ON + EXPERTS, ACCEPTED, ""),
-    "exchange": (ON + "--dynamic-batch-exchange", ACCEPTED, ""),
-    "hybrid": (ON + PP2 + "--hybrid-layer-pattern M*-|G*-|M*-|G*-", ACCEPTED, ""),
-    "documents": (ON + "--reset-attention-mask --reset-position-ids", ACCEPTED, ""),
-    "multi-token": (ON + "--mtp-num-layers 1", ACCEPTED, ""),
-    "hybrid multi-token": (ON + "--hybrid-layer-pattern *-*-/*-", ACCEPTED, ""),
-    "throughput": (ON + "--log-throughput", ACCEPTED, ""),
-    "off": ("--sft " + PP2, ACCEPTED, ""),
-    "off, with a cap": ("--max-tokens-per-gpu 64", ACCEPTED, ""),
-    "auxiliary losses": (
-        ON + EXPERTS + "--moe-aux-loss-coeff 0.01",
-        MESSAGE,
-        "load-balancing and z-losses are weighted by real tokens",
-    ),
-    "fine-tuning": (ON + "--sft", MESSAGE, "losses are means over the trained tokens of all"),
-    "documents in Transformer Engine": (
-        ON + "--reset-attention-mask --reset-position-ids --transformer-impl transformer_engine",
-        MESSAGE,
-        "Transformer Engine ignores that mask",
-    ),
-    "several": (
-        "--use-dynamic-batch-size --iterations-to-skip 3 --logits-load-dir x",
-        REFUSED + "--use-dynamic-batch-size cannot run with these settings:",
-        "set --calculate-per-token-loss\n  - --use-dynamic-batch-size needs a cap: set --max",
-    ),
-    "no cap": (ON + "--max-tokens-per-gpu 0", REFUSED, "(--max-tokens-per-gpu) must be"),
-    "effort": (
-        ON + "--dynamic-batch-plan-effort -1",
-        REFUSED,
-        "(--dynamic-batch-plan-effort) must",
-    ),
-    "costs": (ON + "--dynamic-batch-cost-model /no", REFUSED, "--dynamic-batch-cost-model /no: "),
-    "exchange alone": ("--dynamic-batch-exchange", REFUSED, "nothing alone: set --use-dynamic"),
-    "prefixes": (
-        ON + "--dynamic-batch-share-prefixes",
-        REFUSED,
-        "unset --dynamic-batch-share-prefixes",
-    ),
-    "full validation": (
-        ON + "--full-validation",
-        REFUSED,
-        "without --multiple-validation-sets: unset it and set --eval-iters",
-    ),
-    "full validation of fine-tuning": (
-        ON + "--sft --full-validation --multiple-validation-sets",
-        REFUSED,
-        "TypeError in Megatron-LM itself beside --sft",
-    ),
-    "full validation of several sets": (
-        ON + "--full-validation --multiple-validation-sets",
-        ACCEPTED,
-        "",
-    ),
-    "masking": (
-        ON + "--dataloader-inter-document-masking",
-        REFUSED,
-        "set --reset-attention-mask and --reset-position-ids instead",
-    ),
-    "mask": (ON + "--reset-attention-mask", REFUSED, "needs --reset-position-ids"),
-    "skipped": (ON + "--iterations-to-skip 3", REFUSED, "--iterations-to-skip draws batches of a"),
-    "teacher": (ON + "--logits-load-dir x", REFUSED, "unset --logits-load-dir"),
-    "interleaved without overlap": (
-        f"{ON} --num-layers 8 --pipeline-model-parallel-size 4 "
-        "--num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
-        REFUSED,
-        "drop --no-overlap-p2p-communication",
-    ),
-    "reinforcement learning": (ON + "--perform-rl-step", REFUSED, "unset --perform-rl-step"),
-    "rank capacity": (
-        ON + EXPERTS + "--moe-expert-rank-capacity-factor 1.0",
-        REFUSED,
-        "unset --moe-expert-rank-capacity-factor",
-    ),
-    "hybrid context parallelism": (
-        ON + "--hybrid-context-parallel",
-        REFUSED,
-        "unset --hybrid-context-parallel",
-    ),
-    "shared buffers": (
-        ON + "--reuse-grad-buf-for-mxfp8-param-ag --fp8-format e4m3",
-        REFUSED,
-        "--reuse-grad-buf-for-mxfp8-param-ag",
-    ),
+DOCUMENTS = "--reset-attention-mask --reset-position-ids "
+OFF = {
+    "off": "--sft " + PP2,
+    "off, with a cap": "--max-tokens-per-gpu 64",
+    "exchange alone": "--dynamic-batch-exchange",
+    "several": "--use-dynamic-batch-size --iterations-to-skip 3 --logits-load-dir x",
 }
-"""By name: the words, how the outcome begins, and what is in it."""
+"""By name: command lines without all that the others have."""
+ACCEPTED = {
+    "dense": "",
+    "interleaved": VPP2,
+    "experts": EXPERTS,
+    "exchange": "--dynamic-batch-exchange",
+    "hybrid": PP2 + "--hybrid-layer-pattern M*-|G*-|M*-|G*-",
+    "documents": DOCUMENTS,
+    "multi-token": "--mtp-num-layers 1",
+    "hybrid multi-token": "--hybrid-layer-pattern *-*-/*-",
+    "throughput": "--log-throughput",
+    "full validation of several sets": "--full-validation --multiple-validation-sets",
+}
+MESSAGES = {
+    EXPERTS + "--moe-aux-loss-coeff 0.01": "z-losses are weighted by real tokens",
+    "--sft": "losses are means over the trained tokens of all",
+    DOCUMENTS + "--transformer-impl transformer_engine": "Transformer Engine ignores that mask",
+}
+REFUSED = {
+    "--max-tokens-per-gpu 0": "(--max-tokens-per-gpu) must be",
+    "--dynamic-batch-plan-effort -1": "(--dynamic-batch-plan-effort) must",
+    "--dynamic-batch-cost-model /no": "--dynamic-batch-cost-model /no: ",
+    "--dynamic-batch-share-prefixes": "unset --dynamic-batch-share-prefixes",
+    "--full-validation": "without --multiple-validation-sets: unset it and set --eval-iters",
+    "--sft --full-validation --multiple-validation-sets": "TypeError in Megatron-LM itself beside",
+    "--dataloader-inter-document-masking": "set --reset-attention-mask and --reset-position-ids",
+    "--reset-attention-mask": "needs --reset-position-ids",
+    "--iterations-to-skip 3": "--iterations-to-skip draws batches of a",
+    "--logits-load-dir x": "unset --logits-load-dir",
+    "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+    "--no-overlap-p2p-communication": "drop --no-overlap-p2p-communication",
+    "--perform-rl-step": "unset --perform-rl-step",
+    EXPERTS + "--moe-expert-rank-capacity-factor 1.0": "unset --moe-expert-rank-capacity-factor",
+    "--hybrid-context-parallel": "unset --hybrid-context-parallel",
+    "--reuse-grad-buf-for-mxfp8-param-ag --fp8-format e4m3": "unset --reuse-grad-buf-for-mxfp8-par",
+}
+"""By words beside `ON`: what is said of them."""
 
 
 @pytest.fixture(scope="module")
 def outcomes(run: Runs) -> dict[str, str]:
     """What became of each command line in Megatron's own parser and validation, and of scripts."""
-    lines = {name: [*BASE, *words.split()] for name, (words, *_) in COMMAND_LINES.items()}
+    words = OFF | {name: ON + more for name, more in ACCEPTED.items()}
+    words |= {more: ON + more for more in (*MESSAGES, *REFUSED)}
+    lines = {name: [*BASE, *line.split()] for name, line in words.items()}
     found: dict[str, str] = run(LINES, json.dumps(lines))
     return found
 
 
-@needs_training
-@pytest.mark.parametrize("name", COMMAND_LINES)
-def test_command_lines(outcomes: dict[str, str], name: str) -> None:
-    _, begins, text = COMMAND_LINES[name]
-    assert outcomes[name].startswith(begins)
-    assert text in outcomes[name]
-    assert begins != ACCEPTED or outcomes[name] == ACCEPTED
-    assert outcomes[name].count("mcore_batching: ") == (begins == MESSAGE)
-    assert name != "several" or outcomes[name].count("\n  - ") == 4
+REFUSAL = "DynamicBatchArgumentError: "
 
 
 @needs_training
-def test_messages_and_refusals_beyond_the_command_line(outcomes: dict[str, str]) -> None:
-    assert outcomes["on rank 1"] == outcomes["no throughput"] == ACCEPTED
-    assert "TFLOP/s (--log-throughput) as if samples were padded" in outcomes["padding"]
-    assert "ModelOpt expects rows of seq_length" in outcomes["ModelOpt"]
-    said = "--use-dynamic-batch-size replaces it: unset --sequence-packing-scheduler"
-    assert said in outcomes["scheduler"]
-    assert outcomes["lengths"] == ACCEPTED
+def test_command_lines(outcomes: dict[str, str]) -> None:
+    for name in (*ACCEPTED, "off", "off, with a cap", "lengths", "on rank 1"):
+        assert outcomes[name] == "accepted", name
+    for name, text in MESSAGES.items():
+        assert outcomes[name].startswith("accepted; mcore_batching: "), name
+        assert outcomes[name].count("mcore_batching: ") == 1, name
+        assert text in outcomes[name]
+    beyond = {
+        "exchange alone": "nothing alone: set --use-dynamic",
+        "several": "set --calculate-per-token-loss\n  - --use-dynamic-batch-size needs a cap",
+        "ModelOpt": "ModelOpt expects rows of seq_length",
+        "scheduler": "--use-dynamic-batch-size replaces it: unset --sequence-packing-scheduler",
+    }
+    for name, text in (REFUSED | beyond).items():
+        assert outcomes[name].startswith(REFUSAL), name
+        assert text in outcomes[name]
+    assert outcomes["several"].count("\n  - ") == 4
 
 
 @needs_training
@@ -401,9 +348,9 @@ def test_messages_and_refusals_beyond_the_command_line(outcomes: dict[str, str])
 def test_scripts_are_refused_before_the_first_step(
     outcomes: dict[str, str], name: str, what: str, message: str
 ) -> None:
-    assert outcomes[f"{name} True {what}"].startswith(REFUSED)
+    assert outcomes[f"{name} True {what}"].startswith(REFUSAL)
     assert message in outcomes[f"{name} True {what}"]
-    assert "DynamicBatchArgumentError" not in outcomes[f"{name} False {what}"]
+    assert REFUSAL not in outcomes[f"{name} False {what}"]
 
 
 def launched(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,53 +1,87 @@
-"""A script's ``get_batch``, read from its forward step and replaced."""
+"""A stock script's batches: its ``get_batch``, read from its forward step and replaced, and packed
+rows in the order in which it unpacks them."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import textwrap
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from packed_row_cases import EXPECTED, rows
+import torch
+from packed_row_cases import EXPECTED, SAMPLES, found, prepared, rows
 
+from mcore_batching.integrations.megatron_lm import next_batch, script_batches
 from mcore_batching.integrations.megatron_lm.script_batches import (
     SEVEN_FIELDS,
     SIX_FIELDS,
     TEN_FIELDS,
+    PackedRows,
     fields_unpacked_by,
     installation,
     use_packed_batches,
 )
+from mcore_batching.integrations.megatron_lm.stock_steps import FIELDS
 from mcore_batching.megatron import DynamicBatchArgumentError
 
 
 def script(tmp_path: Path, text: str) -> types.ModuleType:
     """A module of its own, with its source on disk, as scripts are."""
     path = tmp_path / "script.py"
-    path.write_text(textwrap.dedent(text))
+    path.write_text(GET_BATCH + textwrap.dedent(text))
     module = types.ModuleType("script")
     module.__file__ = str(path)
     exec(compile(path.read_text(), str(path), "exec"), vars(module))
     return module
 
 
+GET_BATCH = """
+import functools
+
+def get_batch(data_iterator, vp_stage=None):
+    return [f"{name}{vp_stage or ''}" for name in next(data_iterator)]
+"""
 STOCK = """
-    import functools
+def forward_step(data_iterator, model):
+    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = get_batch(
+        data_iterator, model
+    )
+    return tokens, packed_seq_params
 
-    def get_batch(data_iterator, vp_stage=None):
-        return [f"{name}{vp_stage}" for name in next(data_iterator)]
-
-    def forward_step(data_iterator, model):
-        tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = get_batch(
-            data_iterator, model
-        )
-        return tokens, packed_seq_params
-
-    @functools.wraps(forward_step)
-    def decorated(*arguments):
-        return forward_step(*arguments)
+@functools.wraps(forward_step)
+def decorated(*arguments):
+    return forward_step(*arguments)
+"""
+BRANCHES = """
+def forward_step(data_iterator, model):
+    first = second = None
+    batch = get_batch(data_iterator)
+    if len(batch) == 8:
+        tokens, labels, loss_mask, attention_mask, position_ids, a, b, c = batch
+    elif len(batch) == 7:
+        (
+            tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params,
+            padding_mask,
+        ) = batch
+    else:
+        tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = batch
+        first, second = "xy"
+    return tokens, packed_seq_params
+"""
+ALPHABETICAL = """
+def forward_step(data_iterator, model):
+    first, second = other(data_iterator)
+    whole = get_batch
+    (
+        attention_mask, cu_seqlens, cu_seqlens_padded, hybrid_cp_group, labels,
+        local_cp_size, loss_mask, max_seqlen, position_ids, tokens,
+    ) = get_batch(data_iterator)
+    a, b = timers("x"), 2
 """
 
 
@@ -58,85 +92,41 @@ def _restored() -> Iterator[None]:
 
 
 def test_names_are_read_of_get_batch_alone(tmp_path: Path) -> None:
-    module = script(
-        tmp_path,
-        """
-        def forward_step(data_iterator, model):
-            first, second = other(data_iterator)
-            whole = get_batch
-            (
-                attention_mask, cu_seqlens, cu_seqlens_padded, hybrid_cp_group, labels,
-                local_cp_size, loss_mask, max_seqlen, position_ids, tokens,
-            ) = get_batch(data_iterator)
-            a, b = timers("x"), 2
-        """,
-    )
-    assert fields_unpacked_by(module.forward_step) == TEN_FIELDS
-
-
-def test_of_a_batch_unpacked_in_branches_the_longest_that_fits_is_taken(tmp_path: Path) -> None:
-    module = script(
-        tmp_path,
-        """
-        def get_batch(data_iterator):
-            return next(data_iterator)
-
-        def forward_step(data_iterator, model):
-            first = second = None
-            batch = get_batch(data_iterator)
-            if len(batch) == 8:
-                tokens, labels, loss_mask, attention_mask, position_ids, a, b, c = batch
-            elif len(batch) == 7:
-                (
-                    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params,
-                    padding_mask,
-                ) = batch
-            else:
-                tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = batch
-                first, second = model
-            return tokens, packed_seq_params
-        """,
-    )
-    assert fields_unpacked_by(module.forward_step) == SEVEN_FIELDS
-    use_packed_batches(module.forward_step)
-    tokens, params = module.forward_step(rows(), (1, 2))
-    assert tokens.tolist() == EXPECTED["tokens"]
-    assert params.qkv_format == "thd"
-    assert module.forward_step(iter(["abcdef"]), (1, 2)) == ("a", "f")
+    """Of several branches the longest that fits."""
+    expected = {STOCK: SIX_FIELDS, BRANCHES: SEVEN_FIELDS, ALPHABETICAL: TEN_FIELDS}
+    for text, fields in expected.items():
+        assert fields_unpacked_by(script(tmp_path, text).forward_step) == fields
 
 
 @pytest.mark.parametrize(
-    "of",
+    ("text", "of"),
     [
-        lambda module: module.forward_step,
-        lambda module: functools.partial(functools.partial(module.decorated)),
+        (STOCK, lambda module: module.forward_step),
+        (STOCK, lambda module: functools.partial(functools.partial(module.decorated))),
+        (BRANCHES, lambda module: module.forward_step),
     ],
-    ids=["itself", "partial of a partial of decorated"],
+    ids=["itself", "partial of a partial of decorated", "branches"],
 )
 def test_get_batch_takes_packed_rows_and_ordinary_iterators(
-    tmp_path: Path, of: Callable[[types.ModuleType], Any]
+    tmp_path: Path, text: str, of: Callable[[types.ModuleType], Any]
 ) -> None:
-    module = script(tmp_path, STOCK)
-    assert fields_unpacked_by(module.forward_step) == SIX_FIELDS
+    module = script(tmp_path, text)
+    original = module.get_batch
     use_packed_batches(of(module))
-    tokens, params = module.forward_step(rows(), None)
+    ours, iterator = module.get_batch, rows()
+    tokens, params = module.forward_step(iterator, None)
+    assert tokens is iterator.current.tokens
     assert tokens.tolist() == EXPECTED["tokens"]
     assert params.qkv_format == "thd"
-    assert module.forward_step(iter(["abcdef"]), 1) == ("a1", "f1")
-
-
-def test_a_script_is_taught_once_and_forgets(tmp_path: Path) -> None:
-    module = script(tmp_path, STOCK)
-    original = module.get_batch
+    with pytest.raises(StopIteration):
+        module.forward_step(iterator, None)
+    stage = "" if text == BRANCHES else "1"
+    assert module.forward_step(iter(["abcdef"]), 1) == (f"a{stage}", f"f{stage}")
     use_packed_batches(module.forward_step)
-    taught = module.get_batch
-    assert taught is not original
-    use_packed_batches(module.decorated)
-    assert module.get_batch is taught
-    installation.undo()
-    assert module.get_batch is original
-    installation.undo()
-    assert module.get_batch is original
+    assert module.get_batch is ours is not original
+    for _ in range(2):
+        installation.undo()
+        assert module.get_batch is original
 
 
 def test_a_script_that_calls_next_batch_itself_is_left_alone(tmp_path: Path) -> None:
@@ -160,16 +150,6 @@ def test_a_script_that_calls_next_batch_itself_is_left_alone(tmp_path: Path) -> 
     assert module.forward_step(rows(), None).tolist() == EXPECTED["tokens"]
 
 
-UNREADABLE = """
-    def get_batch(data_iterator):
-        return next(data_iterator)
-
-    def forward_step(data_iterator, model):
-        batch = get_batch(data_iterator)
-        return batch
-"""
-
-
 @pytest.mark.parametrize(
     ("unpacked", "message"),
     [
@@ -189,9 +169,6 @@ def test_batches_into_which_no_row_fits_are_refused(
     module = script(
         tmp_path,
         f"""
-        def get_batch(data_iterator):
-            return next(data_iterator)
-
         def forward_step(data_iterator, model):
             {unpacked} = get_batch(data_iterator)
         """,
@@ -206,6 +183,92 @@ def test_scripts_whose_get_batch_cannot_be_read_are_refused() -> None:
     with pytest.raises(DynamicBatchArgumentError, match="module: name the function that reads"):
         use_packed_batches(pytest.importorskip)
     scope: dict[str, Any] = {}
-    exec(textwrap.dedent(UNREADABLE), scope)
+    exec(GET_BATCH + "def forward_step(data_iterator): ...", scope)
     with pytest.raises(DynamicBatchArgumentError, match=r"cannot read the source .*next_batch"):
         use_packed_batches(scope["forward_step"])
+
+
+@pytest.mark.parametrize("names", [SIX_FIELDS, SEVEN_FIELDS, TEN_FIELDS], ids=["6", "7", "10"])
+@pytest.mark.parametrize("by", ["number", "names", "names backwards"])
+def test_fields_come_in_the_order_of_the_script(names: tuple[str, ...], by: str) -> None:
+    if by == "names backwards":
+        names = names[::-1]
+    values = next_batch(rows(), len(names) if by == "number" else names)
+    assert values is not None
+    got = found(values, names)
+    for name in FIELDS:
+        assert torch.equal(got[name], torch.tensor(EXPECTED[name]).to(got[name].dtype)), name
+    assert got["tokens"].dtype == got["labels"].dtype == torch.int64
+    assert got["loss_mask"].dtype == torch.float32
+    assert got["attention_mask"] is None
+
+
+def test_rows_are_told_apart_by_parameters_or_by_offsets_where_scripts_make_them() -> None:
+    values = next_batch(rows(), 6)
+    assert values is not None
+    params = found(values, SIX_FIELDS)["packed_seq_params"]
+    assert params.qkv_format == "thd"
+    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 8]
+    assert params.max_seqlen_q == params.max_seqlen_kv == 4
+    values = next_batch(rows(), 10)
+    assert values is not None
+    got = found(values, TEN_FIELDS)
+    assert got["cu_seqlens_padded"].tolist() == [[0, 4, 8]]
+    assert got["cu_seqlens_padded"].dtype == torch.int32
+    assert int(got["max_seqlen"]) == 4
+    assert got["hybrid_cp_group"] is None
+    assert got["local_cp_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("counts_flops", "is_placeholder", "lengths"),
+    [(True, False, [3, 2]), (True, True, [0]), (False, False, []), (False, True, [])],
+)
+def test_statistics_of_lengths_count_real_samples_of_training_alone(
+    counts_flops: bool, is_placeholder: bool, lengths: list[int]
+) -> None:
+    """Stock code takes lengths from ``cu_seqlens``; with fewer than two offsets it counts none."""
+    values = next_batch(rows(counts_flops, is_placeholder), TEN_FIELDS)
+    assert values is not None
+    offsets = found(values, TEN_FIELDS)["cu_seqlens"]
+    assert offsets.dtype == torch.int32
+    assert offsets.shape == (1, len(lengths) + 1)
+    assert offsets[0].diff().tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("model_size", "times"),
+    [
+        (1, [1]),
+        (1, [1, 0]),
+        (1, [1, 0, 0, 0]),
+        (2, [2]),
+        (2, [1, 1]),
+        (2, [1, 0, 1, 0]),
+        (3, [2, 1]),
+    ],
+)
+def test_a_row_counts_as_often_as_the_model_has_context_parallel_ranks(
+    monkeypatch: pytest.MonkeyPatch, model_size: int, times: list[int]
+) -> None:
+    """Stock code divides by their number, also what rows on more or fewer ranks add up to. It adds
+    up over all ranks in a step in which it was given any lengths: with fewer than two offsets a
+    rank would stay away from that sum, and the others wait for it."""
+    monkeypatch.setattr(script_batches, "row_group", lambda size: object())
+    groups = SimpleNamespace(get_context_parallel_world_size=lambda: model_size)
+    monkeypatch.setattr(script_batches, "parallel_state", groups)
+    usual = prepared(SAMPLES)
+    for rank, count in enumerate(times):
+        shared = {"context_parallel_size": len(times), "context_parallel_rank": rank}
+        row = dataclasses.replace(usual, **shared)
+        (offsets,) = PackedRows(iter([row]), counts_flops=True).next_fields(["cu_seqlens"])
+        assert offsets.dtype == torch.int32
+        assert offsets[0].diff().tolist() == ([3, 2] * count or [0, 0])
+
+
+@pytest.mark.parametrize("number", [0, 5, 8])
+def test_numbers_of_fields_that_no_release_has_ask_for_names(number: int) -> None:
+    with pytest.raises(DynamicBatchArgumentError, match=rf"{number}: give their names, as next"):
+        next_batch(rows(), number)
+    assert next_batch(iter([1]), 6) is None  # ordinary iterators are left to the script
+    assert next_batch(None, 10) is None

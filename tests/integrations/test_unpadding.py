@@ -9,9 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_row_cases import SAMPLES
 from torch import Tensor
 
 from mcore_batching.batch import Kind
+from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.loss import step_totals
 from mcore_batching.integrations.megatron_lm.stock_steps import (
     FIELDS,
     STOCK_SCHEMA,
@@ -96,14 +99,6 @@ def test_a_row_that_begins_inside_a_document_is_not_lost() -> None:
     assert lists(data, "position_ids") == [[5, 6], [0]]
 
 
-def test_samples_of_any_length_come_as_lists() -> None:
-    samples = [masked([1, 1, 1]), masked([0, 1, 0, 0, 1, 0])]
-    listed = {name: [sample[name][0] for sample in samples] for name in FIELDS}
-    data = unpadded_samples([listed], split_documents=False)
-    assert data["total_lengths"] == [3, 5]
-    assert lists(data) == [[0, 1, 2], [0, 1, 2, 3, 4]]
-
-
 PAD = -1
 
 
@@ -180,6 +175,8 @@ def test_schema_takes_labels_and_masks_ready_made() -> None:
         assert STOCK_SCHEMA[name].kind is Kind.PER_TOKEN
     data = unpadded_samples([masked([1, 1, 0])], split_documents=False)
     STOCK_SCHEMA.resolve(data).validate(data)
+    columns = Columns.read(SAMPLES, STOCK_SCHEMA)
+    assert step_totals(columns, depths=1, has_labels=True)[1] == [4, 3]
 
 
 def test_as_many_batches_are_drawn_as_asked_for_from_all_model_chunks() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from mcore_batching.flags import PREFIX
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.megatron_lm.script_batches import FLAG, use_packed_batches
-from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.settings import check_model_config, has_auxiliary_loss
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import say
@@ -151,11 +150,6 @@ def start_messages(args: Any, config: Any) -> list[str]:
         messages.append(
             "validation and test losses are means over the trained tokens of all ranks; without "
             "--use-dynamic-batch-size --sft logs means of micro-batches' means"
-        )
-    if getattr(args, "log_throughput", False) and not compat.counts_operations_of_samples():
-        messages.append(
-            "this Megatron-LM computes TFLOP/s (--log-throughput) as if samples were padded to "
-            "--seq-length: read them as too high by that padding; 0.18 and later count real tokens"
         )
     if (
         getattr(args, "reset_attention_mask", False)

@@ -153,17 +153,14 @@ class StockSteps:
         return cost_model if last is not None and last == iteration else None
 
     def _read(self, chunks: list[Any], batches: Batches | None) -> Columns | None:
-        vocabulary = vocabulary_size(chunks)
-        data = None if batches is None else self._unpadded(batches, vocabulary)
+        vocabulary, data = vocabulary_size(chunks), None
+        if batches is not None:
+            split = getattr(self._args, "reset_attention_mask", False)
+            data = unpadded_samples(batches, split_documents=split)
+            if vocabulary is not None:
+                # Untrained labels are not checked: they may be -100.
+                require_vocabulary("labels", data["labels"], vocabulary, data["loss_mask"])
         return read_fields(data, STOCK_SCHEMA, vocabulary)
-
-    def _unpadded(self, batches: Batches, vocabulary: int | None) -> dict[str, Any]:
-        split = getattr(self._args, "reset_attention_mask", False)
-        data = unpadded_samples(batches, split_documents=split)
-        if vocabulary is not None:
-            # Untrained labels are not checked: they may be -100.
-            require_vocabulary("labels", data["labels"], vocabulary, data["loss_mask"])
-        return data
 
 
 class Buffered:

@@ -43,9 +43,11 @@ def init(args: Any) -> None:
     modules = (f"{name}.{each}" for each in (_DATA[name], _MODEL))
     hooked = hook(*map(importlib.import_module, modules))
     if getattr(args, "dynamic_batch_cost_model", None) == LEARNT:
-        from mcore_batching.integrations.slime.trainer import timing_passes
+        from megatron.core.pipeline_parallel import schedules
 
-        hooked.add(timing_passes(args))
+        from mcore_batching.integrations.slime.trainer import PassTimes
+
+        hooked.add(replacing(schedules, "forward_step", PassTimes(args).forward_step))
     print(hooked, flush=True)
 
 

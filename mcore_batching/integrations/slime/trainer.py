@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from mcore_batching.batch import (
@@ -37,7 +36,7 @@ from mcore_batching.batch import (
 from mcore_batching.flags import LEARNT
 from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.local import check_model
-from mcore_batching.integrations.replacements import HookError, Replacement, replacing
+from mcore_batching.integrations.replacements import HookError
 from mcore_batching.integrations.slime.learning import shape_costs, trainers_costs
 from mcore_batching.integrations.slime.rollout_manager import option_problems, row_multiple
 from mcore_batching.megatron import compat, timing
@@ -387,8 +386,9 @@ class _Guarded:
         return values
 
 
-class _PassTimes:
-    """Forward passes of training on this rank, timed by row, and what was learnt from them."""
+class PassTimes:
+    """Forward passes of training on this rank, timed by row, from which the manager's costs are
+    learnt."""
 
     def __init__(self, args: Any) -> None:
         self._args = args
@@ -435,8 +435,3 @@ class _PassTimes:
         of_stage = costs_of_stage(self._shape, job_dims(), stage)
         learnt = LearntCosts(shape=self._shape, cost_model=self._shape)
         trainers_costs(self._shape).add.remote(learnt.evidence(rows, of_stage))
-
-
-def timing_passes(args: Any) -> Replacement:
-    """Megatron's ``forward_step`` with the times from which the manager's costs are learnt."""
-    return replacing(schedules, "forward_step", _PassTimes(args).forward_step)
