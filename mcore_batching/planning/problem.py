@@ -164,13 +164,19 @@ class Problem:
             for length, tree in zip(self.lengths, self.trees, strict=True)
         ]
 
-    @cached_property
+    @property
     def on_ranks(self) -> dict[int, Problem]:
         """{CP size: this problem as if every micro-batch had that size}, by ascending size, with
         costs on one rank of the micro-batch; without dynamic CP this problem alone."""
-        most = self.config.max_context_parallel
-        if most is None:
+        # Not kept: a reference to itself would keep the problem until the garbage collector runs.
+        if self.config.max_context_parallel is None:
             return {self.dims.context_parallel: self}
+        return self._on_ranks
+
+    @cached_property
+    def _on_ranks(self) -> dict[int, Problem]:
+        most = self.config.max_context_parallel
+        assert most is not None
         config = dataclasses.replace(self.config, max_context_parallel=None)
 
         def as_if(size: int) -> Problem:

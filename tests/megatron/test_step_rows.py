@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -85,6 +87,23 @@ def test_rows_are_those_of_the_plan_whichever_part_has_their_samples(
         for name in names
         for one, other in zip(whole[name], SAMPLES[name], strict=True)
     )
+
+
+def test_a_rollout_is_freed_as_soon_as_nothing_refers_to_it() -> None:
+    """The garbage collector may not run for many steps: it counts objects, not their bytes."""
+    of = schedule()
+    step = prepared(of)
+    iterators = step.iterators(2)
+    rows = [row for each in iterators for row in each]
+    read = [[row["tokens"], row["advantages"], row.index.positions] for row in rows]
+    totals = of.totals(0, 0)
+    alive = [*map(weakref.ref, (of, *of.parts, *rows, rows[0].tokens))]
+    gc.disable()
+    try:
+        del of, step, iterators, rows, read, totals
+        assert [ref() for ref in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
 
 
 def test_rows_are_packed_in_blocks_when_they_are_drawn_and_once_for_all_epochs() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,6 +101,22 @@ def test_every_plan_is_legal_and_within_its_bounds_and_repeats_itself(problem: P
     statistics = step_statistics(step, problem.lengths)
     assert statistics.step_time >= statistics.floor_time * (1 - ROUNDING)
     check_largest_first(problem, step)
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_a_problem_is_freed_as_soon_as_nothing_refers_to_it(most: int | None) -> None:
+    """Else those of many steps wait for the garbage collector."""
+    config = PlannerConfig(max_tokens_per_gpu=16, max_context_parallel=most)
+    problem = Problem.of([9, 3, 16, 5], ParallelDims(data_parallel=2, pipeline_parallel=2), config)
+    assert planned(problem).micro_batches
+    assert problem.on_ranks[1].tokens == [9, 3, 16, 5]
+    freed = weakref.ref(problem)
+    gc.disable()
+    try:
+        del problem
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def check_largest_first(problem: Problem, step: StepPlan) -> None:
