@@ -13,19 +13,19 @@ Not for training at scale, where Transformer Engine's attention is the one to us
   (`why_not_variable_length`, dropout, sinks) one `scaled_dot_product_attention` per run of queries,
   often with a dense mask, quadratic in a sample's length; a warning gives the reason.
 
-A `Run` is a contiguous stretch of local queries with the stretch of gathered keys that they may
-see. Attention within a run is causal, the last query aligned to the last key (the convention of
-FlashAttention 2.1 and later). Without context parallelism a sequence is one run; with it, a rank's
-two zigzag chunks of a sequence are two. A row of one sequence of 8 tokens on 2 ranks:
+Queries see keys by `RowGeometry`: each run of local queries sees some stretches of the whole row,
+copied one behind the other where they do not lie so. Attention within a run is causal, the last
+query aligned to the last key (the convention of FlashAttention 2.1 and later). Without context
+parallelism a sequence is one run; with it, a rank's two zigzag chunks of a sequence are two. A row
+of one sequence of 8 tokens on 2 ranks:
 
-    rank 0 holds 0 1 6 7    Run(queries 0:2, keys 0:2)  Run(queries 2:4, keys 0:8)
-    rank 1 holds 2 3 4 5    Run(queries 0:2, keys 0:4)  Run(queries 2:4, keys 0:6)
+    rank 0 holds 0 1 6 7    2 queries see keys 0:2, 2 see keys 0:8
+    rank 1 holds 2 3 4 5    2 queries see keys 0:4, 2 see keys 0:6
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import logging
@@ -60,36 +60,9 @@ EVERYTHING = -1
 """A window without an end, as Megatron and PyTorch write it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Queries ``[query_start, query_end)`` of this rank see keys ``[key_start, key_end)``.
-
-    Keys are numbered in the row in which every sequence stands whole and in order.
-    """
-
-    query_start: int
-    query_end: int
-    key_start: int
-    key_end: int
-
-
-def attention_runs(
-    cu_seqlens: Sequence[int], context_parallel_size: int, context_parallel_rank: int
-) -> list[Run]:
-    """The runs of one rank for a row of padded sequences, in the order of the queries.
-
-    ``cu_seqlens``: ``[sequences + 1]`` offsets in the full row; each length divides by
-    ``2 * context_parallel_size`` (by nothing where that is 1).
-    """
-    runs: list[Run] = []
-    query = 0
-    for start, first, end in Slice(cu_seqlens, context_parallel_size, context_parallel_rank).chunks:
-        # Kernels break on runs without queries.
-        if first < end:
-            # A chunk sees all keys of its sequence up to its own end.
-            runs.append(Run(query, query + end - first, start, end))
-            query += end - first
-    return runs
+Run = tuple[int, Sequence[tuple[int, int]]]
+"""A number of queries, and the stretches of the row that hold their keys, each from a token to
+behind another."""
 
 
 def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) -> Tensor:
@@ -145,20 +118,6 @@ def causal_attention(
         dropout_p=dropout,
         enable_gqa=enable_gqa,
     )
-
-
-def attend_run_by_run(
-    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], *options: Any
-) -> Tensor:
-    """``[tokens, heads, dim]`` attention by one `causal_attention` per run, with its `options`."""
-    outs = []
-    for run in runs:
-        # [tokens, heads, dim] -> [1, heads, tokens, dim], as the kernels take it.
-        q = query[run.query_start : run.query_end].transpose(0, 1)[None]
-        k = key[run.key_start : run.key_end].transpose(0, 1)[None]
-        v = value[run.key_start : run.key_end].transpose(0, 1)[None]
-        outs.append(causal_attention(q, k, v, *options)[0].transpose(0, 1))
-    return torch.cat(outs)
 
 
 @functools.cache
@@ -219,57 +178,94 @@ class _GatherTokens(torch.autograd.Function):
         return grad[first : first + ctx.local_tokens], None
 
 
+class _GatherStretches(torch.autograd.Function):
+    """``[tokens, ...]`` to its stretches one behind the other, which may overlap."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, stretches: Sequence[tuple[int, int]]) -> Tensor:
+        ctx.stretches, ctx.shape = stretches, rows.shape
+        return torch.cat([rows[start:end] for start, end in stretches])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # Many runs add to a beginning: not in half precision, and in the same order every time.
+        (grad,) = grads
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        summed = torch.zeros(ctx.shape, dtype=dtype, device=grad.device)
+        place = 0
+        for start, end in ctx.stretches:
+            summed[start:end] += grad[place : place + end - start]
+            place += end - start
+        return summed.to(grad.dtype), None
+
+
 class RowGeometry:
-    """A row's runs, and what the device has of them: copied there once, the same in every layer."""
+    """The keys that each run of a rank's queries sees; what the device has of it is copied there
+    once, the same in every layer.
+
+    Args:
+        cu_seqlens: ``[sequences + 1]`` offsets in the full row; under context parallelism each
+            length divides by twice the ranks.
+        group: ranks that share the row, in the order of their slices.
+        runs: in the order of the queries; None: each chunk of a sequence sees its beginning.
+        device: of queries and keys.
+    """
 
     def __init__(
-        self, cu_seqlens: Sequence[int], size: int, runs: Sequence[Run], device: torch.device
+        self,
+        cu_seqlens: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        runs: Sequence[Run] | None = None,
     ) -> None:
-        self._cu_seqlens, self._size, self._device = cu_seqlens, size, device
-        self.runs = runs
+        self._cu_seqlens, self._group, self._device = cu_seqlens, group, device
+        if runs is None:
+            size, rank = (1, 0) if group is None else (group.size(), group.rank())
+            # Kernels break on runs without queries.
+            runs = [
+                (end - first, [(start, end)])
+                for start, first, end in Slice(cu_seqlens, size, rank).chunks
+                if first < end
+            ]
+        self._queries = [queries for queries, _ in runs]
+        self._keys = [sum(end - start for start, end in stretches) for _, stretches in runs]
+        self._stretches = [stretch for _, stretches in runs for stretch in stretches]
 
     @functools.cached_property
     def _restore_index(self) -> Tensor:
         """The order of gathered keys in the row."""
-        return sent(zigzag_restore_index(self._cu_seqlens, self._size), self._device)
-
-    @functools.cached_property
-    def key_index(self) -> Tensor | None:
-        """Keys of all runs, one run behind the other; None where they lie so."""
-        if [run.key_start for run in self.runs] == [0, *(run.key_end for run in self.runs)][:-1]:
-            return None
-        index = torch.cat([torch.arange(run.key_start, run.key_end) for run in self.runs])
-        return sent(index, self._device)
+        assert self._group is not None
+        return sent(zigzag_restore_index(self._cu_seqlens, self._group.size()), self._device)
 
     @functools.cached_property
     def offsets_and_longest(self) -> tuple[Tensor, Tensor, int, int]:
         """int32 ``[runs + 1]`` offsets of queries and of keys, and the most of each in a run."""
-        queries = [run.query_end - run.query_start for run in self.runs]
-        keys = [run.key_end - run.key_start for run in self.runs]
         of_queries, of_keys = (
             sent(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), self._device)
-            for lengths in (queries, keys)
+            for lengths in (self._queries, self._keys)
         )
-        return of_queries, of_keys, max(queries), max(keys)
+        return of_queries, of_keys, max(self._queries), max(self._keys)
 
-    def gathered(
-        self, key: Tensor, value: Tensor, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole row, in its order, from this rank's slice of them."""
-        # One collective for both: keys and values side by side on the last axis.
-        both: Any = cast(Any, _GatherTokens).apply(torch.cat((key, value), dim=-1), group)
-        # Ranks hold zigzag chunks, which lie rank after rank: put into the row's order.
-        both = both.index_select(0, self._restore_index)
-        key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
-        return key, value
+    def keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[keys, heads, dim]`` of all runs, one run behind the other, from this
+        rank's slice of them."""
+        if self._group is not None and self._group.size() > 1:
+            # One collective for both: keys and values side by side on the last axis.
+            both: Any = cast(Any, _GatherTokens).apply(torch.cat((key, value), -1), self._group)
+            # Ranks hold zigzag chunks, which lie rank after rank: put into the row's order.
+            both = both.index_select(0, self._restore_index)
+            key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
+        ends = [0, *(end for _, end in self._stretches)]
+        if [start for start, _ in self._stretches] == ends[:-1] and ends[-1] == len(key):
+            return key, value
+        gather = cast(Any, _GatherStretches).apply
+        return gather(key, self._stretches), gather(value, self._stretches)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int = EVERYTHING
     ) -> Tensor:
-        """``[tokens, heads, dim]`` attention of all runs by the variable-length kernel."""
-        # Runs of a context-parallel rank share keys; the kernel wants a copy for each run.
-        if self.key_index is not None:
-            key, value = (each.index_select(0, self.key_index) for each in (key, value))
+        """``[tokens, heads, dim]`` attention of all runs by the variable-length kernel, to keys and
+        values as `keys` gives them."""
         out: Tensor = variable_length_kernel()(
             *(each.contiguous() for each in (query, key, value)),
             *self.offsets_and_longest,
@@ -278,6 +274,20 @@ class RowGeometry:
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return out
+
+    def attend_run_by_run(
+        self, query: Tensor, key: Tensor, value: Tensor, *options: Any
+    ) -> Tensor:
+        """The same by one `causal_attention` per run, with its `options`."""
+        parts = zip(
+            query.split(self._queries), key.split(self._keys), value.split(self._keys), strict=True
+        )
+        outs = []
+        for part in parts:
+            # [tokens, heads, dim] -> [1, heads, tokens, dim], as the kernels take it.
+            of_run = (each.transpose(0, 1)[None] for each in part)
+            outs.append(causal_attention(*of_run, *options)[0].transpose(0, 1))
+        return torch.cat(outs)
 
 
 @functools.cache
@@ -374,11 +384,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         # Under dynamic CP every row has its own group, of more or fewer ranks than the model's.
         group: dist.ProcessGroup = packed_seq_params.cp_group or self.cp_group
         geometry = _geometry(packed_seq_params, group, query.device)
-        # A row of size 1 without a group has its keys already (`prefix_attention`).
-        own_size = getattr(packed_seq_params, "local_cp_size", None)
-        has_keys = packed_seq_params.cp_group is None and own_size == 1
-        if group.size() > 1 and not has_keys:
-            key, value = geometry.gathered(key, value, group)
+        key, value = geometry.keys(key, value)
         # The kernel has neither dropout, which training from scratch may ask for, nor sinks.
         sinks = self.softmax_offset
         reason = why_not_variable_length(query, value) or ("dropout" if dropout else "")
@@ -388,7 +394,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
             if query.is_cuda:
                 _warn_of_slow_attention(reason)
             settings = self.softmax_scale, dropout, self.window, sinks
-            out = attend_run_by_run(query, key, value, geometry.runs, *settings)
+            out = geometry.attend_run_by_run(query, key, value, *settings)
         else:
             out = geometry.attend(query, key, value, self.softmax_scale, self.window)
         return out.reshape(out.shape[0], -1)
@@ -413,9 +419,7 @@ def _geometry(
     geometry: RowGeometry | None = getattr(packed_seq_params, "attention_geometry", None)
     # On the row's parameters, which live as long as its pass; a cache would need an end of its own.
     if geometry is None:
-        offsets, size = host_cu_seqlens(packed_seq_params), group.size()
-        runs = attention_runs(offsets, size, group.rank())
-        geometry = RowGeometry(offsets, size, runs, device)
+        geometry = RowGeometry(host_cu_seqlens(packed_seq_params), group, device)
         packed_seq_params.attention_geometry = geometry
     return geometry
 

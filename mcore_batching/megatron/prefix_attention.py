@@ -8,11 +8,11 @@
     d g h i    a b c d g h i
 
 For the model such a row is one sequence, so that context parallelism and rotary embeddings take it
-as any other. Three hooks of the model change that where samples matter, and follow the parameters
-of the row, as recomputed layers run again in the backward pass:
+as any other. The row's parameters change that where samples matter, as recomputed layers run again
+in the backward pass with them:
 
-- core attention gets keys and values gathered along the paths, and offsets of these stretches: the
-  last query is aligned to the last key;
+- `PackedAttention` takes keys and values along the paths; Transformer Engine's attention gets them
+  gathered by a hook, with offsets by which the last query is aligned to the last key;
 - rotary embeddings are gathered by each token's place in its sample;
 - a rotary embedding is handed to the row of its owner.
 
@@ -26,7 +26,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,12 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.utils import unwrap_model
-from torch import Tensor
 
 from mcore_batching.batch.columns import sent
 from mcore_batching.batch.row import PackedMicroBatch
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.attention import RowGeometry, Run
+from mcore_batching.megatron.attention import RowGeometry
 
 _ALONG_PATHS = {
     *("GPTModel", "HybridModel", "MambaModel", "TransformerBlock", "TransformerLayer"),
@@ -80,26 +79,6 @@ def _forward_pass(kind: Any) -> tuple[str, bool]:
     return owner.__name__, takes_offsets or owner.__name__ == "DSAttention"
 
 
-class _GatherStretches(torch.autograd.Function):
-    """``[tokens, ...]`` to its stretches one behind the other, which may overlap."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, stretches: Sequence[tuple[int, int]]) -> Tensor:
-        ctx.stretches, ctx.shape = stretches, rows.shape
-        return torch.cat([rows[start:end] for start, end in stretches])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Many branches add to a beginning: in float32, and in the same order every time.
-        (grad,) = grads
-        summed = torch.zeros(ctx.shape, dtype=torch.float32, device=grad.device)
-        place = 0
-        for start, end in ctx.stretches:
-            summed[start:end] += grad[place : place + end - start]
-            place += end - start
-        return summed.to(grad.dtype), None
-
-
 class _BottomRight:
     """A mask type of Transformer Engine, which reads the name alone; Megatron's enum lacks it."""
 
@@ -111,23 +90,17 @@ class Paths(RowGeometry):
 
     Attributes:
         positions: place of each token of the full row in its sample, int64 ``[T]`` on the device.
-        runs: these stretches as `PackedAttention` takes them.
     """
 
     def __init__(self, row: PackedMicroBatch, group: dist.ProcessGroup | None) -> None:
         nodes, device = row.nodes, row.tokens.device
         size = row.context_parallel_size
-        self._group = group if size > 1 else None
-        self._stretches, runs = list[tuple[int, int]](), list[Run]()
-        query = key = 0
         held = Slice(nodes.segments, size, row.context_parallel_rank).chunks
-        for node, first, end in _pieces(nodes.offsets, held):
-            path = self._path(nodes.offsets, nodes.parents, node, end)
-            keys = sum(stop - start for start, stop in path)
-            self._stretches += path
-            runs.append(Run(query, query + end - first, key, key + keys))
-            query, key = query + end - first, key + keys
-        super().__init__(nodes.segments, size, runs, device)
+        runs = [
+            (end - first, self._path(nodes.offsets, nodes.parents, node, end))
+            for node, first, end in _pieces(nodes.offsets, held)
+        ]
+        super().__init__(nodes.segments, group, device, runs)
         lengths = torch.tensor(nodes.offsets, device="cpu").diff()
         firsts = torch.tensor(nodes.starts, device="cpu") - torch.tensor(nodes.offsets[:-1])
         places = torch.arange(nodes.offsets[-1], device="cpu")
@@ -151,8 +124,7 @@ class Paths(RowGeometry):
 
     @property
     def params(self) -> PackedSeqParams:
-        """The row's stretches as a core attention takes them."""
-        # Made anew each time: kept here, it would keep these tensors until Python finds the circle.
+        """The row's runs as Transformer Engine's attention takes them."""
         of_queries, of_keys, most_queries, most_keys = self.offsets_and_longest
         params = PackedSeqParams(
             qkv_format="thd",
@@ -161,17 +133,8 @@ class Paths(RowGeometry):
             max_seqlen_q=most_queries,
             max_seqlen_kv=most_keys,
         )
-        # For `PackedAttention`, and for Transformer Engine, which then gathers nothing itself.
-        params.attention_geometry = self
-        params.local_cp_size = 1
+        params.local_cp_size = 1  # without a group: it gathers nothing itself
         return params
-
-    def keys(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[keys, heads, dim]`` of all paths, from this rank's slice."""
-        if self._group is not None:
-            key, value = self.gathered(key, value, self._group)
-        gather = cast(Any, _GatherStretches).apply
-        return gather(key, self._stretches), gather(value, self._stretches)
 
 
 def _pieces(
@@ -193,10 +156,9 @@ def attend_to_paths(chunks: Sequence[Any]) -> None:
         model.attends_to_paths = True
         for module in model.modules():
             core = getattr(module, "core_attention", None)
-            if core is not None:
+            if compat.is_engines_attention(core):
                 core.register_forward_pre_hook(_gather_keys, with_kwargs=True)
-                if compat.is_engines_attention(core):
-                    core.register_forward_hook(_end_paths, with_kwargs=True, always_call=True)
+                core.register_forward_hook(_end_paths, with_kwargs=True, always_call=True)
             rotary = getattr(module, "rotary_pos_emb", None)
             # Multimodal ones go by the row's position ids.
             if rotary is not None and compat.class_of_forward(rotary) in _ROTARY:
@@ -209,10 +171,16 @@ def attend_to_paths(chunks: Sequence[Any]) -> None:
 _ROTARY = ("RotaryEmbedding", "YarnRotaryEmbedding")
 
 
+def _paths(named: dict[str, Any]) -> Paths | None:
+    """The paths of the row that a module is called with; None where it has no branches."""
+    geometry = getattr(named.get("packed_seq_params"), "attention_geometry", None)
+    return geometry if isinstance(geometry, Paths) else None
+
+
 def _gather_keys(
     _: Any, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    paths: Paths | None = getattr(named.get("packed_seq_params"), "paths", None)
+    paths = _paths(named)
     if paths is None:
         return None
     query, key, value, *rest = arguments
@@ -223,16 +191,13 @@ def _gather_keys(
 def _end_paths(core: Any, _: Any, named: dict[str, Any], *unused: Any) -> None:
     """Let Transformer Engine's attention have the model's ranks again."""
     group = parallel_state.get_context_parallel_group()
-    is_of_paths = isinstance(
-        getattr(named.get("packed_seq_params"), "attention_geometry", None), Paths
-    )
-    if is_of_paths and group.size() > 1:
+    if named.get("attn_mask_type") is _BottomRight and group.size() > 1:
         ranks = dist.get_process_group_ranks(group)
         core.set_context_parallel_group(group, ranks, type(core).cp_stream, core.cp_comm_type)
 
 
 def _begin_row(owner: Any, _: Any, named: dict[str, Any]) -> None:
-    paths = getattr(named.get("packed_seq_params"), "paths", None)
+    paths = _paths(named)
     owner.rotary_pos_emb.positions_of_rows.append(None if paths is None else paths.positions)
 
 

@@ -170,7 +170,7 @@ def run_for_losses(
     }
     params = arguments["packed_seq_params"]
     if row.nodes.has_branches:
-        params.paths = Paths(row, context_parallel_group(row))
+        params.attention_geometry = Paths(row, context_parallel_group(row))
     # Routers balance experts by the tokens they count: padding must not be among them.
     if config.num_moe_experts:
         arguments["padding_mask"] = padding_mask(chunk, row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import transformer_block
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -111,36 +112,44 @@ def packed_mtp_block_spec(
         use_transformer_engine=uses_transformer_engine(),
         vp_stage=vp_stage,
     )
-    if block is not None and config.sequence_parallel and not uses_transformer_engine():
-        norms = dict.fromkeys(("enorm", "hnorm", "layer_norm"), SequenceParallelNorm)
-        for layer in block.layer_specs:
-            layer.submodules = dataclasses.replace(layer.submodules, **norms)
-    return block
+    needs_norms = config.sequence_parallel and not uses_transformer_engine()
+    return _replaced(block, _NORMS) if needs_norms else block
 
 
 def use_packed_attention(spec: Spec, config: TransformerConfig) -> Spec:
     """A copy of a local spec, of a layer or a block, with `PackedAttention` as core attention.
 
-    Under ``config.sequence_parallel``, which Megatron's torch norms refuse, the layer norms are
-    replaced as well, and so is the final norm of the block, or of blocks built from then on.
+    Under ``config.sequence_parallel``, which Megatron's torch norms refuse, these are replaced as
+    well, and so is the final norm of blocks built from then on.
     """
-    if isinstance(spec, TransformerBlockSubmodules):
-        layers = [use_packed_attention(each, config) for each in spec.layer_specs]
-        norm = SequenceParallelNorm if config.sequence_parallel else spec.layer_norm
-        return dataclasses.replace(spec, layer_specs=layers, layer_norm=norm)
-    attention = spec.submodules.self_attention
-    inner: dict[str, Any] = {"core_attention": PackedAttention}
-    norms: dict[str, Any] = {}
+    classes = [(DotProductAttention, PackedAttention)]
     if config.sequence_parallel:
         transformer_block.LayerNormImpl = SequenceParallelNorm
-        norms = dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), SequenceParallelNorm)
-        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if getattr(attention.submodules, name, None) is WrappedTorchNorm:
-                inner[name] = SequenceParallelNorm
-    inner = dataclasses.replace(attention.submodules, **inner)
-    attention = dataclasses.replace(attention, submodules=inner)
-    submodules = dataclasses.replace(spec.submodules, self_attention=attention, **norms)
-    return dataclasses.replace(spec, submodules=submodules)
+        classes += _NORMS
+    replaced: Spec = _replaced(spec, classes)
+    return replaced
+
+
+def _replaced(part: Any, classes: Sequence[tuple[Any, Any]], *, adds_norms: bool = False) -> Any:
+    """A copy of a part of a spec with other classes; on request with the norms that Transformer
+    Engine's linear layers hold, for which its spec has none."""
+    for theirs, ours in classes:
+        if part is theirs:
+            return ours
+    inner = functools.partial(_replaced, classes=classes, adds_norms=adds_norms)
+    if isinstance(part, functools.partial):
+        return functools.partial(part.func, **{k: inner(v) for k, v in part.keywords.items()})
+    if isinstance(part, list):
+        return [inner(each) for each in part]
+    # A dataclass itself, named in a spec, is a leaf like any class; its instances are walked.
+    if isinstance(part, type) or not dataclasses.is_dataclass(part):
+        return part
+    own = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
+    changes = {name: inner(value) for name, value in own.items()}
+    for name, norm in _NORM_BEFORE.items() if adds_norms else ():
+        if isinstance(own.get(name), ModuleSpec | functools.partial):
+            changes[norm] = SequenceParallelNorm
+    return dataclasses.replace(part, **changes)  # type: ignore[type-var]
 
 
 class SequenceParallelNorm:
@@ -170,6 +179,7 @@ class SequenceParallelNorm:
         return module
 
 
+_NORMS = [(WrappedTorchNorm, SequenceParallelNorm)]
 _LOCAL = (
     (TEColumnParallelLinear, ColumnParallelLinear),
     (TEDotProductAttention, PackedAttention),
@@ -232,7 +242,7 @@ def hybrid_spec() -> ModuleSpec:
         return hybrid_stack_spec
     # The final norm is no part of the spec: the block builds it by this name.
     hybrid_block.TENorm = SequenceParallelNorm
-    ours = _local(hybrid_stack_spec.submodules)
+    ours = _replaced(hybrid_stack_spec.submodules, _LOCAL, adds_norms=True)
     if compat.packs_sparse_attention():
         sparse = ours.dsa_layer.submodules.self_attention.submodules.core_attention
         for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
@@ -246,25 +256,3 @@ def hybrid_spec() -> ModuleSpec:
     experts = get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False)
     ours.moe_layer.submodules.mlp = experts
     return dataclasses.replace(hybrid_stack_spec, submodules=ours)
-
-
-def _local(part: Any) -> Any:
-    """A part of the spec with Transformer Engine's classes replaced."""
-    for theirs, ours in _LOCAL:
-        if part is theirs:
-            return ours
-    if isinstance(part, functools.partial):
-        return functools.partial(part.func, **{k: _local(v) for k, v in part.keywords.items()})
-    if isinstance(part, list):
-        return [_local(each) for each in part]
-    # A dataclass itself, named in a spec, is a leaf like any class; its instances are walked.
-    if isinstance(part, type) or not dataclasses.is_dataclass(part):
-        return part
-    own = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
-    changes = {name: _local(value) for name, value in own.items()}
-    # Transformer Engine's linear layers hold the norm before them: its spec has none of its own.
-    for name, norm in _NORM_BEFORE.items():
-        if isinstance(own.get(name), ModuleSpec | functools.partial):
-            changes[norm] = SequenceParallelNorm
-    replaced: Any = dataclasses.replace(part, **changes)  # type: ignore[type-var]
-    return replaced

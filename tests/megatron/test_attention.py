@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_softmax import SoftmaxOne
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -31,18 +31,16 @@ from mcore_batching.megatron.attention import (
     EVERYTHING,
     PackedAttention,
     RowGeometry,
-    Run,
+    _GatherStretches,
     _geometry,
     _sinks,
-    attend_run_by_run,
-    attention_runs,
     causal_attention,
     host_cu_seqlens,
     why_not_variable_length,
     zigzag_restore_index,
 )
 from mcore_batching.megatron.cpu_emulation import _RANDOM_NUMBERS
-from mcore_batching.megatron.prefix_attention import Paths, _GatherStretches, why_no_branches
+from mcore_batching.megatron.prefix_attention import Paths, attend_to_paths, why_no_branches
 from mcore_batching.megatron.specs import SequenceParallelNorm, hybrid_spec
 
 SCALE = 0.3
@@ -102,6 +100,10 @@ def local_positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def group_of(size: int, rank: int) -> Any:
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
 @settings(max_examples=60)
 @given(
     st.sampled_from([1, 2, 4]),
@@ -112,7 +114,8 @@ def local_positions(lengths: list[int], size: int, rank: int) -> torch.Tensor:
 def test_packed_row_gives_what_its_sequences_give_alone(
     size: int, units: list[int], key_heads: int, window: int
 ) -> None:
-    """Run by run, by the variable-length kernel, and from keys that ranks gathered."""
+    """Run by run, by the variable-length kernel, and from keys that ranks gathered: what a rank
+    gathers of its own slice is replaced by the whole row."""
     lengths = [count * (2 * size if size > 1 else 1) for count in units]
     ends, total = offsets(lengths), sum(lengths)
     generator = torch.Generator().manual_seed(total)
@@ -122,13 +125,18 @@ def test_packed_row_gives_what_its_sequences_give_alone(
     alone = torch.cat([dense(*each, window) for each in sequences])
     ranks = [local_positions(lengths, size, rank) for rank in range(size)]
     assert torch.cat(ranks)[zigzag_restore_index(ends, size)].tolist() == list(range(total))
+    held = torch.cat(ranks)
+    gathered = mock.Mock(apply=lambda both, _: torch.cat((key, value), -1)[held])
     for rank, mine in enumerate(ranks):
-        runs = attention_runs(ends, size, rank)
-        found = attend_run_by_run(query[mine], key, value, runs, SCALE, 0.0, window)
+        geometry = RowGeometry(ends, group_of(size, rank), query.device)
+        with mock.patch.object(attention, "_GatherTokens", gathered):
+            own = key[mine], value[mine]
+            of_runs = geometry.keys(*own)
+        assert (of_runs[0] is own[0]) == (size == 1)  # nothing is copied where all lies so
+        found = geometry.attend_run_by_run(query[mine], *of_runs, SCALE, 0.0, window)
         torch.testing.assert_close(found, alone[mine], rtol=1e-12, atol=1e-12)
         with mock.patch.object(attention, "variable_length_kernel", return_value=dense_kernel):
-            geometry = RowGeometry(ends, size, runs, query.device)
-            found = geometry.attend(query[mine], key, value, SCALE, window)
+            found = geometry.attend(query[mine], *of_runs, SCALE, window)
         torch.testing.assert_close(found, alone[mine], rtol=1e-12, atol=1e-12)
 
 
@@ -213,11 +221,9 @@ def test_what_attention_cannot_take_is_refused_with_what_to_set() -> None:
 
 def test_layers_share_what_a_row_is_laid_out_like() -> None:
     """Or each layer would copy its indices to the device anew."""
-    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    row = SimpleNamespace(host_cu_seqlens=(0, 4))
+    row, group = SimpleNamespace(host_cu_seqlens=(0, 4)), group_of(2, 0)
     first = _geometry(row, group, torch.device("cpu"))
     assert _geometry(row, group, torch.device("cpu")) is first
-    assert first.key_index is first.key_index
     assert first._restore_index is first._restore_index
 
 
@@ -255,7 +261,6 @@ def test_layers_of_several_kinds_make_a_block(sequence_parallel: bool) -> None:
     for layer, local in zip(block.layer_specs, plain.layer_specs, strict=True):
         attention = layer.submodules.self_attention.submodules.core_attention
         assert attention is megatron.PackedAttention
-        assert layer.submodules.mlp is local.submodules.mlp
         assert local.submodules.self_attention.submodules.core_attention is not attention
     norm = SequenceParallelNorm if sequence_parallel else plain.layer_norm
     assert block.layer_norm is norm
@@ -398,17 +403,15 @@ def test_a_layer_of_the_callers_own_may_not_follow_branches(kind: type[torch.nn.
     assert why_no_branches([layers]) == ""
 
 
-def test_stretches_behind_each_other_are_copied_once() -> None:
-    """The kernel takes gathered keys as they are; under context parallelism it gathers them."""
-    for runs, index in (
-        ([Run(0, 3, 0, 3), Run(3, 5, 3, 8)], None),
-        ([Run(0, 3, 0, 3), Run(3, 5, 0, 5)], [0, 1, 2, 0, 1, 2, 3, 4]),
-    ):
-        found = RowGeometry([], 1, runs, torch.device("cpu")).key_index
-        assert (None if found is None else found.tolist()) == index
+class Core(torch.nn.Module):
+    """Stands for Transformer Engine's attention; notes what it is called with."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        self.called_with = key, value, given
+        return query
 
 
-def test_branches_attend_to_their_paths() -> None:
+def test_branches_attend_to_their_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     """As drawn at the top of `prefix_attention`, with the arguments of Transformer Engine."""
     nodes = {"offsets": [0, 3, 6, 10], "parents": [-1, 0, 0], "starts": [0, 3, 3]}
     letters = torch.tensor([*map(ord, "abcdefdghi")])[:, None]
@@ -419,15 +422,35 @@ def test_branches_attend_to_their_paths() -> None:
         context_parallel_rank=0,
     )
     paths = Paths(row, None)
-    keys, _ = paths.keys(letters, letters)
-    assert "".join(map(chr, keys[:, 0].tolist())) == "abcabcdefabcdghi"
     assert paths.positions.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 5, 6]
-    params = paths.params
-    assert params.cu_seqlens_q.tolist() == [0, 3, 6, 10]
-    assert params.cu_seqlens_kv.tolist() == [0, 3, 9, 16]
-    assert (params.max_seqlen_q, params.max_seqlen_kv) == (4, 7)
+    monkeypatch.setattr(compat, "is_engines_attention", lambda module: isinstance(module, Core))
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: group_of(2, 0))
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
+    given_back: list[Any] = []
+    core: Any = Core()
+    core.cp_comm_type, Core.cp_stream = "p2p", "stream"
+    core.set_context_parallel_group = lambda *given: given_back.append(given[1:])
+    layer = torch.nn.Module()
+    layer.core_attention = core
+    for _ in range(2):  # hooked once
+        attend_to_paths([layer])
+    params = SimpleNamespace(attention_geometry=paths)
+    core(letters, letters, letters, packed_seq_params=params, attn_mask_type=None)
+    key, value, named = core.called_with
+    assert "".join(map(chr, key[:, 0].tolist())) == "abcabcdefabcdghi"
+    assert torch.equal(key, value)
+    assert named["attn_mask_type"].name == "padding_causal_bottom_right"
+    found = named["packed_seq_params"]
+    assert found.cu_seqlens_q.tolist() == [0, 3, 6, 10]
+    assert found.cu_seqlens_kv.tolist() == [0, 3, 9, 16]
+    assert (found.max_seqlen_q, found.max_seqlen_kv) == (4, 7)
     # It would gather keys itself otherwise.
-    assert (params.cp_group, params.local_cp_size) == (None, 1)
+    assert (found.cp_group, found.local_cp_size) == (None, 1)
+    assert given_back == [([0, 1], "stream", "p2p")]
+    other = SimpleNamespace(attention_geometry=None)
+    core(letters, letters, letters, packed_seq_params=other, attn_mask_type=None)
+    assert core.called_with[0] is letters
+    assert len(given_back) == 1
 
 
 def test_gradients_of_a_beginning_are_added_in_float32() -> None:
