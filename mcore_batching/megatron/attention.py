@@ -279,14 +279,13 @@ class RowGeometry:
         self, query: Tensor, key: Tensor, value: Tensor, *options: Any
     ) -> Tensor:
         """The same by one `causal_attention` per run, with its `options`."""
-        parts = zip(
-            query.split(self._queries), key.split(self._keys), value.split(self._keys), strict=True
-        )
+        counts = self._queries, self._keys, self._keys
+        parts = map(torch.split, (query, key, value), counts)
         outs = []
-        for part in parts:
+        for part in zip(*parts, strict=True):
             # [tokens, heads, dim] -> [1, heads, tokens, dim], as the kernels take it.
-            of_run = (each.transpose(0, 1)[None] for each in part)
-            outs.append(causal_attention(*of_run, *options)[0].transpose(0, 1))
+            q, k, v = (each.transpose(0, 1)[None] for each in part)
+            outs.append(causal_attention(q, k, v, *options)[0].transpose(0, 1))
         return torch.cat(outs)
 
 

@@ -9,6 +9,7 @@ Samples that stay on their rank (``--no-dynamic-batch-exchange``) are scheduled 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, overload
 
@@ -21,7 +22,12 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.exchange import leaving, receive_columns
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.plan import plan_rollout, planned
-from mcore_batching.megatron.samples import read_samples, require_known_tokens, template_of
+from mcore_batching.megatron.samples import (
+    read_rollout,
+    read_samples,
+    require_known_tokens,
+    template_of,
+)
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.integers import as_integer
@@ -86,9 +92,8 @@ def get_data_iterator(
         PlanMismatchError: on every rank, if they disagree on settings, fields or plan.
     """
     job = job_of(args)
-    samples = read_samples(
-        job, model, schema, lambda: rollout_data, steps=steps, cost_model=cost_model
-    )
+    read = functools.partial(read_rollout, job, model, schema, rollout_data, steps)
+    samples, _ = read_samples(job, model, read, cost_model=cost_model)
     schedule = plan_rollout(samples)
     # The interleaved schedule draws every micro-batch once per model chunk, each at its own pace.
     # All share the schedule, so that `add_fields` on one list reaches every stage's iterator.

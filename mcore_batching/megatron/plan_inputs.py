@@ -21,11 +21,8 @@ from mcore_batching.batch.prefix_tree import (
     hashes_of_beginnings,
     require_shared,
 )
-from mcore_batching.flags import FLAGS
 from mcore_batching.megatron import compat
-from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.prefix_attention import why_no_branches
 from mcore_batching.megatron.timing import learners_of
 from mcore_batching.megatron.topology import current_dims, first_guess, prediction_depths
@@ -97,15 +94,6 @@ class PlanInputs:
         """Each setting by its own name, so that an error names the one that differs."""
         parts: tuple[Any, ...] = self.dims, self.config, self.cost_model
         return {n: value for part in parts for n, value in dataclasses.asdict(part).items()}
-
-
-def check_forward_cap(options: Options, config: PlannerConfig) -> None:
-    """Refuse a cap of forward passes beside a rollout in which ranks share rows."""
-    if config.max_context_parallel is not None and options.has_own_forward_cap:
-        raise DynamicBatchArgumentError(
-            "forward_only has no plan of its own where ranks share rows; unset "
-            f"{FLAGS['forward_only_max_tokens_per_gpu']} or {FLAGS['max_context_parallel']}"
-        )
 
 
 def say_oversize(job: Job, settings: PlanInputs, longest: int) -> None:

@@ -155,7 +155,7 @@ def attend_to_paths(chunks: Sequence[Any]) -> None:
             continue
         model.attends_to_paths = True
         for module in model.modules():
-            core = getattr(module, "core_attention", None)
+            core: Any = getattr(module, "core_attention", None)
             if compat.is_engines_attention(core):
                 core.register_forward_pre_hook(_gather_keys, with_kwargs=True)
                 core.register_forward_hook(_end_paths, with_kwargs=True, always_call=True)

@@ -20,19 +20,18 @@ from megatron.core import parallel_state
 
 from mcore_batching.batch import Schema, make_placeholder
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.consensus import Agreement, Gathered, Reduction
+from mcore_batching.batch.consensus import Agreement, Gathered
 from mcore_batching.batch.fields import read_lengths
 from mcore_batching.batch.values import require_vocabulary
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.layers import check_shared_prefixes
 from mcore_batching.megatron.checks.settings import prepare_model
-from mcore_batching.megatron.errors import PlanMismatchError
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, PlanMismatchError
 from mcore_batching.megatron.exchange import digest_of, handed
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.plan_inputs import (
     Beginnings,
     PlanInputs,
-    check_forward_cap,
     find_beginnings,
     say_oversize,
 )
@@ -129,7 +128,7 @@ class Samples:
         return self.job.options.naming_the_cap(forward_only=self.forward_only, samples=samples)
 
 
-class _Brought(NamedTuple):
+class Brought(NamedTuple):
     """Samples that this rank was given."""
 
     data: Columns  # without samples as they were given
@@ -144,125 +143,121 @@ _Found = tuple[Gathered[Share | None], Gathered[bool]]
 def read_samples(
     job: Job,
     model: Any,
-    schema: Schema,
-    read: Callable[[], dict[str, list[Any]] | None],
+    read: Callable[[], Brought | None],
     *,
-    steps: Iterable[Iterable[int]] | None = None,
+    read_next: Callable[[], Sequence[int] | None] | None = None,
     cost_model: CostModel | None = None,
-) -> Samples:
+    is_evaluation: bool = False,
+) -> tuple[Samples, list[int] | None]:
     """Read settings and samples of a batch. A collective.
 
     Args:
         job: the present one.
         model: this rank's model chunks.
-        schema: declared fields.
-        read: gives rollout data, or None; what it raises is raised on every rank.
-        steps: local sample indices of each step; None: by the global batch size.
+        read: gives this rank's samples, or None; what it raises is raised on every rank.
+        read_next: gives the lengths of the next batch's samples, as far as they can be read.
         cost_model: costs; None: by the arguments.
+        is_evaluation: the batch has no backward passes.
+
+    Returns:
+        the samples; lengths of all ranks' samples of the next batch, None if some rank has none.
 
     Raises:
         PlanningFailedError: on every rank, if reading failed on any.
         PlanMismatchError: on every rank, if they disagree, or a replica has no data.
     """
-    with job.agreement("reading settings and samples") as agree:
-        chunks = model_chunks(model)
-        settings = PlanInputs.of(job, chunks, cost_model)
-        check_forward_cap(job.options, settings.config)
-        prepare_model(chunks, settings.dims, settings.config)
-        if job.options.share_prefixes:
-            check_shared_prefixes(chunks)
-        given, brought = read(), None
-        data = read_fields(given, schema, vocabulary_size(chunks))
-        if given is not None and data is not None:
-            size = job.options.global_batch_size
-            brought = _brought(data, read_share(given, data.total_lengths, steps, size))
-        evidence = _compare_settings(agree, job, chunks, settings, learns=cost_model is None)
-        found = _find(agree, job, settings, brought)
-    if evidence is not None:
-        learnt = learners_of(job).of(model).learn(evidence.value)
-        settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
-    samples = _numbered(job, settings, chunks, brought, found)
-    if not job.options.share_prefixes:
-        return samples
-    rank = parallel_state.get_data_parallel_rank()
-    own = range(samples.first[rank], samples.first[rank + 1])
-    own_steps = [[number - own.start for number in step if number in own] for step in samples.steps]
-    beginnings = find_beginnings(job, chunks, samples.data, own_steps, sum(samples.lengths))
-    return dataclasses.replace(samples, beginnings=beginnings)
-
-
-def read_step(
-    job: Job,
-    model: Any,
-    read: Callable[[], Columns | None],
-    read_next: Callable[[], Sequence[int] | None],
-    *,
-    cost_model: CostModel | None,
-    is_evaluation: bool,
-) -> tuple[Samples, list[int] | None]:
-    """Read a stock script's step. A collective; raises as `read_samples`.
-
-    Args:
-        job: the present one.
-        model: this rank's model chunks.
-        read: gives the step's samples, as `read_fields` does, or None.
-        read_next: gives the lengths of the next step's samples, as far as they can be read.
-        cost_model: costs; None: by the arguments.
-        is_evaluation: the step has no backward passes.
-
-    Returns:
-        the samples; lengths of all ranks' samples of the next step, None if some rank has none.
-    """
+    options = job.options
     # Without a cap of its own an evaluation is planned as training is.
-    forward_only = is_evaluation and job.options.has_own_forward_cap
+    forward_only = is_evaluation and options.has_own_forward_cap
     with job.agreement("reading settings and samples") as agree:
         chunks = model_chunks(model)
         settings = PlanInputs.of(job, chunks, cost_model, forward_only=forward_only)
         prepare_model(chunks, settings.dims, settings.config)
-        data = read()
-        # All of them are one step.
-        brought = None if data is None else _brought(data, Share(data.total_lengths))
-        learns = cost_model is None and not is_evaluation
-        evidence = _compare_settings(agree, job, chunks, settings, learns=learns)
+        if options.share_prefixes:
+            check_shared_prefixes(chunks)
+        brought = read()
+        for name, value in settings.comparable().items():
+            agree.same(name, value)
+        # What decides which collectives come next: a rank that differed would wait alone.
+        learns = cost_model is None and not is_evaluation and options.learns_cost_model
+        agree.same("steps are recorded", job.recorder is not None)
+        agree.same("costs are learnt", learns)
+        agree.same("samples stay on their rank", not options.exchanges_samples)
+        agree.same(FLAGS["share_prefixes"], bool(options.share_prefixes))
+        evidence = None
+        if learns:
+            own = learners_of(job).of(chunks).evidence(settings.dims)
+            evidence = agree.sum_over_ranks("pass times", own)
         found = _find(agree, job, settings, brought, forward_only=forward_only)
-        following = agree.gather("lengths of the next step", read_next())
+        following = agree.gather(
+            "lengths of the next step", None if read_next is None else read_next()
+        )
     if evidence is not None:
-        # The next step's plan, begun below, is by these costs; this step's was by those before.
-        learners_of(job).of(model).learn(evidence.value)
+        learnt = learners_of(job).of(chunks).learn(evidence.value)
+        # Where the next plan is begun ahead, it alone is by these costs.
+        if read_next is None:
+            settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
     samples = _numbered(job, settings, chunks, brought, found, forward_only=forward_only)
+    if options.share_prefixes:
+        samples = _with_beginnings(samples, chunks)
     if None in following.values:
         return samples, None
     return samples, [length for each in following.values for length in each or ()]
 
 
-def _compare_settings(
-    agree: Agreement, job: Job, chunks: list[Any], settings: PlanInputs, *, learns: bool
-) -> Reduction[list[float]] | None:
-    """Name the settings that ranks must have alike, and give this rank's part of learnt costs."""
+def _with_beginnings(samples: Samples, chunks: list[Any]) -> Samples:
+    rank = parallel_state.get_data_parallel_rank()
+    own = range(samples.first[rank], samples.first[rank + 1])
+    own_steps = [[number - own.start for number in step if number in own] for step in samples.steps]
+    tokens = sum(samples.lengths)
+    beginnings = find_beginnings(samples.job, chunks, samples.data, own_steps, tokens)
+    return dataclasses.replace(samples, beginnings=beginnings)
+
+
+def read_rollout(
+    job: Job,
+    model: Any,
+    schema: Schema,
+    rollout_data: Mapping[str, Any] | None,
+    steps: Iterable[Iterable[int]] | None = None,
+) -> Brought | None:
+    """This rank's samples of a rollout; None if it was given nothing.
+
+    Args:
+        job: the present one.
+        model: this rank's model chunks.
+        schema: declared fields.
+        rollout_data: as for `get_data_iterator`.
+        steps: local sample indices of each step; None: by the global batch size.
+
+    Raises:
+        DynamicBatchArgumentError: forward passes have a cap of their own beside shared rows.
+        As `read_fields` and `read_share`.
+    """
     options = job.options
-    for name, value in settings.comparable().items():
-        agree.same(name, value)
-    # What decides which collectives come next: a rank that differed would wait alone.
-    learns = learns and options.learns_cost_model
-    agree.same("steps are recorded", job.recorder is not None)
-    agree.same("costs are learnt", learns)
-    agree.same("samples stay on their rank", not options.exchanges_samples)
-    agree.same(FLAGS["share_prefixes"], bool(options.share_prefixes))
-    if not learns:
+    if options.max_context_parallel is not None and options.has_own_forward_cap:
+        raise DynamicBatchArgumentError(
+            "forward_only has no plan of its own where ranks share rows; unset "
+            f"{FLAGS['forward_only_max_tokens_per_gpu']} or {FLAGS['max_context_parallel']}"
+        )
+    data = read_fields(rollout_data, schema, vocabulary_size(model_chunks(model)))
+    if rollout_data is None or data is None:
         return None
-    evidence = learners_of(job).of(chunks).evidence(settings.dims)
-    return agree.sum_over_ranks("pass times", evidence)
+    size = options.global_batch_size
+    return brought_by(data, read_share(rollout_data, data.total_lengths, steps, size))
 
 
-def _brought(data: Columns, share: Share) -> _Brought:
-    return _Brought(data, template_of(data) if share.lengths else {}, share)
+def brought_by(data: Columns, share: Share | None = None) -> Brought:
+    """Samples that this rank was given; None: all of them are one step."""
+    share = Share(data.total_lengths) if share is None else share
+    return Brought(data, template_of(data) if share.lengths else {}, share)
 
 
 def _find(
     agree: Agreement,
     job: Job,
     settings: PlanInputs,
-    brought: _Brought | None,
+    brought: Brought | None,
     *,
     forward_only: bool = False,
 ) -> _Found:
@@ -281,7 +276,7 @@ def _numbered(
     job: Job,
     settings: PlanInputs,
     chunks: list[Any],
-    brought: _Brought | None,
+    brought: Brought | None,
     found: _Found,
     *,
     forward_only: bool = False,
@@ -356,8 +351,8 @@ def _sources(job: Job, has_data: Gathered[bool]) -> dict[int, int]:
 
 
 def _with_fields(
-    job: Job, brought: _Brought, shares: Sequence[Share], vocabulary: int | None
-) -> _Brought:
+    job: Job, brought: Brought, shares: Sequence[Share], vocabulary: int | None
+) -> Brought:
     """The samples; on ranks without any with the fields, and the batch size, of the first rank that
     has some. A collective over all ranks."""
     data, template, share = brought
@@ -374,7 +369,7 @@ def _with_fields(
         data, template = received()
     if share.lengths:
         return brought
-    return _Brought(data, template, share._replace(samples_per_step=usual.samples_per_step))
+    return Brought(data, template, share._replace(samples_per_step=usual.samples_per_step))
 
 
 def steps_by_size(shares: Sequence[int], size: int | None) -> list[list[int]]:

@@ -122,7 +122,7 @@ def use_packed_attention(spec: Spec, config: TransformerConfig) -> Spec:
     Under ``config.sequence_parallel``, which Megatron's torch norms refuse, these are replaced as
     well, and so is the final norm of blocks built from then on.
     """
-    classes = [(DotProductAttention, PackedAttention)]
+    classes: list[tuple[Any, Any]] = [(DotProductAttention, PackedAttention)]
     if config.sequence_parallel:
         transformer_block.LayerNormImpl = SequenceParallelNorm
         classes += _NORMS

@@ -45,7 +45,7 @@ from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.plan import begin_plan, plan_rollout
 from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.megatron.prepare import PreparedStep, collated, collating
-from mcore_batching.megatron.samples import read_fields, read_step
+from mcore_batching.megatron.samples import Brought, brought_by, read_fields, read_samples
 from mcore_batching.megatron.topology import vocabulary_size
 from mcore_batching.planning import CostModel
 from mcore_batching.planning.errors import MCoreBatchingError
@@ -98,11 +98,11 @@ class StockSteps:
         is_single = getattr(self._args, "dataloader_type", None) == "single"
         reads_next &= job.options.exchanges_samples and is_single
         of_step = chunks, data_iterator, num_microbatches
-        samples, lengths = read_step(
+        samples, lengths = read_samples(
             job,
             chunks,
             functools.partial(self._draw, *of_step),
-            functools.partial(self._read_following, *of_step, reads=reads_next),
+            read_next=functools.partial(self._read_following, *of_step, reads=reads_next),
             cost_model=cost_model,
             is_evaluation=forward_only,
         )
@@ -121,13 +121,14 @@ class StockSteps:
                 agree, job, chunks, schedule, 0, forward_only=forward_only, has_labels=True
             )
 
-    def _draw(self, chunks: list[Any], data_iterator: Any, num_batches: int) -> Columns | None:
+    def _draw(self, chunks: list[Any], data_iterator: Any, num_batches: int) -> Brought | None:
         """The step's samples, drawn now."""
         self.drawn = draw_batches(data_iterator, num_batches)
         # The very batches that were read ahead: their samples are there.
         if self._ahead and list(map(id, self._ahead[0])) == list(map(id, self.drawn or ())):
-            return self._ahead[1]
-        return self._read(chunks, self.drawn)
+            return brought_by(self._ahead[1])
+        data = self._read(chunks, self.drawn)
+        return None if data is None else brought_by(data)
 
     def _read_following(
         self, chunks: list[Any], data_iterator: Any, num_batches: int, *, reads: bool

@@ -42,9 +42,9 @@ from mcore_batching.integrations.slime.rollout_manager import option_problems, r
 from mcore_batching.megatron import compat, timing
 from mcore_batching.megatron.errors import CollationFailedError, refuse
 from mcore_batching.megatron.forward_only import checked_outputs
-from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.plan import plan_rollout
-from mcore_batching.megatron.samples import REQUIRED_FIELDS, read_samples
+from mcore_batching.megatron.samples import REQUIRED_FIELDS, Brought, read_rollout, read_samples
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning.costs.cost import costs_of_stage
 from mcore_batching.planning.learn import LearntCosts, TimedRow
@@ -118,8 +118,8 @@ def planned_iterators(
     planning_args.dynamic_batch_exchange = False
     planning_args.dynamic_batch_pad_total_to = row_multiple(args, job_dims())
     job = job_of(planning_args)
-    read = functools.partial(_planned, rollout_data)
-    made = plan_rollout(read_samples(job, model, DEFAULT_SCHEMA, read))
+    samples, _ = read_samples(job, model, functools.partial(_planned, job, model, rollout_data))
+    made = plan_rollout(samples)
     listed = [list(samples) for samples in made.micro_batches]
     iterators = [
         PlaceholderIterator(own(rollout_data, micro_batch_indices=listed), schema)
@@ -128,8 +128,8 @@ def planned_iterators(
     return iterators, made.num_microbatches
 
 
-def _planned(rollout_data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the rollout data that planning reads; a sample without tokens is refused."""
+def _planned(job: Job, model: Any, rollout_data: dict[str, Any]) -> Brought | None:
+    """The samples, with fields that planning reads; one without tokens is refused."""
     planned = {key: rollout_data[key] for key in _PLANNED if rollout_data.get(key) is not None}
     for index, length in enumerate(planned.get("total_lengths", ())):
         if length < 1:
@@ -137,7 +137,7 @@ def _planned(rollout_data: dict[str, Any]) -> dict[str, Any]:
             raise SchemaError(
                 "total_lengths", sample_index=index, expected="at least one token", found="0"
             )
-    return planned
+    return read_rollout(job, model, DEFAULT_SCHEMA, planned)
 
 
 class PlaceholderLengths(list[int]):
