@@ -76,10 +76,13 @@ def train(
 
 
 def baseline_arguments(options: argparse.Namespace) -> argparse.Namespace:
-    """The flags with dynamic micro-batches turned off, and one sample to each."""
+    """The flags with one sample to each micro-batch, as they come; samples stay on their rank."""
     args = copy.copy(options)
-    args.use_dynamic_batch_size = False
+    args.dynamic_batch_max_samples_per_row = 1
+    args.dynamic_batch_packing, args.dynamic_batch_balance = "first-fit", "none"
+    args.dynamic_batch_fill = "placeholder"
+    args.dynamic_batch_exchange = False
     args.dynamic_batch_context_parallel = None
+    args.dynamic_batch_forward_only_max_tokens_per_gpu = None
     args.dynamic_batch_share_prefixes = False
-    args.micro_batch_size = 1
     return args

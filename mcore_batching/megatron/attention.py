@@ -275,9 +275,7 @@ class RowGeometry:
         )
         return out
 
-    def attend_run_by_run(
-        self, query: Tensor, key: Tensor, value: Tensor, *options: Any
-    ) -> Tensor:
+    def attend_run_by_run(self, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
         """The same by one `causal_attention` per run, with its `options`."""
         counts = self._queries, self._keys, self._keys
         parts = map(torch.split, (query, key, value), counts)

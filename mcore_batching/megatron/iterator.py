@@ -65,8 +65,7 @@ def get_data_iterator(
 
     Args:
         args: Megatron's arguments: ``max_tokens_per_gpu``, ``global_batch_size`` and the
-            ``dynamic_batch_*`` options. Where ``use_dynamic_batch_size`` is there and False,
-            micro-batches hold ``micro_batch_size`` samples each, however long.
+            ``dynamic_batch_*`` options.
         model: this rank's model chunks.
         rollout_data: field name to one value per sample of this data-parallel rank, which may have
             none (empty lists); ``tokens``, ``total_lengths`` and ``response_lengths`` are required.

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,7 +64,6 @@ class Options:
     on_nonfinite: str = "error"
 
     global_batch_size: Any = None
-    micro_batch_size: Any = None
     seq_length: int = 1
     pad_token_id: Any = None
     padded_vocab_size: int | None = None
@@ -102,9 +100,7 @@ class Options:
     def exchanges_samples(self) -> bool:
         """True if the samples of all data-parallel ranks are planned together, and move to the
         ranks that run them."""
-        # Micro-batches of a number of samples are Megatron's own: they stay.
-        default = bool(self.use_dynamic_batch_size) or self.max_context_parallel is not None
-        return default if self.exchange is None else self.exchange
+        return self.exchange is not False
 
     @property
     def keeps_logits_in_model_dtype(self) -> bool:
@@ -114,15 +110,12 @@ class Options:
     @property
     def has_own_forward_cap(self) -> bool:
         """True if forward passes alone have a cap of their own, and so another plan."""
-        return self.forward_only_max_tokens_per_gpu is not None and bool(
-            self.use_dynamic_batch_size
-        )
+        return self.forward_only_max_tokens_per_gpu is not None
 
     @property
     def learns_cost_model(self) -> bool:
         """True if costs are learnt from training's own passes."""
-        # Rows that are never packed have no use for them.
-        return self.cost_model == LEARNT and bool(self.use_dynamic_batch_size)
+        return self.cost_model == LEARNT
 
     def checked_timeout_seconds(self) -> float:
         """Seconds that a rank waits for the others in an agreement."""
@@ -143,11 +136,8 @@ class Options:
     def planner_config(self, dims: ParallelDims) -> PlannerConfig:
         """The planner's settings.
 
-        Without ``--use-dynamic-batch-size`` micro-batches hold ``micro_batch_size`` samples each,
-        however long, and ranks with fewer of them are filled up with placeholders.
-
         Raises:
-            DynamicBatchArgumentError: micro-batches have neither a cap nor a size.
+            DynamicBatchArgumentError: micro-batches have no cap, or settings contradict each other.
             ConfigError: a value is out of range.
         """
         if self.max_context_parallel is not None and not self.exchanges_samples:
@@ -156,27 +146,9 @@ class Options:
                 f"them: unset --no{FLAGS['exchange'][1:]}"
             )
         if not self.use_dynamic_batch_size:
-            if self.max_context_parallel is not None:
-                raise DynamicBatchArgumentError(
-                    f"{FLAGS['max_context_parallel']} plans under a cap: set "
-                    "--use-dynamic-batch-size and --max-tokens-per-gpu as well"
-                )
-            if self.micro_batch_size is None:
-                raise DynamicBatchArgumentError(
-                    "micro-batches have no size: set --use-dynamic-batch-size and "
-                    "--max-tokens-per-gpu, or micro_batch_size to a number of samples"
-                )
-            # No cap: Megatron's own micro-batches, packed as they come.
-            return PlannerConfig(
-                max_tokens_per_gpu=sys.maxsize,
-                max_samples_per_row=at_least(
-                    "micro_batch_size", self.micro_batch_size, 1, ConfigError
-                ),
-                packing="first-fit",
-                fill="placeholder",
-                balance="none",
-                pad_each_to=self.planner["pad_each_to"],
-                pad_total_to=self.planner["pad_total_to"],
+            raise DynamicBatchArgumentError(
+                "micro-batches are packed under a cap: set --use-dynamic-batch-size and "
+                f"--max-tokens-per-gpu, for a number of samples {FLAGS['max_samples_per_row']}"
             )
         if self.max_tokens_per_gpu is None:
             raise DynamicBatchArgumentError(

@@ -40,7 +40,7 @@ PLAIN: dict[str, Any] = {
     "lopsided": False,
     "exchange": True,
     "dynamic_CP": False,
-    "without_the_flag": False,
+    "as_they_come": False,
     "other_layers": False,
     "hybrid": False,
     "multi-token_prediction": False,

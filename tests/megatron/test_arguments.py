@@ -27,7 +27,6 @@ from mcore_batching.planning import (
 from mcore_batching.planning.config import row_capacity_tokens
 from mcore_batching.planning.errors import FLAG_OF as PLANNING_FLAGS
 from mcore_batching.planning.errors import named
-from mcore_batching.planning.local import fill_local, pack_local
 from mcore_batching.planning.problem import Problem
 from mcore_batching.tools.options import (
     CommandParser,
@@ -237,16 +236,6 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
                 Problem.of([30, 5], ParallelDims(), config)
 
 
-def test_without_the_flag_there_is_no_cap() -> None:
-    args = parse("--max-tokens-per-gpu", "9")
-    args.micro_batch_size = 2
-    options = Options.of(args)
-    assert not options.exchanges_samples
-    config = options.planner_config(ParallelDims())
-    problem = Problem.of([10**6, 1, 5, 1, 7], ParallelDims(), config)
-    assert fill_local(problem, pack_local(problem), 4) == ((0, 1), (2, 3), (), (4,))
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -273,6 +262,3 @@ def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
     args = parse(*words, "--dynamic-batch-context-parallel", "3")
     with pytest.raises(ConfigError, match=r"\(--dynamic-batch-context-parallel\) to 2"):
         Options.of(args).planner_config(ParallelDims(data_parallel=4))
-    args = parse("--dynamic-batch-context-parallel", "2")
-    with pytest.raises(DynamicBatchArgumentError, match="set --use-dynamic-batch-size and"):
-        Options.of(args).planner_config(ParallelDims())

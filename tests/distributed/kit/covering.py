@@ -31,7 +31,7 @@ ALONE = {
     *("overlap_p2p_comm_warmup_flush", "messages one by one", "dsa_indexer_topk"),
     *(f"{name}_parallel of 4" for name in ("data", "pipeline", "context", "tensor")),
     *("dynamic_batch_logits_in_model_dtype", "dynamic_batch_max_samples_per_row"),
-    *("kl term", "entropy term", "micro_batch_size", "log-probs replaced", "costs learnt"),
+    *("kl term", "entropy term", "log-probs replaced", "costs learnt"),
     *("dynamic_batch_no_planned_shapes", "holders first of replica", "global_batch_size"),
     *(f"worker {fault}" for fault in WORKERS),
     *("banned infinite", "banned lowest", "recorded"),
@@ -85,7 +85,7 @@ def features_of(job: dict[str, Any]) -> set[str]:
     found |= {"means over micro-batches"} if not job["ddp"]["per_token_loss"] else set()
     found |= {"rows padded"} if any("pad_" in name for name in planner) else set()
     others = ("context_parallel", "forward_only_max_tokens_per_gpu", "max_samples_per_row")
-    names = ("micro_batch_size", *(f"dynamic_batch_{name}" for name in (*others, "packing")))
+    names = (f"dynamic_batch_{name}" for name in (*others, "packing"))
     found |= {name for name in names if name in planner}
     found |= {"costs learnt"} if planner["dynamic_batch_cost_model"] == "auto" else set()
     recompute = job["model"]["settings"].get("recompute_granularity")

@@ -62,7 +62,14 @@ def _one_step(
         "total_lengths": lengths,
         "response_lengths": [1] * len(lengths),
     }
-    one_each = arguments(shape, use_dynamic_batch_size=False, micro_batch_size=1)
+    one_each = arguments(
+        shape,
+        dynamic_batch_max_samples_per_row=1,
+        dynamic_batch_packing="first-fit",
+        dynamic_batch_fill="placeholder",
+        dynamic_batch_balance="none",
+        dynamic_batch_exchange=False,
+    )
     iterators, (count,) = get_data_iterator(one_each, model, data)
     job, schedule = job_of(one_each), schedule_of(iterators)
     with collating(job, "timing") as agree:

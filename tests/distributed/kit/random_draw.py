@@ -144,9 +144,13 @@ def _planner(
             "costs", ["fixed", "auto" if dims.get("expert_parallel", 1) == 1 else "fixed"]
         ),
     }
-    if draw.chance("without the flag", 0.06):
-        size = draw.one("micro-batch size", [1, 2, 3])
-        return args | {"use_dynamic_batch_size": False, "micro_batch_size": size}
+    if draw.chance("as they come", 0.06):
+        return args | {
+            "dynamic_batch_max_samples_per_row": draw.one("micro-batch size", [1, 2, 3]),
+            "dynamic_batch_packing": "first-fit",
+            "dynamic_batch_fill": "placeholder",
+            "dynamic_batch_balance": "none",
+        }
     if draw.chance("padding of each", 0.2):
         args["dynamic_batch_pad_each_to"] = draw.one("padding of each, to", [2, 6, 8])
     if draw.chance("padding of all", 0.2):
@@ -219,8 +223,7 @@ def _objective(draw: Draw) -> dict[str, Any]:
 def _worker(draw: Draw, planner: dict[str, Any], rollouts: list[dict[str, Any]]) -> str | None:
     """What happens to the process that plans later steps, if it is asked for any."""
     asked = any({"steps", "global_batch_size"} & {*rollout} for rollout in rollouts)
-    asked = asked and planner["dynamic_batch_exchange"] and "micro_batch_size" not in planner
-    fault = asked and draw.chance("fault of the worker", 0.25)
+    fault = asked and planner["dynamic_batch_exchange"] and draw.chance("fault of the worker", 0.25)
     return draw.one("worker", WORKERS) if fault else None
 
 

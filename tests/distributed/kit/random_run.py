@@ -170,8 +170,7 @@ class RandomRun:
         if totals - collections.Counter(length for each in records for length in each.lengths):
             found.append("not all samples are recorded")
         args, is_learnt = self._job["planner"], self._args.dynamic_batch_cost_model == "auto"
-        again = args["dynamic_batch_exchange"] and "micro_batch_size" not in args
-        again = again and not self._job["mixed_sizes"] and not is_learnt
+        again = args["dynamic_batch_exchange"] and not self._job["mixed_sizes"] and not is_learnt
         for record in records:
             validate_plan(record.plan, record.lengths)
             dims, config, costs = record.plan.dims, record.plan.config, record.plan.cost_model

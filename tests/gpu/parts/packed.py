@@ -37,7 +37,7 @@ def main() -> None:
             parameter.copy_(source[name])
     cap = 1024 if setting.on_gpu() else 80
     packed = setting.arguments(cap)
-    alone = setting.arguments(None, use_dynamic_batch_size=False, micro_batch_size=1)
+    alone = setting.arguments(cap, dynamic_batch_max_samples_per_row=1)
     wanted = _results(alone, exact, data)
     found = {"packed": _results(packed, half, data), "alone": _results(alone, half, data)}
     assert found["packed"]["rows"] < found["alone"]["rows"]
