@@ -113,7 +113,7 @@ THEMES: dict[str, dict[str, dict[str, Any]]] = {
         "fuse_output_layer": _switch(
             "multiply by the output layer inside response_log_probs and its siblings, a chunk of "
             "tokens at a time and again in backward, so that logits of all tokens never exist: "
-            "losses get FusedLogits, which only those functions read"
+            "losses get FusedLogits, which are made where anything else reads them"
         ),
     },
     "faults, and the start": {

@@ -7,7 +7,6 @@ error, never a `None`. A placeholder's is dropped. A rank without samples return
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from mcore_batching.megatron.errors import CollationFailedError
 from mcore_batching.megatron.exchange import copied_output
 from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import Job, job_of
-from mcore_batching.megatron.logits import Logits
 from mcore_batching.megatron.loss_shares import same_names
 from mcore_batching.megatron.plan import plan_forward_passes, planned
 from mcore_batching.megatron.prepare import (
@@ -38,19 +36,17 @@ from mcore_batching.planning import sample_multiple_tokens
 
 Outputs = dict[str, list[Tensor]]
 """By name one value for each of a row's real samples."""
-OutputsOf = Callable[[Logits, PackedMicroBatch], Outputs]
+OutputsOf = Callable[[Tensor, PackedMicroBatch], Outputs]
 
 
-def logits_function(
-    f: Callable[..., Any], args: Any, schedule: MicroBatchSchedule, *, fused: bool
-) -> OutputsOf:
+def logits_function(f: Callable[..., Any], args: Any, schedule: MicroBatchSchedule) -> OutputsOf:
     """A user's function of the logits, called with what it takes; what it returns is checked.
 
     Raises:
         TypeError: it is no function.
         ValueError: it takes no ``micro_batch``, and so expects the samples' tokens one behind the
             other, padded to twice the context-parallel size at most (slime's layout), which rows of
-            this schedule, or a ``fused`` output layer, do not have.
+            this schedule do not have.
     """
     if not callable(f):
         raise TypeError(f"f must be a function of the logits, got {type(f).__name__}")
@@ -63,14 +59,14 @@ def logits_function(
         padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
         # A row that is not cut can have its padding taken out.
         drops_padding = size == 1 and padded_to > 1
-        fault, mend = _why_no_plain_layout(schedule, size, padded_to, fused)
+        fault, mend = _why_no_plain_layout(schedule, size, padded_to)
         if fault:
             raise ValueError(
                 f"{getattr(f, '__name__', f)} does not take micro_batch, but {fault}; let it take "
                 f"micro_batch (gather_response and response_log_probs do), or {mend}"
             )
 
-    def outputs_of(logits: Logits, row: PackedMicroBatch) -> Outputs:
+    def outputs_of(logits: Tensor, row: PackedMicroBatch) -> Outputs:
         # By slime's names: its functions run here unchanged.
         offered = {
             "args": args,
@@ -92,7 +88,7 @@ def logits_function(
 
 
 def _why_no_plain_layout(
-    schedule: MicroBatchSchedule, size: int, padded_to: int, fused: bool
+    schedule: MicroBatchSchedule, size: int, padded_to: int
 ) -> tuple[str, str]:
     """Why rows do not hold sample behind sample as slime's do, and the mend; empty if they do."""
     if schedule.has_sizes_of_rows:
@@ -102,7 +98,7 @@ def _why_no_plain_layout(
     if size > 1 and padded_to != 2 * size:
         mend = "turn off sequence parallelism and --dynamic-batch-pad-each-to"
         return f"samples are padded to {padded_to}, not {2 * size}", mend
-    return ("no logits are made", "unset --dynamic-batch-fuse-output-layer") if fused else ("", "")
+    return "", ""
 
 
 def _without_padding(logits: Any, row: PackedMicroBatch) -> Tensor:
@@ -136,11 +132,6 @@ def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:
 
 
 _OPERATION = "forward_only"
-_ALL_LOGITS = (
-    "forward_only makes the logits of whole rows, as its function reads more of them than "
-    "response_log_probs and response_log_probs_and_entropy do, which multiply by the output layer "
-    "a chunk of tokens at a time"
-)
 
 
 @torch.no_grad()
@@ -177,7 +168,7 @@ def forward_only(
     Raises:
         CollationFailedError: on every rank, if arguments or samples could not be read on any, or
             ``f`` goes by the samples' lengths, as slime's functions do, where rows do not lie so:
-            padded samples, dynamic CP, shared prefixes, a fused output layer.
+            padded samples, dynamic CP, shared prefixes.
         ForwardFailedError: on every rank, if ``f`` raised on any, did not return one output per
             sample (an `OrderError`), or returned other names than elsewhere.
         PipelineFailedError: on every rank that can be reached, if the model raised on any, or
@@ -188,7 +179,7 @@ def forward_only(
         chunks = model_chunks(model)
         get_model_config(chunks[0])  # raises for what is no model of Megatron's
         rollout = rollout_of(data_iterator)
-        function = logits_function(f, args, rollout, fused=job.options.fuse_output_layer)
+        function = logits_function(f, args, rollout)
         agree.same("plan (sha256)", rollout.plan_digest)
         # Ranks that differ in this would wait in different planning agreements.
         agree.same("plan of its own", job.options.has_own_forward_cap)
@@ -261,13 +252,12 @@ def _run(
 ) -> tuple[list[Outputs], list[Exception], Collection[float]]:
     """Outputs of ``f`` on the last stage, in slot order; what it raised; temperatures it used."""
     failed: list[Exception] = []
-    when_made = functools.partial(job.say_once, "logits made", _ALL_LOGITS)
 
     def forward_step(
         rows: Iterator[PackedMicroBatch], chunk: Any, *unused: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         row = next(rows)
-        of_chunk, logits_of = run_for_losses(job.options, chunk, row, when_made=when_made)
+        of_chunk, logits_of = run_for_losses(job, chunk, row, fused=True)
 
         # Megatron names the second argument where it collects something else than losses.
         def collect(output: Tensor, non_loss_data: bool = True) -> Outputs:

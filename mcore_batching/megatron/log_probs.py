@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from mcore_batching.batch import BatchError, PackedMicroBatch
 from mcore_batching.batch.row import gather_own_values, per_sample
 from mcore_batching.batch.values import as_number, describe, shape_of
-from mcore_batching.megatron.logits import FusedLogits, Logits, UnmadeLogits, present_use
+from mcore_batching.megatron.logits import FusedLogits, present_use, whole_hidden
 from mcore_batching.megatron.topology import context_parallel_group
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
@@ -235,7 +235,7 @@ class _Softmax:
 
 
 def response_log_probs(
-    logits: Logits,
+    logits: Tensor,
     row: PackedMicroBatch,
     *,
     temperature: float = 1.0,
@@ -269,7 +269,7 @@ def response_log_probs(
 
 
 def response_log_probs_and_entropy(
-    logits: Logits,
+    logits: Tensor,
     row: PackedMicroBatch,
     *,
     temperature: float = 1.0,
@@ -291,28 +291,28 @@ def response_log_probs_and_entropy(
     return per_sample(found[:, 0], row), per_sample(found[:, 1], row)
 
 
-def log_probs_of_all(logits: FusedLogits, labels: Tensor) -> Tensor:
-    """Log-probability of each of the labels ``[1, local tokens]``, float32 of their shape."""
-    whole = logits.whole_hidden()
-    positions = torch.arange(len(whole), device=whole.device)
+def log_probs_of_all(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Log-probability of each of the labels ``[1, local tokens]``, float32 of their shape, from
+    `whole_hidden` states and the weight that makes logits of them."""
+    positions = torch.arange(len(hidden), device=hidden.device)
     options = Options(1.0, LOG_PROB_CHUNK_TOKENS, with_entropy=False)
     product = cast(Any, StatisticsOfProduct)
-    values: Tensor = product.apply(whole, logits.weight, positions, labels[0], options)
+    values: Tensor = product.apply(hidden, weight, positions, labels[0], options)
     return values[:, 0][None]
 
 
 def _gathered(
-    logits: Logits, row: PackedMicroBatch, options: Options, overwrite_logits: bool
+    logits: Tensor, row: PackedMicroBatch, options: Options, overwrite_logits: bool
 ) -> Tensor:
     """``[R, 1 or 2]`` of the row's response tokens: log-probability, and entropy if wanted."""
     # Tensor-parallel ranks have to agree on it: each divides its own part of the vocabulary.
     use = present_use()
     use.temperatures.add(float(options.temperature))
-    if isinstance(logits, UnmadeLogits):
-        logits = logits.factors if logits.whole is None else logits.whole
-    whole = logits.whole_hidden()[None] if isinstance(logits, FusedLogits) else logits
+    # What something else has read is there, and may be read again: no second product.
+    if isinstance(logits, FusedLogits) and logits.whole is not None:
+        logits, overwrite_logits = logits.whole, False
     expected = row.tokens.shape[1]
-    shape = shape_of(whole) if isinstance(whole, Tensor) else None
+    shape = shape_of(logits) if isinstance(logits, Tensor) else None
     if shape is None or len(shape) != 3 or shape[:2] != (1, expected) or not shape[2]:
         raise BatchError(
             f"expected logits of shape [1, {expected}, vocabulary], got "
@@ -320,7 +320,7 @@ def _gathered(
         )
     # Logits that a loss gathered or cut have the wrong part of the vocabulary on each rank.
     is_shared = parallel_state.get_tensor_model_parallel_world_size() > 1
-    if is_shared and whole is logits and shape[2] != (use.vocabulary or shape[2]):
+    if is_shared and shape[2] != (use.vocabulary or shape[2]):
         raise BatchError(
             f"expected logits of this tensor-parallel rank's {use.vocabulary} entries of the "
             f"vocabulary, got {shape[2]}: do not gather or cut them"
@@ -329,11 +329,12 @@ def _gathered(
     # `gather_own_values`.
     responses, repeated = row.responses, row.responses.distinct_positions
     positions = responses.owned_positions if repeated is None else repeated
-    positions = positions.to(whole.device)
+    positions = positions.to(logits.device)
     targets = row.labels[0].index_select(0, positions)
     if isinstance(logits, FusedLogits):
         product = cast(Any, StatisticsOfProduct)
-        values = product.apply(whole[0], logits.weight, positions, targets, options)
+        hidden = whole_hidden(logits.hidden, sequence_parallel=logits.sequence_parallel)
+        values = product.apply(hidden, logits.weight, positions, targets, options)
     else:
         # One entry for each call: two of them must not both write over the logits.
         readers: list[None] | None = None

@@ -1,8 +1,8 @@
 """The logits of a row as losses get them: a tensor, or the factors of the last layer's product.
 
 With a vocabulary of 150k the logits of a row are by far its largest tensor. `FusedLogits` takes
-their place under ``--dynamic-batch-fuse-output-layer``; forward passes alone have `UnmadeLogits`,
-which become a tensor only where something else than log-probs reads them.
+their place in forward passes alone, and under ``--dynamic-batch-fuse-output-layer`` in training: it
+has memory only where something else than log-probs reads it.
 """
 
 from __future__ import annotations
@@ -57,47 +57,33 @@ def present_use() -> UseOfLogits:
     return _use.get() or UseOfLogits()
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedLogits:
-    """Factors of the logits; taken by `response_log_probs` and its siblings in their place.
+def whole_hidden(hidden: Tensor, *, sequence_parallel: bool) -> Tensor:
+    """``[local tokens, hidden size]`` on every tensor-parallel rank, from what goes into an output
+    layer: ``[1, local tokens, hidden size]``, under sequence parallelism this rank's part."""
+    # Both sum up the gradient over the ranks in the backward pass, as Megatron's layer does.
+    if sequence_parallel:
+        gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(hidden[0])
+        return gathered
+    copied: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[0])
+    return copied
+
+
+class FusedLogits(Tensor):
+    """Logits that `response_log_probs` and its siblings never make; any other reader has them made.
+
+    A tensor ``[1, local tokens, local vocabulary]`` without memory of its own.
 
     Attributes:
         hidden: ``[1, local tokens, hidden size]``, under sequence parallelism this tensor-parallel
             rank's part of the tokens.
-        weight: ``[local vocabulary, hidden size]``.
+        weight: ``[local vocabulary, hidden size]``; the logits are the product of the two.
         sequence_parallel: True if the tokens are split over tensor-parallel ranks.
+        whole: they themselves, once something has read them; None before.
     """
 
     hidden: Tensor
     weight: Tensor
     sequence_parallel: bool
-
-    def whole_hidden(self) -> Tensor:
-        """``[local tokens, hidden size]`` on every tensor-parallel rank."""
-        rows = self.hidden[0]
-        # Both sum up the gradient over the ranks in the backward pass, as Megatron's layer does.
-        if self.sequence_parallel:
-            gathered: Tensor = tensor_parallel.gather_from_sequence_parallel_region(rows)
-            return gathered
-        copied: Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(rows)
-        return copied
-
-
-Logits = Tensor | FusedLogits
-
-
-class UnmadeLogits(Tensor):
-    """Logits that `response_log_probs` and its siblings never make; any other reader has them made.
-
-    A tensor ``[1, local tokens, local vocabulary]`` without memory of its own, for forward passes
-    alone: without a gradient.
-
-    Attributes:
-        factors: what they are the product of.
-        whole: they themselves, once something has read them; None before.
-    """
-
-    factors: FusedLogits
     whole: Tensor | None
     _multiply: Callable[[Tensor], tuple[Tensor, Any]]
     _when_made: Callable[[], None]
@@ -105,20 +91,22 @@ class UnmadeLogits(Tensor):
     @staticmethod
     def __new__(
         cls,
-        factors: FusedLogits,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        sequence_parallel: bool,
         dtype: torch.dtype,
         multiply: Callable[[Tensor], tuple[Tensor, Any]],
         when_made: Callable[[], None],
-    ) -> UnmadeLogits:
+    ) -> FusedLogits:
         """Logits of a type; `multiply` is the output layer's forward, of ``[tokens, 1, hidden]``,
         and `when_made` is called as they are made."""
-        hidden = factors.hidden
-        shards = parallel_state.get_tensor_model_parallel_world_size()
-        tokens = hidden.shape[1] * (shards if factors.sequence_parallel else 1)
-        shape = (1, tokens, factors.weight.shape[0])
+        shards = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
+        shape = (1, hidden.shape[1] * shards, weight.shape[0])
         make: Any = Tensor._make_wrapper_subclass
-        made: UnmadeLogits = make(cls, shape, dtype=dtype, device=hidden.device)
-        made.factors, made.whole = factors, None
+        made: FusedLogits = make(cls, shape, dtype=dtype, device=hidden.device)
+        made.hidden, made.weight, made.whole = hidden, weight, None
+        made.sequence_parallel = sequence_parallel
         made._multiply, made._when_made = multiply, when_made
         return made
 
@@ -126,7 +114,7 @@ class UnmadeLogits(Tensor):
         """The logits, the same ones each time: a reader may write over them."""
         if self.whole is None:
             self._when_made()
-            by_token, _ = self._multiply(self.factors.hidden.transpose(0, 1))
+            by_token, _ = self._multiply(self.hidden.transpose(0, 1))
             self.whole = by_token.transpose(0, 1).contiguous().to(self.dtype)
         return self.whole
 
@@ -159,7 +147,7 @@ _WITHOUT_VALUES = {
 
 
 def _made(value: Any) -> Any:
-    return value.made() if isinstance(value, UnmadeLogits) else value
+    return value.made() if isinstance(value, FusedLogits) else value
 
 
 def why_not_fused(chunk: Any) -> str:
@@ -181,24 +169,17 @@ def why_not_fused(chunk: Any) -> str:
     return ""
 
 
-def factors_alone(factors: FusedLogits, multiply: Any) -> Logits:
-    """`FusedLogits` for losses, for which the product is never made."""
-    del multiply
-    return factors
-
-
 @contextlib.contextmanager
 def output_layer(
-    chunk: Any, made_of: Callable[..., Logits] | None
-) -> Iterator[Callable[[Tensor], Logits]]:
+    chunk: Any, dtype: torch.dtype | None, when_made: Callable[[], None]
+) -> Iterator[Callable[[Tensor], Tensor]]:
     """Let one forward pass of a chunk inside the block return what goes into its output layer.
 
     Yields a function from the chunk's output to what losses are given: on the last stage
-    ``made_of(factors, multiply=)``, if there is such a function, of the `FusedLogits` and the
-    layer's own product; else the output itself.
+    `FusedLogits` of this type; with None, and elsewhere, the output itself.
     """
     layer = getattr(unwrap_model(chunk), "output_layer", None)
-    if layer is None or made_of is None:
+    if layer is None or dtype is None:
         yield _noted
         return
     forward, found = layer.forward, []
@@ -207,25 +188,31 @@ def output_layer(
         found.append(functools.partial(forward, weight=weight, **options))
         return hidden, None
 
-    def logits_of(output: Tensor) -> Logits:
+    def logits_of(output: Tensor) -> Tensor:
         weight = found[0].keywords["weight"]
         weight = layer.weight if weight is None else weight
         present_use().vocabulary = len(weight)
-        factors = FusedLogits(output, weight, layer.sequence_parallel)
-        return made_of(factors, multiply=found[0])
+        return FusedLogits(
+            output,
+            weight,
+            sequence_parallel=layer.sequence_parallel,
+            dtype=dtype,
+            multiply=found[0],
+            when_made=when_made,
+        )
 
     # On this one module and for this one pass: the model's own forward and its hooks run as ever.
     with compat.replaced(layer, "forward", keep):
         yield logits_of
 
 
-def _noted(output: Tensor) -> Logits:
+def _noted(output: Tensor) -> Tensor:
     # A model of the user's may return anything: what reads it names what it is.
     if isinstance(output, Tensor) and output.dim():
         present_use().vocabulary = output.shape[-1]
     return output
 
 
-def tensors_of(logits: Logits) -> tuple[Tensor, ...]:
+def tensors_of(logits: Tensor) -> tuple[Tensor, ...]:
     """The tensors that get a gradient from a loss."""
-    return (logits,) if isinstance(logits, torch.Tensor) else (logits.hidden, logits.weight)
+    return (logits.hidden, logits.weight) if isinstance(logits, FusedLogits) else (logits,)

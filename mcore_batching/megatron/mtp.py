@@ -27,7 +27,7 @@ from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.row import LaterTokens
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.log_probs import log_probs_of_all
-from mcore_batching.megatron.logits import FusedLogits
+from mcore_batching.megatron.logits import whole_hidden
 from mcore_batching.megatron.model_inputs import own_padding_mask
 from mcore_batching.megatron.topology import prediction_depths
 
@@ -61,9 +61,10 @@ class LaterLosses:
         factor = config.mtp_loss_scaling_factor / len(deeper) * self.undo
         for depth, (hidden, later) in enumerate(zip(deeper, self.row.later, strict=True), 1):
             if self.is_fused:
-                factors = hidden.transpose(0, 1), output_layer.weight if weight is None else weight
-                product = FusedLogits(*factors, output_layer.sequence_parallel)
-                losses = -log_probs_of_all(product, later.labels)
+                is_cut = output_layer.sequence_parallel
+                whole = whole_hidden(hidden.transpose(0, 1), sequence_parallel=is_cut)
+                by = output_layer.weight if weight is None else weight
+                losses = -log_probs_of_all(whole, by, later.labels)
             else:
                 losses = self._losses_of_logits(hidden, later, output_layer, weight, **others)
             # torch.where, since 0 · inf is NaN.

@@ -26,9 +26,6 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.logits import (
-    Logits,
-    UnmadeLogits,
-    factors_alone,
     noting_use,
     output_layer,
     why_not_fused,
@@ -128,30 +125,33 @@ def _planned(shape: Shape | None) -> Shape:
     return shape
 
 
+_ALL_LOGITS = (
+    "the logits of whole rows are made, as a function of them reads more than response_log_probs "
+    "and response_log_probs_and_entropy do, which multiply by the output layer a chunk of tokens "
+    "at a time"
+)
+
+
 def run_for_losses(
-    options: Options,
+    job: Job,
     chunk: Any,
     row: PackedMicroBatch,
     later: LaterLosses | None = None,
     *,
-    when_made: Callable[[], None] | None = None,
-) -> tuple[Tensor, Callable[[Tensor], Logits]]:
+    fused: bool = False,
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The chunk's output, logits ``[1, local tokens, local vocabulary]`` or hidden states, and what
     makes of it, on the last stage, what losses are given.
 
     ``row`` is this context-parallel rank's slice, on the device; without ``later`` the layers of
-    multi-token prediction are left out. With ``when_made``, which is called then, logits are made
-    only where something else than log-probs and entropies reads them.
+    multi-token prediction are left out. ``fused`` logits are `FusedLogits` where the last layer is
+    a product.
     """
     config = get_model_config(chunk)  # once: it is looked up through all wrappers
-    made_of: Callable[..., Logits] | None = None
-    in_model_dtype = options.keeps_logits_in_model_dtype
-    if options.fuse_output_layer:
-        made_of = factors_alone
-    elif when_made is not None and not why_not_fused(chunk):
+    in_model_dtype, dtype = job.options.keeps_logits_in_model_dtype, None
+    if fused and not why_not_fused(chunk):
         casts = not in_model_dtype and has_half_precision_wrapper(chunk)
         dtype = torch.float32 if casts else config.params_dtype
-        made_of = functools.partial(UnmadeLogits, dtype=dtype, when_made=when_made)
         in_model_dtype = in_model_dtype or hasattr(unwrap_model(chunk), "output_layer")
     arguments: dict[str, Any] = {
         "input_ids": row.tokens,
@@ -179,7 +179,8 @@ def run_for_losses(
     if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
-    with output_layer(chunk, made_of) as logits_of, replayed(chunk, row):
+    when_made = functools.partial(job.say_once, "logits made", _ALL_LOGITS)
+    with output_layer(chunk, dtype, when_made) as logits_of, replayed(chunk, row):
         return chunk(**arguments, **multimodal), logits_of
 
 

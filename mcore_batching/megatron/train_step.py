@@ -57,8 +57,8 @@ from mcore_batching.planning import ConfigError, at_least
 _OPERATION = "train_step"
 
 LossFunction = Callable[[Any, PackedMicroBatch, StepTotals], tuple[Tensor, Mapping[str, Tensor]]]
-"""``(logits, micro_batch, totals) -> (share of the loss, name to share of a metric)``; logits are a
-tensor, or `FusedLogits` under ``--dynamic-batch-fuse-output-layer``."""
+"""``(logits, micro_batch, totals) -> (share of the loss, name to share of a metric)``; logits are
+`FusedLogits` under ``--dynamic-batch-fuse-output-layer``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _forward_backward(
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         row = next(rows)
         later = LaterLosses(row, prepared.token_weights, undo_later, is_fused=is_fused)
-        made, logits_of = run_for_losses(job.options, chunk, row, later)
+        made, logits_of = run_for_losses(job, chunk, row, later, fused=is_fused)
 
         def loss(output: Tensor) -> tuple[Any, ...]:
             reported: dict[str, Tensor] = {}

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mcore_batching.batch import token_mean
 from mcore_batching.megatron import (
-    FusedLogits,
     add_fields,
     forward_only,
     get_data_iterator,
@@ -89,7 +88,7 @@ def whole_step(
     types: set[str] = set()
 
     def loss(logits: Any, row: Any, totals: Any) -> Any:
-        types.add(str(logits.hidden.dtype if isinstance(logits, FusedLogits) else logits.dtype))
+        types.add(str(logits.dtype))
         new = response_log_probs(logits, row)
         terms = zip(new, row["log_probs"], row["advantages"], strict=True)
         share = fault(token_mean([-(n - old).exp() * a for n, old, a in terms], row, totals))

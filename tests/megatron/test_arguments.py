@@ -122,7 +122,6 @@ def test_costs_are_learnt_where_that_is_asked_for() -> None:
     assert not Options.of(SimpleNamespace()).learns_cost_model
     assert not Options.of(parse(packs)).learns_cost_model
     assert not Options.of(parse(packs, flag, "fixed")).learns_cost_model
-    assert not Options.of(parse(flag, "auto")).learns_cost_model  # nothing is packed
     assert Options.of(parse(packs, flag, "auto")).learns_cost_model
 
 
@@ -208,9 +207,6 @@ def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> 
     assert not Options.of(shared).has_own_forward_cap
     assert Options.of(own).has_own_forward_cap
     assert not Options.of(SimpleNamespace(max_tokens_per_gpu=9)).has_own_forward_cap
-    unpacked = parse("--max-tokens-per-gpu", "9", FORWARD_CAP, "400")
-    assert not Options.of(unpacked).has_own_forward_cap
-    assert Options.of(unpacked).forward_only_config(training, ParallelDims()) == training
 
 
 def test_a_cap_of_forward_passes_out_of_range_is_refused_before_training() -> None:

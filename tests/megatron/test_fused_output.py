@@ -15,9 +15,9 @@ import torch.distributed as dist
 from kit.packing import pack
 from megatron.core import parallel_state
 
+from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.log_probs import response_log_probs
-from mcore_batching.megatron.logits import FusedLogits, UnmadeLogits, noting_use
-from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.logits import FusedLogits, noting_use
 from mcore_batching.megatron.run_pipeline import run_for_losses
 
 
@@ -31,17 +31,25 @@ def groups(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def fused(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[FusedLogits, list[None]]:
+    """Logits that are not made yet, and an entry for each time that they are."""
+    times: list[None] = []
+    logits = FusedLogits(
+        hidden,
+        weight,
+        sequence_parallel=False,
+        dtype=torch.float32,
+        multiply=lambda by_token: (by_token @ weight.t(), None),
+        when_made=lambda: times.append(None),
+    )
+    return logits, times
+
+
 @pytest.mark.usefixtures("groups")
 def test_logits_are_made_once_for_what_else_reads_them() -> None:
     """Not for their shape or type; what is written over them stays, also for log-probs."""
     hidden, weight = torch.randn(1, 6, 4), torch.randn(8, 4)
-    times: list[None] = []
-    logits = UnmadeLogits(
-        FusedLogits(hidden, weight, sequence_parallel=False),
-        torch.float32,
-        lambda by_token: (by_token @ weight.t(), None),
-        lambda: times.append(None),
-    )
+    logits, times = fused(hidden, weight)
     assert isinstance(logits, torch.Tensor)
     assert (logits.shape, logits.size(2), logits.dtype) == ((1, 6, 8), 8, torch.float32)
     assert (logits.device.type, logits.requires_grad, times) == ("cpu", False, [])
@@ -52,6 +60,26 @@ def test_logits_are_made_once_for_what_else_reads_them() -> None:
     torch.testing.assert_close(logits.whole, expected / 2)
     torch.testing.assert_close(logits.log_softmax(-1), (expected / 2).log_softmax(-1))
     assert len(times) == 1
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_a_loss_may_read_logits_beside_log_probs(reads_first: bool) -> None:
+    """With the same gradients, in whichever order it does."""
+    samples = {"tokens": [torch.arange(6)], "total_lengths": [6], "response_lengths": [5]}
+    row, found = pack(samples, sample_indices=[0]), []
+    for is_fused in (True, False):
+        torch.manual_seed(0)
+        factors = torch.randn(1, 6, 4), torch.randn(8, 4)
+        hidden, weight = (each.requires_grad_() for each in factors)
+        logits = fused(hidden, weight)[0] if is_fused else hidden @ weight.t()
+        spread = logits.square().mean() if reads_first else 0.0
+        share = response_log_probs(logits, row, overwrite_logits=is_fused)[0].sum() + spread
+        if not reads_first:
+            share = share + logits.square().mean()
+        found.append((share, *torch.autograd.grad(share, (hidden, weight))))
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.usefixtures("groups")
@@ -82,12 +110,12 @@ class _Chunk(torch.nn.Module):
 @pytest.mark.usefixtures("groups")
 def test_fused_rope_sees_few_lengths() -> None:
     """An eighth longer at most; unfused, which goes by the exact length, the row's own."""
-    options = Options.of(SimpleNamespace(max_tokens_per_gpu=1 << 18))
+    job = job_of(SimpleNamespace(max_tokens_per_gpu=1 << 18))
 
     def length_in(length: int, **settings: Any) -> int:
         samples = {"tokens": [torch.zeros(length, dtype=torch.int64)], "total_lengths": [length]}
         row = pack(samples | {"response_lengths": [1]}, sample_indices=[0])
-        return int(run_for_losses(options, _Chunk(**settings), row)[0])
+        return int(run_for_losses(job, _Chunk(**settings), row)[0])
 
     lengths = range(131072 - 10 * 305, 131072 + 10 * 305, 305)
     rounded = [length_in(length, apply_rope_fusion=True) for length in lengths]

@@ -86,7 +86,7 @@ def _one_step(
         row = next(rows)
         slot = row.sample_indices[0]
         sleep(slot, 1.0)
-        output, _ = run_for_losses(options, chunk, row)
+        output, _ = run_for_losses(job, chunk, row)
         if output.requires_grad:
             output.register_hook(lambda gradient: sleep(slot, 2.0))
 
