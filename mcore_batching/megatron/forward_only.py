@@ -152,9 +152,8 @@ def forward_only(
             response_lengths=, with_entropy=, micro_batch=)``, with logits as in `train_step`, made
             only where something else than `response_log_probs` and its siblings reads them, and a
             `PackedMicroBatch`; keywords that it does not take are left out. Returns a dict of lists
-            with one tensor per sample of the micro-batch (one for a placeholder), or a pair that
-            ends in one; the same names for every micro-batch on every rank. Those of placeholders
-            may differ: their values are dropped.
+            with one tensor per sample of the micro-batch (one for a placeholder, which is dropped),
+            or a pair that ends in one; the same names for every micro-batch on every rank.
         args: Megatron's arguments.
         model: this rank's model chunks.
         data_iterator: from `get_data_iterator`.
@@ -205,13 +204,11 @@ def _outputs_of_steps(
     schedule: MicroBatchSchedule,
     counts: Sequence[int] | None,
 ) -> tuple[list[Outputs], list[str]]:
-    """Outputs of ``f`` for each micro-batch of real samples, on the last stage, and their names.
+    """Outputs of ``f`` for each micro-batch, on the last stage, and their names.
 
     ``counts`` are the caller's micro-batches of each step, to be compared; None: of another plan.
     """
-
-    real: list[Outputs] = []
-    fabricated: dict[str, None] = {}  # names of placeholders' outputs
+    outputs: list[Outputs] = []
     names: list[str] = []
     for step in range(schedule.num_steps):
         planned(schedule, step)
@@ -220,15 +217,14 @@ def _outputs_of_steps(
                 schedule.check_step(step, counts)
             prepared = collated(agree, job, chunks, schedule, step, forward_only=True)
         made, failed, temperatures = _run(function, job, chunks, prepared)
-        # None on other stages.
-        for outputs, indices in zip(made, schedule.steps[step], strict=False):
-            if indices:
-                real.append(outputs)
-            else:
-                fabricated |= dict.fromkeys(outputs)
+        outputs += made
         # After each step, of all outputs so far: a name that comes late is an error, too.
-        names = _agreed_names(job, real, fabricated, failed, temperatures)
-    return real, names
+        with job.agreement_after_pipeline(_OPERATION, failed) as agree:
+            names = same_names("f", outputs, OrderError)
+            if outputs:  # stages without logits have no names to compare
+                agree.same("names that f returned", sorted(names))
+            agree.same("temperature", sorted(temperatures), within="stage")
+    return outputs, names
 
 
 @contextlib.contextmanager
@@ -280,32 +276,3 @@ def _run(
         collect_non_loss_data=True,
     )
     return made, failed, temperatures
-
-
-def _agreed_names(
-    job: Job,
-    real: Sequence[Outputs],
-    fabricated: Collection[str],
-    failed: Sequence[Exception],
-    temperatures: Collection[float],
-) -> list[str]:
-    """The names that ``f`` returns for real samples, of whichever rank has any; else those that it
-    returns for placeholders, which are ``fabricated``.
-
-    A collective over all ranks, which raises where ``f`` did, and where names or temperatures
-    differ.
-    """
-    with job.agreement_after_pipeline(_OPERATION, failed) as agree:
-        names = same_names("f", real, OrderError)
-        if real:
-            agree.same("names that f returned", sorted(names))
-        agree.same("temperature", sorted(temperatures), within="stage")
-        # Stages without logits need no names, and ranks with real samples have them.
-        wanted = is_last_stage() and not real
-        given = names if real else None, list(fabricated)
-        everyone = agree.every("names", given, wanted=wanted)
-    by_rank = everyone.by_rank.values()
-    known = next((of_real for of_real, _ in by_rank if of_real is not None), None)
-    if known is None:  # placeholders everywhere
-        return list(dict.fromkeys(name for _, of_fabricated in by_rank for name in of_fabricated))
-    return known

@@ -10,7 +10,6 @@ refused.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
 
 from mcore_batching.flags import FIXED, FLAGS, LEARNT
-from mcore_batching.megatron import compat, cpu_emulation
+from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.topology import model_chunks
@@ -35,25 +34,16 @@ _MOST_UNREAD_STEPS = 8
 """Steps that may be under way on the device before the oldest one's times are dropped."""
 
 
-def mark() -> Any:
-    """Now: on a GPU, when its current stream gets here."""
-    if cpu_emulation.is_enabled():
-        return time.perf_counter()
+def mark() -> torch.cuda.Event:
+    """The time at which the device's current stream gets here."""
     # Not the host's clock: it only launches kernels, far ahead of the device.
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
-def is_over(mark: Any) -> bool:
-    """True if the device has got to a mark."""
-    return isinstance(mark, float) or bool(mark.query())
-
-
-def seconds_between(start: Any, end: Any) -> float:
+def seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     """Between two marks that the device has got to."""
-    if isinstance(start, float):
-        return float(end - start)
     return float(start.elapsed_time(end)) / 1e3  # CUDA counts milliseconds
 
 
@@ -68,7 +58,7 @@ class TimedStep:
     @property
     def is_over(self) -> bool:
         """True if the device has got to its end."""
-        return all(map(is_over, self.marks))
+        return all(mark.query() for mark in self.marks)
 
     def timed_rows(self) -> list[TimedRow]:
         """The time of each row, its passes through all of the stage's model chunks together."""

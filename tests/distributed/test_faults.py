@@ -137,7 +137,7 @@ JOBS = [
         for name in ("loss", "gradient", "gradient-overlapped", "field")
     ),
     job("nonfinite-loss-scaling", "nonfinite:loss_scaling", PP2),
-    job("other-names", "guarantees:placeholders_may_have_other_names", DP2 | PP2),
+    job("names", "guarantees:names_of_outputs_and_metrics", DP2 | PP2),
     job("by-lengths-dp2", "guarantees:found_by_lengths", DP2, pad_each_to=8),
     job("by-lengths-cp2", "guarantees:found_by_lengths", CP2, pad_each_to=12),
     job("slime-style", "guarantees:slime_style", DP2 | PP2),

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from mcore_batching.megatron.timing import is_over, mark, seconds_between
+from mcore_batching.megatron.timing import mark, seconds_between
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,9 +24,9 @@ def test_a_pass_is_timed_on_the_device_while_the_host_goes_on() -> None:
         for _ in range(100):
             matrix @ matrix
         end = mark()
-        was_over = is_over(end)
+        was_over = end.query()
         on_host = time.perf_counter() - started
     assert not was_over
     torch.cuda.synchronize()
-    assert is_over(end)
+    assert end.query()
     assert on_host < seconds_between(start, end) <= time.perf_counter() - started

@@ -15,11 +15,17 @@ from mcore_batching.planning.schedule import Pass
 ORDER = [Pass(kind, chunk, slot) for kind in ("F", "B") for chunk in (0, 1) for slot in (0, 1, 2)]
 
 
-class Unfinished:
-    """A mark of a device that has not got to it."""
+class Mark:
+    """A mark of a device, at a time; without one the device has not got to it."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
 
     def query(self) -> bool:
-        return False
+        return self.seconds is not None
+
+    def elapsed_time(self, end: Any) -> float:
+        return 1e3 * float(end.seconds - self.seconds)
 
 
 def marks() -> list[Any]:
@@ -27,7 +33,7 @@ def marks() -> list[Any]:
     found, now = [], 0.0
     for each in ORDER:
         took = (each.slot + 1.0) * (2 if each.kind == "B" else 1)
-        found += [now, now + took]
+        found += [Mark(now), Mark(now + took)]
         now += took + 100.0
     return found
 
@@ -36,7 +42,7 @@ def test_a_row_takes_its_passes_through_all_chunks() -> None:
     step = TimedStep([(5,), (), (3, 4)], ORDER, marks())
     assert step.is_over
     assert [tuple(row) for row in step.timed_rows()] == [((5,), 6.0), ((3, 4), 18.0)]
-    assert not TimedStep([(5,)], ORDER, [*marks()[:-1], Unfinished()]).is_over
+    assert not TimedStep([(5,)], ORDER, [*marks()[:-1], Mark(None)]).is_over
 
 
 def test_expert_parallel_ranks_are_refused() -> None:

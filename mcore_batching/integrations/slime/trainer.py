@@ -421,7 +421,7 @@ class PassTimes:
         """Send what the last rollout's passes teach; all but the first, which compiles kernels."""
         timed, self._seconds = self._seconds, {}
         marks = [mark for of_row in timed.values() for pair in of_row for mark in pair]
-        if not self._is_warm or not all(map(timing.is_over, marks)):
+        if not self._is_warm or not all(mark.query() for mark in marks):
             self._is_warm |= bool(timed)
             return
         lengths = self._iterator.rollout_data["total_lengths"]

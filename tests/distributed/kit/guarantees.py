@@ -31,6 +31,7 @@ from kit.samples import take
 from kit.workers import is_planning_rank
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron import (
+    ForwardFailedError,
     forward_only,
     get_data_iterator,
     response_log_probs,
@@ -389,20 +390,20 @@ def groups_have_the_jobs_time_out() -> None:
         assert backend.options._timeout.total_seconds() == 60
 
 
-def placeholders_may_have_other_names(dims: dict[str, Any]) -> None:
-    """A rank with placeholders alone learns the names from the others; metrics go by name, not by
-    place."""
+def names_of_outputs_and_metrics(dims: dict[str, Any]) -> None:
+    """Outputs of placeholders have the names of all others; metrics go by name, not by place."""
     calls = Calls(dims, "empty")
 
     def of_placeholders(logits: torch.Tensor, *, micro_batch: Any) -> dict[str, Any]:
         made = log_probs_of(logits, micro_batch=micro_batch)
         return {"mine": made["log_probs"]} if micro_batch.is_placeholder else made
 
-    outputs, usual = calls.forward(of_placeholders), calls.forward()
-    assert outputs.keys() == usual.keys() == ({"log_probs"} if is_last_stage() else set())
-    for name, values in usual.items():
+    with pytest.raises(ForwardFailedError, match=r"names that f returned is \['mine'\]"):
+        calls.forward(of_placeholders)
+    usual = calls.forward()
+    assert usual.keys() == ({"log_probs"} if is_last_stage() else set())
+    for values in usual.values():
         assert len(values) == len(calls.data["tokens"])
-        assert equal(values, outputs[name])
     assert bool(calls.data["tokens"]) == (parallel_state.get_data_parallel_rank() == 0)
     # A frozen reference model, which nothing was planned with.
     others = calls.forward(model=small_model(dims))

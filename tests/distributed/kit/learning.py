@@ -22,7 +22,7 @@ from kit.model import adam, quick_model
 from kit.objective import packed_objective
 from kit.operations import passes_of
 from kit.samples import VOCABULARY
-from mcore_batching.megatron import get_data_iterator, schedule_of, timing, train_step
+from mcore_batching.megatron import cpu_emulation, get_data_iterator, schedule_of, train_step
 from mcore_batching.planning import CostModel, ParallelDims
 
 CAP = 96
@@ -67,12 +67,12 @@ class HiddenCosts:
 @contextlib.contextmanager
 def own_clock(hidden: HiddenCosts) -> Iterator[None]:
     """Let passes be timed by the clock of these costs."""
-    clock = timing.time
-    timing.time = SimpleNamespace(perf_counter=hidden.perf_counter)
+    clock = cpu_emulation.time
+    cpu_emulation.time = SimpleNamespace(perf_counter=hidden.perf_counter)
     try:
         yield
     finally:
-        timing.time = clock
+        cpu_emulation.time = clock
 
 
 def samples(count: int, seed: int, longest: int = CAP) -> dict[str, list[Any]]:

@@ -36,7 +36,7 @@ from kit.samples import ALLOWED, VOCABULARY, multimodal_positions
 from kit.shared_rows import mixed_sizes
 from kit.transfers import counted_transfers
 from kit.workers import FAULTS, is_planning_rank, worker_with
-from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, timing
+from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, cpu_emulation
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
 REFUSALS = ("DynamicBatchArgumentError",)
@@ -314,8 +314,9 @@ def _clock(job: Mapping[str, Any]) -> Iterator[None]:
         "backwards": lambda: -time.perf_counter(),
         "absurd": lambda: stream.choice([math.nan, math.inf, -math.inf, -1e30, 1e300, 0.0]),
     }
-    own, timing.time = timing.time, SimpleNamespace(perf_counter=clocks[job["clock"]])
+    clock = SimpleNamespace(perf_counter=clocks[job["clock"]])
+    own, cpu_emulation.time = cpu_emulation.time, clock
     try:
         yield
     finally:
-        timing.time = own
+        cpu_emulation.time = own
