@@ -53,9 +53,6 @@ from mcore_batching.batch.columns import sent
 from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
-MAX_HEAD_DIM = 256
-"""Limit of FlashAttention 2, which PyTorch's variable-length attention calls."""
-HEAD_DIM_MULTIPLE = 8
 EVERYTHING = -1
 """A window without an end, as Megatron and PyTorch write it."""
 
@@ -145,9 +142,9 @@ def why_not_variable_length(query: Tensor, value: Tensor) -> str:
         return f"PyTorch {torch.__version__} has none with scale, window_size and enable_gqa"
     if value_dim != dim:
         return f"heads have {dim} dims in queries and {value_dim} in values"
-    if dim > MAX_HEAD_DIM or dim % HEAD_DIM_MULTIPLE:
-        fits = f"up to {MAX_HEAD_DIM} dims a head, in multiples of {HEAD_DIM_MULTIPLE}"
-        return f"it takes {fits}, not {dim}"
+    # Limits of FlashAttention 2, which it calls.
+    if dim > 256 or dim % 8:
+        return f"it takes up to 256 dims a head, in multiples of 8, not {dim}"
     return ""
 
 

@@ -24,7 +24,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,8 +47,6 @@ from mcore_batching.megatron.errors import (
 from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.watch import FailureWatch, watch_of_world
 from mcore_batching.planning.plans.records import StepRecorder
-
-Kept = TypeVar("Kept")
 
 
 class JobConsensus(Consensus):
@@ -166,17 +164,12 @@ class JobMemory:
         # Ranks that share a row with this one, by their number; none before any are made.
         self.row_groups: dict[int, dist.ProcessGroup] = {}
         self.recorders: dict[str, StepRecorder] = {}  # by folder
-        self._only: dict[type[Any], Any] = {}
+        # What learns a model's costs, by its first chunk. Weak keys: ranks collect garbage at
+        # different times, so no other model takes over what a dead one has learnt.
+        self.learners: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.planner: Any = None  # the planning rank's, from the first plan on
         # The default process group, and the consensus over it from the first agreement on.
         self.connection: tuple[weakref.ref[Any], JobConsensus] | None = None
-
-    def only(self, kind: type[Kept]) -> Kept:
-        """The job's only object of a class, made at the first call."""
-        # By class, so that learners and the like live as long as the job, and the job imports none.
-        if kind not in self._only:
-            self._only[kind] = kind()
-        kept: Kept = self._only[kind]
-        return kept
 
     def disconnect(self) -> None:
         """End the watch's thread."""

@@ -37,8 +37,6 @@ from mcore_batching.planning.errors import named
 from mcore_batching.planning.files import read_document
 from mcore_batching.planning.integers import as_integer
 
-_MOST_TIMEOUT_SECONDS = 10**9  # some 30 years; process groups count nanoseconds in 64 bits
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -120,11 +118,11 @@ class Options:
     def checked_timeout_seconds(self) -> float:
         """Seconds that a rank waits for the others in an agreement."""
         given = self.consensus_timeout_seconds
-        seconds = as_number(given)
-        if seconds is None or not 1 <= seconds <= _MOST_TIMEOUT_SECONDS:
+        seconds, most = as_number(given), 10**9  # process groups count nanoseconds in 64 bits
+        if seconds is None or not 1 <= seconds <= most:
             raise DynamicBatchArgumentError(
                 f"{FLAGS['consensus_timeout_seconds']} must be a number of seconds from 1 to "
-                f"{_MOST_TIMEOUT_SECONDS}, got {given!r}: leave it out"
+                f"{most}, got {given!r}: leave it out"
             )
         return seconds
 

@@ -94,7 +94,15 @@ def is_planning_rank(job: Job) -> bool:
 
 def begin_plan(job: Job, request: PlanRequest) -> PlanTicket | None:
     """Let the planning rank's worker plan a step that is due later; None on other ranks."""
-    return job.memory.only(Planner).begin(request) if is_planning_rank(job) else None
+    return _planner(job).begin(request) if is_planning_rank(job) else None
+
+
+def _planner(job: Job) -> Planner:
+    """The job's, made at the first call."""
+    if job.memory.planner is None:
+        job.memory.planner = Planner()
+    planner: Planner = job.memory.planner
+    return planner
 
 
 def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBatchSchedule:
@@ -127,7 +135,7 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBat
     # First: the worker plans while the first step is planned in line.
     if is_planning_rank(job):
         for step in range(1, len(samples.steps)):
-            schedule.tickets[step] = job.memory.only(Planner).begin(samples.request(step))
+            schedule.tickets[step] = _planner(job).begin(samples.request(step))
     plan_next_step(schedule, ticket)
     return schedule
 
@@ -220,7 +228,7 @@ def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> by
             # Later steps were begun with these samples: their request, forest included, is there.
             request = ticket.request if ticket is not None and step else samples.request(step)
             with samples.naming(samples.steps[step]):
-                data = job.memory.only(Planner).plan(job, request, ticket)
+                data = _planner(job).plan(job, request, ticket)
         size = agree.max("bytes of the plan", len(data))
     own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
     first = job.consensus.ranks[0]

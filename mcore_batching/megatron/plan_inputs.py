@@ -24,7 +24,7 @@ from mcore_batching.batch.prefix_tree import (
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.prefix_attention import why_no_branches
-from mcore_batching.megatron.timing import learners_of
+from mcore_batching.megatron.timing import learner_of
 from mcore_batching.megatron.topology import current_dims, first_guess, prediction_depths
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
 from mcore_batching.planning.learn import LearntCosts
@@ -83,7 +83,7 @@ class PlanInputs:
         guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
         if not job.options.learns_cost_model:
             return cls(dims, config, guess)
-        learnt = learners_of(job).of(chunks).begin(guess, dims)
+        learnt = learner_of(job, chunks).begin(guess, dims)
         return cls(dims, config, learnt.cost_model, learnt)
 
     def request(self, lengths: tuple[int, ...], *, forward_only: bool = False) -> PlanRequest:

@@ -37,7 +37,7 @@ from mcore_batching.megatron.prefix_attention import Paths
 from mcore_batching.megatron.prepare import PreparedStep
 from mcore_batching.megatron.routing import replayed, replayed_step
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.timing import learners_of
+from mcore_batching.megatron.timing import learner_of
 from mcore_batching.megatron.topology import context_parallel_group, row_group
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.schedule import Schedule
@@ -264,7 +264,7 @@ def _timed(
     yield _recorded(job, prepared.schedule, prepared.step)
     if job.options.learns_cost_model:
         rows = prepared.schedule.rows_alone(prepared.step)
-        yield learners_of(job).of(model).timing(rows, prepared.schedule.dims)
+        yield learner_of(job, model).timing(rows, prepared.schedule.dims)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from mcore_batching.megatron.plan_inputs import (
     find_beginnings,
     say_oversize,
 )
-from mcore_batching.megatron.timing import learners_of
+from mcore_batching.megatron.timing import learner_of
 from mcore_batching.megatron.topology import model_chunks, vocabulary_size
 from mcore_batching.planning import ConfigError, CostModel, Problem, at_least
 from mcore_batching.planning.integers import as_integer
@@ -186,14 +186,14 @@ def read_samples(
         agree.same(FLAGS["share_prefixes"], bool(options.share_prefixes))
         evidence = None
         if learns:
-            own = learners_of(job).of(chunks).evidence(settings.dims)
+            own = learner_of(job, chunks).evidence(settings.dims)
             evidence = agree.sum_over_ranks("pass times", own)
         found = _find(agree, job, settings, brought, forward_only=forward_only)
         following = agree.gather(
             "lengths of the next step", None if read_next is None else read_next()
         )
     if evidence is not None:
-        learnt = learners_of(job).of(chunks).learn(evidence.value)
+        learnt = learner_of(job, chunks).learn(evidence.value)
         # Where the next plan is begun ahead, it alone is by these costs.
         if read_next is None:
             settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)

@@ -10,7 +10,6 @@ refused.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,9 +28,6 @@ from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.costs.cost import costs_of_stage
 from mcore_batching.planning.learn import LearntCosts, TimedRow
 from mcore_batching.planning.schedule import Pass, Schedule
-
-_MOST_UNREAD_STEPS = 8
-"""Steps that may be under way on the device before the oldest one's times are dropped."""
 
 
 def mark() -> torch.cuda.Event:
@@ -82,7 +78,8 @@ class CostLearner:
     def __init__(self) -> None:
         self.learnt: LearntCosts | None = None
         self._is_warm = False
-        self._unread: deque[TimedStep] = deque(maxlen=_MOST_UNREAD_STEPS)
+        # Of more steps under way on the device the oldest one's times are dropped.
+        self._unread: deque[TimedStep] = deque(maxlen=8)
 
     def begin(self, shape: CostModel, dims: ParallelDims) -> LearntCosts:
         """The costs as learnt so far; before the first step those of the model's shape.
@@ -136,20 +133,9 @@ class CostLearner:
         return self.learnt
 
 
-class CostLearners:
-    """The learners of a job's models, each with costs of its own, as an actor and a critic."""
-
-    def __init__(self) -> None:
-        # Weak keys: ranks collect garbage at different times, so no other model takes over what a
-        # dead one has learnt.
-        self._of_models: weakref.WeakKeyDictionary[Any, CostLearner] = weakref.WeakKeyDictionary()
-
-    def of(self, model: Any) -> CostLearner:
-        """The learner of a model."""
-        chunk = unwrap_model(model_chunks(model)[0])
-        return self._of_models.setdefault(chunk, CostLearner())
-
-
-def learners_of(job: Job) -> CostLearners:
-    """A job's learners; they learn where `Options.learns_cost_model` is true."""
-    return job.memory.only(CostLearners)
+def learner_of(job: Job, model: Any) -> CostLearner:
+    """The learner of one of a job's models, each with costs of its own, as an actor and a critic;
+    it learns where `Options.learns_cost_model` is true."""
+    chunk = unwrap_model(model_chunks(model)[0])
+    learner: CostLearner = job.memory.learners.setdefault(chunk, CostLearner())
+    return learner

@@ -61,8 +61,6 @@ report is there; a rank that was killed reports nothing, and costs this time onc
 EXIT_CODE = 86
 """Any that neither Python, a signal nor torchrun uses."""
 
-_RANKS_PER_POLL_SECONDS = 1024
-"""Beyond this number of ranks each polls the store less often: 2,000 reads a second in all."""
 _FAILURE = "failure"
 _NUM_READERS = "readers of the failure"
 _LOST_CONNECTION = re.compile(
@@ -89,7 +87,8 @@ class FailureWatch:
         self._num_ranks = num_ranks
         self._hosted = hosted
         self._reading = threading.Lock()  # each rank counts once as a reader
-        self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / _RANKS_PER_POLL_SECONDS)
+        # The store serves some 2,000 reads a second in all.
+        self._poll_seconds = POLL_SECONDS * max(1.0, num_ranks / 1024)
         self._failure: dict[int, str] | None = None
         self._num_pipelines = 0
         self._times: collections.Counter[str] = collections.Counter()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.megatron.timing import CostLearner, CostLearners, TimedStep
+from mcore_batching.megatron.job import JobMemory
+from mcore_batching.megatron.timing import CostLearner, TimedStep, learner_of
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.schedule import Pass
 
@@ -56,5 +58,6 @@ def test_expert_parallel_ranks_are_refused() -> None:
 
 
 def test_an_actor_and_a_critic_have_learners_of_their_own() -> None:
-    learners, actor, critic = CostLearners(), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    assert learners.of([actor]) is learners.of([actor]) is not learners.of([critic])
+    actor, critic = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    job: Any = SimpleNamespace(memory=JobMemory(None))
+    assert learner_of(job, [actor]) is learner_of(job, [actor]) is not learner_of(job, [critic])
