@@ -15,7 +15,7 @@ import torch.distributed as dist
 from kit.packing import pack
 from megatron.core import parallel_state
 
-from mcore_batching.megatron.job import job_of
+from mcore_batching.megatron import job
 from mcore_batching.megatron.log_probs import response_log_probs
 from mcore_batching.megatron.logits import FusedLogits, noting_use
 from mcore_batching.megatron.run_pipeline import run_for_losses
@@ -27,6 +27,7 @@ def groups(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
+    job._memory = None
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -110,12 +111,12 @@ class _Chunk(torch.nn.Module):
 @pytest.mark.usefixtures("groups")
 def test_fused_rope_sees_few_lengths() -> None:
     """An eighth longer at most; unfused, which goes by the exact length, the row's own."""
-    job = job_of(SimpleNamespace(max_tokens_per_gpu=1 << 18))
+    own = job.job_of(SimpleNamespace(max_tokens_per_gpu=1 << 18))
 
     def length_in(length: int, **settings: Any) -> int:
         samples = {"tokens": [torch.zeros(length, dtype=torch.int64)], "total_lengths": [length]}
         row = pack(samples | {"response_lengths": [1]}, sample_indices=[0])
-        return int(run_for_losses(job, _Chunk(**settings), row)[0])
+        return int(run_for_losses(own, _Chunk(**settings), row)[0])
 
     lengths = range(131072 - 10 * 305, 131072 + 10 * 305, 305)
     rounded = [length_in(length, apply_rope_fusion=True) for length in lengths]
