@@ -20,6 +20,7 @@ import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -27,21 +28,11 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
-try:
-    import transformer_engine  # noqa: F401
-
-    HAVE_TRANSFORMER_ENGINE = True
-except ImportError:
-    HAVE_TRANSFORMER_ENGINE = False
-
 
 def is_engines_attention(module: Any) -> bool:
     """True if a module is Megatron's wrapper of Transformer Engine's attention."""
-    if not HAVE_TRANSFORMER_ENGINE:
-        return False
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-    return isinstance(module, TEDotProductAttention)
+    # Without it something that is no class stands for the wrapper.
+    return HAVE_TE and isinstance(module, TEDotProductAttention)
 
 
 def engine_versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -54,7 +45,7 @@ def engine_versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def has_engines_attention(model: Any) -> bool:
     """True if a module of the model is Megatron's wrapper of Transformer Engine's attention."""
-    return HAVE_TRANSFORMER_ENGINE and any(map(is_engines_attention, model.modules()))
+    return any(map(is_engines_attention, model.modules()))
 
 
 def class_of_forward(layer: Any) -> str:
@@ -335,12 +326,9 @@ def let_rows_have_groups(attention: Any) -> None:
     # Core attentions read the group in the row's parameters; the rotation before them reads the
     # layer's `pg_collection.cp`.
     _follow_rows(attention, attention.pg_collection, "cp")
-    if HAVE_TRANSFORMER_ENGINE:
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention
-
-        # Megatron makes it where the model's own size is above 1 alone.
-        if TEDotProductAttention.cp_stream is None and torch.cuda.is_available():
-            TEDotProductAttention.cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    # Megatron makes it where the model's own size is above 1 alone.
+    if HAVE_TE and TEDotProductAttention.cp_stream is None and torch.cuda.is_available():
+        TEDotProductAttention.cp_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def let_router_have_groups(layer: Any, router: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from megatron.core.extensions.transformer_engine import (
+    HAVE_TE,
     TEColumnParallelLinear,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
@@ -50,7 +51,7 @@ NO_HYBRID_MODEL = (
 def uses_transformer_engine() -> bool:
     """True if `packed_layer_spec` takes Transformer Engine's layers, and RoPE is to be fused."""
     # Unfused, packed rotary embeddings read the offsets back from the device in every layer.
-    return compat.HAVE_TRANSFORMER_ENGINE and not cpu_emulation.is_enabled()
+    return bool(HAVE_TE) and not cpu_emulation.is_enabled()
 
 
 def packed_layer_spec(config: TransformerConfig) -> ModuleSpec:
