@@ -1,9 +1,8 @@
-"""Keyword arguments of a model's forward pass: changed from outside, joined over samples, masks."""
+"""Keyword arguments of a model's forward pass: joined over samples, and masks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,27 +11,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
-
-
-@contextlib.contextmanager
-def changed_inputs(
-    modules: Sequence[Any], change: Callable[[dict[str, Any]], dict[str, Any]]
-) -> Iterator[None]:
-    """Change what forward passes of these modules are given, inside a ``with`` block.
-
-    with changed_inputs([model], lambda inputs: inputs | {"position_ids": None}):
-        model(input_ids=tokens, position_ids=positions)  # called with None
-    """
-
-    def before_forward(
-        _: Any, arguments: Any, inputs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
-        return arguments, change(inputs)
-
-    with contextlib.ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_pre_hook(before_forward, with_kwargs=True))
-        yield
 
 
 def joined_multimodal_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:

@@ -165,6 +165,8 @@ def test_routers_get_a_mask_of_padding() -> None:
         assert experts(padding_mask="the script's own")["padding_mask"] == "the script's own"
         params = SimpleNamespace(tokens_per_sample=8)
         assert experts(packed_seq_params=params)["packed_seq_params"].tokens_per_sample is None
+    with pytest.raises(StopIteration), row_given(iterator, experts, nothing_later):
+        next(iter([]))
     assert experts() == {}
     placeholder = rows(is_placeholder=True)
     with row_given(placeholder, experts, nothing_later):

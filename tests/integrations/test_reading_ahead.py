@@ -10,6 +10,7 @@ import pytest
 from megatron.core import rerun_state_machine
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
 
+from mcore_batching.integrations.megatron_lm import stock_steps
 from mcore_batching.integrations.megatron_lm.stock_steps import (
     StockDataError,
     StockSteps,
@@ -109,6 +110,7 @@ def test_samples_read_ahead_are_those_of_the_very_batches_that_are_drawn(
 ) -> None:
     steps: Any = StockSteps(SimpleNamespace())
     monkeypatch.setattr(steps, "_read", lambda chunks, batches: "read now")
+    monkeypatch.setattr(stock_steps, "brought_by", str)
     one, other = {"number": 1}, {"number": 1}
     steps._ahead = [one, other], "read ahead"
     assert steps._draw([], iter([one, other]), 2) == "read ahead"

@@ -39,7 +39,7 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.loss_shares import attached, check_trains, summed_over_ranks
-from mcore_batching.megatron.model_inputs import changed_inputs, padding_mask
+from mcore_batching.megatron.model_inputs import padding_mask
 from mcore_batching.megatron.mtp import LaterLosses, LossesOfRows, predict_later_tokens
 from mcore_batching.megatron.run_pipeline import run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
@@ -234,7 +234,7 @@ def row_given(
     config = get_model_config(chunk)
     is_routed = bool(config.num_moe_experts)
 
-    def with_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    def with_row(_: Any, arguments: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         row, params = data_iterator.current, inputs.get("packed_seq_params")
         if row is not None and params is not None:
             # Mamba layers end their state at them; attention without Transformer Engine would have
@@ -243,15 +243,18 @@ def row_given(
             compat.give_offsets(params, row.host_cu_seqlens_padded, group)
             predict_later_tokens(params, config, row, later_of(row))
         if not is_routed:
-            return inputs
+            return arguments, inputs
         compat.forget_padded_length(params)
         # By it routers neither route nor count padding. Newer scripts pass a mask of their own.
         if row is None or inputs.get("padding_mask") is not None:
-            return inputs
-        return inputs | {"padding_mask": padding_mask(chunk, row)}
+            return arguments, inputs
+        return arguments, inputs | {"padding_mask": padding_mask(chunk, row)}
 
-    with changed_inputs([unwrap_model(chunk)], with_row):
+    hook = unwrap_model(chunk).register_forward_pre_hook(with_row, with_kwargs=True)
+    try:
         yield
+    finally:
+        hook.remove()
 
 
 def record_step(
