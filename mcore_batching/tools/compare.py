@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from mcore_batching.planning import (
@@ -47,7 +46,6 @@ from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
 
 # This package's search, one of its plainer modes, or another framework's rule.
 Kind = Literal["ours", "mode", "peer"]
-PlanFunction = Callable[[Sequence[int], PlannerConfig], StepPlan]
 
 OURS = "mcore_batching"
 # Each cap that is tried over the one before. With 0.8 the best rule's steps end up to 0.4 % later,
@@ -56,12 +54,23 @@ CAP_STEP = 0.9
 
 
 class Planner(NamedTuple):
-    """A way to plan a step, which raises `RuleFailureError` where it cannot."""
+    """A way to plan a step."""
 
     name: str
     kind: Kind
-    plan: PlanFunction
+    dims: ParallelDims
+    cost_model: CostModel
+    changes: Mapping[str, Any] = {}  # of the planner's options
+    rule: Rule | None = None  # in place of this package's planner
     fills_up: bool = True  # micro-batches up to the cap, so that a smaller one may be better
+
+    def plan(self, lengths: Sequence[int], config: PlannerConfig) -> StepPlan:
+        """The plan of a step; a `RuleFailureError` where the rule has none."""
+        config = replace(config, **self.changes)
+        if self.rule is None:
+            return plan_step(lengths, self.dims, config, self.cost_model)
+        plan = rule_plan(self.rule, lengths, self.dims, config)
+        return replace(plan, cost_model=self.cost_model)
 
 
 class _Step(NamedTuple):
@@ -98,56 +107,22 @@ def planners(
     Under dynamic CP also each context-parallel size for all.
     """
     # The search takes fewer tokens than the cap allows wherever that ends sooner.
-    search = partial(_by_balance, "auto", dims, cost_model)
-    yield Planner(OURS, "ours", search, fills_up=False)
+    yield Planner(OURS, "ours", dims, cost_model, fills_up=False)
     for balance in ("cost", "tokens", "none"):
-        plan = partial(_by_balance, balance, dims, cost_model)
-        yield Planner(f"{OURS}, balance {balance}", "mode", plan)
+        changes = {"balance": balance}
+        yield Planner(f"{OURS}, balance {balance}", "mode", dims, cost_model, changes)
+    fixed: dict[str, Any] = {"max_context_parallel": None}
     if config.max_context_parallel is not None:
         sizes = dims.row_sizes(config.max_context_parallel)
+        on_size = {size: (dims.for_rows_on(size), cost_model.on_ranks(size)) for size in sizes}
+        # A sample that needs more ranks than the size counts as no plan, not as one over the cap.
+        strict = fixed | {"on_oversize": "error"}
         for size in sizes:
-            plan = partial(one_size, size, dims, cost_model)
-            yield Planner(f"CP {size} for all", "mode", plan, fills_up=False)
+            yield Planner(f"CP {size} for all", "mode", *on_size[size], strict, fills_up=False)
         # The rules have one size for all: the dims', or the largest below it that rows may have.
-        size = max(size for size in sizes if size <= dims.context_parallel)
-        dims, cost_model = dims.for_rows_on(size), cost_model.on_ranks(size)
+        dims, cost_model = on_size[max(size for size in sizes if size <= dims.context_parallel)]
     for name, rule in rules.items():
-        yield Planner(name, "peer", partial(_by_rule, rule, dims, cost_model))
-
-
-def _by_balance(
-    balance: Any,
-    dims: ParallelDims,
-    cost_model: CostModel,
-    lengths: Sequence[int],
-    config: PlannerConfig,
-) -> StepPlan:
-    return plan_step(lengths, dims, replace(config, balance=balance), cost_model)
-
-
-def one_size(
-    size: int,
-    dims: ParallelDims,
-    cost_model: CostModel,
-    lengths: Sequence[int],
-    config: PlannerConfig,
-) -> StepPlan:
-    """A plan by one context-parallel size for all, on the ranks of `dims`; `cost_model` is of
-    micro-batches on one rank."""
-    # A sample that needs more ranks than `size` counts as no plan, not as one over the cap.
-    strict = replace(config, on_oversize="error", max_context_parallel=None)
-    return plan_step(lengths, dims.for_rows_on(size), strict, cost_model.on_ranks(size))
-
-
-def _by_rule(
-    rule: Rule,
-    dims: ParallelDims,
-    cost_model: CostModel,
-    lengths: Sequence[int],
-    config: PlannerConfig,
-) -> StepPlan:
-    plan = rule_plan(rule, lengths, dims, replace(config, max_context_parallel=None))
-    return replace(plan, cost_model=cost_model)
+        yield Planner(name, "peer", dims, cost_model, fixed, rule)
 
 
 def consecutive_steps(lengths: Sequence[int], samples_per_step: int | None) -> list[list[int]]:

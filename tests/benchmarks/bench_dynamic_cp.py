@@ -12,6 +12,7 @@ dev branch, read from DIR, a checkout. Means are over draws.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ from step_bound import step_time_bound
 from mcore_batching.planning import ParallelDims, PlannerConfig, PlanningError, Problem, StepPlan
 from mcore_batching.planning.costs.cost import ordered_sum
 from mcore_batching.planning.plans.statistics import predicted_step_time
-from mcore_batching.tools.compare import one_size
+from mcore_batching.tools.compare import planners
 from mcore_batching.tools.report import Table
 from mcore_batching.tools.rules import RuleFailureError
 
@@ -71,11 +72,10 @@ def one_size_plans(
 ) -> dict[int, StepPlan]:
     """The plan of each context-parallel size under which every sample fits."""
     plans = {}
-    for size in dims.row_sizes(dims.data_context_parallel):
-        try:
-            plans[size] = one_size(size, dims, MODEL, lengths, config)
-        except PlanningError:
-            continue
+    for planner in planners(dims, config, MODEL, {}):
+        if planner.name.startswith("CP "):
+            with contextlib.suppress(PlanningError):
+                plans[planner.dims.context_parallel] = planner.plan(lengths, config)
     return plans
 
 

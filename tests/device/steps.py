@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -122,15 +123,8 @@ def whole_step(
 def _predicted(schedule: Any, config: Any, vocabulary: int, args: Any) -> dict[str, float]:
     """The plan's figures of memory for this rank's stage."""
     step, lengths = schedule.step_plan(0)
-    shape = ModelShape(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        ffn=config.ffn_hidden_size,
-        heads=config.num_attention_heads,
-        groups=config.num_query_groups,
-        head_dim=config.kv_channels,
-        vocab=vocabulary,
-        recompute=config.recompute_granularity == "full",
+    shape = dataclasses.replace(
+        ModelShape.of(vars(config) | {"vocab_size": vocabulary}),
         fused_output=getattr(args, "dynamic_batch_fuse_output_layer", False),
         bytes_per_logit=2 if getattr(args, "dynamic_batch_logits_in_model_dtype", False) else 6,
     )

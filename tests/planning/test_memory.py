@@ -17,7 +17,7 @@ from mcore_batching.planning import (
 from mcore_batching.planning.costs.layers_of import config_of_json
 from mcore_batching.planning.plans.memory import ModelShape, PredictedMemory, predicted_memory
 
-SHAPE = ModelShape(layers=8, hidden=64, ffn=256, heads=4, groups=2, head_dim=16, vocab=1024)
+SHAPE = ModelShape(layers=8, hidden=64, inner=16 * (4 + 2 + 2 + 4) + 3 * 256, vocab=1024)
 LENGTHS = [100, 60, 30, 10]
 DIMS = ParallelDims(
     pipeline_parallel=2, context_parallel=2, tensor_parallel=4, sequence_parallel=True
@@ -122,7 +122,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 
     [
         ({}, {}),
         ({"text_config": CONFIG, "hidden_size": 1, "vision_config": {"hidden_size": 1}}, {}),
-        ({"hidden_act": "relu2"}, {"gated": False}),
+        ({"hidden_act": "relu2"}, {"inner": 16 * (4 + 2 + 2 + 4) + 2 * 256}),
         ({"num_nextn_predict_layers": 1}, {"depths": 1}),
         # Of each token's activations in experts, those of the shared ones are a part.
         (EXPERTS | {"n_shared_experts": 1, "intermediate_size": None}, {}),

@@ -123,3 +123,28 @@ def test_full_micro_batches_end_at_the_floor(dims: ParallelDims) -> None:
     config, lengths = PlannerConfig(max_tokens_per_gpu=100), [100] * 8
     end = predicted_step_time(plan_step(lengths, dims, config), lengths)
     assert step_time_floor(Problem.of(lengths, dims, config)) == pytest.approx(end)
+
+
+def test_statistics_count_a_shared_row_once() -> None:
+    lengths, dims = (
+        [*range(1, 1800, 45), 20_000],
+        ParallelDims(data_parallel=4, pipeline_parallel=2),
+    )
+    config = PlannerConfig(max_tokens_per_gpu=20_000, max_context_parallel=4, plan_effort=30)
+    step = plan_step(lengths, dims, config)
+    found = step_statistics(step, lengths)
+    assert found.real_tokens == sum(lengths)
+    rows = [row for row in step.rows() if row.samples]
+    assert max(row.size for row in rows) == 4
+    problem = WeighedStep.of(step, lengths).problem
+    assert found.padded_tokens == sum(
+        sum(problem.on_ranks[row.size].tokens[i] for i in row.samples) for row in rows
+    )
+    assert found.offered_tokens == 4 * step.num_microbatches * 20_000
+    assert found.num_placeholders == sum(not row.samples for row in step.rows())
+    assert found.largest_row_tokens < 20_000
+    assert found.time_over_floor >= 1.0
+    said = explain(step, lengths, advice_seconds=0)
+    assert "41 samples on 4 ranks: " in said
+    shared = sum(row.size == 4 for row in rows)
+    assert f"{shared} of size 4" in said.split("micro-batches by context-parallel size: ")[1]

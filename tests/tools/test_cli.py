@@ -15,6 +15,7 @@ from mcore_batching.planning import (
     Plan,
     PlannerConfig,
     plan_batch,
+    plan_step,
     step_statistics,
 )
 from mcore_batching.tools import report
@@ -282,3 +283,21 @@ def test_a_heading_has_the_sizes_above_1() -> None:
     config = PlannerConfig(max_tokens_per_gpu=10, balance="tokens")
     plan = plan_batch([6, 6, 6, 6, 30, 1, 9, 2], dims, config, samples_per_step=4)
     assert report.plan_heading(plan) == "8 samples in 2 steps, DP2 x PP2 x TP2, cap 10 tokens"
+
+
+def test_plans_with_sizes_of_their_own_for_micro_batches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "lengths.txt", str(tmp_path / "plan.json")
+    lengths = [*range(1, 1800, 45), 20_000]
+    path.write_text("\n".join(map(str, lengths)))
+    sizes = "--max-tokens-per-gpu 20000 --dp 4 --pp 2 --plan-effort 30 --dynamic-cp 4"
+    command = ["plan", str(path), *sizes.split(), "--out", out]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "DP4 x PP2, dynamic CP to 4, cap 20000 tokens per rank" in said
+    (step,) = Plan.from_json(Path(out).read_text()).steps
+    assert step == plan_step(lengths, step.dims, step.config)
+    assert main(["check", out, str(path)]) == 0
+    assert main([*command, "--samples-per-step", "20"]) == 0
+    assert len(Plan.from_json(Path(out).read_text()).steps) == 3

@@ -13,11 +13,13 @@ from mcore_batching.planning import (
     ConfigError,
     CostModel,
     LengthError,
+    OversizeSampleError,
     ParallelDims,
     PlannerConfig,
     plan_step,
     predicted_step_time,
     step_statistics,
+    validate_plan,
 )
 from mcore_batching.tools import compare
 from mcore_batching.tools.cli import main
@@ -28,6 +30,7 @@ LENGTHS = [min(900, round(GENERATOR.lognormvariate(5, 1))) for _ in range(64)]
 STEPS = [LENGTHS[:32], LENGTHS[32:]]
 DIMS = ParallelDims(data_parallel=2, pipeline_parallel=2)
 CONFIG = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
+COSTS = CostModel()
 CONFIG_OF_100 = PlannerConfig(max_tokens_per_gpu=100, plan_effort=10)
 
 
@@ -190,3 +193,45 @@ def test_plans_with_too_many_samples_in_a_micro_batch_are_no_plans() -> None:
         "its plan has 6 samples in a micro-batch, max_samples_per_row "
         "(--dynamic-batch-max-samples-per-row) is 3",
     )
+
+
+SHARED = (
+    ParallelDims(data_parallel=4, pipeline_parallel=2),
+    PlannerConfig(max_tokens_per_gpu=20_000, max_context_parallel=4, plan_effort=30),
+)
+SHARED_LENGTHS = [*LENGTHS[:40], 20_000]
+
+
+def test_one_size_for_all() -> None:
+    dims, config = SHARED
+    made = [each for each in compare.planners(*SHARED, COSTS, {}) if each.name.endswith("for all")]
+    for planner, size in zip(made, (1, 2, 4), strict=True):
+        fixed = planner.plan(SHARED_LENGTHS, config)
+        validate_plan(fixed, SHARED_LENGTHS)
+        assert (fixed.dims, fixed.cost_model) == (dims.for_rows_on(size), COSTS.on_ranks(size))
+        validate_plan(planner.plan([5], config), [5])
+        if size < 4:
+            with pytest.raises(OversizeSampleError):
+                planner.plan(SHARED_LENGTHS, replace(config, max_tokens_per_gpu=5000))
+
+
+def test_compare_has_every_size() -> None:
+    outcomes = {o.name: o for o in compare.compare([SHARED_LENGTHS], *SHARED)}
+    for name in ("CP 1 for all", "CP 2 for all", "CP 4 for all"):
+        other = outcomes[name].time_over_ours
+        assert other is not None
+        assert other >= 1 - 1e-9
+        # The search takes fewer tokens than the cap allows anyway: no smaller one is tried.
+        assert outcomes[name].best_cap == SHARED[1].max_tokens_per_gpu
+    # The rules have the largest size of rows up to the dims'.
+    model, dims = CostModel(per_micro_batch=7.0), ParallelDims(context_parallel=4)
+    config, lengths = replace(SHARED[1], max_context_parallel=2), SHARED_LENGTHS[:40]
+    found = {o.name: o for o in compare.compare([lengths], dims, config, model)}
+    end = predicted_step_time(plan_step(lengths, dims, config, model), lengths)
+    fixed, shared = replace(config, max_context_parallel=None), dims.for_rows_on(2)
+    for name, rule in RULES.items():
+        plan = rule_plan(rule, lengths, shared, fixed)
+        theirs = predicted_step_time(plan, lengths, model.on_ranks(2))
+        assert found[name].time_over_ours == pytest.approx(theirs / end)
+    without = {o.name for o in compare.compare([[5, 6]], DIMS, CONFIG)}
+    assert not any("CP" in name for name in without)

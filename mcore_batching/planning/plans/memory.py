@@ -21,6 +21,8 @@ from mcore_batching.planning.plans.statistics import StepStatistics
 LOG_PROB_CHUNK_TOKENS = 512
 """Tokens that log-probs work on at a time, with up to three copies of their float32 logits: 0.9 GB
 for a vocabulary of 152064. Doubled, they take twice that and fewer kernel launches."""
+BYTES_PER_VALUE = 2
+"""Bytes of an activation, in bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,27 +33,19 @@ class ModelShape:
     """Layers of the whole model, without those of multi-token prediction."""
     hidden: int
     """Size of the residual stream."""
-    ffn: int
-    """Inner size of the feed-forward layer; with experts, of all that a token is sent to."""
-    heads: int
-    """Query heads."""
+    inner: int
+    """Values of a token that each layer keeps and tensor parallelism cuts: queries, keys, values
+    and attention's output; inputs and output of the activation function, with experts those of all
+    that a token is sent to."""
     vocab: int
     """Entries of the output layer."""
-    groups: int
-    """Key-value heads."""
-    head_dim: int
-    """Size of a head."""
-    gated: bool = True
-    """True if the feed-forward layer has a gate (SwiGLU)."""
     recompute: bool = False
     """True if each layer keeps its input alone, and computes the rest anew."""
     depths: int = 0
     """Depths of multi-token prediction: a layer and logits each on the last stage."""
-    bytes_per_value: int = 2
-    """Bytes of an activation: 2 in bfloat16."""
     bytes_per_logit: int = 6
     """At the peak: 6 where half-precision logits are copied to float32, Megatron's default; 2 where
-    they are not; 4 in float32."""
+    they are not."""
     fused_output: bool = False
     """True if the output layer is multiplied inside log-probs, a chunk of tokens at a time."""
 
@@ -65,15 +59,13 @@ class ModelShape:
         else:
             ffn = sizes.size("ffn")
         heads = sizes.size("heads")
+        of_attention = 2 * (heads + sizes.size("groups", heads))
         return cls(
             layers=sizes.size("layers"),
             hidden=sizes.hidden,
-            ffn=ffn,
-            heads=heads,
+            inner=of_attention * sizes.size("dim", sizes.hidden // heads)
+            + (3 if sizes.gated else 2) * ffn,
             vocab=sizes.size("vocab"),
-            groups=sizes.size("groups", heads),
-            head_dim=sizes.size("dim", sizes.hidden // heads),
-            gated=sizes.gated,
             recompute=config.get("recompute_granularity") == "full",
             depths=sizes.size("depths", 0),
         )
@@ -83,13 +75,9 @@ class ModelShape:
         # Outside the cut layers activations are whole, unless sequence parallelism cuts them too.
         whole = dims.tensor_parallel if dims.sequence_parallel else 1
         if self.recompute:
-            return layers * self.bytes_per_value * self.hidden / whole
-        # Inputs and outputs of both norms; queries, keys, values and attention's output; inputs and
-        # output of the activation function.
-        outside = 4 * self.hidden / whole
-        inside = self.head_dim * 2 * (self.heads + self.groups)
-        inside += (3 if self.gated else 2) * self.ffn
-        return layers * self.bytes_per_value * (outside + inside / dims.tensor_parallel)
+            return layers * BYTES_PER_VALUE * self.hidden / whole
+        outside = 4 * self.hidden / whole  # inputs and outputs of both norms
+        return layers * BYTES_PER_VALUE * (outside + self.inner / dims.tensor_parallel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +111,8 @@ def predicted_memory(
         # Hidden states and their gradient; the weight's, added up in float32 from products in the
         # model's type.
         trains = not step.forward_only
-        logits = row * shape.hidden * shape.bytes_per_value * (1 + trains + depths)
-        logits += trains * vocab * shape.hidden * (4 + shape.bytes_per_value)
+        logits = row * shape.hidden * BYTES_PER_VALUE * (1 + trains + depths)
+        logits += trains * vocab * shape.hidden * (4 + BYTES_PER_VALUE)
     else:
         # Megatron's loss of a depth keeps the softmax until its backward pass, always in float32.
         logits = row * vocab * (shape.bytes_per_logit + depths * 4)
