@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import functools
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from kit.packing import pack
@@ -137,6 +144,36 @@ def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim:
         row += [part.narrow(dim, at + chunk, chunk) for part in reversed(parts)]
         at += 2 * chunk
     return torch.cat(row, dim)
+
+
+def refusals(test: str, *namespaces: ModuleType | dict[str, Any]) -> list[Any]:
+    """A call, its error and a pattern of its text for each row of the table beside a test, as its
+    parameters. The table's code sees these names."""
+    dicts = (vars(each) if isinstance(each, ModuleType) else each for each in namespaces)
+    # torch has a `range` of its own.
+    names = {name: value for each in dicts for name, value in each.items()} | vars(builtins)
+    found = []
+    for line in Path(test).with_name("REFUSALS.md").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("| `"):
+            continue
+        row = re.fullmatch(r"\| `(.+?)` \|(?: `(.+?)`)? \| (\w+) \| `(.+)` \|", line)
+        assert row is not None, line
+        code, each, error, text = row.groups()
+        given: list[dict[str, Any]] = [{}]
+        if each:
+            variables = {
+                node.id
+                for made in ast.walk(ast.parse(f"[0 {each}]"))
+                if isinstance(made, ast.comprehension)
+                for node in ast.walk(made.target)
+                if isinstance(node, ast.Name)
+            }
+            given = eval(f"[dict({', '.join(f'{v}={v}' for v in variables)}) {each}]", names)
+        for values in given:
+            pattern = text.format(**values) if each else text
+            call = functools.partial(eval, code, names | values)
+            found.append(pytest.param(call, eval(error, names), pattern, id=pattern))
+    return found
 
 
 @dataclass
