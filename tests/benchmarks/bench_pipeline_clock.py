@@ -67,15 +67,15 @@ def one_rank(name: str, dims: dict[str, int], seconds_per_cost: float) -> Iterat
     passes = Clock([chunks * cost for cost in costs], schedule).operations()
     expected = [each.end * seconds_per_cost for each in passes]
     # The second step: the first one warms up.
-    recorded = [end for stage in stages for *_, end in stage[1]]
-    yield (name, str(len(costs)), *figures(max(expected), expected, max(recorded), recorded))
+    until, recorded = ends_of([stage[1] for stage in stages])
+    yield (name, str(len(costs)), *figures(max(expected), expected, until, recorded))
 
 
 def shared(name: str, dims: dict[str, int], seconds_per_cost: float) -> Iterator[tuple[str, ...]]:
     """The rows of every plan of one layout, and how much sooner the second ends."""
     # A micro-batch costs hundreds of units there, and 1 to 6 in the other table.
     parameters = {"dims": dims, "seconds_per_unit": seconds_per_cost / 10, "repeats": 2}
-    ranks = ran(name, "kit.shared_clock:asleep", 4, dims, parameters)
+    ranks = ran(name, "kit.operations:asleep", 4, dims, parameters)
     first: tuple[float, float] | None = None
     for plan in ranks[0]:
         clocks = [rank[plan] for rank in ranks]

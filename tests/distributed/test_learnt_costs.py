@@ -32,6 +32,7 @@ def job(name: str, dims: dict[str, int] = DIMS, **parameters: Any) -> Job:
     return Job(f"learn-{name}", "kit.learning:learn", 4, dims, {"dims": dims, **parameters})
 
 
+LAUNCHES = job("launches", hidden={"linear": 1.0, "quadratic": 0.002, "per_micro_batch": 200.0})
 CHUNKS = job("chunks", hidden=BOTH, dims={**DIMS, "virtual_pipeline": 2})
 
 
@@ -56,7 +57,8 @@ def row_errors(step: dict[str, Any]) -> list[float]:
 
 
 @on(
-    CHUNKS,
+    LAUNCHES,
+    pytest.param(CHUNKS, marks=pytest.mark.long),
     job("drifting", hidden=ATTENTION, drift=0.03, num_steps=8),
 )
 def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> None:
@@ -69,7 +71,7 @@ def test_a_hidden_model_is_known_within_five_steps(job: Job, ranks: Ranks) -> No
         assert max(row_errors(step)) < 0.1
 
 
-@on(CHUNKS)
+@on(LAUNCHES)
 def test_the_model_of_each_step_is_recorded(job: Job, ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").write_text(ranks[0][-1]["recorded"])
     records = read_records(tmp_path)

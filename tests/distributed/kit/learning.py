@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -21,7 +20,7 @@ from kit.exactness import arguments
 from kit.model import adam, quick_model
 from kit.objective import packed_objective
 from kit.operations import passes_of
-from kit.samples import VOCABULARY
+from kit.samples import samples_of
 from mcore_batching.megatron import cpu_emulation, get_data_iterator, schedule_of, train_step
 from mcore_batching.planning import CostModel, ParallelDims
 
@@ -55,9 +54,8 @@ class HiddenCosts:
         """In place of the clock by which passes are timed."""
         return self._now
 
-    def takes(self, backward: bool, slot: int, start: float) -> None:
+    def takes(self, backward: bool, slot: int) -> None:
         """Let a pass take its time; a row that ranks share ten times as long, since they wait."""
-        del start
         size = self.sizes[slot]
         cost = self.model.on_ranks(size).micro_batch(self.rows[slot]) / self.chunks
         cost *= self.model.backward_ratio if backward else 1.0
@@ -82,19 +80,6 @@ def samples(count: int, seed: int, longest: int = CAP) -> dict[str, list[Any]]:
     if longest > CAP:
         lengths[::8] = [generator.randint(CAP // 2, longest) for _ in lengths[::8]]
     return samples_of(lengths)
-
-
-def samples_of(lengths: list[int]) -> dict[str, list[Any]]:
-    """Random tokens of these lengths, the last one a response."""
-    count = len(lengths)
-    return {
-        "tokens": [torch.randint(VOCABULARY, (length,)) for length in lengths],
-        "total_lengths": lengths,
-        "response_lengths": [1] * count,
-        "advantages": [torch.ones(1)] * count,
-        "rollout_log_probs": [torch.zeros(1)] * count,
-        "ref_log_probs": [torch.zeros(1)] * count,
-    }
 
 
 def learn(

@@ -1,4 +1,7 @@
-"""A job that writes down in which order Megatron's schedules run passes, and when."""
+"""Jobs that write down in which order Megatron's schedules run passes, and when.
+
+Passes may sleep what they cost: on one rank, and where ranks share rows.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,25 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
 
-from kit.exactness import arguments
-from kit.model import quick_model
-from kit.samples import VOCABULARY
-from mcore_batching.megatron import get_data_iterator, schedule_of
-from mcore_batching.megatron.job import job_of
-from mcore_batching.megatron.prepare import collated, collating
-from mcore_batching.megatron.run_pipeline import planned_transfers, run_for_losses
-from mcore_batching.planning import ParallelDims
+from kit.exactness import arguments, log_probs_of
+from kit.model import adam, quick_model
+from kit.objective import packed_objective
+from kit.samples import samples_of
+from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
+from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning.schedule import Pass
+from mcore_batching.tools.picture import step_timeline
 
+LENGTHS = (400, 90, 70, 60, 50, 50, 40, 30, 30, 24, 16, 16)
+"""Of all samples: one nearly as long as the others together."""
+COSTS = CostModel(quadratic=1 / 400, per_micro_batch=8.0, context_parallel_fixed=2.0)
+"""Attention as much as all else at 400 tokens."""
 Operation = list[Any]
-"""``["F" or "B", model chunk, slot, start, end]``, times in seconds since the step began."""
+"""``["F" or "B", model chunk, slot, start, end]``, seconds on a clock that all ranks read."""
 
 
 def operations(
@@ -43,91 +50,104 @@ def operations(
     """
     shape = ParallelDims(**dims)
     model = quick_model(shape, 64)
-    return [
-        _one_step(shape, model, costs, forward_only, seconds_per_cost)
-        for costs, forward_only in steps
-    ]
+    optimizer = adam(model, distributed=False)
+    args = arguments(shape, use_dynamic_batch_size=False, micro_batch_size=1)
+    found = []
+    for costs, has_no_backward in steps:
+        data = samples_of([2 + slot % 5 for slot in range(len(costs))])
+        planned = get_data_iterator(args, model, data)
+
+        def sleep(back: bool, slot: int, costs: list[float] = costs) -> None:
+            time.sleep((1 + back) * seconds_per_cost * costs[slot])
+
+        with passes_of(model, before=sleep) as passes:
+            if has_no_backward:
+                forward_only(log_probs_of, args, model, *planned)
+            else:
+                train_step(packed_objective, args, model, *planned, optimizer)
+        found.append(passes)
+    return found
 
 
-def _one_step(
-    shape: ParallelDims,
-    model: list[Any],
-    forward_costs: list[float],
-    forward_only: bool,
-    seconds_per_cost: float,
-) -> list[Operation]:
-    lengths = [2 + slot % 5 for slot in range(len(forward_costs))]
-    data = {
-        "tokens": [torch.randint(VOCABULARY, (length,)) for length in lengths],
-        "total_lengths": lengths,
-        "response_lengths": [1] * len(lengths),
+def asleep(
+    dims: dict[str, Any],
+    seconds_per_unit: float,
+    repeats: int = 1,
+) -> dict[str, dict[str, Any]]:
+    """Training steps of the same samples, planned with every row on one rank, and with dynamic CP.
+
+    A pass sleeps before it computes, so ranks that share a row wait in its attention for the one
+    that began last, and end together.
+
+    Args:
+        dims: of the job.
+        seconds_per_unit: of a forward pass.
+        repeats: steps of each plan that are timed, after one that is not.
+
+    Returns:
+        of each plan ("one rank", "dynamic CP") the ``sizes`` of this rank's rows; as
+        predicted, the ``order`` of this rank's passes, their ends in seconds (``pass_ends``), that
+        of the step (``predicted``), and whether the schedule ``waits_for_sends``; of every timed
+        step ``passes`` (what ran, its start and its end, on a clock that all ranks read), and
+        ``step_seconds``, of all of it.
+    """
+    shape = ParallelDims(**dims)
+    model = quick_model(shape, 2 * max(LENGTHS))
+    optimizer = adam(model, distributed=False)
+    rank = parallel_state.get_data_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    data = samples_of(list(LENGTHS[rank :: shape.data_parallel]))
+    found = {}
+    shared = {"dynamic_batch_context_parallel": shape.data_parallel}
+    plans: dict[str, dict[str, Any]] = {
+        "one rank": {"dynamic_batch_exchange": True},
+        "dynamic CP": shared,
     }
-    one_each = arguments(
-        shape,
-        dynamic_batch_max_samples_per_row=1,
-        dynamic_batch_packing="first-fit",
-        dynamic_batch_fill="placeholder",
-        dynamic_batch_balance="none",
-        dynamic_batch_exchange=False,
-    )
-    iterators, (count,) = get_data_iterator(one_each, model, data)
-    job, schedule = job_of(one_each), schedule_of(iterators)
-    with collating(job, "timing") as agree:
-        prepared = collated(agree, job, model, schedule, 0, forward_only=True)
+    for name, flags in plans.items():
+        args = arguments(shape, max_tokens_per_gpu=2 * max(LENGTHS), **flags)
+        iterators, counts = get_data_iterator(args, model, data, cost_model=COSTS)
+        schedule = schedule_of(iterators)
+        timeline = step_timeline(*schedule.step_plan(0))
+        own = [each for each in timeline.ranks[rank].passes if each.stage == stage]
+        seconds = {Pass(p.kind, p.chunk, p.slot): seconds_per_unit * (p.end - p.start) for p in own}
 
-    options = job_of().options
+        def sleep(back: bool, slot: int, seconds: dict[Pass, float] = seconds) -> None:
+            # Chunks cost the same.
+            time.sleep(seconds[Pass("B" if back else "F", 0, slot)])
 
-    def sleep(slot: int, factor: float) -> None:
-        if seconds_per_cost:
-            time.sleep(factor * seconds_per_cost * forward_costs[slot])
-
-    def forward_step(rows: Iterator[Any], chunk: Any, *unused: Any) -> Any:
-        del unused
-        row = next(rows)
-        slot = row.sample_indices[0]
-        sleep(slot, 1.0)
-        output, _ = run_for_losses(job, chunk, row)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: sleep(slot, 2.0))
-
-        def loss(logits: torch.Tensor) -> Any:
-            value = logits.float().sum()
-            return value, torch.tensor(1, dtype=torch.int), {"loss": value.detach()}
-
-        return output, loss
-
-    rows = prepared.iterators(len(model))
-    planned = planned_transfers(options, model, prepared, forward_only=forward_only)
-    with passes_of(model) as passes, planned:
-        # The last rank to get here: no pass begins before, on any.
-        entered = torch.tensor([time.monotonic()], dtype=torch.float64)
-        dist.all_reduce(entered, op=dist.ReduceOp.MAX)
-        began = float(entered)
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=rows if len(rows) > 1 else rows[0],
-            model=model if len(model) > 1 else model[0],
-            num_microbatches=count,
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-    return [[*what, start - began, end - began] for *what, start, end in passes]
+        clock: dict[str, Any] = {
+            "sizes": list(schedule.row_sizes(0)),
+            "predicted": seconds_per_unit * timeline.end,
+            "pass_ends": [seconds_per_unit * each.end for each in own],
+            "order": [[p.kind, p.chunk, p.slot] for p in own],
+            "waits_for_sends": schedule.step_plan(0)[0].dims.waits_for_sends,
+            "passes": [],
+            "step_seconds": [],
+        }
+        for repeat in range(repeats + 1):
+            dist.barrier()
+            began = time.monotonic()
+            with passes_of(model, before=sleep) as passes:
+                train_step(packed_objective, args, model, iterators, counts, optimizer)
+            if repeat:  # the first one makes buffers and connects groups
+                clock["passes"].append(passes)
+                clock["step_seconds"].append(time.monotonic() - began)
+        found[name] = clock
+    return found
 
 
 @contextlib.contextmanager
 def passes_of(
     model: list[Any],
-    during: Callable[[bool, int, float], Any] = lambda *unused: None,
+    during: Callable[[bool, int], Any] = lambda *unused: None,
     before: Callable[[bool, int], Any] = lambda *unused: None,
 ) -> Iterator[list[Any]]:
     """Write down every call of the schedules' own forward and backward step.
 
     Args:
         model: this rank's chunks.
-        during: called at the end of each, with whether it is a backward pass, the slot and when it
-            began.
-        before: called at the start of each, with whether it is a backward pass and the slot.
+        during: called at the end of each, with whether it is a backward pass and the slot.
+        before: called at the start of each, likewise.
     """
     passes: list[Any] = []
     drawn = [0] * len(model)
@@ -141,7 +161,7 @@ def passes_of(
         start = time.monotonic()
         before(False, slot)
         result = forward(step, iterator, chunk, *rest, **options)
-        during(False, slot, start)
+        during(False, slot)
         passes.append(["F", number, slot, start, time.monotonic()])
         made_by[id(_only(result[0]))] = (number, slot)
         return result
@@ -151,7 +171,7 @@ def passes_of(
         start = time.monotonic()
         before(True, slot)
         result = backward(input_tensor, output_tensor, *rest, **options)
-        during(True, slot, start)
+        during(True, slot)
         passes.append(["B", number, slot, start, time.monotonic()])
         return result
 

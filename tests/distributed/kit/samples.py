@@ -68,6 +68,19 @@ def make_samples() -> dict[str, list[Any]]:
     }
 
 
+def samples_of(lengths: list[int]) -> dict[str, list[Any]]:
+    """Random tokens of these lengths, the last one a response."""
+    count = len(lengths)
+    return {
+        "tokens": [torch.randint(VOCABULARY, (length,)) for length in lengths],
+        "total_lengths": lengths,
+        "response_lengths": [1] * count,
+        "advantages": [torch.ones(1)] * count,
+        "rollout_log_probs": [torch.zeros(1)] * count,
+        "ref_log_probs": [torch.zeros(1)] * count,
+    }
+
+
 def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> list[int]:
     """Indices of the samples that data-parallel rank ``rank`` holds.
 
