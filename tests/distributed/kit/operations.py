@@ -51,7 +51,14 @@ def operations(
     shape = ParallelDims(**dims)
     model = quick_model(shape, 64)
     optimizer = adam(model, distributed=False)
-    args = arguments(shape, use_dynamic_batch_size=False, micro_batch_size=1)
+    args = arguments(
+        shape,
+        dynamic_batch_max_samples_per_row=1,
+        dynamic_batch_packing="first-fit",
+        dynamic_batch_fill="placeholder",
+        dynamic_batch_balance="none",
+        dynamic_batch_exchange=False,
+    )
     found = []
     for costs, has_no_backward in steps:
         data = samples_of([2 + slot % 5 for slot in range(len(costs))])
