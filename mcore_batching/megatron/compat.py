@@ -427,11 +427,3 @@ def _marked(
     result = step(*arguments, **options)
     mark()
     return result
-
-
-def modules_with_validate_args(arguments: Any, initialize: Any) -> list[Any]:
-    """The modules of ``megatron.training`` in which ``validate_args`` is looked up.
-
-    Until 0.17 ``initialize`` imports it by name.
-    """
-    return [arguments, initialize] if hasattr(initialize, "validate_args") else [arguments]

@@ -133,6 +133,10 @@ assert "nothing hooked" in str(installation)
 installation = install(["--max-tokens-per-gpu=64"])
 assert changed(before, names()) == sorted(installation.hooked)
 assert all(name.startswith("megatron.training.arguments.") for name in installation.hooked)
+from megatron.training import arguments, initialize
+initialize.validate_args = arguments.validate_args  # as until 0.17
+(late,) = install(["--max-tokens-per-gpu=64"]).hooked[2:]
+assert late == "megatron.training.initialize.validate_args"
 """)
 
 

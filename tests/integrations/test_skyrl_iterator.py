@@ -70,20 +70,15 @@ FAULTS: dict[str, Callable[[list[dict[str, torch.Tensor]]], Any]] = {
 }
 
 
-def check_faults(made: Any, outputs: list[Any], batch_of_rows: Callable[..., Any]) -> None:
-    """Every fault is an error, and outputs without one come back in order."""
-    for name, change in FAULTS.items():
-        with pytest.raises(OrderError, match="outputs, got" if "a " in name else "rows of"):
-            made.reorder_and_combine_batches([batch_of_rows(each) for each in change(outputs)])
-    together = made.reorder_and_combine_batches([batch_of_rows(each) for each in outputs])
-    assert [int(row) for row in together["places"]] == list(range(len(LENGTHS)))
-
-
 def test_another_number_of_rows_is_an_error(workers: Any) -> None:
     with hook():
         made = workers.get_microbatch_iterator(batch_of(LENGTHS), 1, 120)
         outputs = [{"places": torch.tensor(samples)} for samples in made._microbatches]
-        check_faults(made, outputs, dict)
+        for name, change in FAULTS.items():
+            with pytest.raises(OrderError, match="outputs, got" if "a " in name else "rows of"):
+                made.reorder_and_combine_batches(change(outputs))
+        together = made.reorder_and_combine_batches(outputs)
+        assert [int(row) for row in together["places"]] == list(range(len(LENGTHS)))
         assert len(made) == len(made._microbatches) < 12
         imported_meanwhile = workers.TokenBasedBatchIterator
     assert len(imported_meanwhile(batch_of(LENGTHS), 120)) == 12  # undone, SkyRL's own
@@ -110,26 +105,6 @@ def test_the_cap_counts_tokens_as_skyrl_aligns_them(workers: Any) -> None:
         of_samples = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20, 8)
         of_rows = changed.TokenBasedBatchIterator(batch_of([5] * 8), 20, packed_length_multiple=16)
     assert [len(each) for each in (unaligned, of_samples, of_rows)] == [2, 4, 3]
-
-
-def test_another_number_of_rows_of_skyrls_own_is_an_error(own_workers: Any) -> None:
-    """Its own takes rows too many for those of other samples, and leaves the last out."""
-    with hook():
-        made = own_workers.get_microbatch_iterator(training_batch(own_workers, LENGTHS), 1, 120)
-        outputs = [{"places": torch.tensor(samples)} for samples in made._microbatches]
-        check_faults(made, outputs, _batch_of_rows(own_workers))
-        surplus = [_batch_of_rows(own_workers)(each) for each in FAULTS["one too many"](outputs)]
-        base = type(made).__mro__[1]
-        assert len(base.reorder_and_combine_batches(made, surplus)["places"]) == len(LENGTHS)
-
-
-def _batch_of_rows(own_workers: Any) -> Callable[..., Any]:
-    def made(rows: dict[str, torch.Tensor]) -> Any:
-        batch = own_workers.TensorBatch(rows)
-        batch.metadata = {}
-        return batch
-
-    return made
 
 
 def test_ranks_have_equally_many_and_errors_of_one_are_raised_on_all(tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_what_miles_trainer_plans_itself_stays_its_own(small: Small) -> None:
         assert made["sums"] == [3, 10, 1]
         data |= {"micro_batch_indices": [[1], [], [0, 2]], "num_microbatches": [3]}
         iterators, counts = found.data.get_data_iterator(None, None, data)
+        assert isinstance(iterators[0], trainer.PlaceholderIterator)
         made = found.model.forward_only(sums_of_miles, None, None, iterators, counts, rollout_id=0)
         assert made["sums"] == [3, 10, 1]
 
@@ -295,7 +296,8 @@ class Clock:
     def forward_step(self, forward_step_func: Any, data_iterator: Any, *given: Any) -> str:
         del forward_step_func, given
         lengths = data_iterator.get_next(["total_lengths"])["total_lengths"]
-        self.now += 50e-3 + 1e-3 * sum(lengths)
+        # Log-probs teach nothing.
+        self.now += 50e-3 + 1e-3 * sum(lengths) if torch.is_grad_enabled() else 1.0
         return "made"
 
 
@@ -317,7 +319,7 @@ def run(lengths: list[int], micro_batches: list[list[int]]) -> None:
     rollout = {"tokens": tokens, "total_lengths": lengths, "micro_batch_indices": micro_batches}
     (iterator,) = modules().data.get_data_iterator(rollout)
     with torch.no_grad():
-        for _ in micro_batches:  # log-probs, which teach nothing
+        for _ in micro_batches:  # log-probs
             assert schedules.forward_step(None, iterator, "model") == "made"
     iterator.reset()
     for _ in micro_batches:

@@ -69,17 +69,6 @@ def test_mamba_layers_number_tokens_only_of_rows_whose_maker_did_not(
     assert Mixer()._ssm_training(torch.zeros(3), row) == [[7, 8, 9]]
 
 
-def test_validate_args_is_replaced_where_it_was_imported_by_name() -> None:
-    """Until 0.17 ``megatron.training.initialize`` has a name of its own for it."""
-    arguments = SimpleNamespace(validate_args=print)
-    later, until_017 = SimpleNamespace(), SimpleNamespace(validate_args=print)
-    assert compat.modules_with_validate_args(arguments, later) == [arguments]
-    assert compat.modules_with_validate_args(arguments, until_017) == [
-        arguments,
-        until_017,
-    ]
-
-
 @pytest.mark.parametrize(
     ("version", "frees_outputs", "waits"),
     [

@@ -24,7 +24,6 @@ from mcore_batching.integrations.megatron_lm.forward_backward import (
 )
 from mcore_batching.integrations.megatron_lm.script_batches import FLAG, installation
 from mcore_batching.integrations.replacements import Function, Hook
-from mcore_batching.megatron import compat
 from mcore_batching.megatron.attention import PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 
@@ -72,8 +71,10 @@ def _replaced(given: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
         arguments = _module("arguments")
         add_arguments = functools.partial(_then, add_dynamic_batch_arguments)
         yield arguments, "add_megatron_arguments", add_arguments
-        for module in compat.modules_with_validate_args(arguments, _module("initialize")):
-            yield module, "validate_args", functools.partial(_then, check_arguments)
+        yield arguments, "validate_args", functools.partial(_then, check_arguments)
+        initialize = _module("initialize")
+        if hasattr(initialize, "validate_args"):  # until 0.17 it imports the function by name
+            yield initialize, "validate_args", functools.partial(_then, check_arguments)
     if FLAG in given:
         training = _module("training")
         yield training, "get_forward_backward_func", functools.partial(_then, wrap_forward_backward)

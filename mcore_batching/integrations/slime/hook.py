@@ -54,7 +54,7 @@ def init(args: Any) -> None:
 def hook(*modules: ModuleType, schema: Schema | None = None) -> Hook:
     """Replace ``get_data_iterator`` and ``forward_only`` in a framework.
 
-    Signatures, by which versions are told apart::
+    Signatures, which distinguish versions::
 
         get_data_iterator(rollout_data)                     slime since its pull request 1926
         get_data_iterator(args, model, rollout_data)
