@@ -127,6 +127,7 @@ def problems(draw: Any) -> tuple[dict[str, int], list[int], list[int], int]:
 @examples(250)
 @given(problems(), st.booleans())
 @example((parallel(2), [5] * 6, [*range(6)], 4), True)  # as many samples left as ranks
+@example((parallel(4, 1, 2, 2), [40, 24, 28, 45], [*range(4)], 4), False)  # ends first if one idles
 def test_the_contract_holds(
     problem: tuple[dict[str, int], list[int], list[int], int], allow_partial: bool
 ) -> None:
