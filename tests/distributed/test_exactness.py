@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from kit.covering import covered_by, is_late, to_be_covered
 from kit.harness import Job
-from kit.random_draw import drawn_job
-from kit.random_verdict import job_of, report, verdict
+from kit.random_draw import drawn_job, job_of, report, verdict
 
 VERSION = tuple(map(int, version("megatron-core").split(".")[:2]))
 

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from kit.harness import Job, JobFailedError, run_jobs
 
+
+def hangs() -> None:
+    """The last rank never comes to the barrier that the others wait in."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(3600)
+    dist.barrier()
+
+
+def dies() -> None:
+    """The last rank raises while the others wait for it."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+def returns_rank() -> int:
+    """This rank."""
+    return dist.get_rank()
+
+
 JOBS = [
-    Job("hangs", "kit.harness_jobs:hangs", 2, seconds=1.0),
-    Job("after", "kit.harness_jobs:returns_rank", 2),
-    Job("dies", "kit.harness_jobs:dies", 2),
+    Job("hangs", "test_harness:hangs", 2, seconds=1.0),
+    Job("after", "test_harness:returns_rank", 2),
+    Job("dies", "test_harness:dies", 2),
 ]
 
 

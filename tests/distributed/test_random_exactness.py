@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from kit.harness import Job, run_jobs
-from kit.random_verdict import job_of, report, verdict
+from kit.random_draw import job_of, report, verdict
 
 SECONDS = 150.0
 PER_ROUND = 48

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from bootstrap import initialize_model_parallel
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.transformer import multi_latent_attention as latent
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,7 +35,6 @@ from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
 from kit.samples import ALLOWED, VOCABULARY, multimodal_positions
 from kit.shared_rows import mixed_sizes
-from kit.transfers import counted_transfers
 from kit.workers import FAULTS, is_planning_rank, worker_with
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, cpu_emulation
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
@@ -101,6 +101,39 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     report["wrong"] += _wrong_with_worker(job["worker"], planned, run.seen)
     report["wrong"] += run.wrong_records()
     return report | {"gap": made["gap"], "counts": [event.get("slots") for event in run.seen]}
+
+
+@contextlib.contextmanager
+def counted_transfers() -> Iterator[dict[str, int]]:
+    """``shapes`` and ``tensors`` to the messages that this rank sends and receives meanwhile.
+
+    Megatron's shapes are integers and its hidden states are not; it posts the former in batches,
+    the latter in batches or one by one.
+    """
+    counts = {"shapes": 0, "tensors": 0}
+    batch, one_by_one = dist.batch_isend_irecv, p2p_communication._p2p_ops
+
+    def count(tensor: Tensor) -> None:
+        counts["tensors" if tensor.is_floating_point() else "shapes"] += 1
+
+    def counted_batch(operations: list[dist.P2POp]) -> Any:
+        for operation in operations:
+            count(operation.tensor)
+        return batch(operations)
+
+    def counted_one_by_one(**options: Any) -> Any:
+        for name, value in options.items():
+            if name.startswith("tensor_") and value is not None:
+                count(value)
+        return one_by_one(**options)
+
+    dist.batch_isend_irecv = counted_batch
+    p2p_communication._p2p_ops = counted_one_by_one
+    try:
+        yield counts
+    finally:
+        dist.batch_isend_irecv = batch
+        p2p_communication._p2p_ops = one_by_one
 
 
 @contextlib.contextmanager
