@@ -253,7 +253,7 @@ class RowGeometry:
             both = both.index_select(0, self._restore_index)
             key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)
         ends = [0, *(end for _, end in self._stretches)]
-        if [start for start, _ in self._stretches] == ends[:-1] and ends[-1] == len(key):
+        if [start for start, _ in self._stretches] == ends[:-1]:
             return key, value
         gather = cast(Any, _GatherStretches).apply
         return gather(key, self._stretches), gather(value, self._stretches)

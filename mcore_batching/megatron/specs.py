@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +34,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from mcore_batching.megatron import compat, cpu_emulation
 from mcore_batching.megatron.attention import PackedAttention
@@ -205,27 +204,6 @@ def _refused(instead: str) -> ModuleSpec:
     return ModuleSpec(module=_Refused, params={"instead": instead})
 
 
-class _WholeLinear(torch.nn.Linear):
-    """A projection of sparse attention's indexer, which all tensor-parallel ranks hold whole."""
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: TransformerConfig,
-        init_method: Callable[[Tensor], Any],
-        bias: bool,
-        **unused: Any,
-    ) -> None:
-        super().__init__(input_size, output_size, bias, dtype=config.params_dtype)
-        if config.perform_initialization:
-            init_method(self.weight)
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return super().forward(inputs), None
-
-
 @functools.cache
 def hybrid_spec() -> ModuleSpec:
     """The layers of a `HybridModel` for packed rows: ``packed_hybrid_stack_spec``.
@@ -244,15 +222,10 @@ def hybrid_spec() -> ModuleSpec:
     # The final norm is no part of the spec: the block builds it by this name.
     hybrid_block.TENorm = SequenceParallelNorm
     ours = _replaced(hybrid_stack_spec.submodules, _LOCAL, adds_norms=True)
-    if compat.packs_sparse_attention():
-        sparse = ours.dsa_layer.submodules.self_attention.submodules.core_attention
-        for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
-            setattr(sparse.submodules.indexer.submodules, name, _WholeLinear)
-    else:
-        ours.dsa_layer = _refused(
-            "DeepSeek sparse attention runs packed rows from Megatron-LM 0.19 on: install a later "
-            "one, or set a --hybrid-layer-pattern without D"
-        )
+    ours.dsa_layer = _refused(
+        "DeepSeek sparse attention runs packed rows from Megatron-LM 0.19 on, on Transformer "
+        "Engine's layers: install both, or set a --hybrid-layer-pattern without D"
+    )
     # The number means only that there are experts: a layer takes its own from the configuration.
     experts = get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False)
     ours.moe_layer.submodules.mlp = experts

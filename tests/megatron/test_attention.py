@@ -284,9 +284,8 @@ def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
     assert attention.core_attention is PackedAttention
     assert attention.linear_qkv is ColumnParallelLinear
     assert hybrid_spec() is spec
-    if not compat.packs_sparse_attention():
-        with pytest.raises(megatron.DynamicBatchArgumentError, match="pattern without D"):
-            build_module(spec.submodules.dsa_layer, config=None)
+    with pytest.raises(megatron.DynamicBatchArgumentError, match="pattern without D"):
+        build_module(spec.submodules.dsa_layer, config=None)
     from megatron.core.models.hybrid import hybrid_layer_specs
 
     monkeypatch.setattr(specs, "uses_transformer_engine", lambda: True)

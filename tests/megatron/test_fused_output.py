@@ -60,6 +60,10 @@ def test_logits_are_made_once_for_what_else_reads_them() -> None:
     logits.div_(2.0)
     torch.testing.assert_close(logits.whole, expected / 2)
     torch.testing.assert_close(logits.log_softmax(-1), (expected / 2).log_softmax(-1))
+    samples = {"tokens": [torch.arange(6)], "total_lengths": [6], "response_lengths": [5]}
+    row = pack(samples, sample_indices=[0])
+    found, halved = (response_log_probs(each, row)[0] for each in (logits, expected / 2))
+    torch.testing.assert_close(found, halved)
     assert len(times) == 1
 
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional
 
 from mcore_batching import megatron
 from mcore_batching.batch.row_index import Slice
-from mcore_batching.megatron import cpu_emulation
+from mcore_batching.megatron import compat, cpu_emulation, specs
 
 
 def hybrid_spec() -> Any:
@@ -27,7 +28,42 @@ def hybrid_spec() -> Any:
     spec = megatron.packed_hybrid_stack_spec
     if cpu_emulation.is_enabled():
         stand_in_for_kernels()
+        if compat.has_hybrid_model() and compat.packs_sparse_attention():
+            spec.submodules.dsa_layer = _sparse_layer()
     return spec
+
+
+def _sparse_layer() -> Any:
+    """Megatron's layer of sparse attention, without Transformer Engine."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    layer = hybrid_stack_spec.submodules.dsa_layer
+    made = specs._replaced(layer, specs._LOCAL, adds_norms=True)
+    indexer = made.submodules.self_attention.submodules.core_attention.submodules.indexer
+    for name in ("linear_wq_b", "linear_wk", "linear_weights_proj"):
+        setattr(indexer.submodules, name, _WholeLinear)
+    return made
+
+
+class _WholeLinear(torch.nn.Linear):
+    """A projection of sparse attention's indexer, which all tensor-parallel ranks hold whole."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool,
+        **unused: Any,
+    ) -> None:
+        super().__init__(input_size, output_size, bias, dtype=config.params_dtype)
+        if config.perform_initialization:
+            init_method(self.weight)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(inputs), None
 
 
 def stand_in_for_kernels() -> None:
