@@ -62,14 +62,6 @@ Run = tuple[int, Sequence[tuple[int, int]]]
 behind another."""
 
 
-def zigzag_restore_index(cu_seqlens: Sequence[int], context_parallel_size: int) -> Tensor:
-    """The order in which ``gathered[index]`` is the full row: int64 ``[tokens of that row]``."""
-    ranks = range(context_parallel_size)
-    held = [Slice(cu_seqlens, context_parallel_size, rank).positions for rank in ranks]
-    # Gathered token k is at row position held[k]; the inverse permutation finds it.
-    return torch.cat(held).argsort()
-
-
 def causal_attention(
     query: Tensor,
     key: Tensor,
@@ -230,9 +222,12 @@ class RowGeometry:
 
     @functools.cached_property
     def _restore_index(self) -> Tensor:
-        """The order of gathered keys in the row."""
+        """The order in which gathered keys are the full row: int64 ``[tokens of that row]``."""
         assert self._group is not None
-        return sent(zigzag_restore_index(self._cu_seqlens, self._group.size()), self._device)
+        size = self._group.size()
+        held = [Slice(self._cu_seqlens, size, rank).positions for rank in range(size)]
+        # Gathered token k is at row position held[k]; the inverse permutation finds it.
+        return sent(torch.cat(held).argsort(), self._device)
 
     @functools.cached_property
     def offsets_and_longest(self) -> tuple[Tensor, Tensor, int, int]:

@@ -43,11 +43,6 @@ def engine_versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
     return get_te_version().release[:2], get_cudnn_version()[:2]
 
 
-def has_engines_attention(model: Any) -> bool:
-    """True if a module of the model is Megatron's wrapper of Transformer Engine's attention."""
-    return any(map(is_engines_attention, model.modules()))
-
-
 def class_of_forward(layer: Any) -> str:
     """Name of the Megatron class that has the layer's forward pass; empty if none has it."""
     forward = type(layer).forward

@@ -7,8 +7,7 @@ error; the rank on which it happened chains its own exception to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from mcore_batching.batch.errors import CollectiveError
 from mcore_batching.planning.errors import MCoreBatchingError
@@ -26,14 +25,6 @@ def refuse(what: str, problems: Iterable[str]) -> None:
     listed = "".join(f"\n  - {problem}" for problem in dict.fromkeys(problems))
     if listed:
         raise DynamicBatchArgumentError(f"{what} cannot run with these settings:{listed}")
-
-
-def fields_to_unset(config: Any, reasons: Mapping[str, str]) -> Iterator[str]:
-    """Problems of a configuration's fields that are set, by the flags of the same names."""
-    for name, reason in reasons.items():
-        # Some releases lack some of the fields.
-        if getattr(config, name, None):
-            yield f"{reason}: unset --{name.replace('_', '-')}"
 
 
 def one_of_each_problem(found: Iterable[tuple[str, str]]) -> Iterator[str]:

@@ -62,7 +62,6 @@ class Options:
     on_nonfinite: str = "error"
 
     global_batch_size: Any = None
-    seq_length: int = 1
     pad_token_id: Any = None
     padded_vocab_size: int | None = None
     check_for_nan_in_loss_and_grad: bool = True
@@ -155,7 +154,8 @@ class Options:
             )
         # Kernels on a GPU are chosen by the row's length: multiples let it find them again.
         chosen = dict(self.planner)
-        if chosen["pad_total_to"] is None and _runs_on_cuda():
+        on_cuda = torch.cuda.is_available() and not cpu_emulation.is_enabled()
+        if chosen["pad_total_to"] is None and on_cuda:
             smallest = dims if self.max_context_parallel is None else dims.for_rows_on(1)
             chosen["pad_total_to"] = _default_row_multiple(self.max_tokens_per_gpu, smallest)
         config = PlannerConfig(max_tokens_per_gpu=self.max_tokens_per_gpu, **chosen)
@@ -195,10 +195,6 @@ class Options:
         """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none."""
         chosen = self.cost_model
         return None if chosen in (None, LEARNT, FIXED) else _read_cost_model(str(chosen))
-
-
-def _runs_on_cuda() -> bool:
-    return torch.cuda.is_available() and not cpu_emulation.is_enabled()
 
 
 def _default_row_multiple(max_tokens_per_gpu: Any, dims: ParallelDims) -> int:

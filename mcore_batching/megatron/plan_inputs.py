@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -203,7 +204,8 @@ def find_beginnings(
             "multi-latent attention holds the keys that samples share for each of them: set "
             "--recompute-granularity selective (--recompute-modules core_attn)",
         )
-    if not reason and any(map(compat.has_engines_attention, chunks)):
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in chunks)
+    if not reason and any(map(compat.is_engines_attention, modules)):
         job.say_once("untested", "shared prefixes on Transformer Engine are untested on a GPU")
     found = [each for of_rank in hashes.values for each in of_rank]
     return Beginnings(found, block, spare, not reason)

@@ -251,7 +251,7 @@ def run_pipeline(
             model=model if len(model) > 1 else model[0],
             num_microbatches=prepared.num_rows,
             # Not read, since lengths vary.
-            **{"seq_length": job.options.seq_length, "micro_batch_size": 1, **options},
+            **{"seq_length": 1, "micro_batch_size": 1, **options},
             forward_only=forward_only,
         )
     return made, use.temperatures

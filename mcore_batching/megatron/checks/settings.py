@@ -20,7 +20,7 @@ from mcore_batching.megatron.checks.layers import (
     shared_row_problems,
     unfit_for_later_tokens,
 )
-from mcore_batching.megatron.errors import DynamicBatchArgumentError, fields_to_unset, refuse
+from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.logits import why_not_fused
 from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.topology import current_dims, model_chunks
@@ -36,7 +36,6 @@ _PACKED_ROWS = "dynamic micro-batches"
 _REFUSED = {
     "defer_embedding_wgrad_compute": "deferred gradients take all rows for as long as the first",
     "overlap_moe_expert_parallel_comm": "rows have no schedule plans to overlap",
-    # Only some releases have this one.
     "sequence_packing_scheduler": "Megatron would pack a second time",
     "tp_comm_overlap": "overlapped communication has buffers of seq_length tokens",
 }
@@ -168,7 +167,9 @@ def _row_problems(config: Any, dims: ParallelDims) -> Iterator[str]:
             "CUDA graphs replay fixed shapes and counts: set --cuda-graph-impl none (and unset "
             "--enable-cuda-graph, --external-cuda-graph)"
         )
-    yield from fields_to_unset(config, _REFUSED)
+    for name, reason in _REFUSED.items():
+        if getattr(config, name, None):  # some releases lack some of the fields
+            yield f"{reason}: unset --{name.replace('_', '-')}"
     if config.num_moe_experts:
         yield from _expert_problems(config)
     variant = config.experimental_attention_variant
