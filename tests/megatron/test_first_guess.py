@@ -153,12 +153,12 @@ def test_latent_attention_is_guessed_by_its_heads() -> None:
 
 def test_memory_is_predicted_for_the_configs_shape() -> None:
     """Of experts counts what a token is sent to."""
-    shape: dict[str, Any] = {"layers": 4, "hidden": 8, "heads": 2, "groups": 2, "head_dim": 4}
-    whole = {"gated": False, "recompute": False, "depths": 0, "vocab": VOCABULARY}
-    vocabulary = {"vocab_size": VOCABULARY}
+    shape: dict[str, Any] = {"layers": 4, "hidden": 8, "recompute": False, "depths": 0}
+    vocabulary, attention = {"vocab_size": VOCABULARY}, 2 * (2 + 2) * 4
     dense = vars(TransformerConfig(**SHAPE)) | vocabulary
-    assert ModelShape.of(dense) == ModelShape(**shape, **whole, ffn=12)
+    made = ModelShape.of(dense)
+    assert made == ModelShape(**shape, vocab=VOCABULARY, inner=attention + 2 * 12)
     experts = {"num_moe_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 6}
     sparse = TransformerConfig(**SHAPE, **experts, moe_shared_expert_intermediate_size=5)
     made = ModelShape.of(vars(sparse) | vocabulary)
-    assert made == ModelShape(**shape, **whole, ffn=3 * 6 + 5)
+    assert made == ModelShape(**shape, vocab=VOCABULARY, inner=attention + 2 * (3 * 6 + 5))
