@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -90,7 +91,7 @@ class RowBlock:
             row = PackedMicroBatch(
                 _part=parts[0],
                 host_cu_seqlens_padded=nodes.segments,
-                max_seqlen=max(end - start for start, end in pairwise(nodes.segments)),
+                max_seqlen=max(map(operator.sub, nodes.segments[1:], nodes.segments)),
                 total_lengths=fields.total_lengths,
                 response_lengths=fields.response_lengths,
                 sample_indices=self._sample_indices[number],

@@ -46,7 +46,7 @@ def padded_offsets(
     """Offsets of the padded samples in a row, its own padding as one more segment; a `BatchError`
     if it is too long for int32 offsets."""
     unit = sample_alignment_tokens
-    offsets = [*accumulate([-(-max(n, 1) // unit) * unit for n in total_lengths], initial=0)]
+    offsets = [*accumulate([-(-n // unit) * unit or unit for n in total_lengths], initial=0)]
     end = round_up(offsets[-1], row_alignment_tokens)
     if end >= 2**31:
         raise BatchError(
@@ -304,24 +304,26 @@ class RowIndex(Slice):
         self, totals: Span, responses: Span, rows: Sequence[Nodes], size: int = 1, rank: int = 0
     ) -> None:
         samples, starts, path = list[int](), list[int](), list[int]()  # of nodes; nodes of samples
-        segments, offsets, counts = [0], [0], list[int]()
+        segments, offsets, counts, sample = [0], [0], list[int](), 0
+        self._has_branches = any(row.has_branches for row in rows)
         for row in rows:
-            node, sample, start = len(samples), len(counts), offsets[-1]
-            padding = len(row.paths)
+            node, start, padding = len(samples), offsets[-1], len(row.paths)
             # Place 0 stands for no sample, of which the row's own padding is.
             samples += [0 if i == padding else sample + i + 1 for i in row.samples]
-            starts += row.starts
+            sample += padding
             path += [node + each for nodes in row.paths for each in nodes]
-            counts += map(len, row.paths)
             offsets += [start + offset for offset in row.offsets[1:]]
-            segments += [start + offset for offset in row.segments[1:]]
-        super().__init__(segments, size, rank)
+            if self._has_branches:
+                starts += row.starts
+                counts += map(len, row.paths)
+                segments += [start + offset for offset in row.segments[1:]]
+        super().__init__(segments if self._has_branches else offsets, size, rank)
         self._totals, self._responses = totals, responses
-        self._samples, self._path, self._counts = map(integers, (samples, path, counts))
-        self._has_branches = segments != offsets
+        self._samples, self._path = integers(samples), integers(path)
         self._offsets = self._starts
         if self._has_branches:
             self._offsets, self._first = integers(offsets), integers(starts)
+            self._counts = integers(counts)
         self._spans: dict[Span, tuple[Tensor, Tensor]] = {}
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._absent: dict[int, Tensor] = {}
