@@ -314,5 +314,11 @@ def test_only_turns_keep_a_segment_for_each_sample() -> None:
     (row,) = pack_on_all_ranks(samples, forest=forest)
     assert row.host_cu_seqlens_padded == (0, 5, 17, 18)
     assert row.nodes.paths == ((1,), (0,), (1,), (1,), (2,))
-    # Responses of two samples overlap.
+    # Responses of two samples overlap; the row's own padding is of none.
+    assert row.responses.distinct_positions is not None
+    two = {name: values[1:3] for name, values in samples.items()}
+    two["tokens"][0] = two["tokens"][1][:5]
+    forest = find_forest_of(Columns.read(two, DEFAULT_SCHEMA), [0] * 2)
+    (row,) = pack_on_all_ranks(two, forest=forest, row_alignment_tokens=32)
+    assert row.nodes.paths == ((0,), (0,))
     assert row.responses.distinct_positions is not None
