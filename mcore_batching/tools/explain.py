@@ -248,39 +248,31 @@ def alternatives(step: StepPlan) -> list[Setup]:
     """Other caps and parallel dims for a plan's GPUs, those that are planned soonest first."""
     cap, ranks = step.config.max_tokens_per_gpu, step.dims.data_parallel
     stages, size = step.dims.pipeline_parallel, step.dims.context_parallel
-    # With each the share of a token's work and memory that a rank then has.
-    tries: list[tuple[dict[str, int], float]] = [({"max_tokens_per_gpu": 2 * cap}, 1.0)]
+    # With each the share of a token's work that a rank then has, and of a micro-batch's fixed part,
+    # which is its stage's.
+    tries: list[tuple[dict[str, int], float, float]] = [({"max_tokens_per_gpu": 2 * cap}, 1, 1)]
     if ranks % 2 == 0 and step.config.max_context_parallel is None:
-        tries.append(({"context_parallel": 2 * size, "data_parallel": ranks // 2}, 0.5))
+        tries.append(({"context_parallel": 2 * size, "data_parallel": ranks // 2}, 0.5, 1))
     if stages % 2 == 0:
-        tries.append(({"pipeline_parallel": stages // 2, "data_parallel": 2 * ranks}, 2.0))
+        tries.append(({"pipeline_parallel": stages // 2, "data_parallel": 2 * ranks}, 2, 2))
     if cap > 1:
-        tries.append(({"max_tokens_per_gpu": cap // 2}, 1.0))
+        tries.append(({"max_tokens_per_gpu": cap // 2}, 1, 1))
     if ranks % 2 == 0:
-        tries.append(({"pipeline_parallel": 2 * stages, "data_parallel": ranks // 2}, 0.5))
+        tries.append(({"pipeline_parallel": 2 * stages, "data_parallel": ranks // 2}, 0.5, 0.5))
     setups: list[Setup] = []
-    for changes, share in tries:
+    for changes, share, fixed in tries:
+        config = replace(step.config, max_tokens_per_gpu=changes.get("max_tokens_per_gpu", cap))
+        sizes: dict[str, Any] = {n: v for n, v in changes.items() if n != "max_tokens_per_gpu"}
+        if "pipeline_parallel" in changes:  # stages hold other layers, and chunks are gone
+            sizes |= {"virtual_pipeline": 1, "microbatch_group_size": None}
+        model = step.cost_model
+        costs = replace(
+            model,
+            linear=share * model.linear,
+            quadratic=share * model.quadratic,
+            per_micro_batch=fixed * model.per_micro_batch,
+        )
         # More stages than any model has, or ranks over which the experts cannot be spread.
         with contextlib.suppress(ParallelDimsError):
-            setups.append((tuple(changes.items()), *_changed(step, changes, share)))
+            setups.append((tuple(changes.items()), replace(step.dims, **sizes), config, costs))
     return setups
-
-
-def _changed(
-    step: StepPlan, changes: dict[str, Any], share: float
-) -> tuple[ParallelDims, PlannerConfig, CostModel]:
-    """The plan's dims, options and costs with these changes."""
-    dims, config, model = step.dims, step.config, step.cost_model
-    if "max_tokens_per_gpu" in changes:
-        return dims, replace(config, **changes), model
-    fixed = 1.0
-    if "pipeline_parallel" in changes:
-        # Stages hold other layers: a micro-batch's fixed part is theirs, and chunks are gone.
-        fixed, changes = share, changes | {"virtual_pipeline": 1, "microbatch_group_size": None}
-    costs = replace(
-        model,
-        linear=share * model.linear,
-        quadratic=share * model.quadratic,
-        per_micro_batch=fixed * model.per_micro_batch,
-    )
-    return replace(dims, **changes), config, costs
