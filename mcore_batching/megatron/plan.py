@@ -81,9 +81,10 @@ class Planner:
     def _awaited(self, job: Job, ticket: PlanTicket) -> bytes:
         seconds = SECONDS_LATE + 2 * self._seconds_in_line
         ends = time.monotonic() + seconds
-        while not ticket.is_ready and time.monotonic() < ends:
+        while time.monotonic() < ends:
             job.watch.raise_reported()
-            ticket.wait(POLL_SECONDS)
+            if ticket.wait(POLL_SECONDS):
+                break
         return ticket.result(seconds)
 
 

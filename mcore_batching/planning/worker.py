@@ -129,34 +129,22 @@ class PlanTicket:
     worker: PlanningWorker
     process: _Process | None
     answer: _Answer
-    _plan: bytes = b""
-
-    @property
-    def is_ready(self) -> bool:
-        """True if `result` does not wait for the worker."""
-        return self.answer.done()
 
     def wait(self, timeout: float) -> bool:
-        """Wait for the worker, up to `timeout` seconds; return `is_ready`."""
+        """Wait for the worker, up to `timeout` seconds; return True if `result` need not."""
         with contextlib.suppress(TimeoutError):
             self.answer.result(timeout)
-        return self.is_ready
+        return self.answer.done()
 
     def result(self, waited: float) -> bytes:
         """Return the plan in bytes: the worker's if it came within the `waited` seconds that passed
-        in `wait`, or else one made in line.
+        in `wait`, or else one made in line, with the reason in `PlanningWorker.complaint`.
 
         Raises:
             PlanningError: as `plan_step` does for this request.
         """
-        if not self._plan:
-            self._plan = self._received(waited) or self.request.plan()
-        return self._plan
-
-    def _received(self, waited: float) -> bytes:
-        """The worker's plan; nothing where there is none, with the reason if it failed."""
         answer: bytes | str | None = f"took more than {waited:.3g} s for a plan"
-        if self.is_ready:
+        if self.answer.done():
             answer = self.answer.result()
         if isinstance(answer, bytes):
             try:
@@ -168,7 +156,7 @@ class PlanTicket:
                 return answer
         if answer is not None:
             self.worker.give_up(self.process, answer)
-        return b""
+        return self.request.plan()
 
 
 class PlanningWorker:

@@ -138,30 +138,24 @@ class StepPlan:
             document["steps"][0]["sample_indices"] = list(self.sample_indices)
         return _digest(document)
 
-    def _shown_slots(self, rank: int) -> list[str]:
-        """A rank's micro-batches for people: `[3 17]`, under dynamic CP `[3 17]×2`."""
-        micro_batches = self.micro_batches[rank]
-        sizes = self.context_parallel[rank] if self.context_parallel else [1] * len(micro_batches)
-        return [
-            f"[{shortened(samples, MOST_SHOWN, ' ')}]{f'×{size}' if size > 1 else ''}"
-            # Not strict: a broken plan is printed, too.
-            for samples, size in zip(micro_batches, sizes, strict=False)
-        ]
-
     def __str__(self) -> str:
-        """The plan for people: a line per rank, long ones cut short."""
+        """The plan for people: a line per rank, `[3 17] []`, under dynamic CP `[3 17]×2 []`; long
+        ones cut short."""
         lines = [
             f"StepPlan: {counted(self.num_samples, 'sample')} on "
             f"{counted(len(self.micro_batches), rank_noun(self))}, "
             f"{self.num_microbatches} micro-batches per rank, {self.scope} scope, digest "
             f"{self.digest()[:12]}"
         ]
-        lines += [
-            f"  rank {rank}: {shortened(self._shown_slots(rank), MOST_SHOWN, ' ')}"
-            for rank in range(len(self.micro_batches))
-        ][:MOST_SHOWN]
-        lines += left_out(len(self.micro_batches), "ranks")
-        return "\n".join(lines)
+        for rank, rows in enumerate(self.micro_batches[:MOST_SHOWN]):
+            sizes = self.context_parallel[rank] if self.context_parallel else [1] * len(rows)
+            slots = [
+                f"[{shortened(samples, MOST_SHOWN, ' ')}]{f'×{size}' if size > 1 else ''}"
+                # Not strict: a broken plan is printed, too.
+                for samples, size in zip(rows, sizes, strict=False)
+            ]
+            lines.append(f"  rank {rank}: {shortened(slots, MOST_SHOWN, ' ')}")
+        return "\n".join(lines + left_out(len(self.micro_batches), "ranks"))
 
 
 @dataclass(frozen=True, kw_only=True)
