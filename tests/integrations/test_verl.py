@@ -140,13 +140,15 @@ def groups_of(**sizes: int) -> SimpleNamespace:
     return SimpleNamespace(model_parallel_is_initialized=lambda: True, **made)
 
 
-def test_in_a_pipeline_it_is_the_plan_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 2), (4, 1)])
+def test_it_is_the_plan_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, stages: int, chunks: int
+) -> None:
     # Without `dp_group` more experts than this rank's own share of the job are no error.
-    state = groups_of(pipeline=4, context=2, tensor=2, expert=8)
+    state = groups_of(pipeline=stages, chunks=chunks, context=2, tensor=2, expert=8)
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", state)
-    dims = ParallelDims(
-        pipeline_parallel=4, context_parallel=2, tensor_parallel=2, sequence_parallel=True
-    )
+    sizes = {"pipeline_parallel": stages, "virtual_pipeline": chunks, "context_parallel": 2}
+    dims = ParallelDims(**sizes, tensor_parallel=2, sequence_parallel=True)
     step = plan_locally(LENGTHS, dims, PlannerConfig(max_tokens_per_gpu=60), [0] * 12)
     _, indices = rearranged(LENGTHS, 120)
     assert indices == [list(samples) for samples in step.micro_batches[0]]
