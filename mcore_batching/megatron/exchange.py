@@ -19,7 +19,7 @@ Any value travels as one flat tensor of bytes, for a single transfer; tensors in
     5 6, as 16 bytes
 
 What the tensors hold is copied once on the way in, from the device in one piece, and once on the
-way out. Tensors that have no bytes of their own in a row (sparse, nested,
+way out. They arrive on the host. Tensors that have no bytes of their own in a row (sparse, nested,
 quantised, those of wrapping classes) are pickled, as PyTorch does it.
 """
 
@@ -149,18 +149,26 @@ class SampleMoves:
         device = torch.device(torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
         # Types and shapes are the function's own and differ by sample, so they travel as well.
-        parts = [
-            serialize([columns[n][place[i]] for i in self._sent(self.own, rank) for n in names])
-            for rank in range(len(self.runs_on))
-        ]
-        arrived = exchanged([sent(part, device) for part in parts], group)
-        # One copy back for those of all ranks: the host waits for each.
-        on_host = torch.split(torch.cat(arrived).cpu(), [*map(len, arrived)])
+        headers: list[bytes] = []
+        bodies: list[Tensor] = []
+        for rank in range(len(self.runs_on)):
+            values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
+            header, parts = taken_apart(values)
+            headers.append(header)
+            # Some rank may be sent nothing, of which `cat` makes no tensor.
+            empty = torch.empty(0, dtype=torch.uint8, device=device)
+            bodies.append(torch.cat([empty, *(part.to(device) for part in parts)]))
+        # One copy to the device and one back for those of all ranks: the host waits for each.
+        joined = sent(torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8), device)
+        parts = exchanged(torch.split(joined, [*map(len, headers)]), group)
+        arriving = torch.split(torch.cat(parts).cpu(), [part.numel() for part in parts])
+        arrived = [part.numpy().tobytes() for part in arriving]
+        data = exchanged(bodies, group)
         # Which samples came is not sent: every rank has the plan, and so the sender of each.
         found: dict[tuple[int, str], Tensor] = {}
-        for rank, data in enumerate(on_host):
+        for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
             keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
-            found |= zip(keys, deserialize(data, device), strict=True)
+            found |= zip(keys, put_together(header, body), strict=True)
         # Copies: one value must not keep those of all samples in memory.
         return {name: [found[n, name].clone() for n in self.brought] for name in names}
 
@@ -251,16 +259,13 @@ def serialize(value: Any) -> Tensor:
     Raises:
         TypeError: something in it that is no tensor cannot be pickled.
     """
-    text = io.BytesIO()
-    pickler = _Pickler(text)
     try:
-        pickler.dump(value)
+        pickled, parts = taken_apart(value)
     # Any of them: a function in a function is the second to pickle, a generator the third.
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"values cannot be pickled: {described(error)}; give others, or leave their field out"
         ) from error
-    pickled, parts = text.getvalue(), pickler.parts
     head = bytearray(len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled)
     # One copy from the device in place of one for each tensor.
     if len({part.device for part in parts}) == 1:
@@ -268,14 +273,27 @@ def serialize(value: Any) -> Tensor:
     return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *(part.cpu() for part in parts)])
 
 
-def deserialize(data: Tensor, device: torch.device | None = None) -> Any:
-    """The value, from bytes on the host. Inverse of `serialize`.
+def deserialize(data: Tensor) -> Any:
+    """The value. Inverse of `serialize`."""
+    length = int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    end = _LENGTH_BYTES + length
+    return put_together(data[_LENGTH_BYTES:end].numpy().tobytes(), data[end:])
 
-    Tensors that were on a device come onto this one, with None onto the host.
+
+def taken_apart(value: Any) -> tuple[bytes, list[Tensor]]:
+    """The value pickled without its tensors, and the bytes of these, each on its device."""
+    text = io.BytesIO()
+    pickler = _Pickler(text)
+    pickler.dump(value)
+    return text.getvalue(), pickler.parts
+
+
+def put_together(pickled: bytes, data: Tensor) -> Any:
+    """The value. Inverse of `taken_apart`, of uint8 ``[bytes]`` one behind the other.
+
+    Its tensors are where the bytes are, but on the host if they were there.
     """
-    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    pickled = io.BytesIO(data[_LENGTH_BYTES:end].numpy().tobytes())
-    return _Unpickler(pickled, data[end:], device).load()
+    return _Unpickler(io.BytesIO(pickled), data).load()
 
 
 def has_bytes(tensor: Tensor) -> bool:
@@ -344,9 +362,9 @@ def _are_alike(values: list[Any]) -> bool:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, data: Tensor, device: torch.device | None) -> None:
+    def __init__(self, file: io.BytesIO, data: Tensor) -> None:
         super().__init__(file)
-        self._data, self._device = data, device
+        self._data = data
 
     def persistent_load(self, found: Any) -> Any:
         dtype, shape, start, was_on_host = found
@@ -354,8 +372,7 @@ class _Unpickler(pickle.Unpickler):
         sizes = [torch.Size(each).numel() for each in shapes]
         # Cloned, since bytes in the middle of others need not be aligned.
         joined = self._data[start : start + dtype.itemsize * sum(sizes)].clone().view(dtype)
-        if self._device is not None and not was_on_host:
-            joined = joined.to(self._device)
+        joined = joined.cpu() if was_on_host else joined
         if not isinstance(shape, list):
             return joined.reshape(shape)
         # unsafe_: views without a shared version counter.
