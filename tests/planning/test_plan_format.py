@@ -54,6 +54,7 @@ def test_json_is_the_documented_format() -> None:
         "digest": STEP.digest(),
         "steps": [{"num_microbatches": 2, "ranks": [[[0, 1], [3]], [[2, 4], [5]]]}],
     }
+    assert [*document][-1] == "steps"  # behind what a person looks for
     assert Plan.from_json(PLAN.to_json()) == PLAN
 
 

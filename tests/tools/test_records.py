@@ -146,9 +146,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         StepRecorder(tmp_path / "file")
 
 
+TWO_STEPS = plan_batch(lengths_of(1), DIMS, CONFIG, samples_per_step=12)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
+        ("plan", json.loads(TWO_STEPS.to_json()), "its plan has 2 steps, expected one"),
         ("version", 1, "expected .*got .* 1; read it with"),
         ("format", "x", "expected .*got 'x'"),
         ("plan", [], "a plan must be a JSON object, got"),
