@@ -301,12 +301,22 @@ class Clock:
         return "made"
 
 
+class Mark(float):
+    """A time of the clock, as a device's event."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: float) -> float:
+        return 1e3 * (end - self)
+
+
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made = Clock()
     monkeypatch.setitem(sys.modules, "ray", Ray())
     monkeypatch.setattr(schedules, "forward_step", made.forward_step)
-    monkeypatch.setattr(timing, "mark", lambda: made.now)
+    monkeypatch.setattr(timing, "mark", lambda: Mark(made.now))
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     trainers_costs.cache_clear()
     yield
