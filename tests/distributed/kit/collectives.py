@@ -182,6 +182,6 @@ def phases_make_the_collectives_that_are_listed(dims: dict[str, Any]) -> None:
             stock_step(stock, model, samples, forward_only=True)
         with counted() as phases["stock step, data on some ranks"]:
             stock_step(stock, model, samples, has_data=on_one is not None)
-    if is_last_stage():  # sizes and bytes of outputs go back where there are any
-        assert phases["forward_only"].pop("all_to_all_single") == 2
+    if is_last_stage():  # what outputs are and their bytes go back, each behind its sizes
+        assert phases["forward_only"].pop("all_to_all_single") == 4
     assert phases == EXPECTED[shape.pipeline_parallel], phases
