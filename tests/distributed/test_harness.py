@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from kit import harness
 from kit.harness import Job, JobFailedError, run_jobs
 
 
@@ -59,3 +61,12 @@ def test_crash_on_one_rank_fails_with_its_traceback(found: dict[str, Any]) -> No
     assert isinstance(failure, JobFailedError)
     assert "rank 1: Traceback" in str(failure)
     assert "on purpose" in str(failure)
+
+
+def test_launches_of_other_tests_have_the_same_server(
+    found: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    servers = harness._server.cache_info().currsize
+    monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
+    assert run_jobs([Job("after", "test_harness:returns_rank", 2)], tmp_path)["after"] == [0, 1]
+    assert harness._server.cache_info().currsize == servers

@@ -107,6 +107,7 @@ def results(outcome: list[Any] | JobFailedError) -> list[Any]:
 def environment(nproc: int) -> dict[str, str]:
     """Variables of the worker processes; the CPU stand-in where there are too few GPUs."""
     variables = dict(os.environ)
+    variables.pop("PYTEST_CURRENT_TEST", None)  # else every test would have a server of its own
     variables["OMP_NUM_THREADS"] = "1"
     variables["PYTHONWARNINGS"] = "ignore"  # megatron-core warns of every optional package
     variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
