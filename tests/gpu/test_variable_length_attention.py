@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mcore_batching.batch.row_index import Slice
 from mcore_batching.megatron.attention import (
     RowGeometry,
-    attend_run_by_run,
-    attention_runs,
     variable_length_kernel,
     why_not_variable_length,
 )
@@ -36,16 +35,19 @@ def test_variable_length_kernel_equals_run_by_run(
     torch.manual_seed(0)
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     for rank in range(context_parallel_size):
-        runs = attention_runs(offsets, context_parallel_size, rank)
-        tokens = sum(run.query_end - run.query_start for run in runs)
+        runs = [
+            (end - first, [(start, end)])
+            for start, first, end in Slice(offsets, context_parallel_size, rank).chunks
+        ]
+        tokens = sum(queries for queries, _ in runs)
         query = torch.randn(tokens, 8, 64, **options)
         key, value = (torch.randn(offsets[-1], key_heads, 64, **options) for _ in range(2))
         assert not why_not_variable_length(query, value)
-        row = RowGeometry(offsets, context_parallel_size, runs, query.device)
+        row = RowGeometry(offsets, None, query.device, runs)
         results = []
         for compute in (
-            lambda q, k, v, r=row: r.attend(q, k, v, 0.125),
-            lambda q, k, v, r=runs: attend_run_by_run(q, k, v, r, 0.125, 0.0),
+            lambda q, k, v, r=row: r.attend(q, *r.keys(k, v), 0.125),
+            lambda q, k, v, r=row: r.attend_run_by_run(q, *r.keys(k, v), 0.125, 0.0),
         ):
             out = compute(query, key, value)
             results.append(
