@@ -275,7 +275,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, without the host waiting for the copy."""
-    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-    return pinned.to(device, non_blocking=True)
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor in memory from which it may go to a device."""
+    # From pageable memory the host would wait for the copy, non_blocking or not.
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def sent(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
+    """A host tensor on a device, without the host waiting for it; with `copy` never itself."""
+    return pinned(tensor, device).to(device, non_blocking=True, copy=copy)

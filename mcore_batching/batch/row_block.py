@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_batching.batch.columns import Columns, map_tensors
+from mcore_batching.batch.columns import Columns, map_tensors, pinned, sent
 from mcore_batching.batch.row import LaterTokens, PackedMicroBatch, ResponseTokens, packed_field
 from mcore_batching.batch.row_index import Nodes, RowIndex, Span
 
@@ -108,35 +108,32 @@ class RowBlock:
 
     def copied(self, tensor: Tensor) -> Tensor:
         """A copy of a host tensor on the device, for which the host does not wait."""
-        return self._pinned(tensor).to(self._device, non_blocking=True, copy=True)
-
-    def _pinned(self, tensor: Tensor) -> Tensor:
-        # From pageable memory the host would wait for a copy, non_blocking or not.
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+        return sent(tensor, self._device, copy=True)
 
     def copied_all(self, values: list[Any]) -> list[Any]:
         """A copy of what lists and dicts hold: of host tensors on the device, by one transfer for
         each type. Tensors with a gradient, of a subclass, or elsewhere follow by themselves."""
         found: list[Tensor] = []
         map_tensors(values, found.append)
+        if not found:
+            return values
         by_type: dict[torch.dtype, dict[int, Tensor]] = {}
+        moved: dict[int, Tensor] = {}
         for each in found:
             if _is_plain(each):
                 by_type.setdefault(each.dtype, {})[id(each)] = each
-        made: dict[int, Tensor] = {}
+            else:
+                moved[id(each)] = each.to(self._device, non_blocking=True)
         for plain in by_type.values():
             flat = self.copied(torch.cat([each.reshape(-1) for each in plain.values()]))
             parts = torch.unsafe_split_with_sizes(flat, [each.numel() for each in plain.values()])
             shaped = zip(plain.items(), parts, strict=True)
-            made |= {key: part.view(each.shape) for (key, each), part in shaped}
-        if not found:
-            return values
-        moved = {id(each): each.to(self._device, non_blocking=True) for each in found} | made
+            moved |= {key: part.view(each.shape) for (key, each), part in shaped}
         copies: list[Any] = map_tensors(values, lambda each: moved[id(each)])
         return copies
 
     def tensor(self, name: str, depth: int = 0) -> tuple[Tensor, list[int]]:
-        """What all rows have by this name at a depth of multi-token prediction, one behind the
+        """A tensor of all rows, by name and depth of multi-token prediction, one row behind the
         other in the last dimension, and the length of each row's part; on the host.
 
         Kept for further epochs.
@@ -146,7 +143,7 @@ class RowBlock:
         """
         if (name, depth) not in self._made:
             made, counts = self._make(name, depth)
-            self._made[name, depth] = self._pinned(made), counts
+            self._made[name, depth] = pinned(made, self._device), counts
         return self._made[name, depth]
 
     def forget_index(self) -> None:
@@ -290,7 +287,7 @@ class _Moved:
         self._parts: dict[tuple[str, int], Sequence[Tensor]] = {}
 
     def part(self, number: int, depth: int, name: str) -> Any:
-        """What one row has by this name at a depth of multi-token prediction."""
+        """One row's value, by name and depth of multi-token prediction."""
         if name == "owned_num_tokens":
             return self._block.owned_num_tokens[number]
         if name in _DISTINCT and not self._block.is_shared:

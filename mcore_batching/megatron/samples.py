@@ -232,7 +232,8 @@ def read_rollout(
 
     Raises:
         DynamicBatchArgumentError: forward passes have a cap of their own beside shared rows.
-        As `read_fields` and `read_share`.
+        TypeError, KeyError, SchemaError: see `read_fields`.
+        ConfigError, ValueError: see `read_share`.
     """
     options = job.options
     if options.max_context_parallel is not None and options.has_own_forward_cap:
