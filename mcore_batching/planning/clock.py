@@ -340,12 +340,12 @@ def clocks_of(
         sizes: under dynamic CP the context-parallel size of each micro-batch [ranks][slots].
 
     Returns:
-        a single clock for ranks in lockstep or under dynamic CP; else one for each rank, the same
-        object for ranks with equal costs.
+        a single clock for ranks in lockstep or where any share rows; else one for each rank, the
+        same object for ranks with equal costs.
     """
     if schedule.dims.in_lockstep:  # every slot takes as long as its costliest micro-batch
         return [Clock([max(slot) for slot in zip(*costs, strict=True)], schedule)]
-    if sizes is not None:
+    if sizes is not None and any(size > 1 for of_rank in sizes for size in of_rank):
         flat = [cost for slot in zip(*costs, strict=True) for cost in slot]
         return [Clock(flat, schedule, blocks_of(sizes), len(costs))]
     ranks = [tuple(rank) for rank in costs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import random
 import weakref
 from dataclasses import replace
@@ -211,7 +210,7 @@ def test_32_ranks_in_lockstep_are_even_and_lose_at_most_4_percent(seed: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "sigma", "most"), [(64, 0.6, 1.4), (128, 1.0, 1.175), (256, 0.6, 1.125)]
+    ("num_samples", "sigma", "most"), [(64, 0.6, 1.4), (128, 1.0, 1.175), (256, 0.6, 1.13)]
 )
 def test_pipelines_in_lockstep_end_near_their_bound(
     num_samples: int, sigma: float, most: float
@@ -251,7 +250,7 @@ def test_effort_bounds_the_work(effort: int) -> None:
     lengths = log_normal(256, 0, median=2048, sigma=1, cap=16384)
     work = Objective(Problem.of(lengths, PP4, replace(CONFIG, plan_effort=effort)))
     start = plan_step(lengths, PP4, replace(CONFIG, balance="tokens")).micro_batches
-    given = effort * math.sqrt(BUDGET * (256 + 4 * 4) * (4 + 4))
+    given = effort * BUDGET * ((256 + 4 * 4) * 4) ** 0.25
     assert work.budget == pytest.approx(given)
     search(work, [start])
     most_slots, passes = 16 * 4, 2 * 4

@@ -19,7 +19,7 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -41,9 +41,8 @@ SHARED_OVER = 1.2, 1.05
 """A long sample shares a rank with a longer one in a slot whose target is up to a sixth smaller:
 fewer ranks have to wait for one. Where stages differ up to a twentieth, as every stage waits for
 the slowest. With a twentieth everywhere steps of long samples on 8 stages end 1 % later."""
-WORKS, HALVINGS = 8, 10
-"""Ends of a rank are simulated for 8 works or so and interpolated; the common end of all ranks is
-found within a thousandth of what it may be. With half as many works, steps end 0.1 % later."""
+HALVINGS = 10
+"""The common end of all ranks is found within a thousandth of what it may be."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,8 +124,12 @@ class Targets:
         even = [1.0] * count, float(count)
         self.usual, self._usual_sum = even if self.even else self.shape(count)
         """Sizes of slots over the plateau where no sample is long [slots], and their sum."""
-        self._usual_end = self._end(self.usual)
         self._of_ranks: dict[tuple[float, float], RankTargets] = {}
+
+    @cached_property
+    def _usual_end(self) -> float:
+        """End of the step over the plateau."""
+        return self._end(self.usual)
 
     def shape(self, slots: int, steeper: float = 1.0) -> tuple[list[float], float]:
         """Sizes of so many slots over the plateau, and their sum; the first is `steeper` times the
@@ -164,19 +167,23 @@ class Targets:
         # No longer sample than the usual plateau: the end is in proportion to the work.
         if end >= longest * self._usual_end or fewest >= most:
             return max(fewest, end / self._usual_end * self._usual_sum)
+        # The more slots rise to the longest sample, the later the rank ends.
+        slots = range(1, self.count + 1)
+        fits = bisect_right(slots, end, key=partial(self._end_held, longest))
+        if fits == 0:
+            return fewest
+        before, end_before = self._held(longest, fits), self._end_held(longest, fits)
         after, end_after = most, longest * self._usual_end
-        slots = range(self.count, 0, -max(1, self.count // WORKS))
-        for before in [*(self._held(longest, number) for number in slots), fewest]:
-            end_before = self.of_rank(before, longest).end
-            if end_before <= end:
-                share = (end - end_before) / (end_after - end_before)
-                return before + share * (after - before)
-            after, end_after = before, end_before
-        return fewest
+        if fits < self.count:
+            after, end_after = self._held(longest, fits + 1), self._end_held(longest, fits + 1)
+        return before + (end - end_before) / (end_after - end_before) * (after - before)
 
     def _held(self, longest: float, slots: int) -> float:
         """Work of targets that rise to the longest sample in so many slots."""
         return longest * self.shape(slots, STEEP)[1] + (self.count - slots) * self._least
+
+    def _end_held(self, longest: float, slots: int) -> float:
+        return self.of_rank(self._held(longest, slots), longest).end
 
     def take_long(self, left: list[float], sizes: Sequence[float], usual: float) -> None:
         """Remove the long samples that a rank takes from those that are left, ascending: one in
@@ -252,11 +259,11 @@ def even_ranks(
     """
     longest = alone[0] if alone else 0.0
     long = [cost for cost in alone if cost > targets.plateau(work)]
-    works, peaks = [work] * ranks, [longest, *[0.0] * (ranks - 1)]
     if not long:
-        return works, peaks
-    low, high = targets.of_rank(work, 0.0).end, math.inf
-    end = targets.of_rank(max(work, longest), longest).end
+        return [work] * ranks, [longest, *[0.0] * (ranks - 1)]
+    works, peaks = list[float](), list[float]()
+    low = targets.of_rank(work, 0.0).end
+    end = high = targets.of_rank(max(work, longest), longest).end
     for _ in range(HALVINGS):
         left, found, tops = long[::-1], list[float](), [0.0] * ranks
         while left and len(found) < ranks:
@@ -269,10 +276,10 @@ def even_ranks(
             found.append(until)
             targets.take_long(left, sizes, targets.plateau(until))
         rest, usual = work * ranks - ordered_sum(found), ranks - len(found)
-        if rest > usual * targets.work_until(end, 0.0):
+        if works and rest > usual * targets.work_until(end, 0.0):
             low = end
         else:
             high, peaks = end, tops
             works = found + [rest / usual] * usual if usual else found
-        end = min((low + high) / 2, 1.1 * end)
+        end = (low + high) / 2
     return works, peaks
