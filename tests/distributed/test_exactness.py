@@ -73,6 +73,13 @@ BRANCHES: dict[str, Any] = PLAIN | {
     "bfloat16": False,
     "loss_masks": "weights",
 }
+# Megatron multiplies these losses by the ranks that share a row, here four.
+BALANCED = {
+    "layout": (1, 1, 4, 1),
+    "kind": "moe",
+    "auxiliary_losses": True,
+    "which_losses": ["aux_loss", "seq_aux_loss"],
+}
 DEPTHS = {"multi-token_prediction": True, "depths": 2, "detached_heads": False}
 SPECIAL = [
     job_of(1468, "samples-that-stay", nproc=2, **PLAIN | STAYING),
@@ -80,6 +87,7 @@ SPECIAL = [
     job_of(3, "banned-lowest", nproc=2, banned="lowest", temperature=1.0, **PLAIN | BANNED),
     job_of(1567, "one-sample", nproc=4, **PLAIN | SHARED_ROWS),
     job_of(194, "no-responses", nproc=4, **PLAIN | SHARED_ROWS),
+    job_of(8, "auxiliary-losses-cp4", nproc=4, **PLAIN | BALANCED),
     job_of(174, "branches-one-rank", **BRANCHES),
     job_of(174, "branches-cp2", **BRANCHES | {"layout": (1, 1, 2, 1), "nproc": 2}),
     job_of(174, "branches-further-tokens", **BRANCHES | DEPTHS),
@@ -125,6 +133,9 @@ def test_special_jobs_are_what_they_are_named_for() -> None:
     assert not any(response for _, response, _ in rollouts["no-responses"]["samples"])
     owners = [rank for _, _, rank in rollouts["samples-that-stay"]["samples"]]
     assert owners == [0] * 9 + [1] * 9
+    (balanced,) = (job.parameters["job"] for job in SPECIAL if job.name == "auxiliary-losses-cp4")
+    assert balanced["balancing"].keys() == {"aux_loss", "seq_aux_loss"}
+    assert balanced["dims"]["context_parallel"] == 4
     assert rollouts["samples-that-stay"]["global_batch_size"] == 4
 
 
