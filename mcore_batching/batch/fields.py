@@ -171,6 +171,11 @@ def declaration_line(name: str, kind: Kind, length_offset: int = 0, fill: Fill =
     return f'schema = schema.declare("{name}", Kind.{kind.name}{offset}{filled})'
 
 
+def is_loss_mask(field: Field) -> bool:
+    """True for the weights of response tokens in the loss."""
+    return field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN
+
+
 def undeclared(name: str, advice: str) -> SchemaError:
     """The refusal of a field without a declaration."""
     # The line is an example, with the commonest kind of fields that frameworks add.
@@ -277,12 +282,9 @@ def checked_values(
     else:
         found = [_value(field, index, value) for index, value in enumerate(values)]
     # After all became tensors: from here on a value has a shape and a type, or none at all.
-    lengths = list(zip(total_lengths, response_lengths, strict=True))
-    alike = _like_all(field, found, lengths)
-    # One by one only to name one.
-    is_met = alike is not None and unmet(field, found[alike], *lengths[alike]) is None
-    for index, value in enumerate(() if is_met else found):
-        expected = unmet(field, value, *lengths[index])
+    lengths = zip(total_lengths, response_lengths, strict=True)
+    for index, (value, of_sample) in enumerate(zip(found, lengths, strict=True)):
+        expected = unmet(field, value, *of_sample)
         if expected is not None:
             raise SchemaError(
                 field.name,
@@ -294,26 +296,9 @@ def checked_values(
             )
     if field.kind is Kind.PER_SAMPLE:
         _require_one_shape(field.name, found, response_lengths)
-    if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
+    if is_loss_mask(field):
         require_loss_masks(found)
     return found
-
-
-def _like_all(field: Field, values: list[Any], lengths: Sequence[tuple[int, int]]) -> int | None:
-    """The index of a value that is unmet if any is: of the longest of tensors that differ in their
-    lengths alone, and have these; None if there is no such value."""
-    if field.kind in WITHOUT_ROWS or {*map(type, values)} != {Tensor}:
-        return None
-    # In few operations on each value: rollouts have thousands.
-    kinds = {(each.dtype, each.layout, each.device, each.ndim, each.is_nested) for each in values}
-    if len(kinds) > 1 or not values[0].ndim or values[0].is_nested:
-        return None
-    axis = -1 if field.kind is Kind.POSITION_IDS else 0
-    rows = [each.shape[axis] for each in values]
-    at = rows.index(max(rows))
-    # Without elements it might be of any type.
-    has_all = rows == [field.num_rows(*each) for each in lengths] and values[at].numel()
-    return at if has_all else None
 
 
 def _value(field: Field, index: int, value: Any) -> Any:

@@ -28,18 +28,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.row import PackedMicroBatch, flat_values
-from mcore_batching.batch.row_block import loss_weights
-from mcore_batching.batch.row_index import Span, predicted_within
+from mcore_batching.batch.row_index import Span
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key
-
-_BLOCK = 64
-"""Values that are added up at once: sums of as many zeros and ones are exact in any precision."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,46 +80,53 @@ def step_totals(
         their totals; sums of their loss weights, and of those of tokens that are predicted at each
         depth of multi-token prediction.
     """
-    masks = "loss_mask" if has_labels else "loss_masks"
-    read = masks, "is_padding", "trajectory_ids", "uids"
-    columns = columns.compact([name for name in read if name in columns])
-    if has_labels:
-        span, weights = columns.token_span, columns.flat(masks)[:-1].float()
-    else:
-        span, weights = columns.response_span, loss_weights(columns)
-    sums = [_sums(weights, span)]
-    trained, num_tokens = sums[0], int(weights.count_nonzero())
-    # Of numbers up to 1 only ones add up to how many are not 0, as in most masks. Others are added
-    # up in double: micro-batches, and so packing, should not show in the sum.
-    if weights.numel() and (float(trained.sum()) != num_tokens or weights.amax() > 1):
-        trained, weights = _sums((weights != 0).float(), span), weights.double()
-        sums = [_sums(weights, span)]
-    within = weights
-    if depths and has_labels:
-        within = span.within
-    elif depths:
-        within = predicted_within(columns.token_span, span)
-    for depth in range(1, depths + 1):
-        sums.append(_sums(weights.masked_fill(within < depth, 0.0), span))
-    of_samples = [each.tolist() for each in sums]
+    by_depth = [_weights_at(columns, depth, has_labels) for depth in range(depths + 1)]
+    (weights, counts), tags = by_depth[0], columns.get("is_padding", ())
     groups: list[dict[Hashable, float]] = []
     for keys_of in (trajectory_keys, prompt_keys):
         keys = None
         # Ids that name no groups are no fault of a loss that has no use for these groups.
         with contextlib.suppress(LengthError):
             keys = keys_of(columns)
-        groups.append(_by_group(keys or [], of_samples[0]))
+        groups.append(_by_group(keys or [], weights.tolist()))
     trajectories, prompts = groups
-    by_depth = [*map(math.fsum, of_samples)]
+    sums = [math.fsum(each.tolist()) for each, _ in by_depth]
     totals = StepTotals(
-        num_samples=len(span.counts) - sum(columns.get("is_padding", ())),
-        num_trained_samples=int((trained > 0).sum()),
-        num_tokens=num_tokens,
-        token_weight=by_depth[0],
+        num_samples=len(weights) - sum(tags),
+        num_trained_samples=int((counts > 0).sum()),
+        num_tokens=int(counts.sum()),
+        token_weight=sums[0],
         trajectory_weights=trajectories,
         prompt_weights=prompts,
     )
-    return totals, by_depth
+    return totals, sums
+
+
+def _weights_at(columns: Columns, depth: int, has_labels: bool) -> Tensor:
+    """Sum of each sample's loss weights of tokens that are predicted at a depth of multi-token
+    prediction, and how many are not 0; float64 ``[2, samples]``."""
+    name = "loss_mask" if has_labels else "loss_masks"
+    own, tokens = columns.response_span, columns.token_span.lengths
+    span = columns.token_span if has_labels else own
+    sums = columns.sums(name) if name in columns else span.lengths.double().expand(2, -1)
+    # The first ones are predicted by nothing so far ahead: response token j of a sample with p
+    # prompt tokens by place p - 1 + j - depth.
+    none = (
+        torch.tensor(depth, device="cpu")
+        if has_labels
+        else (depth + 1 - tokens + own.lengths).clamp_(min=0)
+    )
+    early = Span(none.minimum(span.lengths), span.starts, span.end)
+    if early.total:
+        values = torch.ones(early.total, dtype=torch.float64, device="cpu")
+        if name in columns:
+            values = columns.flat(name).index_select(0, early.places[:-1]).double()
+        parts = torch.stack((values, (values != 0).double()))
+        sums = sums.index_add(1, early.samples, parts, alpha=-1)
+    tags = [] if has_labels else columns.get("is_padding", ())
+    if any(tags):
+        sums = sums.masked_fill(torch.tensor(tags, dtype=torch.bool, device="cpu"), 0.0)
+    return sums
 
 
 def _by_group(keys: Iterable[Hashable], weights: Sequence[float]) -> dict[Hashable, float]:
@@ -157,25 +159,6 @@ def _keys(columns: Columns, name: str) -> list[Hashable] | None:
     tags = columns.get("is_padding") or [False] * len(columns[name])
     values = enumerate(zip(columns[name], tags, strict=True))
     return [None if is_padding else group_key(value, i) for i, (value, is_padding) in values]
-
-
-def _sums(values: Tensor, span: Span) -> Tensor:
-    """Sum of each sample's ``[R]`` values on the host, float64 ``[samples]``.
-
-    What stands before a sample's end is whole blocks, which vectors add up without a copy of the
-    values, and part of the next one.
-    """
-    if not len(values):
-        return torch.zeros(len(span.counts), dtype=torch.float64, device="cpu")
-    ends = span.firsts + span.lengths
-    number = ends // _BLOCK
-    blocks = values[: len(values) // _BLOCK * _BLOCK].view(-1, _BLOCK).sum(1)
-    places = number[:, None] * _BLOCK + torch.arange(_BLOCK, device="cpu")
-    # By `index_select`, which takes a tenth of the time of brackets.
-    part = values.index_select(0, places.clamp(max=len(values) - 1).view(-1)).view(-1, _BLOCK)
-    part.masked_fill_(places >= ends[:, None], 0)
-    whole = pad(blocks.double().cumsum(0), (1, 0)).index_select(0, number)
-    return (whole + part.sum(1)).diff(prepend=whole.new_zeros(1))
 
 
 def sums_of_samples(values: Tensor, span: Span) -> Tensor:

@@ -122,25 +122,31 @@ class Schema(Mapping[str, Field]):
             SchemaError: a required field is absent, a length is no integer of 0 or more, a field is
                 not declared, or a value does not match its kind.
         """
-        for field in self.values():
-            if field.required and batch.get(field.name) is None:
-                found = "None" if field.name in batch else "no such field"
-                raise SchemaError(field.name, expected="one value per sample", found=found)
         # First, since all other fields are checked against them.
-        totals, responses = read_lengths(batch)
-        lengths = {"total_lengths": totals, "response_lengths": responses}
+        lengths = lengths_of(batch, self)
         checked = {
-            name: checked_values(self.declared(name), values, totals, responses)
+            name: checked_values(self.declared(name), values, *lengths.values())
             for name, values in batch.items()
             if values is not None and name not in lengths  # None: absent for the whole batch
         }
-        return lengths | checked
+        return {**lengths, **checked}
 
     def declared(self, name: str) -> Field:
         """The declaration of a field; a `SchemaError` if there is none."""
         if name not in self:
             raise undeclared(name, "use schema = schema.resolve(batch), or declare")
         return self[name]
+
+
+def lengths_of(batch: Mapping[str, Any], schema: Schema) -> dict[str, list[int]]:
+    """The samples' lengths as Python ints, total ones first; refuses a batch without a required
+    field."""
+    for field in schema.values():
+        if field.required and batch.get(field.name) is None:
+            found = "None" if field.name in batch else "no such field"
+            raise SchemaError(field.name, expected="one value per sample", found=found)
+    totals, responses = read_lengths(batch)
+    return {"total_lengths": totals, "response_lengths": responses}
 
 
 def infer_field(name: str, batch: Mapping[str, Any]) -> Field:

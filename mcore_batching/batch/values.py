@@ -91,10 +91,8 @@ def _first_outside(
     if not values:
         return None
     flat = joined([value.flatten() for value in values])
-    if weights is None and flat.numel():
-        least, most = flat.aminmax()
-        if least >= 0 and most < end:  # a comparison with NaN is False
-            return None
+    if weights is None and all_within(flat, end):
+        return None
     outside = ~((flat >= 0) & (flat < end))
     if weights is not None:
         outside &= joined([weight.flatten() for weight in weights]) != 0
@@ -106,6 +104,14 @@ def _first_outside(
             return index, place, flat[found].item()
         place -= value.numel()
     raise AssertionError("unreachable")
+
+
+def all_within(values: Tensor, end: float) -> bool:
+    """True if all values are in ``[0, end)``, of which NaN is not."""
+    if not values.numel():
+        return True
+    least, most = values.aminmax()
+    return bool(least >= 0 and most < end)
 
 
 def joined(values: Sequence[Tensor]) -> Tensor:

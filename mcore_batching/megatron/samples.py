@@ -22,7 +22,7 @@ from mcore_batching.batch import Schema, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.consensus import Agreement, Gathered
 from mcore_batching.batch.fields import read_lengths
-from mcore_batching.batch.values import require_vocabulary
+from mcore_batching.batch.values import all_within, require_vocabulary
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.layers import check_shared_prefixes
 from mcore_batching.megatron.checks.settings import prepare_model
@@ -447,10 +447,10 @@ def template_of(
 def require_known_tokens(data: Columns, vocabulary_size: int | None) -> None:
     """Refuse tokens beyond the model's vocabulary (None: not known), by a `SchemaError`."""
     # An id beyond the embedding would show without the sample's name, or not at all.
-    if data.total_lengths and vocabulary_size is not None:
-        least, most = data.flat("tokens").aminmax()
-        if least < 0 or most >= vocabulary_size:  # sample by sample, to name one
-            require_vocabulary("tokens", data["tokens"], vocabulary_size)
+    if vocabulary_size is None or not data.total_lengths:
+        return
+    if not all_within(data.flat("tokens"), vocabulary_size):  # one by one only to name one
+        require_vocabulary("tokens", data["tokens"], vocabulary_size)
 
 
 def read_share(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import weakref
@@ -126,12 +127,19 @@ def test_the_first_value_that_does_not_fit_is_named_however_many_are_alike(
         return
     faults = [unmet(field, *each) for each in zip(values, *lengths, strict=True)]
     at = next((i for i, fault in enumerate(faults) if fault is not None), None)
+    empty, name = Columns(MARKED, {}, *lengths), field.name
     if at is None:
         assert all(map(equal, checked_values(field, drawn, *lengths), values))
+        with contextlib.suppress(SchemaError):  # rows of several shapes, types without a common one
+            for found, value in zip(
+                empty.extended({name: drawn}, MARKED)[name], values, strict=True
+            ):
+                assert found.tolist() == value.tolist()
         return
-    with pytest.raises(SchemaError) as caught:
-        checked_values(field, drawn, *lengths)
-    assert (caught.value.sample_index, caught.value.expected) == (at, faults[at])
+    for check in (checked_values, lambda *_: empty.extended({name: drawn}, MARKED)):
+        with pytest.raises(SchemaError) as caught:
+            check(field, drawn, *lengths)
+        assert (caught.value.sample_index, caught.value.expected) == (at, faults[at])
 
 
 @settings(max_examples=100, deadline=None)

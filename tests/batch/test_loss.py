@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mcore_batching.batch import (
     DEFAULT_SCHEMA,
     BatchError,
+    Kind,
     PackedMicroBatch,
     StepTotals,
     gather_response,
@@ -218,30 +219,69 @@ def test_padding_samples_do_not_show_in_the_last_bit(seed: int, more: int) -> No
     assert shares[0] == shares[1]
 
 
-def test_sums_of_weights_are_exact_whatever_they_are() -> None:
-    count = 100_000
-    samples = batch_cases.make_samples([(count + 1, count), (3, 2)])
-    for weight in (0.1, 1.0, 3.0):
-        samples["loss_masks"] = [torch.full((count,), weight), torch.tensor([0.0, weight])]
-        totals, (weights,) = step_totals(Columns.read(samples, DEFAULT_SCHEMA))
-        single = float(torch.tensor(weight))
-        assert math.isclose(weights, (count + 1) * single, rel_tol=1e-12)
-        assert totals.token_weight == weights
-        assert (totals.num_tokens, totals.num_trained_samples) == (count + 1, 2)
+WEIGHTS = st.sampled_from([[1.0], [0.0, 1.0], [0.0], [0.5, 0.0, 3.0], [1e-30, 1.0]])
 
 
-def test_weights_that_add_up_to_their_number_are_not_taken_for_ones() -> None:
-    """In single precision the small one would be lost."""
-    samples = batch_cases.make_samples([(3, 2), (125, 124)])
-    masks = [[64.0, 1e-7], [0.5] * 124]
-    samples |= {"loss_masks": [torch.tensor(mask) for mask in masks], "uids": [*"ab"]}
-    totals, _ = step_totals(Columns.read(samples, DEFAULT_SCHEMA))
-    assert (totals.num_tokens, totals.num_trained_samples) == (126, 2)
-    assert totals.prompt_weights == {"a": 64 + float(torch.tensor(1e-7)), "b": 62.0}
+@settings(max_examples=150, deadline=None)
+@given(batch_cases.sample_shapes(), WEIGHTS, st.booleans(), st.booleans(), st.randoms())
+def test_totals_are_those_counted_token_by_token(
+    shapes: list[tuple[int, int]],
+    weights: list[float],
+    has_masks: bool,
+    has_labels: bool,
+    draw: random.Random,
+) -> None:
+    samples = batch_cases.make_samples(shapes)
+    tags = [draw.random() < 0.2 for _ in shapes]
+    name = "loss_mask" if has_labels else "loss_masks"
+    lengths = [total if has_labels else response for total, response in shapes]
+    masks = [draw.choices(weights if has_masks else [1.0], k=length) for length in lengths]
+    samples |= {"is_padding": tags, "uids": [str(i % 2) for i in range(len(shapes))]}
+    samples["loss_masks"] = None
+    if has_masks or has_labels:
+        samples[name] = masks
+    schema = DEFAULT_SCHEMA.declare("loss_mask", Kind.PER_TOKEN)
+    chosen = draw.sample(range(len(shapes)), draw.randint(0, len(shapes)))
+    columns = Columns.read(samples, schema).taken(chosen)
+
+    def counted(i: int, depth: int) -> list[float]:
+        """Weights of the tokens that something predicts at this depth."""
+        total, response = shapes[i]
+        first = depth if has_labels else max(depth + 1 - (total - response), 0)
+        return [] if tags[i] and not has_labels else masks[i][first:]
+
+    for _ in range(2):  # added up once, and read again
+        totals, of_depths = step_totals(columns, 3, has_labels=has_labels)
+        for depth, found in enumerate(of_depths):
+            assert found == pytest.approx(sum(sum(counted(i, depth)) for i in chosen), rel=1e-12)
+        own = [counted(i, 0) for i in chosen]
+        assert totals.num_samples == sum(not tags[i] for i in chosen)
+        assert totals.num_trained_samples == sum(any(each) for each in own)
+        assert totals.num_tokens == sum(weight != 0 for each in own for weight in each)
+        of_prompts = dict.fromkeys(sorted({samples["uids"][i] for i in chosen if not tags[i]}), 0.0)
+        for i in chosen:
+            if not tags[i]:
+                of_prompts[samples["uids"][i]] += sum(counted(i, 0))
+        assert totals.prompt_weights == pytest.approx(of_prompts, rel=1e-12)
 
 
-def test_a_weight_far_below_the_others_is_one_of_a_trained_sample() -> None:
-    samples = batch_cases.make_samples([(5, 4), (2, 1), (2, 1)])
-    samples["loss_masks"] = [torch.tensor(mask) for mask in ([1.0] * 4, [1e-30], [0.0])]
-    totals, _ = step_totals(Columns.read(samples, DEFAULT_SCHEMA))
-    assert (totals.num_tokens, totals.num_trained_samples) == (5, 2)
+@pytest.mark.parametrize(
+    ("masks", "num_tokens", "trained"),
+    [
+        *(([[weight] * 100_000, [0.0, weight]], 100_001, 2) for weight in (0.1, 1.0, 3.0)),
+        # They add up to their number, the small one being lost in single precision.
+        ([[64.0, 1e-7], [0.5] * 124], 126, 2),
+        # One is far below the others.
+        ([[1.0] * 4, [1e-30], [0.0]], 5, 2),
+    ],
+)
+def test_sums_of_weights_are_exact_whatever_they_are(
+    masks: list[list[float]], num_tokens: int, trained: int
+) -> None:
+    samples = batch_cases.make_samples([(len(mask) + 1, len(mask)) for mask in masks])
+    samples |= {"loss_masks": [*map(torch.tensor, masks)], "uids": [*range(len(masks))]}
+    totals, (weights,) = step_totals(Columns.read(samples, DEFAULT_SCHEMA))
+    assert (totals.num_tokens, totals.num_trained_samples) == (num_tokens, trained)
+    sums = [math.fsum(map(float, torch.tensor(mask))) for mask in masks]
+    assert weights == totals.token_weight == pytest.approx(math.fsum(sums), rel=1e-12)
+    assert totals.prompt_weights == pytest.approx(dict(enumerate(sums)), rel=1e-12)
