@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
     set_tensor_model_parallel_attributes,
 )
@@ -146,27 +147,6 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_
 """Masks under which no token sees a later one of its sequence."""
 
 
-class _GatherTokens(torch.autograd.Function):
-    """``[tokens / cp, ...]`` on each rank to ``[tokens, ...]`` on all, rank after rank."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        ctx.local_tokens = local.shape[0]
-        gathered = local.new_empty((local.shape[0] * group.size(), *local.shape[1:]))
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # Every rank's queries saw these keys and made a part of their gradient. A reduce-scatter
-        # would do, but gloo has none in every version.
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        first = ctx.group.rank() * ctx.local_tokens
-        return grad[first : first + ctx.local_tokens], None
-
-
 class _GatherStretches(torch.autograd.Function):
     """``[tokens, ...]`` to its stretches one behind the other, which may overlap."""
 
@@ -242,8 +222,10 @@ class RowGeometry:
         """Keys and values ``[keys, heads, dim]`` of all runs, one run behind the other, from this
         rank's slice of them."""
         if self._group is not None and self._group.size() > 1:
-            # One collective for both: keys and values side by side on the last axis.
-            both: Any = cast(Any, _GatherTokens).apply(torch.cat((key, value), -1), self._group)
+            # One collective for both: keys and values side by side on the last axis. Backward adds
+            # up the gradients that the queries of all ranks make of them.
+            both = torch.cat((key, value), -1)
+            both = gather_from_sequence_parallel_region(both, group=self._group)
             # Ranks hold zigzag chunks, which lie rank after rank: put into the row's order.
             both = both.index_select(0, self._restore_index)
             key, value = both.split((key.shape[-1], value.shape[-1]), dim=-1)

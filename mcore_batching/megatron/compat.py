@@ -258,15 +258,6 @@ def packed_seq_params(
         max_seqlen_q=max_seqlen,
         max_seqlen_kv=max_seqlen,
     )
-    give_offsets(params, host_cu_seqlens, group)
-    return params
-
-
-def give_offsets(
-    params: Any, host_cu_seqlens: Sequence[int], group: dist.ProcessGroup | None = None
-) -> None:
-    """Set the offsets on the host, the sequence of each token and, under dynamic CP, the row's own
-    context-parallel group on a row's parameters."""
     params.host_cu_seqlens = tuple(host_cu_seqlens)
     # From 0.17 on Mamba layers begin anew with every sample by `seq_idx` alone. Megatron makes it
     # where `total_tokens` is given from the start, but then the host waits for the device.
@@ -275,14 +266,7 @@ def give_offsets(
         params.seq_idx = _sequence_of_tokens(params, host_cu_seqlens[-1])
     if group is not None:
         params.cp_group, params.local_cp_size = group, group.size()
-
-
-def forget_padded_length(params: Any) -> None:
-    """Clear ``tokens_per_sample`` of packed-sequence parameters."""
-    # From 0.19 on layers of experts cut a row at multiples of it, and stock scripts set it to the
-    # padded length of a sample, which packed rows do not have.
-    if getattr(params, "tokens_per_sample", None) is not None:
-        params.tokens_per_sample = None
+    return params
 
 
 def _sequence_of_tokens(params: Any, total_tokens: int) -> Tensor:

@@ -28,7 +28,6 @@ from mcore_batching.batch.row import LaterTokens
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.log_probs import log_probs_of_all
 from mcore_batching.megatron.logits import whole_hidden
-from mcore_batching.megatron.model_inputs import own_padding_mask
 from mcore_batching.megatron.topology import prediction_depths
 
 
@@ -125,17 +124,22 @@ class LossesOfRows:
 
 
 def predict_later_tokens(
-    params: Any, config: Any, row: PackedMicroBatch, losses: LaterLosses | None
+    params: Any,
+    config: Any,
+    row: PackedMicroBatch,
+    losses: LaterLosses | None,
+    own_padding_mask: Tensor | None,
 ) -> None:
     """Set on a row's packed-sequence parameters what multi-token prediction is to do with it.
 
-    Without ``losses`` these layers are left out.
+    Without ``losses`` these layers are left out. The mask is of the tokens that this rank holds
+    between layers, for models with experts.
     """
     if not prediction_depths(config):
         return
     _follow_parameters()
     params.later_losses = losses
-    params.own_padding_mask = own_padding_mask(config, row) if config.num_moe_experts else None
+    params.own_padding_mask = own_padding_mask
     for before, after in itertools.pairwise((row, *row.later)):
         before.tokens.of_next_depth = after.tokens  # type: ignore[attr-defined]
         before.position_ids.of_next_depth = after.position_ids  # type: ignore[attr-defined]

@@ -268,7 +268,7 @@ def _pack_here(schedule: MicroBatchSchedule) -> None:
     job, settings = samples.job, samples.settings
     with job.agreement("packing") as agree:
         samples.compare(agree)
-        own = [_local_problem(samples, moves, step) for step in range(len(samples.steps))]
+        own = [_local_units(samples, moves, step) for step in range(len(samples.steps))]
         packed = [pack_local(problem) for _, problem in own]
         needed = [
             least_count(problem, bins) for (_, problem), bins in zip(own, packed, strict=True)
@@ -279,8 +279,10 @@ def _pack_here(schedule: MicroBatchSchedule) -> None:
         rows = []
         for (units, problem), bins, count in zip(own, packed, counts.value, strict=True):
             filled = fill_local(problem, bins, count)
-            rows.append(tuple(_samples_of([units[place] for place in row]) for row in filled))
-        trees = [[each for each in units if isinstance(each, PrefixTree)] for units, _ in own]
+            rows.append(
+                tuple(tuple(sorted(i for at in row for i in units[at].samples)) for row in filled)
+            )
+        trees = [[unit for unit in units if len(unit.samples) > 1] for units, _ in own]
         # Stages and tensor-parallel ranks that ran other rows would send tensors of other shapes.
         agree.same("plan (sha256)", digest_of(rows), within="replica")
         ranks = agree.gather("micro-batches", (rows, trees))
@@ -307,11 +309,11 @@ def _pack_here(schedule: MicroBatchSchedule) -> None:
     _say_shared(schedule)
 
 
-def _local_problem(
+def _local_units(
     samples: Samples, moves: SampleMoves, step: int
-) -> tuple[list[PrefixTree | int], Problem]:
-    """This rank's part of a step: samples, by their places in the step, and parts of prefix trees
-    as large as the cap lets them be; what they are to the planner."""
+) -> tuple[list[PrefixTree], Problem]:
+    """This rank's part of a step, in units numbered by places in the step: single samples, and
+    parts of prefix trees as large as the cap lets them be; what they are to the planner."""
     settings, numbers = samples.settings, samples.steps[step]
     given = settings.dims, settings.config, settings.cost_model
     places = [place for place, number in enumerate(numbers) if number in moves.places]
@@ -319,22 +321,12 @@ def _local_problem(
     with samples.naming([moves.origin(numbers[place])[1] for place in places]):
         problem = Problem.of(lengths, *given, forward_only=samples.forward_only)
     if samples.beginnings is None:
-        return [*places], problem
+        single = zip(places, lengths, strict=True)
+        return [PrefixTree((place,), ((0, length),)) for place, length in single], problem
     forest = samples.beginnings.forest(samples.lengths, [numbers[place] for place in places])
     most = most_tokens_of_part(settings.dims, settings.config)
-    units = list[PrefixTree | int]()
-    for part in parts_of(forest, settings.cost_model, most):
-        is_shared = len(part) > 1
-        units.append(forest.tree(part).renumbered(places) if is_shared else places[part[0]])
-    units += [places[at] for at, leaf in enumerate(forest.last) if leaf < 0]
-    units.sort(key=lambda each: each if isinstance(each, int) else each.samples[0])
-    trees = [each if isinstance(each, PrefixTree) else None for each in units]
-    sizes = [
-        samples.lengths[numbers[each]] if isinstance(each, int) else each.size for each in units
-    ]
-    return units, Problem.of(sizes, *given, forward_only=samples.forward_only, trees=trees)
-
-
-def _samples_of(units: Sequence[PrefixTree | int]) -> tuple[int, ...]:
-    found = ((each,) if isinstance(each, int) else each.samples for each in units)
-    return tuple(sorted(itertools.chain.from_iterable(found)))
+    parts = parts_of(forest, settings.cost_model, most)
+    parts += [(at,) for at, leaf in enumerate(forest.last) if leaf < 0]
+    units = [forest.tree(part).renumbered(places) for part in sorted(map(sorted, parts))]
+    sizes = [unit.size for unit in units]
+    return units, Problem.of(sizes, *given, forward_only=samples.forward_only, trees=units)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
@@ -30,7 +30,6 @@ from mcore_batching.megatron.logits import (
     output_layer,
     why_not_fused,
 )
-from mcore_batching.megatron.model_inputs import joined_multimodal_inputs, padding_mask
 from mcore_batching.megatron.mtp import LaterLosses, predict_later_tokens
 from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.prefix_attention import Paths
@@ -160,21 +159,8 @@ def run_for_losses(
         "attention_mask": None,
         # With labels Megatron's model would return its own loss instead of logits.
         "labels": None,
-        # To every chunk, middle stages included: without them attention would cross samples.
-        "packed_seq_params": compat.packed_seq_params(
-            row.cu_seqlens_padded,
-            _longest(config, row),
-            row.host_cu_seqlens_padded,
-            row_group(row.context_parallel_size),
-        ),
+        **row_arguments(chunk, config, row, later),
     }
-    params = arguments["packed_seq_params"]
-    if row.nodes.has_branches:
-        params.attention_geometry = Paths(row, context_parallel_group(row))
-    # Routers balance experts by the tokens they count: padding must not be among them.
-    if config.num_moe_experts:
-        arguments["padding_mask"] = padding_mask(chunk, row)
-    predict_later_tokens(params, config, row, later)
     # Else the wrapper copies logits to float32. The model inside would refuse the argument.
     if in_model_dtype and has_half_precision_wrapper(chunk):
         arguments["fp32_output"] = False
@@ -182,6 +168,59 @@ def run_for_losses(
     when_made = functools.partial(job.say_once, "logits made", _ALL_LOGITS)
     with output_layer(chunk, dtype, when_made) as logits_of, replayed(chunk, row):
         return chunk(**arguments, **multimodal), logits_of
+
+
+def row_arguments(
+    chunk: Any, config: Any, row: PackedMicroBatch, later: LaterLosses | None
+) -> dict[str, Any]:
+    """Keyword arguments of a chunk's forward pass, middle stages included, by which its layers keep
+    samples apart and routers leave padding out; without ``later`` the layers of multi-token
+    prediction are left out. ``config`` is the chunk's."""
+    params = compat.packed_seq_params(
+        row.cu_seqlens_padded,
+        _longest(config, row),
+        row.host_cu_seqlens_padded,
+        row_group(row.context_parallel_size),
+    )
+    if row.nodes.has_branches:
+        params.attention_geometry = Paths(row, context_parallel_group(row))
+    made: dict[str, Any] = {"packed_seq_params": params}
+    own_mask = None
+    # Routers balance experts by the tokens they count: padding must not be among them.
+    if config.num_moe_experts:
+        made["padding_mask"], own_mask = _padding_masks(chunk, config, row)
+    predict_later_tokens(params, config, row, later, own_mask)
+    return made
+
+
+def _padding_masks(chunk: Any, config: Any, row: PackedMicroBatch) -> tuple[Tensor, Tensor]:
+    """Bool ``[1, tokens]``, True for padding, of which a placeholder consists: as a chunk expects
+    it, and of the tokens that this tensor-parallel rank holds between layers."""
+    whole = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
+    if not config.sequence_parallel:
+        return whole, whole
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    own = whole.chunk(size, dim=1)[rank].contiguous()
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    # A first stage that scatters its input scatters the mask, too, and takes that of all tokens;
+    # elsewhere a stage expects the mask of its own.
+    # GPTModel does, HybridModel hands it on as it is.
+    takes_whole = bool(model.pre_process) and not hasattr(model, "hybrid_layer_pattern")
+    return whole if takes_whole else own, own
+
+
+def joined_multimodal_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
+    """Multimodal inputs of all samples, concatenated name by name.
+
+    {"pixels": [2, 3]}, None, {"pixels": [1, 3]}  ->  {"pixels": [3, 3]}   (shapes)
+    """
+    gathered: dict[str, list[Tensor]] = {}
+    for sample in inputs:
+        # None for a sample without images, beside others that have some.
+        for name, tensor in (sample or {}).items():
+            gathered.setdefault(name, []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in gathered.items()}
 
 
 def _longest(config: Any, row: PackedMicroBatch) -> int:

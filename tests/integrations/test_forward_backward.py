@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from packed_row_cases import rows
 
 from mcore_batching.batch import PackedMicroBatch, SchemaError
@@ -150,44 +149,38 @@ class Chunk(torch.nn.Module):
 
     def __init__(self, num_moe_experts: int | None) -> None:
         super().__init__()
-        self.config = SimpleNamespace(num_moe_experts=num_moe_experts, sequence_parallel=False)
+        self.config = SimpleNamespace(
+            num_moe_experts=num_moe_experts,
+            sequence_parallel=False,
+            apply_rope_fusion=False,
+            mtp_num_layers=None,
+        )
 
     def forward(self, **inputs: Any) -> dict[str, Any]:
         return inputs
 
 
-def test_routers_get_a_mask_of_padding() -> None:
+def test_a_model_gets_the_rows_own_arguments_in_place_of_the_scripts() -> None:
+    """The script's parameters may cut rows at its samples' padded length."""
     experts, dense, iterator = Chunk(4), Chunk(None), rows()
+    scripts = {"packed_seq_params": "the script's", "padding_mask": None, "labels": 1}
     with row_given(iterator, experts, nothing_later):
+        assert experts(**scripts) == scripts  # before the row is drawn
         next(iterator)
-        mask = experts()["padding_mask"]
-        assert mask.tolist() == [[False] * 3 + [True] + [False] * 2 + [True] * 2]
-        assert experts(padding_mask="the script's own")["padding_mask"] == "the script's own"
-        params = SimpleNamespace(tokens_per_sample=8)
-        assert experts(packed_seq_params=params)["packed_seq_params"].tokens_per_sample is None
-    with pytest.raises(StopIteration), row_given(iterator, experts, nothing_later):
-        next(iter([]))
-    assert experts() == {}
+        given = experts(**scripts)
+    assert given["packed_seq_params"].host_cu_seqlens == (0, 4, 8)
+    assert given["padding_mask"].tolist() == [[False] * 3 + [True] + [False] * 2 + [True] * 2]
+    assert given["labels"] == 1
+    assert experts(**scripts) == scripts
+    with row_given(iterator, dense, nothing_later):
+        assert dense().keys() == {"packed_seq_params"}
+    with pytest.raises(TypeError), row_given(iterator, dense, nothing_later):
+        dense("takes keywords alone")
+    assert dense() == {}
     placeholder = rows(is_placeholder=True)
     with row_given(placeholder, experts, nothing_later):
         next(placeholder)
         assert experts()["padding_mask"].all()
-    with row_given(rows(), dense, nothing_later):
-        assert dense() == {}
-
-
-@pytest.mark.parametrize("num_moe_experts", [None, 4])
-def test_parameters_of_scripts_get_what_the_device_alone_has(num_moe_experts: int | None) -> None:
-    """Offsets on the host; from 0.17 on, numbers by which Mamba's states end with samples."""
-    chunk, iterator = Chunk(num_moe_experts), rows()
-    with row_given(iterator, chunk, nothing_later):
-        offsets = next(iterator).cu_seqlens_padded
-        params: Any = PackedSeqParams(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
-        assert chunk(packed_seq_params=params)["packed_seq_params"] is params
-    assert params.host_cu_seqlens == (0, 4, 8)
-    if hasattr(params, "seq_idx"):
-        assert params.total_tokens == 8
-        assert params.seq_idx.tolist() == [[0] * 4 + [1] * 4]
 
 
 LENGTHS = [9, 6, 4, 2]

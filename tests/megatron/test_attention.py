@@ -124,10 +124,10 @@ def test_packed_row_gives_what_its_sequences_give_alone(
     alone = torch.cat([dense(*each, window) for each in sequences])
     ranks = [local_positions(lengths, size, rank) for rank in range(size)]
     held = torch.cat(ranks)
-    gathered = mock.Mock(apply=lambda both, _: torch.cat((key, value), -1)[held])
+    gathered = mock.Mock(return_value=torch.cat((key, value), -1)[held])
     for rank, mine in enumerate(ranks):
         geometry = RowGeometry(ends, group_of(size, rank), query.device)
-        with mock.patch.object(attention, "_GatherTokens", gathered):
+        with mock.patch.object(attention, "gather_from_sequence_parallel_region", gathered):
             own = key[mine], value[mine]
             of_runs = geometry.keys(*own)
         assert (of_runs[0] is own[0]) == (size == 1)  # nothing is copied where all lies so

@@ -10,7 +10,7 @@ import torch
 
 from mcore_batching.megatron.forward_only import _evaluation_mode
 from mcore_batching.megatron.loss_shares import attached
-from mcore_batching.megatron.model_inputs import joined_multimodal_inputs
+from mcore_batching.megatron.run_pipeline import joined_multimodal_inputs
 
 
 def test_multimodal_inputs_are_joined_name_by_name() -> None:

@@ -39,11 +39,10 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.loss_shares import attached, check_trains, summed_over_ranks
-from mcore_batching.megatron.model_inputs import padding_mask
-from mcore_batching.megatron.mtp import LaterLosses, LossesOfRows, predict_later_tokens
-from mcore_batching.megatron.run_pipeline import run_pipeline
+from mcore_batching.megatron.mtp import LaterLosses, LossesOfRows
+from mcore_batching.megatron.run_pipeline import row_arguments, run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.megatron.topology import model_chunks, row_group
+from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import step_statistics
 
 PREFIX = "batching/"
@@ -229,26 +228,18 @@ def row_given(
     chunk: Any,
     later_of: Callable[[PackedMicroBatch], LaterLosses | None],
 ) -> Iterator[None]:
-    """Pass the model what stock scripts do not: host offsets, the row's group, a padding mask, and
-    what multi-token prediction reads."""
+    """Pass the model the row's own arguments in place of the script's.
+
+    A script's parameters lack the offsets on the host and the row's group, and name the padded
+    length of a sample from 0.19 on, at which layers of experts cut a row.
+    """
+
     config = get_model_config(chunk)
-    is_routed = bool(config.num_moe_experts)
 
     def with_row(_: Any, arguments: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        row, params = data_iterator.current, inputs.get("packed_seq_params")
-        if row is not None and params is not None:
-            # Mamba layers end their state at them; attention without Transformer Engine would have
-            # to wait for the device to read them there.
-            group = row_group(row.context_parallel_size)
-            compat.give_offsets(params, row.host_cu_seqlens_padded, group)
-            predict_later_tokens(params, config, row, later_of(row))
-        if not is_routed:
-            return arguments, inputs
-        compat.forget_padded_length(params)
-        # By it routers neither route nor count padding. Newer scripts pass a mask of their own.
-        if row is None or inputs.get("padding_mask") is not None:
-            return arguments, inputs
-        return arguments, inputs | {"padding_mask": padding_mask(chunk, row)}
+        row = data_iterator.current
+        made = {} if row is None else row_arguments(chunk, config, row, later_of(row))
+        return arguments, inputs | made
 
     hook = unwrap_model(chunk).register_forward_pre_hook(with_row, with_kwargs=True)
     try:

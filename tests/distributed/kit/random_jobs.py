@@ -296,12 +296,16 @@ def _rows_of_frameworks() -> Iterator[None]:
     """Let a row's parameters leave out what Mamba layers need, as those of other packages do."""
     from kit.state_space import Mixer
 
-    def without_total(params: Any, offsets: Any, group: Any) -> None:
-        params.host_cu_seqlens = tuple(offsets)
+    own = compat.packed_seq_params
+
+    def without_total(*given: Any) -> Any:
+        params: Any = own(*given)
+        params.total_tokens = params.seq_idx = None
+        return params
 
     base = Mixer.__base__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "give_offsets", without_total)
+        patch.setattr(compat, "packed_seq_params", without_total)
         patch.setattr(base, "_ssm_training", base._ssm_training)
         compat.end_states_with_samples()
         yield
