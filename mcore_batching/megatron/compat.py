@@ -83,6 +83,7 @@ def what_mamba_lacks(context_parallel: int) -> str:
     return ""
 
 
+@functools.cache
 def fix_router_masks() -> None:
     """Let routers leave padding out, also in a row that is all padding. Patches Megatron once.
 
@@ -95,8 +96,6 @@ def fix_router_masks() -> None:
     """
     from megatron.core.transformer.moe import router
 
-    if getattr(router, "masks_are_fixed", False):
-        return
     apply_expert_bias = router.TopKRouter._apply_expert_bias
     load_balancing_loss = router.switch_load_balancing_loss_func
     count_tokens = router.get_tokens_per_expert_and_token_count
@@ -137,7 +136,6 @@ def fix_router_masks() -> None:
     router.TopKRouter._apply_expert_bias = with_second_axis
     router.get_tokens_per_expert_and_token_count = with_count_of_row
     router.switch_load_balancing_loss_func = of_at_least_one_token
-    router.masks_are_fixed = True
 
 
 @functools.cache
@@ -360,7 +358,7 @@ def waits_for_sends(config: Any) -> bool:
     return bool((major, minor) >= (0, 18) and config.deallocate_pipeline_outputs)
 
 
-_ASKS_FOR_SHAPES = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
+_PARAMETERS_OF_EXCHANGE = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
 
 
 @contextlib.contextmanager
@@ -374,7 +372,7 @@ def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> It
     """
     exchange = getattr(P2PCommunicator, "_communicate_shapes", None)
     # The exchange is slow, but never wrong.
-    if exchange is None or [*inspect.signature(exchange).parameters] != _ASKS_FOR_SHAPES:
+    if exchange is None or [*inspect.signature(exchange).parameters] != _PARAMETERS_OF_EXCHANGE:
         warnings.warn(
             "this Megatron-LM exchanges shapes between pipeline stages in a way that is not known "
             "here: each transfer waits for its exchange",

@@ -58,18 +58,14 @@ class Planner:
     """The planning rank's worker, and how long plans take there."""
 
     def __init__(self) -> None:
-        self._worker = PlanningWorker()
+        self.worker = PlanningWorker()
         self._seconds_in_line = 0.0
-
-    def begin(self, request: PlanRequest) -> PlanTicket:
-        """Let the worker plan."""
-        return self._worker.submit(request)
 
     def plan(self, job: Job, request: PlanRequest, ticket: PlanTicket | None) -> bytes:
         """The plan of a request, in bytes: the worker's if `ticket` is of the same one."""
         if ticket is not None and ticket.request == request:
             plan = self._awaited(job, ticket)
-            complaint = self._worker.complaint()
+            complaint = self.worker.complaint()
             if complaint is not None:
                 say(f"{complaint}; the planning rank plans in line")
             return plan
@@ -95,7 +91,7 @@ def is_planning_rank(job: Job) -> bool:
 
 def begin_plan(job: Job, request: PlanRequest) -> PlanTicket | None:
     """Let the planning rank's worker plan a step that is due later; None on other ranks."""
-    return _planner(job).begin(request) if is_planning_rank(job) else None
+    return _planner(job).worker.submit(request) if is_planning_rank(job) else None
 
 
 def _planner(job: Job) -> Planner:
@@ -136,7 +132,7 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBat
     # First: the worker plans while the first step is planned in line.
     if is_planning_rank(job):
         for step in range(1, len(samples.steps)):
-            schedule.tickets[step] = _planner(job).begin(samples.request(step))
+            schedule.tickets[step] = _planner(job).worker.submit(samples.request(step))
     plan_next_step(schedule, ticket)
     return schedule
 

@@ -51,7 +51,7 @@ def held(script: str, words: Sequence[str]) -> dict[str, Any]:
 
     def planned(self: Planner, *arguments: Any) -> Any:
         if next(numbers) % 100 == 0:
-            pid = self._worker.pid
+            pid = self.worker.pid
             assert pid is not None
             looks.append([*map(_resident_kib, (os.getpid(), pid))])
         return plan(self, *arguments)
