@@ -20,7 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from mcore_batching import ParallelDims, PlannerConfig, plan_step
-from mcore_batching.tools.picture import PASSES, StepTimeline, step_timeline
+from mcore_batching.planning.clock import Operation
+from mcore_batching.tools.picture import PASSES, step_passes
 
 CAP_TOKENS = 8192
 NUM_SAMPLES = 64
@@ -36,18 +37,24 @@ def lengths_of_samples(seed: int = 5) -> list[int]:
     ]
 
 
-def planned(balance: str) -> StepTimeline:
-    """The step's passes under a plan made for `balance`."""
+def planned(balance: str) -> list[list[Operation]]:
+    """Each rank's passes under a plan made for `balance`."""
     lengths = lengths_of_samples()
     config = PlannerConfig(max_tokens_per_gpu=CAP_TOKENS, balance=balance)
-    return step_timeline(plan_step(lengths, DIMS, config), lengths)
+    return step_passes(plan_step(lengths, DIMS, config), lengths)
 
 
-def draw(axes: Axes, step: StepTimeline, unit: float, title: str) -> None:
+def end_of(ranks: list[list[Operation]]) -> float:
+    """The end of the step, in units of cost."""
+    return max(timed.end for passes in ranks for timed in passes)
+
+
+def draw(axes: Axes, ranks: list[list[Operation]], unit: float, title: str) -> None:
     """One row per stage of each rank, a bar per pass with its micro-batch's number."""
-    for rank in step.ranks:
-        top = rank.rank * (step.stages + 0.6)
-        for timed in rank.passes:
+    stages = DIMS.pipeline_parallel
+    tops = [rank * (stages + 0.6) for rank in range(len(ranks))]
+    for top, passes in zip(tops, ranks, strict=True):
+        for timed in passes:
             start, width = timed.start / unit, (timed.end - timed.start) / unit
             _, (colour, *_) = PASSES[timed.kind]
             row = top + timed.stage
@@ -57,13 +64,13 @@ def draw(axes: Axes, step: StepTimeline, unit: float, title: str) -> None:
                 axes.annotate(
                     str(timed.slot), place, color="white", fontsize=6, ha="center", va="center"
                 )
-    end = step.end / unit
+    end, work = end_of(ranks) / unit, sum(p.end - p.start for own in ranks for p in own) / unit
+    busy = work / (end * stages * len(ranks))
     axes.axvline(end, color="black", linewidth=1, linestyle="--")
-    axes.set_title(f"{title}: ends at {end:.0f}, stages work {step.busy:.0%}", fontsize=10)
+    axes.set_title(f"{title}: ends at {end:.0f}, stages work {busy:.0%}", fontsize=10)
     axes.invert_yaxis()
-    middle = (step.stages - 1) / 2
-    ticks = [rank.rank * (step.stages + 0.6) + middle for rank in step.ranks]
-    axes.set_yticks(ticks, [f"rank {rank.rank}\n4 stages" for rank in step.ranks])
+    ticks = [top + (stages - 1) / 2 for top in tops]
+    axes.set_yticks(ticks, [f"rank {rank}\n4 stages" for rank in range(len(ranks))])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
@@ -74,7 +81,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("step.png"))
     out = parser.parse_args().out
     theirs, ours = planned("tokens"), planned("auto")
-    unit = theirs.end / 100
+    unit = end_of(theirs) / 100
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 4.6), sharex=True, layout="constrained")
     draw(above, theirs, unit, "micro-batches packed full, ranks balanced by tokens")
     draw(below, ours, unit, "mcore_batching, same samples and cap")

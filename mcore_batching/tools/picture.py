@@ -1,14 +1,14 @@
 """The picture of a step: its passes over time, one row per stage.
 
 Up to `MOST_ROWS` stages over all ranks are drawn; beyond, those of the slowest, the median and the
-fastest rank. Times are the predicted ones of `step_timeline`. matplotlib is imported only to draw.
+fastest rank. Times are the predicted ones of `step_passes`. matplotlib is imported only to draw.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,20 +70,27 @@ def step_figure(step: StepPlan, lengths: Sequence[int]) -> Figure:
     """The picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
-    timeline, statistics = step_timeline(step, lengths), step_statistics(step, lengths)
-    shown = [(f"rank {rank.rank}", rank) for rank in timeline.ranks]
-    if len(shown) * timeline.stages > MOST_ROWS:
-        shown = [(f"{name}\nrank {rank.rank}", rank) for name, rank in timeline.extremes().items()]
+    passes, statistics = step_passes(step, lengths), step_statistics(step, lengths)
+    stages, end = step.dims.pipeline_parallel, statistics.step_time
+    # The share of the step in which a rank's stages work.
+    busy = [_work(own) / (end * stages) if end else 0.0 for own in passes]
+    shown = {f"rank {rank}": rank for rank in range(len(passes))}
+    if len(shown) * stages > MOST_ROWS:
+        ends = [max(timed.end for timed in own) for own in passes]
+        by_end = sorted(shown.values(), key=ends.__getitem__, reverse=True)
+        places = {"slowest": 0, "median": len(by_end) // 2, "fastest": -1}
+        shown = {f"{name}\nrank {by_end[at]}": by_end[at] for name, at in places.items()}
     # Inches, by the rows.
-    height = 0.16 * len(shown) * (timeline.stages + 1) + 1.5
+    height = 0.16 * len(shown) * (stages + 1) + 1.5
     figure = Figure(figsize=(13, height), layout="constrained")
     axes = figure.subplots()
-    rows = timeline.stages + 0.8  # and a gap
-    for number, (label, rank) in enumerate(shown):
-        _draw_rank(axes, step, timeline, rank, label, number * rows)
+    rows = stages + 0.8  # and a gap
+    for number, (label, rank) in enumerate(shown.items()):
+        labels = label, f"{busy[rank]:.0%} busy"
+        _draw_rank(axes, step, rank, passes[rank], end, labels, number * rows)
     axes.set_ylim(len(shown) * rows, 0)  # the first one on top
     axes.axvline(statistics.floor_time, color="#333333", linestyle=(0, (4, 3)), linewidth=1)
-    axes.set_xlim(0, timeline.end * 1.002 or 1.0)
+    axes.set_xlim(0, end * 1.002 or 1.0)
     axes.set_xlabel(
         "predicted time, in units of cost (a row per stage; dashed: no plan ends before)"
     )
@@ -95,7 +102,7 @@ def step_figure(step: StepPlan, lengths: Sequence[int]) -> Figure:
         f"{counted(statistics.num_samples, 'sample')}, "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank, "
         f"{counted(statistics.num_placeholders, 'placeholder')}; the step ends at "
-        f"{statistics.time_over_floor:.3f} x the floor, stages work {timeline.busy:.0%} of it"
+        f"{statistics.time_over_floor:.3f} x the floor, stages work {sum(busy) / len(busy):.0%} of it"
     )
     title = dims_line(step.dims, step.config)
     figure.suptitle(f"{title}\n{summary}", fontsize=11, x=0.01, ha="left")
@@ -104,24 +111,31 @@ def step_figure(step: StepPlan, lengths: Sequence[int]) -> Figure:
 
 
 def _draw_rank(
-    axes: Axes, step: StepPlan, timeline: StepTimeline, rank: RankTimeline, label: str, top: float
+    axes: Axes,
+    step: StepPlan,
+    rank: int,
+    passes: Sequence[Operation],
+    end: float,
+    labels: tuple[str, str],
+    top: float,
 ) -> None:
-    """One row per stage, one box per pass; the rank's first stage is the row at `top`."""
-    stages = timeline.stages
+    """One row per stage, one box per pass; the rank's first stage is the row at `top`, and a label
+    stands on either side."""
+    stages = step.dims.pipeline_parallel
     # Idle is the background: passes cover all of a row but the bubble.
-    _add_box(axes, (0, top), timeline.end, stages, facecolor=IDLE, edgecolor="none", zorder=0)
+    _add_box(axes, (0, top), end, stages, facecolor=IDLE, edgecolor="none", zorder=0)
     # About as wide as two digits, at this width of the figure.
-    widest_digits = timeline.end / 150
-    for timed in rank.passes:
+    widest_digits = end / 150
+    for timed in passes:
         width, row = timed.end - timed.start, top + timed.stage
-        is_placeholder = step.micro_batches[rank.rank][timed.slot] == ()
+        is_placeholder = step.micro_batches[rank][timed.slot] == ()
         style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
         style["facecolor"] = PASSES[timed.kind][1][timed.chunk % 2]
         if is_placeholder:
             style |= PLACEHOLDER
-        elif step.context_parallel is not None and step.row_size(rank.rank, timed.slot) > 1:
+        elif step.context_parallel is not None and step.row_size(rank, timed.slot) > 1:
             style |= SHARED
-        gid = f"pass-{rank.rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.kind}"
+        gid = f"pass-{rank}-{timed.stage}-{timed.chunk}-{timed.slot}-{timed.kind}"
         _add_box(axes, (timed.start, row + 0.06), width, 0.88, gid=gid, **style)
         if not is_placeholder and width > widest_digits:
             place = (timed.start + width / 2, row + 0.52)
@@ -129,7 +143,7 @@ def _draw_rank(
             axes.text(*place, str(timed.slot), color="white", fontsize=5.5, **middle)
     # Beside the axes in x (shares of their width), at the rank's rows in y.
     beside = axes.get_yaxis_transform()
-    for text, x, align in ((label, -0.005, "right"), (f"{rank.busy:.0%} busy", 1.005, "left")):
+    for text, x, align in zip(labels, (-0.005, 1.005), ("right", "left"), strict=True):
         place = (x, top + stages / 2)
         axes.text(*place, text, fontsize=8, ha=align, va="center", transform=beside)
 
@@ -161,67 +175,28 @@ def _add_legend(figure: Figure, step: StepPlan) -> None:
     figure.legend(handles=handles, loc=place, ncols=len(handles), fontsize=8, frameon=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankTimeline:
-    """One rank's step."""
-
-    rank: int
-    # Stage after stage, each in the order it runs. With expert parallelism a pass ends with this
-    # rank's own work, before its slot does.
-    passes: tuple[Operation, ...]
-    busy: float  # share of the makespan in which its stages work, 1 less the bubble
-
-    @property
-    def end(self) -> float:
-        """End of its last pass, in units of cost."""
-        return max(timed.end for timed in self.passes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimeline:
-    """All ranks' step."""
-
-    ranks: tuple[RankTimeline, ...]  # in the order of `StepPlan.micro_batches`
-    end: float  # of the last rank, in units of cost: the step's predicted time
-    stages: int
-
-    @property
-    def busy(self) -> float:
-        """Share of the makespan in which stages work, 1 less the bubble."""
-        return sum(rank.busy for rank in self.ranks) / len(self.ranks)
-
-    def extremes(self) -> dict[str, RankTimeline]:
-        """The slowest, the median and the fastest rank, by their ends and then their numbers."""
-        by_end = sorted(self.ranks, key=lambda rank: (-rank.end, rank.rank))
-        return {"slowest": by_end[0], "median": by_end[len(by_end) // 2], "fastest": by_end[-1]}
-
-
-def step_timeline(step: StepPlan, lengths: Sequence[int]) -> StepTimeline:
-    """Simulate a step; its plan covers its samples, and may be over the cap."""
+def step_passes(step: StepPlan, lengths: Sequence[int]) -> list[list[Operation]]:
+    """The passes of each rank [ranks], stage after stage, each in the order it runs them; the plan
+    covers its samples, and may be over the cap. With expert parallelism a pass ends with the rank's
+    own work, before its slot does."""
     weighed = WeighedStep.of(step, lengths)
-    passes = [clock.operations(rank) for clock in weighed.clocks for rank in range(len(clock.ends))]
-    if step.dims.in_lockstep:
-        # One clock has the pace of all ranks: a slot takes as long as its slowest micro-batch, and
-        # each rank's own passes end earlier within it.
-        costs, schedule = weighed.costs_on_stages, weighed.problem.schedule
-        pace = [max(slot) for slot in zip(*costs, strict=True)]
-        passes = [_within(passes[0], own, pace, schedule) for own in costs]
-    end = max(timed.end for of_rank in passes for timed in of_rank)
-    stages, timelines = step.dims.pipeline_parallel, []
-    for rank, of_rank in enumerate(passes):
-        work = sum(timed.end - timed.start for timed in of_rank)
-        busy = work / (end * stages) if end else 0.0
-        timelines.append(RankTimeline(rank=rank, passes=tuple(of_rank), busy=busy))
-    return StepTimeline(ranks=tuple(timelines), end=end, stages=stages)
+    if not step.dims.in_lockstep:
+        return [clock.operations(r) for clock in weighed.clocks for r in range(len(clock.ends))]
+    # One clock has the pace of all ranks: a slot takes as long as its slowest micro-batch.
+    costs, schedule = weighed.costs_on_stages, weighed.problem.schedule
+    pace = [max(slot) for slot in zip(*costs, strict=True)]
+    passes = weighed.clocks[0].operations()
+    return [[_shortened(timed, own, pace, schedule) for timed in passes] for own in costs]
 
 
-def _within(
-    passes: Sequence[Operation], own: Sequence[float], pace: Sequence[float], schedule: Schedule
-) -> list[Operation]:
-    """A rank's passes by its `own` costs, each within the time that `pace` gives it."""
-    shorter = []
-    for timed in passes:
-        place = schedule.place_of_cost(timed.stage, Pass(timed.kind, timed.chunk, timed.slot))
-        share = own[place] / pace[place] if pace[place] else 1.0
-        shorter.append(replace(timed, end=timed.start + (timed.end - timed.start) * share))
-    return shorter
+def _shortened(
+    timed: Operation, own: Sequence[float], pace: Sequence[float], schedule: Schedule
+) -> Operation:
+    """A pass by a rank's `own` costs, begun as `pace` begins it."""
+    place = schedule.place_of_cost(timed.stage, Pass(timed.kind, timed.chunk, timed.slot))
+    share = own[place] / pace[place] if pace[place] else 1.0
+    return replace(timed, end=timed.start + (timed.end - timed.start) * share)
+
+
+def _work(passes: Sequence[Operation]) -> float:
+    return sum(timed.end - timed.start for timed in passes)

@@ -129,20 +129,16 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
         (edited(steps=[]), '"steps" must hold at least one step'),
         (edited(steps={}), '"steps" must be a JSON array'),
         (edited(steps=[3]), "step 0 must be a JSON object, got 3"),
-        (edited(steps=[{"num_microbatches": 2}]), '"ranks" must be a JSON array, got None'),
+        (edited(steps=[{"num_microbatches": 2}]), '"ranks" of step 0 must be a JSON array, got None'),
         (
             edited(steps=[{**STEP_DOCUMENT, "num_microbatches": "2"}]),
             "\"num_microbatches\" of step 0 must be an integer of 0 or more, got '2'",
         ),
-        (edited(steps=[{**STEP_DOCUMENT, "ranks": [0]}]), "step 0, rank 0 must be a JSON array"),
+        (edited(steps=[{**STEP_DOCUMENT, "ranks": [0]}]), "of step 0, rank 0 must be a JSON array"),
         (edited(steps=[{**STEP_DOCUMENT, "ranks": [[0]]}]), "rank 0, slot 0 must be a JSON array"),
         (
             edited(steps=[{**STEP_DOCUMENT, "ranks": [[[0, True]]]}]),
-            "a sample index at step 0, rank 0, slot 0 must be an integer of 0 or more, got True",
-        ),
-        (
-            edited(steps=[{**STEP_DOCUMENT, "split_backward": []}]),
-            'step 0 has "split_backward", passes that are no longer split; plan again',
+            '"ranks" of step 0, rank 0, slot 0, sample 1 must be an integer of 0 or more, got True',
         ),
         (edited(num_samples=7), "; plan again, or pass verify_digest"),
         (edited(digest=None), 'the plan has no "digest"'),

@@ -8,8 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from planning_cases import Case, cases, examples
+from planning_cases import planned as plan_of
 
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, plan_step
+from mcore_batching.planning import (
+    CostModel,
+    ParallelDims,
+    PlannerConfig,
+    StepPlan,
+    WeighedStep,
+    plan_step,
+    predicted_step_time,
+)
+from mcore_batching.planning.clock import Clock
+from mcore_batching.planning.schedule import Schedule
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.picture import (
     MOST_ROWS,
@@ -17,6 +30,7 @@ from mcore_batching.tools.picture import (
     check_picture,
     draw_step,
     step_figure,
+    step_passes,
 )
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -43,6 +57,44 @@ def boxes(figure: Figure) -> dict[str, Any]:
         for patch in axes.patches
         if isinstance(patch, Rectangle) and str(patch.get_gid()).startswith("pass-")
     }
+
+
+@given(case=cases(dynamic=True))
+@examples(100)
+def test_the_last_pass_ends_at_the_predicted_step_time(case: Case) -> None:
+    """And ranks that share a row begin it together."""
+    step, dims = plan_of(case), case.dims
+    passes = step_passes(step, case.lengths)
+    last = max(timed.end for own in passes for timed in own)
+    assert last == pytest.approx(predicted_step_time(step, case.lengths), rel=1e-12)
+    ranks = WeighedStep.of(step, case.lengths).ranks
+    for own, slots in zip(passes, ranks, strict=True):
+        chunks = dims.pipeline_parallel * dims.virtual_pipeline
+        assert len(own) == 2 * step.num_microbatches * chunks
+        if step.context_parallel is None and not dims.in_lockstep:
+            costs = [step.cost_model.micro_batch([case.lengths[i] for i in row]) for row in slots]
+            assert own == Clock(costs, Schedule(dims=dims)).operations()
+    for row in step.rows() if step.context_parallel is not None else ():
+        together = passes[row.rank : row.rank + row.size]
+        assert len({tuple(p.start for p in own if p.slot == row.slot) for own in together}) == 1
+
+
+def test_with_expert_parallelism_ranks_wait_within_the_slot() -> None:
+    lengths = [80, 20]
+    step = planned(lengths, data_parallel=2, pipeline_parallel=2, expert_parallel=2)
+    slow, fast = ([(p.start, p.end) for p in own] for own in step_passes(step, lengths))
+    assert slow == [(0, 80), (320, 480), (80, 160), (160, 320)]
+    assert fast == [(0, 20), (320, 360), (80, 100), (160, 200)]
+    figure = step_figure(step, lengths)
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert [text for text in texts if text.endswith("busy")] == ["50% busy", "12% busy"]
+    assert "stages work 31% of it" in figure.texts[0].get_text()
+
+
+def test_a_step_that_costs_nothing_has_a_picture() -> None:
+    free = CostModel(linear=0, quadratic=0, per_micro_batch=0)
+    figure = step_figure(plan_step([5], ParallelDims(), CONFIG, free), [5])
+    assert "stages work 0% of it" in figure.texts[0].get_text()
 
 
 def test_every_pass_of_a_small_step_has_its_box() -> None:
@@ -116,8 +168,11 @@ def test_a_large_step_shows_three_ranks() -> None:
         step = planned(lengths, data_parallel=ranks, pipeline_parallel=2)
         figure = step_figure(step, lengths)
         assert len({name.split("-")[0] for name in boxes(figure)}) == shown
-    texts = [text.get_text().partition("\n")[0] for text in figure.axes[0].texts]
-    assert {"slowest", "median", "fastest"} <= set(texts)
+    ends = [max(timed.end for timed in own) for own in step_passes(step, lengths)]
+    by_end = sorted(range(MOST_ROWS), key=ends.__getitem__, reverse=True)
+    labels = [text.get_text() for text in figure.axes[0].texts if "rank" in text.get_text()]
+    extremes = ("slowest", 0), ("median", MOST_ROWS // 2), ("fastest", -1)
+    assert labels == [f"{name}\nrank {by_end[place]}" for name, place in extremes]
 
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -340,7 +340,7 @@ def _read(raw: Any) -> Plan:
         steps=tuple(
             _read_step(step, f"step {i}", dims, config, scope) for i, step in enumerate(steps)
         ),
-        num_samples=_count(raw.get("num_samples"), '"num_samples"'),
+        num_samples=_counts(raw.get("num_samples"), '"num_samples"'),
     )
 
 
@@ -362,64 +362,56 @@ def _settings(kind: type[_Settings], raw: dict[str, Any], key: str) -> _Settings
 def _read_step(
     raw: Any, where: str, dims: ParallelDims, config: PlannerConfig, scope: Scope
 ) -> StepPlan:
-    if "split_backward" in _json(raw, dict, where):
+    _json(raw, dict, where)
+    ranks = _counts(raw.get("ranks"), f'"ranks" of {where}', "rank", "slot", "sample")
+    what, sizes = f'"context_parallel" of {where}', raw.get("context_parallel")
+    if (sizes is not None) != (config.max_context_parallel is not None):
         raise PlanFormatError(
-            f'{where} has "split_backward", passes that are no longer split; plan again'
+            f'{what} and "max_context_parallel" of "config" need each other; add or leave out both'
         )
-    ranks = tuple(
-        tuple(
-            _indices(micro_batch, f"{where}, rank {rank}, slot {slot}")
-            for slot, micro_batch in enumerate(_json(micro_batches, list, f"{where}, rank {rank}"))
-        )
-        for rank, micro_batches in enumerate(_json(raw.get("ranks"), list, '"ranks"'))
-    )
-    is_dynamic = config.max_context_parallel is not None
-    trees = _json(raw.get("trees", []), list, f'{where}, "trees"')
+    if sizes is not None:
+        sizes = _counts(sizes, what, "rank", "slot")
+        # Readers divide by them before a plan is validated.
+        if [*map(len, sizes)] != [*map(len, ranks)] or any(0 in of_rank for of_rank in sizes):
+            raise PlanFormatError(
+                f'{what} must hold a size of 1 or more for each micro-batch of "ranks", got '
+                f"{raw['context_parallel']!r:.80}"
+            )
+    trees = _counts(raw.get("trees", []), f'"trees" of {where}', "tree", "list", "entry")
+    for number, tree in enumerate(trees):
+        if len(tree) != 2 or not tree[0] or len(tree[1]) % 2:
+            raise PlanFormatError(
+                f'"trees" of {where}, tree {number} must have samples, and a start and an end for '
+                f"each node, got {tree!r:.80}"
+            )
     return StepPlan(
-        num_microbatches=_count(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
+        num_microbatches=_counts(raw.get("num_microbatches"), f'"num_microbatches" of {where}'),
         micro_batches=ranks,
         # What a step runs is what it must cover: `validate_plan` finds samples that are in none.
         sample_indices=tuple(sorted({i for rank in ranks for samples in rank for i in samples})),
         dims=dims,
         config=config,
-        context_parallel=_read_sizes(raw.get("context_parallel"), ranks, where, is_dynamic),
+        context_parallel=sizes,
         scope=scope,
-        trees=tuple(_read_tree(tree, f'{where}, "trees" {n}') for n, tree in enumerate(trees)),
+        trees=tuple(
+            PrefixTree(samples, tuple(zip(places[::2], places[1::2], strict=True)))
+            for samples, places in trees
+        ),
     )
 
 
-def _read_tree(raw: Any, where: str) -> PrefixTree:
-    if len(_json(raw, list, where)) != 2:
-        raise PlanFormatError(f"{where} must hold samples and places of nodes, got {raw!r:.80}")
-    samples, places = (_indices(each, where) for each in raw)
-    if not samples or len(places) % 2:
-        raise PlanFormatError(
-            f"{where} must have samples, and a start and an end for each node, got {raw!r:.80}"
+def _counts(raw: Any, what: str, *places: str) -> Any:
+    """An integer of 0 or more, or nested tuples of them; `places` are names of each list's
+    entries."""
+    if places:
+        return tuple(
+            _counts(each, f"{what}, {places[0]} {number}", *places[1:])
+            for number, each in enumerate(_json(raw, list, what))
         )
-    return PrefixTree(samples, tuple(zip(places[::2], places[1::2], strict=True)))
-
-
-def _read_sizes(
-    raw: Any, ranks: Sequence[Sequence[Sequence[int]]], where: str, is_dynamic: bool
-) -> tuple[tuple[int, ...], ...] | None:
-    """The context-parallel size of each micro-batch of "ranks"; None without dynamic CP."""
-    what = f'"context_parallel" of {where}'
-    if (raw is not None) != is_dynamic:
-        raise PlanFormatError(
-            f'{what} and "max_context_parallel" of "config" need each other; add or leave out both'
-        )
-    if raw is None:
-        return None
-    # One for each micro-batch, and none of 0: readers divide by them before a plan is validated.
-    sizes = tuple(
-        tuple(_count(size, f"a size of {what}, rank {rank}") for size in _json(of_rank, list, what))
-        for rank, of_rank in enumerate(_json(raw, list, what))
-    )
-    if list(map(len, sizes)) != list(map(len, ranks)) or 0 in {s for of in sizes for s in of}:
-        raise PlanFormatError(
-            f'{what} must hold a size of 1 or more for each micro-batch of "ranks", got {raw!r:.80}'
-        )
-    return sizes
+    count = as_integer(raw)
+    if count is None or count < 0:
+        raise PlanFormatError(f"{what} must be an integer of 0 or more, got {raw!r:.80}")
+    return count
 
 
 def _json(value: Any, kind: type, what: str) -> Any:
@@ -428,14 +420,3 @@ def _json(value: Any, kind: type, what: str) -> Any:
         name = "object" if kind is dict else "array"
         raise PlanFormatError(f"{what} must be a JSON {name}, got {value!r:.80}")
     return value
-
-
-def _count(value: Any, what: str) -> int:
-    number = as_integer(value)
-    if number is None or number < 0:
-        raise PlanFormatError(f"{what} must be an integer of 0 or more, got {value!r:.80}")
-    return number
-
-
-def _indices(raw: Any, where: str) -> tuple[int, ...]:
-    return tuple(_count(sample, f"a sample index at {where}") for sample in _json(raw, list, where))

@@ -21,7 +21,7 @@ from kit.samples import samples_of
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.schedule import Pass
-from mcore_batching.tools.picture import step_timeline
+from mcore_batching.tools.picture import step_passes
 
 LENGTHS = (400, 90, 70, 60, 50, 50, 40, 30, 30, 24, 16, 16)
 """Of all samples: one nearly as long as the others together."""
@@ -114,8 +114,8 @@ def asleep(
         args = arguments(shape, max_tokens_per_gpu=2 * max(LENGTHS), **flags)
         iterators, counts = get_data_iterator(args, model, data, cost_model=COSTS)
         schedule = schedule_of(iterators)
-        timeline = step_timeline(*schedule.step_plan(0))
-        own = [each for each in timeline.ranks[rank].passes if each.stage == stage]
+        ranks = step_passes(*schedule.step_plan(0))
+        own = [each for each in ranks[rank] if each.stage == stage]
         seconds = {Pass(p.kind, p.chunk, p.slot): seconds_per_unit * (p.end - p.start) for p in own}
 
         def sleep(back: bool, slot: int, seconds: dict[Pass, float] = seconds) -> None:
@@ -124,7 +124,7 @@ def asleep(
 
         clock: dict[str, Any] = {
             "sizes": list(schedule.row_sizes(0)),
-            "predicted": seconds_per_unit * timeline.end,
+            "predicted": seconds_per_unit * max(p.end for passes in ranks for p in passes),
             "pass_ends": [seconds_per_unit * each.end for each in own],
             "order": [[p.kind, p.chunk, p.slot] for p in own],
             "waits_for_sends": schedule.step_plan(0)[0].dims.waits_for_sends,
