@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from mcore_batching.planning import (
     ConfigError,
@@ -44,9 +44,6 @@ from mcore_batching.tools.options import (
 )
 from mcore_batching.tools.rules import RULES, Rule, RuleFailureError, rule_plan
 
-# This package's search, one of its plainer modes, or another framework's rule.
-Kind = Literal["ours", "mode", "peer"]
-
 OURS = "mcore_batching"
 # Each cap that is tried over the one before. With 0.8 the best rule's steps end up to 0.4 % later,
 # single rules' 3 %; 512 samples take all rules a second.
@@ -57,12 +54,10 @@ class Planner(NamedTuple):
     """A way to plan a step."""
 
     name: str
-    kind: Kind
     dims: ParallelDims
     cost_model: CostModel
     changes: Mapping[str, Any] = {}  # of the planner's options
-    rule: Rule | None = None  # in place of this package's planner
-    fills_up: bool = True  # micro-batches up to the cap, so that a smaller one may be better
+    rule: Rule | None = None  # another framework's, in place of this package's planner
 
     def plan(self, lengths: Sequence[int], config: PlannerConfig) -> StepPlan:
         """The plan of a step; a `RuleFailureError` where the rule has none."""
@@ -71,6 +66,11 @@ class Planner(NamedTuple):
             return plan_step(lengths, self.dims, config, self.cost_model)
         plan = rule_plan(self.rule, lengths, self.dims, config)
         return replace(plan, cost_model=self.cost_model)
+
+    def fills_up(self, config: PlannerConfig) -> bool:
+        """True if micro-batches are filled up to the cap, so that a smaller one may be better."""
+        # The search takes fewer tokens than the cap allows wherever that ends sooner.
+        return self.rule is not None or not replace(config, **self.changes).searches
 
 
 class _Step(NamedTuple):
@@ -87,7 +87,7 @@ class Outcome:
     """One planner's result over all steps; means are over those that it planned, None if none."""
 
     name: str
-    kind: Kind
+    is_rule: bool  # of another framework
     steps: int
     planned: int  # of the steps, at the given cap
     failure: PlanningError | None  # the reason for the first of the others
@@ -106,11 +106,9 @@ def planners(
 
     Under dynamic CP also each context-parallel size for all.
     """
-    # The search takes fewer tokens than the cap allows wherever that ends sooner.
-    yield Planner(OURS, "ours", dims, cost_model, fills_up=False)
+    yield Planner(OURS, dims, cost_model)
     for balance in ("cost", "tokens", "none"):
-        changes = {"balance": balance}
-        yield Planner(f"{OURS}, balance {balance}", "mode", dims, cost_model, changes)
+        yield Planner(f"{OURS}, balance {balance}", dims, cost_model, {"balance": balance})
     fixed: dict[str, Any] = {"max_context_parallel": None}
     if config.max_context_parallel is not None:
         sizes = dims.row_sizes(config.max_context_parallel)
@@ -118,11 +116,11 @@ def planners(
         # A sample that needs more ranks than the size counts as no plan, not as one over the cap.
         strict = fixed | {"on_oversize": "error"}
         for size in sizes:
-            yield Planner(f"CP {size} for all", "mode", *on_size[size], strict, fills_up=False)
+            yield Planner(f"CP {size} for all", *on_size[size], strict)
         # The rules have one size for all: the dims', or the largest below it that rows may have.
         dims, cost_model = on_size[max(size for size in sizes if size <= dims.context_parallel)]
     for name, rule in rules.items():
-        yield Planner(name, "peer", dims, cost_model, fixed, rule)
+        yield Planner(name, dims, cost_model, fixed, rule)
 
 
 def consecutive_steps(lengths: Sequence[int], samples_per_step: int | None) -> list[list[int]]:
@@ -161,7 +159,7 @@ def compare(
         ours = ours or made  # `planners` yields this package's search first
         planned = [step for step in made if step.failure is None]
         best_cap, best = caps[0], made
-        for cap in caps[1:] if planner.fills_up and planned else []:
+        for cap in caps[1:] if planner.fills_up(config) and planned else []:
             tried = [_planned(planner, lengths, config, cap) for lengths in steps]
             # Over the steps planned at the given cap: failing one makes the sum infinite.
             both = [pair for pair in zip(tried, best, made, strict=True) if not pair[2].failure]
@@ -171,7 +169,7 @@ def compare(
         outcomes.append(
             Outcome(
                 name=planner.name,
-                kind=planner.kind,
+                is_rule=planner.rule is not None,
                 steps=len(steps),
                 planned=len(planned),
                 failure=next((step.failure for step in made if step.failure), None),
@@ -288,7 +286,7 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
     """Lines below the table: the gain on the best rules, and who has no plan."""
     lines = []
     # A rule that has no plan for some steps would win by the ones that it left out.
-    peers = [o for o in outcomes if o.kind == "peer" and o.planned == o.steps]
+    peers = [o for o in outcomes if o.is_rule and o.planned == o.steps]
     at_cap = [(o.time_over_ours, o.name) for o in peers if o.time_over_ours]
     best = [(time, o.name, o.best_cap) for o in peers if (time := o.time_over_ours_at_best_cap)]
     if at_cap and best:

@@ -36,9 +36,8 @@ from mcore_batching.planning.plans.plan import counted, rank_noun
 from mcore_batching.planning.prefix_trees import PrefixTree
 from mcore_batching.tools.report import FLOOR
 
-Changes = tuple[tuple[str, int], ...]  # arguments to set together, with their new values
-# What changes, and what to plan with.
-Setup = tuple[Changes, ParallelDims, PlannerConfig, CostModel]
+# The arguments to change, as errors name them, and what to plan with.
+Setup = tuple[str, ParallelDims, PlannerConfig, CostModel]
 
 # Share from which on something counts as what holds a step back: a sample's way of the step, the
 # mean rank of the slowest, rows of their limit. It chooses among sentences, no plan depends on it.
@@ -199,22 +198,17 @@ def _what_holds_back(
 
 def _advice(step: StepPlan, lengths: Sequence[int], seconds: float) -> str:
     found, untried = suggestions(step, lengths, seconds)
-    helps = [f"{changes_text(changes)} ({gain:.2f} x as fast)" for changes, gain in found]
+    helps = [f"{changes} ({gain:.2f} x as fast)" for changes, gain in found]
     if untried:
-        names = ", ".join(map(changes_text, untried))
+        names = ", ".join(untried)
         helps.append(f"not tried, as it would take longer than planning did: {names}")
     none = "none of the other caps, context-parallel sizes and numbers of stages that were tried"
     return _NEXT_LINE.join(helps) or none
 
 
-def changes_text(changes: Changes) -> str:
-    """The changes as errors name arguments."""
-    return " and ".join(named(name, value) for name, value in changes)
-
-
 def suggestions(
     step: StepPlan, lengths: Sequence[int], seconds: float = math.inf
-) -> tuple[list[tuple[Changes, float]], list[Changes]]:
+) -> tuple[list[tuple[str, float]], list[str]]:
     """Changes that let the step of a plan for all ranks end sooner, and times as fast as now, the
     largest gain first; then the changes that `seconds` of processor time leave no time to try.
 
@@ -274,5 +268,6 @@ def alternatives(step: StepPlan) -> list[Setup]:
         )
         # More stages than any model has, or ranks over which the experts cannot be spread.
         with contextlib.suppress(ParallelDimsError):
-            setups.append((tuple(changes.items()), replace(step.dims, **sizes), config, costs))
+            text = " and ".join(named(*change) for change in changes.items())
+            setups.append((text, replace(step.dims, **sizes), config, costs))
     return setups

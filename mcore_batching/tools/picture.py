@@ -98,11 +98,12 @@ def step_figure(step: StepPlan, lengths: Sequence[int]) -> Figure:
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_yticks([])
     axes.spines[:].set_visible(False)
+    mean = sum(busy) / len(busy)
     summary = (
         f"{counted(statistics.num_samples, 'sample')}, "
         f"{counted(step.num_microbatches, 'micro-batch')} per rank, "
         f"{counted(statistics.num_placeholders, 'placeholder')}; the step ends at "
-        f"{statistics.time_over_floor:.3f} x the floor, stages work {sum(busy) / len(busy):.0%} of it"
+        f"{statistics.time_over_floor:.3f} x the floor, stages work {mean:.0%} of it"
     )
     title = dims_line(step.dims, step.config)
     figure.suptitle(f"{title}\n{summary}", fontsize=11, x=0.01, ha="left")

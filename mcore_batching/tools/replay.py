@@ -9,9 +9,9 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any, NamedTuple
 
+from mcore_batching.flags import LEARNT
 from mcore_batching.planning import StepStatistics, step_statistics
 from mcore_batching.planning.errors import named
 from mcore_batching.planning.plans.plan import counted
@@ -52,24 +52,23 @@ def replay(
     return replayed
 
 
-def by_setting(steps: Sequence[ReplayedStep]) -> list[list[ReplayedStep]]:
-    """Consecutive steps of the same parallel dims, planner's options and cost model together."""
-    return [list(alike) for _, alike in groupby(steps, _setting)]
-
-
-def _setting(step: ReplayedStep) -> tuple[Any, ...]:
-    # A learnt cost model changes from step to step: its steps are alike, too.
-    plan, is_learnt = step.record.plan, step.record.seconds_per_unit is not None
-    return plan.dims, plan.config, None if is_learnt else plan.cost_model
-
-
-def changed_options(before: ReplayedStep, after: ReplayedStep) -> dict[str, Any]:
-    """The options that the second step's plan has otherwise than the first one's."""
-    old, new = (
-        asdict(plan.dims) | asdict(plan.config) | asdict(plan.cost_model)
-        for plan in (before.record.plan, after.record.plan)
-    )
-    return {name: value for name, value in new.items() if value != old[name]}
+def by_setting(steps: Sequence[ReplayedStep]) -> list[tuple[dict[str, Any], list[ReplayedStep]]]:
+    """Consecutive steps of the same parallel dims, planner's options and cost model together, each
+    after the options that the steps before them had otherwise."""
+    found: list[tuple[dict[str, Any], list[ReplayedStep]]] = []
+    before: dict[str, Any] = {}
+    for step in steps:
+        plan = step.record.plan
+        # A learnt cost model changes from step to step: its steps are alike, too.
+        is_learnt = step.record.seconds_per_unit is not None
+        costs = {"cost_model": LEARNT} if is_learnt else asdict(plan.cost_model)
+        options = asdict(plan.dims) | asdict(plan.config) | costs
+        if options != before:
+            changed = {name: each for name, each in options.items() if before.get(name) != each}
+            found.append((changed, []))
+        found[-1][1].append(step)
+        before = options
+    return found
 
 
 def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:
@@ -112,13 +111,10 @@ def run(options: argparse.Namespace) -> int:
     with progress("predicting the recorded steps") as on_step:
         steps = replay(records, on_step)
     # Where options changed half-way there is no one factor: each setting gets a table of its own.
-    before = None
-    for alike in by_setting(steps):
-        if before is not None:
-            changes = changed_options(before, alike[0])
-            print(f"\nthen with {', '.join(named(*change) for change in changes.items())}")
+    for number, (changed, alike) in enumerate(by_setting(steps)):
+        if number:
+            print(f"\nthen with {', '.join(named(*change) for change in changed.items())}")
         _print_steps(alike)
-        before = alike[-1]
     print(LEGEND)
     return 0
 

@@ -72,7 +72,7 @@ def main() -> None:
     rows = [
         (outcomes[0].name, *map(cell, outcomes))
         for outcomes in zip(*by_trace.values(), strict=True)
-        if outcomes[0].kind == "peer"
+        if outcomes[0].is_rule
     ]
     print(Table(columns=("given cap; own best (which)", *by_trace), rows=tuple(rows)))
     for name, (ours, *_) in by_trace.items():

@@ -48,7 +48,7 @@ def test_everyone_is_on_the_table_once_and_none_ends_before_ours(
 ) -> None:
     modes = [f"mcore_batching, balance {balance}" for balance in ("cost", "tokens", "none")]
     assert [outcome.name for outcome in outcomes] == ["mcore_batching", *modes, *RULES]
-    assert [outcome.kind for outcome in outcomes] == ["ours"] + ["mode"] * 3 + ["peer"] * len(RULES)
+    assert [outcome.is_rule for outcome in outcomes] == [False] * 4 + [True] * len(RULES)
     assert {outcome.steps for outcome in outcomes} == {2}
     assert len({by_name(outcomes, mode).time_over_floor for mode in modes}) == 3
     ours, *others = outcomes
@@ -126,7 +126,7 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
 def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
     outcomes: list[compare.Outcome],
 ) -> None:
-    peers = [o for o in outcomes if o.kind == "peer" and o.time_over_ours]
+    peers = [o for o in outcomes if o.is_rule and o.time_over_ours]
     best = min(peers, key=lambda o: (o.time_over_ours, o.name))
     tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
     line = compare.summary(outcomes)[0]
@@ -186,7 +186,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_plans_with_too_many_samples_in_a_micro_batch_are_no_plans() -> None:
     config = PlannerConfig(max_tokens_per_gpu=100, max_samples_per_row=3, plan_effort=100)
     found = compare.compare([[10] * 24], ParallelDims(data_parallel=2), config)
-    assert [each.name for each in found if each.kind != "peer" and each.planned == 0] == []
+    assert [each.name for each in found if not each.is_rule and each.planned == 0] == []
     verl = by_name(found, "verl 0.9")
     assert (verl.planned, str(verl.failure)) == (
         0,

@@ -57,6 +57,9 @@ def test_what_holds_a_step_back(reason: str) -> None:
     assert f"held back by: {reason}" in text
 
 
+SHARED = "context_parallel=2 (--cp 2) and data_parallel=2 (--dp 2)"
+
+
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_gains_are_those_of_plans_made_so(forward_only: bool) -> None:
     """Suggestions, planned and simulated by hand, end the step so much sooner."""
@@ -71,8 +74,8 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool) -> None:
     halved = CostModel(linear=0.5, quadratic=0.5 / 24576)
     doubled = CostModel(linear=2, quadratic=2 / 24576, per_micro_batch=512)
     for changes, sizes, costs in (
-        ((("context_parallel", 2), ("data_parallel", 2)), (2, 4, 2), halved),
-        ((("pipeline_parallel", 2), ("data_parallel", 8)), (8, 2, 1), doubled),
+        (SHARED, (2, 4, 2), halved),
+        ("pipeline_parallel=2 (--pp 2) and data_parallel=8 (--dp 8)", (8, 2, 1), doubled),
     ):
         data, stages, context = sizes
         dims = ParallelDims(data_parallel=data, pipeline_parallel=stages, context_parallel=context)
@@ -80,9 +83,10 @@ def test_gains_are_those_of_plans_made_so(forward_only: bool) -> None:
         gain = predicted_step_time(step, lengths) / predicted_step_time(then, lengths)
         assert gains.get(changes, gain) == pytest.approx(gain, rel=1e-12)
         assert (changes in gains) == (gain >= 1.01)
-    assert (("context_parallel", 2), ("data_parallel", 2)) in gains
+    assert SHARED in gains
     # A cap cannot help both by being larger and by being smaller.
-    assert not {(("max_tokens_per_gpu", cap),) for cap in (8192, 32768)} <= set(gains)
+    caps = [f"max_tokens_per_gpu={cap} (--max-tokens-per-gpu {cap})" for cap in (8192, 32768)]
+    assert not {*caps} <= set(gains)
 
 
 @pytest.mark.parametrize("prediction", [0.0, 1.0, 3.0])

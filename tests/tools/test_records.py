@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -37,7 +36,7 @@ from mcore_batching.planning.prefix_trees import PrefixTree, forest_of_groups
 from mcore_batching.planning.tree_planner import plan_forest
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.explain import explain
-from mcore_batching.tools.replay import by_setting, changed_options, replay, seconds_per_unit
+from mcore_batching.tools.replay import by_setting, replay, seconds_per_unit
 
 
 def test_costs_times_and_their_unit_are_recorded(tmp_path: Path) -> None:
@@ -208,8 +207,9 @@ def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
         plan = plan_step(lengths, DIMS, CONFIG, costs)
         unit = 1e-3 if step > 1 else None
         steps.append((plan, lengths, 1e-3 * predicted_step_time(plan, lengths), unit))
-    groups = by_setting(replay(recorded(tmp_path, *steps)))
+    changes, groups = zip(*by_setting(replay(recorded(tmp_path, *steps))), strict=True)
     assert [len(alike) for alike in groups] == [1, 1, 4]
+    assert changes[1:] == ({"per_micro_batch": 8.0}, {"cost_model": "auto"})
     assert seconds_per_unit(groups[-1]) == pytest.approx(1e-3)
 
 
@@ -227,7 +227,7 @@ def test_learnt_units_that_change_are_each_step_s_own(
         given.append((plan, lengths_of(step), measured, seconds or 2e-2))
     records = recorded(tmp_path, *given)
     steps = replay(records)
-    assert [len(alike) for alike in by_setting(steps)] == [4]
+    assert [len(alike) for _, alike in by_setting(steps)] == [4]
     factor = seconds_per_unit(steps)
     assert factor == pytest.approx(1.25 * 2e-2)
     assert [factor * step.predicted / 1.25 for step in steps[:3]] == pytest.approx(expected[:3])
@@ -300,10 +300,9 @@ def test_steps_part_where_options_or_costs_change(tmp_path: Path) -> None:
     settings = ((CONFIG, COSTS), (smaller, COSTS), (smaller, costs), (CONFIG, COSTS))
     plans = [plan_step(lengths_of(0), DIMS, *setting) for setting in settings]
     records = recorded(tmp_path, *((plan, lengths_of(0), None, None) for plan in plans))
-    alike = by_setting(replay(records))
-    assert [len(steps) for steps in alike] == [1, 1, 1, 1]
-    pairs = itertools.pairwise(alike)
-    assert [changed_options(before[-1], after[0]) for before, after in pairs] == [
+    found = by_setting(replay(records))
+    assert [len(steps) for _, steps in found] == [1, 1, 1, 1]
+    assert [changed for changed, _ in found[1:]] == [
         {"max_tokens_per_gpu": 950},
         {"linear": 2.0},
         {"max_tokens_per_gpu": 1000, "linear": 1.0},
