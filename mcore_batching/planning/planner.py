@@ -4,18 +4,27 @@ up to `MAX_SEARCHED_PASSES`, none is left out, and the same input gives the same
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from itertools import chain
+from operator import itemgetter
 
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
-from mcore_batching.planning.errors import ConfigError, named
+from mcore_batching.planning.errors import ConfigError, LengthError, named
 from mcore_batching.planning.groups import steps_of_batch
+from mcore_batching.planning.integers import check_lengths, one_per_sample
 from mcore_batching.planning.local import pack_local
+from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import deal, largest_first, order_slots, place, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, Plan, Sizes, StepPlan
+from mcore_batching.planning.prefix_trees import (
+    Forest,
+    PrefixTree,
+    forest_of_groups,
+    ways_to_cut,
+)
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import Objective, search, search_dynamic
 from mcore_batching.planning.search.assign import Slots
@@ -33,6 +42,7 @@ def plan_step(
     cost_model: CostModel | None = None,
     *,
     forward_only: bool = False,
+    forest: Forest | None = None,
 ) -> StepPlan:
     """Plan one optimizer step.
 
@@ -46,14 +56,16 @@ def plan_step(
         config: cap and policies.
         cost_model: costs of samples and micro-batches; `CostModel()` if None.
         forward_only: plan forward passes alone, as for old and reference log-probs.
+        forest: the prefix trees of these samples; the plan's `trees` are those that are computed
+            together. None: samples share nothing.
 
     Raises:
         LengthError: a length is out of range.
         ConfigError: the cap leaves no room for a single token, or the search would take hours.
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
     """
-    plan = plan_batch(lengths, dims, config, cost_model, forward_only=forward_only)
-    return plan.steps[0]
+    problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)
+    return _plan_samples(problem, range(problem.num_samples), forest)
 
 
 def plan_batch(
@@ -65,6 +77,7 @@ def plan_batch(
     samples_per_step: int | None = None,
     groups: Sequence[Hashable] | None = None,
     groups_per_step: int | None = None,
+    prompts: Sequence[int] | None = None,
     forward_only: bool = False,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Plan:
@@ -74,54 +87,60 @@ def plan_batch(
     Args:
         lengths, dims, config, cost_model, forward_only: as in `plan_step`, of the batch.
         samples_per_step: samples of each step over all ranks; the last step takes the rest.
-        groups: the group (uid) of each sample [samples], with `groups_per_step`.
+        groups: the group (uid) of each sample [samples], with `groups_per_step` or `prompts`.
         groups_per_step: groups of each step over all ranks, as in `group_steps`.
+        prompts: tokens of each sample's prompt [samples], which samples of a group and a step with
+            equal ones have in common; None: samples share nothing.
         on_step: called after each step with the number of steps planned, and of all steps.
 
     Raises:
-        As `plan_step`; LengthError also for steps or groups that do not fit the samples.
+        As `plan_step`; LengthError also for steps, groups or prompts that do not fit the samples.
     """
     problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)
-    samples_of_steps = steps_of_batch(
-        problem.num_samples, samples_per_step, groups, groups_per_step
-    )
-    check_search(config, max(map(len, samples_of_steps)))
-    return plan_steps(samples_of_steps, partial(plan_samples, problem), on_step)
-
-
-def plan_steps(
-    samples_of_steps: Sequence[Sequence[int]],
-    plan_samples_of: Callable[[Sequence[int]], StepPlan],
-    on_step: Callable[[int, int], None] | None,
-) -> Plan:
-    """The plan of a batch, step by step; `on_step` as in `plan_batch`."""
-    steps: list[StepPlan] = []
+    if prompts is not None:
+        groups, prompts = _check_prompts(problem.lengths, prompts, groups)
+    cuts = groups if prompts is None or groups_per_step is not None else None
+    samples_of_steps = steps_of_batch(problem.num_samples, samples_per_step, cuts, groups_per_step)
+    steps, forest = list[StepPlan](), None
     for samples in samples_of_steps:
-        steps.append(plan_samples_of(samples))
+        if groups is not None and prompts is not None:
+            forest = forest_of_groups(
+                [problem.lengths[i] for i in samples],
+                [prompts[i] for i in samples],
+                [groups[i] for i in samples],
+            )
+        steps.append(_plan_samples(problem, samples, forest))
         if on_step is not None:
             on_step(len(steps), len(samples_of_steps))
     return Plan(steps=tuple(steps), num_samples=sum(map(len, samples_of_steps)))
 
 
-def check_search(config: PlannerConfig, num_samples: int) -> None:
-    """Refuse a search that would take hours (`ConfigError`)."""
-    if config.searches and num_samples * config.plan_effort > MAX_SEARCHED_PASSES:
-        raise ConfigError(
-            f"{named('plan_effort', config.plan_effort)} is too much for {num_samples} samples in "
-            f"a step; set it to {MAX_SEARCHED_PASSES // num_samples}, or set "
-            f"{named('balance', 'cost')}"
-        )
+def _check_prompts(
+    lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[Hashable] | None
+) -> tuple[Sequence[Hashable], Sequence[int]]:
+    groups = one_per_sample("groups", groups, len(lengths))
+    prompts = check_lengths(one_per_sample("prompts", prompts, len(lengths)))
+    for sample, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        if prompt > length:
+            raise LengthError(
+                f"sample {sample} has {length} tokens, its prompt {prompt}; give total lengths",
+                index=sample,
+            )
+    return groups, prompts
 
 
-def plan_samples(batch: Problem, samples: Sequence[int]) -> StepPlan:
-    """The plan of one step: of `samples` of the batch, ascending."""
-    problem, sizes = batch.subset(samples), None
-    if batch.config.max_context_parallel is None:
-        micro_batches = _plan_global(problem)
+def _plan_samples(batch: Problem, samples: Sequence[int], forest: Forest | None) -> StepPlan:
+    """The plan of one step: of `samples` of the batch, ascending, and of the forest of these."""
+    problem, trees = batch.subset(samples), list[PrefixTree]()
+    if forest is None:
+        micro_batches, sizes = _planned(problem)
     else:
-        micro_batches, sizes = _plan_dynamic(problem)
+        micro_batches, sizes, trees = _plan_forest(problem, forest)
     return StepPlan(
-        micro_batches=tuple(renamed(rank, samples) for rank in micro_batches),
+        micro_batches=tuple(
+            tuple(tuple(samples[position] for position in row) for row in rank)
+            for rank in micro_batches
+        ),
         num_microbatches=len(micro_batches[0]),
         sample_indices=tuple(samples),
         dims=batch.dims,
@@ -129,7 +148,54 @@ def plan_samples(batch: Problem, samples: Sequence[int]) -> StepPlan:
         context_parallel=sizes,
         cost_model=batch.cost_model,
         forward_only=batch.forward_only,
+        trees=tuple(tree.renumbered(samples) for tree in trees),
     )
+
+
+def _plan_forest(
+    problem: Problem, forest: Forest
+) -> tuple[tuple[MicroBatches, ...], Sizes | None, list[PrefixTree]]:
+    """Micro-batches and sizes of the plan that ends first of those tried, and the trees that are
+    computed together.
+
+    Larger parts of the trees save more tokens, smaller ones leave the search more to choose from.
+    So several ways to cut the trees are planned. One of them is not to share any branches, and one
+    not to share anything, so that no step ends later for its trees.
+    """
+    given, ways = (problem.dims, problem.config, problem.cost_model), []
+    for trees in ways_to_cut(forest, *given):
+        sizes_of_trees = tuple(tree.size for tree in trees)
+        units = dataclasses.replace(problem, lengths=sizes_of_trees, trees=tuple(trees))
+        ways.append((step_time_floor(units), units, trees))
+    best, earliest = None, math.inf
+    # The most promising first: those that cannot end sooner are not planned.
+    for floor, units, trees in sorted(ways, key=itemgetter(0)):
+        if floor < earliest:
+            micro_batches, sizes = _planned(units)
+            end = Objective(units).step(micro_batches, sizes).end
+            if end < earliest:
+                best, earliest = (micro_batches, sizes, trees), end
+    assert best is not None
+    micro_batches, sizes, trees = best
+    of_samples = tuple(
+        tuple(tuple(sorted(i for unit in row for i in trees[unit].samples)) for row in rank)
+        for rank in micro_batches
+    )
+    return of_samples, sizes, [tree for tree in trees if len(tree.samples) > 1]
+
+
+def _planned(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes | None]:
+    """Micro-batches of all ranks; under dynamic CP with their context-parallel sizes."""
+    config, samples = problem.config, problem.num_samples
+    if config.searches and samples * config.plan_effort > MAX_SEARCHED_PASSES:
+        raise ConfigError(
+            f"{named('plan_effort', config.plan_effort)} is too much for {samples} samples in "
+            f"a step; set it to {MAX_SEARCHED_PASSES // samples}, or set "
+            f"{named('balance', 'cost')}"
+        )
+    if config.max_context_parallel is None:
+        return _plan_global(problem), None
+    return _plan_dynamic(problem)
 
 
 def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
@@ -219,8 +285,3 @@ def packed_on_least_ranks(problem: Problem) -> tuple[tuple[MicroBatches, ...], S
         micro_batches.append((*rows, *((sample,) for sample in own)))
         sizes.append((*(1,) * places, *(least[sample] for sample in own)))
     return tuple(micro_batches), tuple(sizes)
-
-
-def renamed(rank: MicroBatches, samples: Sequence[int]) -> MicroBatches:
-    """Micro-batches of positions in `samples`, as micro-batches of the samples there."""
-    return tuple(tuple(samples[position] for position in samples_of) for samples_of in rank)

@@ -352,3 +352,24 @@ def _packed(pieces: Sequence[_Piece], path: _Piece, limits: tuple[float, float])
         else:
             made.append(held)
     return made + bins
+
+
+def ways_to_cut(
+    forest: Forest, dims: ParallelDims, config: PlannerConfig, model: CostModel
+) -> list[list[PrefixTree]]:
+    """Ways to cut the trees, each as units that cover all samples."""
+    empty = [(sample,) for sample, leaf in enumerate(forest.last) if leaf < 0]
+    chains = [*forest.samples_of_leaves.values()]
+    ways = [chains]
+    if len(forest.nodes) > len(chains):  # there are branches
+        cap = most_tokens_of_part(dims, config)
+        whole = parts_of(forest, model, cap)
+        work = ordered_sum(forest.tree(samples).cost(model) for samples in whole)
+        # At most half of what a stage of the pipeline would take if work were even.
+        share = work / (2 * dims.data_parallel * dims.pipeline_parallel)
+        ways += [whole, parts_of(forest, model, cap // 2), parts_of(forest, model, cap, share)]
+    distinct = {tuple(sorted((*way, *empty))) for way in ways}
+    trees = [[*map(forest.tree, way)] for way in sorted(distinct, key=len)]
+    if len(chains) + len(empty) < len(forest.lengths):  # else chains are single samples
+        trees.append([PrefixTree((i,), ((0, n),)) for i, n in enumerate(forest.lengths)])
+    return trees

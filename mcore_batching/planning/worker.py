@@ -35,7 +35,6 @@ from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import plan_step
 from mcore_batching.planning.plans.plan import StepPlan
 from mcore_batching.planning.prefix_trees import Forest
-from mcore_batching.planning.tree_planner import plan_forest
 
 MOST_FAILURES = 3
 """Workers that may fail one after the other; then all plans are made in line."""
@@ -69,7 +68,7 @@ serve()
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """Arguments of `plan_step`, or of `plan_forest`; equal requests have equal plans."""
+    """Arguments of `plan_step`; equal requests have equal plans."""
 
     lengths: tuple[int, ...]
     dims: ParallelDims
@@ -80,12 +79,8 @@ class PlanRequest:
 
     def plan(self) -> bytes:
         """Plan in this process; the plan as `read` takes it. Raises what `plan_step` does."""
-        settings = self.dims, self.config, self.cost_model
-        if self.forest is not None:
-            plan = plan_forest(self.forest, *settings, forward_only=self.forward_only)
-        else:
-            plan = plan_step(self.lengths, *settings, forward_only=self.forward_only)
-        return serialize(plan)
+        given = self.lengths, self.dims, self.config, self.cost_model
+        return serialize(plan_step(*given, forward_only=self.forward_only, forest=self.forest))
 
     def read(self, data: bytes) -> StepPlan:
         """Return the plan of this request, wherever it was made. What the plan contains is for

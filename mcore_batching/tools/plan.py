@@ -20,7 +20,6 @@ from mcore_batching.planning.costs.layers_of import config_of_json
 from mcore_batching.planning.errors import printable
 from mcore_batching.planning.plans.memory import ModelShape, predicted_memory
 from mcore_batching.planning.plans.statistics import total_statistics
-from mcore_batching.planning.tree_planner import plan_groups
 from mcore_batching.tools import report
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.lengths_file import read_groups, read_lengths
@@ -96,19 +95,21 @@ def run(options: argparse.Namespace) -> int:
     shares = options.group_column is not None
     if shares != (options.prompt_column is not None):
         raise ConfigError("--group-column and --prompt-column need each other; set both or none")
+    prompts = read_lengths(options.lengths, options.prompt_column) if shares else None
+    groups = read_groups(options.lengths, options.group_column) if shares else None
     started = time.process_time()
     with progress("planning") as on_step:
-        settings = {
-            "samples_per_step": options.samples_per_step,
-            "forward_only": options.forward_only,
-            "on_step": on_step,
-        }
-        if shares:
-            prompts = read_lengths(options.lengths, options.prompt_column)
-            groups = read_groups(options.lengths, options.group_column)
-            plan = plan_groups(lengths, prompts, groups, dims, config, cost_model, **settings)
-        else:
-            plan = plan_batch(lengths, dims, config, cost_model, **settings)
+        plan = plan_batch(
+            lengths,
+            dims,
+            config,
+            cost_model,
+            samples_per_step=options.samples_per_step,
+            groups=groups,
+            prompts=prompts,
+            forward_only=options.forward_only,
+            on_step=on_step,
+        )
     advice_seconds = 0.0 if options.no_advice else time.process_time() - started
     # The checker shares no code with the planner: a plan that it refuses is never written.
     validate_plan(plan, lengths)

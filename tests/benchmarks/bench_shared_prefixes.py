@@ -32,7 +32,6 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.prefix_tree import hashes_of_beginnings
 from mcore_batching.planning import CostModel, PlannerConfig, StepPlan, plan_step, step_statistics
 from mcore_batching.planning.prefix_trees import find_forest
-from mcore_batching.planning.tree_planner import plan_forest
 from mcore_batching.tools.report import Table
 
 CAPS = {"16k": 16384, "32k": 32768}
@@ -110,9 +109,10 @@ def planned(name: str, tokens: list[torch.Tensor], cap: str) -> tuple[str, ...]:
     seconds = time.process_time() - started
     settings = PP4, PlannerConfig(max_tokens_per_gpu=CAPS[cap]), CostModel()
     started = time.process_time()
-    shared = plan_forest(forest, *settings)
+    shared = plan_step(lengths, *settings, forest=forest)
     planning = time.process_time() - started
-    chains = plan_forest(find_forest(lengths, hashes, branches=False), *settings)
+    turns = find_forest(lengths, hashes, branches=False)
+    chains = plan_step(lengths, *settings, forest=turns)
     apart_plan = plan_step(lengths, *settings)
     found, by_chains, apart = (
         step_statistics(plan, lengths) for plan in (shared, chains, apart_plan)

@@ -129,7 +129,10 @@ STEP_DOCUMENT = json.loads(PLAN.to_json())["steps"][0]
         (edited(steps=[]), '"steps" must hold at least one step'),
         (edited(steps={}), '"steps" must be a JSON array'),
         (edited(steps=[3]), "step 0 must be a JSON object, got 3"),
-        (edited(steps=[{"num_microbatches": 2}]), '"ranks" of step 0 must be a JSON array, got None'),
+        (
+            edited(steps=[{"num_microbatches": 2}]),
+            '"ranks" of step 0 must be a JSON array, got None',
+        ),
         (
             edited(steps=[{**STEP_DOCUMENT, "num_microbatches": "2"}]),
             "\"num_microbatches\" of step 0 must be an integer of 0 or more, got '2'",

@@ -19,6 +19,7 @@ from mcore_batching.planning import (
     Plan,
     PlanFormatError,
     PlannerConfig,
+    plan_batch,
     plan_step,
     predicted_step_time,
     step_statistics,
@@ -32,7 +33,6 @@ from mcore_batching.planning.prefix_trees import (
     forest_of_groups,
     parts_of,
 )
-from mcore_batching.planning.tree_planner import plan_forest, plan_groups
 from mcore_batching.planning.worker import PlanRequest
 
 PP2 = ParallelDims(data_parallel=2, pipeline_parallel=2)
@@ -158,7 +158,7 @@ def test_no_part_is_over_the_cap(
     lengths = [35] * 4
     forest = forest_of_groups(lengths, [28] * 4, "aaaa")
     config = PlannerConfig(**options, on_oversize=on_oversize)  # type: ignore[arg-type]
-    plan = plan_forest(forest, dims, config)
+    plan = plan_step(lengths, dims, config, forest=forest)
     validate_plan(plan, lengths)
     statistics = step_statistics(plan, lengths)
     assert plan.trees
@@ -179,7 +179,7 @@ def test_no_part_gathers_more_keys_than_its_room_holds() -> None:
 @examples(60)
 def test_no_plan_of_trees_ends_later_than_turns_or_samples_apart(seed: int, stages: int) -> None:
     forest, dims = drawn(seed), replace(PP2, pipeline_parallel=stages)
-    plan = plan_forest(forest, dims, CONFIG, MODEL)
+    plan = plan_step(forest.lengths, dims, CONFIG, MODEL, forest=forest)
     validate_plan(plan, forest.lengths)
     whole = Plan(steps=(plan,), num_samples=plan.num_samples)
     assert Plan.from_json(whole.to_json()) == whole
@@ -201,34 +201,38 @@ def test_a_group_is_planned_as_one_where_that_ends_sooner() -> None:
     lengths, prompts = [900] * 32, [800] * 32
     groups = [i // 8 for i in range(32)]
     config = replace(CONFIG, max_tokens_per_gpu=2000)
-    plan = plan_groups(lengths, prompts, groups, PP2, config, MODEL)
+    given = lengths, PP2, config, MODEL
+    plan = plan_batch(*given, groups=groups, prompts=prompts)
     validate_plan(plan, lengths)
     (step,) = plan.steps
     found = step_statistics(step, lengths)
     assert found.sample_tokens > 3 * found.real_tokens
-    apart = plan_step(lengths, PP2, config, MODEL)
+    apart = plan_step(*given)
     assert predicted_step_time(step, lengths) < 0.5 * predicted_step_time(apart, lengths)
     # Step by step, each with its own samples' numbers.
-    cut = plan_groups(lengths, prompts, groups, PP2, config, MODEL, samples_per_step=16)
-    validate_plan(cut, lengths)
-    assert Plan.from_json(cut.to_json()) == cut
-    assert {i for tree in cut.steps[1].trees for i in tree.samples} <= set(range(16, 32))
+    for cuts in ({"samples_per_step": 16}, {"groups_per_step": 2}):
+        cut = plan_batch(*given, groups=groups, prompts=prompts, **cuts)
+        validate_plan(cut, lengths)
+        assert Plan.from_json(cut.to_json()) == cut
+        assert {i for tree in cut.steps[1].trees for i in tree.samples} == set(range(16, 32))
 
 
 def test_a_window_counts_in_trees() -> None:
-    forest = forest_of_groups([900] * 8, [800] * 8, [0] * 8)
+    lengths = [900] * 8
+    forest = forest_of_groups(lengths, [800] * 8, [0] * 8)
     config, model = replace(CONFIG, max_tokens_per_gpu=2000), replace(MODEL, window=10)
     wide, narrow = (
-        predicted_step_time(plan_forest(forest, PP2, config, each), forest.lengths, each)
+        predicted_step_time(plan_step(lengths, PP2, config, each, forest=forest), lengths, each)
         for each in (MODEL, model)
     )
     assert narrow < 0.5 * wide
 
 
-GROUPS = plan_groups([20, 21, 22, 9], [15] * 3 + [4], list("aaab"), ParallelDims(), CONFIG, MODEL)
+LENGTHS = [20, 21, 22, 9]
+OF_GROUPS: dict[str, Any] = {"groups": list("aaab"), "prompts": [15] * 3 + [4]}
+GROUPS = plan_batch(LENGTHS, ParallelDims(), CONFIG, MODEL, **OF_GROUPS)
 (GROUP,) = GROUPS.steps
 TREE = GROUP.trees[0]
-LENGTHS = [20, 21, 22, 9]
 SMALL = replace(CONFIG, max_tokens_per_gpu=30)
 BROKEN: dict[str, dict[str, Any]] = {
     "a sample is in two trees": {"trees": (TREE, TREE)},

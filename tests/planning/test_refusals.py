@@ -26,7 +26,6 @@ from mcore_batching.planning import (
     local,
     plan_batch,
     plan_step,
-    tree_planner,
 )
 from mcore_batching.planning.config import CHOICES
 from mcore_batching.planning.costs.layers_of import config_of_json
@@ -40,7 +39,7 @@ NAMES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention
 MODEL = dict.fromkeys((*NAMES, "vocab_size"), 4)
 CAP_10 = PlannerConfig(max_tokens_per_gpu=10)
 ONE = ParallelDims()
-ARGUMENTS = {"config", "cost_model", "forward_only"}
+ARGUMENTS = {"config", "cost_model", "forward_only", "forest"}
 
 
 def config(**options: Any) -> PlannerConfig:
@@ -127,7 +126,7 @@ REFUSALS = {
     "plan_batch([3] * 4, ONE, config(plan_effort=10**8), samples_per_step=3)": (
         "ConfigError: … for 3 samples in a step…"
     ),
-    "plan_forest(FOREST, ONE, config(plan_effort=10**9))": "ConfigError: plan_effort…",
+    "plan([5] * 4, forest=FOREST, plan_effort=10**9)": "ConfigError: plan_effort…",
     # No room for a token; a placeholder goes on one rank, although two ranks have room for one.
     "plan([], DEEP, max_tokens_per_gpu=7, pad_total_to=16)": LEAST,
     "plan([1, 2], DEEP, max_tokens_per_gpu=7, pad_total_to=16)": LEAST,
@@ -236,10 +235,12 @@ REFUSALS = {
     "batch(groups_per_step=1)": "LengthError: … need groups; set it",
     "batch(groups=[0, 1, 1], groups_per_step=1)": "LengthError: groups has 3 entries for 2 "
     "samples…",
-    "plan_groups([5, 5], [5, 6], [0, 0], ONE, CAP_10)": (
+    "batch([5, 5], prompts=[5, 6], groups=[0, 0])": (
         "LengthError: sample 1 has 5 tokens, its prompt 6; give total…"
     ),
-    "plan_groups([5, 5], [5, 5], ['a'], ONE, CAP_10)": "LengthError: groups…",
+    "batch([5, 5], prompts=[5, 5], groups=['a'])": "LengthError: groups has 1…",
+    "batch([5, 5], prompts=[5, 5])": "LengthError: groups must be a sequence, got NoneType…",
+    "batch([5, 5], prompts=[5], groups=[0, 0])": "LengthError: prompts has 1…",
     # Other lengths than a plan's; a count below what is packed.
     "step_statistics(SECOND, [3, 7])": HAS_NOT,
     "predicted_step_time(SECOND, [3, 7])": HAS_NOT,
@@ -249,7 +250,7 @@ REFUSALS = {
 """Calls and their errors; `…` stands for any text."""
 
 
-CALLED = vars(math) | vars(planning) | vars(clock) | vars(local) | vars(tree_planner)
+CALLED = vars(math) | vars(planning) | vars(clock) | vars(local)
 
 
 @pytest.mark.parametrize("call", REFUSALS)

@@ -19,7 +19,6 @@ from mcore_batching.planning import (
     predicted_step_time,
 )
 from mcore_batching.planning.prefix_trees import forest_of_groups
-from mcore_batching.planning.tree_planner import plan_forest
 from mcore_batching.tools import explain as explaining
 from mcore_batching.tools.explain import (
     COMPARED_PLAN_EFFORT,
@@ -191,18 +190,20 @@ def test_no_parallel_dims_are_tried_that_no_job_can_have(
 
 
 def test_trees_are_named_by_their_samples_and_advice_can_be_left_out() -> None:
-    forest = forest_of_groups([20, 30, 21, 22, 70], [4, 4, 20, 20, 4], "abccd")
-    step = plan_forest(forest, ParallelDims(), replace(CONFIG, max_tokens_per_gpu=60))
+    lengths, config = [20, 30, 21, 22, 70], replace(CONFIG, max_tokens_per_gpu=60)
+    forest = forest_of_groups(lengths, [4, 4, 20, 20, 4], "abccd")
+    step = plan_step(lengths, ParallelDims(), config, forest=forest)
     assert step.trees
-    text = explain(step, forest.lengths)
+    text = explain(step, lengths)
     assert text.startswith("5 samples on 1 data-parallel rank: ")
     assert "163 tokens of samples computed as 144: 1.1x fewer" in text
     assert "longest: sample 4 (70 tokens), on rank 0" in text
     assert "1 over 60 tokens: sample 4" in text
     assert "would help" not in text  # other settings would be planned without what samples share
-    forest = forest_of_groups([20, 21, 22], [4, 20, 20], "abb")
-    step = plan_forest(forest, ParallelDims(), replace(CONFIG, max_tokens_per_gpu=60))
-    assert "longest: the tree of samples 1, 2 (24 tokens), on rank 0" in explain(step, [20, 21, 22])
+    lengths = [20, 21, 22]
+    forest = forest_of_groups(lengths, [4, 20, 20], "abb")
+    step = plan_step(lengths, ParallelDims(), config, forest=forest)
+    assert "longest: the tree of samples 1, 2 (24 tokens), on rank 0" in explain(step, lengths)
     text, advised = explain(STEP, LENGTHS, advice_seconds=0), explain(STEP, LENGTHS)
     assert advised.startswith(text + "\n  would help: ")
     assert "would help" not in text

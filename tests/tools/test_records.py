@@ -33,7 +33,6 @@ from mcore_batching.planning.plans.records import (
 )
 from mcore_batching.planning.plans.statistics import total_statistics
 from mcore_batching.planning.prefix_trees import PrefixTree, forest_of_groups
-from mcore_batching.planning.tree_planner import plan_forest
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.replay import by_setting, replay, seconds_per_unit
@@ -58,7 +57,8 @@ def test_costs_times_and_their_unit_are_recorded(tmp_path: Path) -> None:
 def test_samples_that_share_tokens_are_recorded_with_the_plan(tmp_path: Path) -> None:
     lengths = [50, 60, 70]
     forest = forest_of_groups(lengths, [41, 41, 41], "aab")
-    plan = plan_forest(forest, DIMS, replace(CONFIG, max_tokens_per_gpu=100), COSTS)
+    config = replace(CONFIG, max_tokens_per_gpu=100)
+    plan = plan_step(lengths, DIMS, config, COSTS, forest=forest)
     (record,) = recorded(tmp_path, (plan, lengths, 1.0, None))
     assert (record.lengths, record.plan) == ((50, 60, 70), plan)
     assert plan.trees == (PrefixTree((0, 1), ((0, 40), (40, 50), (40, 60))),)

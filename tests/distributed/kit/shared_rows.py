@@ -38,10 +38,9 @@ from mcore_batching.planning import (
     ParallelDims,
     PlannerConfig,
     StepPlan,
-    tree_planner,
     worker,
 )
-from mcore_batching.planning.prefix_trees import Forest
+from mcore_batching.planning.prefix_trees import Forest, PrefixTree, ways_to_cut
 
 SIZES = {
     2: ((2, 2), (1, 1), (2, 2), (1, 1)),
@@ -121,19 +120,9 @@ def mixed_sizes() -> Iterator[None]:
 
     with (
         mock.patch.object(worker, "plan_step", _mixed_plan),
-        mock.patch.object(worker, "plan_forest", _mixed_forest),
         mock.patch.object(Options, "planner_config", with_larger_cap),
     ):
         yield
-
-
-def _mixed_forest(
-    forest: Forest, dims: ParallelDims, config: PlannerConfig, costs: CostModel, **named: Any
-) -> StepPlan:
-    """The same of whole prefix trees."""
-    trees, *_ = tree_planner._candidates(forest, dims, config, CostModel())
-    plan = _mixed_plan([tree.size for tree in trees], dims, config, costs, **named)
-    return tree_planner._of_samples(plan, trees)
 
 
 def _mixed_plan(
@@ -141,8 +130,14 @@ def _mixed_plan(
     dims: ParallelDims,
     config: PlannerConfig,
     cost_model: CostModel,
-    **named: Any,
+    *,
+    forward_only: bool = False,
+    forest: Forest | None = None,
 ) -> StepPlan:
+    """Whole prefix trees are placed as samples are."""
+    trees = [PrefixTree((sample,), ((0, n),)) for sample, n in enumerate(lengths)]
+    if forest is not None:
+        trees, *_ = ways_to_cut(forest, dims, config, CostModel())
     slots = SIZES[dims.data_context_parallel]
     rows = [
         (size, slot, rank)
@@ -153,11 +148,12 @@ def _mixed_plan(
     # The longest samples share ranks; one rank has a placeholder.
     rows.sort(key=lambda row: -row[0])
     rows.remove((1, 1, 0))
-    longest = sorted(range(len(lengths)), key=lambda sample: -lengths[sample])
+    longest = sorted(trees, key=lambda tree: -tree.size)
     micro_batches: list[list[tuple[int, ...]]] = [[()] * len(slots) for _ in slots[0]]
     for number, (size, slot, first) in enumerate(rows):
         for rank in range(first, first + size):
-            micro_batches[rank][slot] = tuple(sorted(longest[number :: len(rows)]))
+            samples = [i for tree in longest[number :: len(rows)] for i in tree.samples]
+            micro_batches[rank][slot] = tuple(sorted(samples))
     sizes_by_rank = tuple(
         tuple(sizes[rank] if micro_batches[rank][slot] else 1 for slot, sizes in enumerate(slots))
         for rank in range(dims.data_context_parallel)
@@ -170,5 +166,6 @@ def _mixed_plan(
         config=config,
         context_parallel=sizes_by_rank,
         cost_model=cost_model,
-        **named,
+        forward_only=forward_only,
+        trees=tuple(tree for tree in trees if len(tree.samples) > 1),
     )
