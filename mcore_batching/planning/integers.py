@@ -14,6 +14,10 @@ from mcore_batching.planning.errors import LengthError, MCoreBatchingError, name
 MAX_LENGTH_TOKENS = 2**40
 """A longer length is certainly not in tokens; doubled or halved, costs stay far from overflow."""
 
+MOST_COST = 1e100
+"""Times the largest length squared and the most samples, a cost is still finite: 1e100 · 2^80 ·
+10^6 < 1e308."""
+
 
 def as_integer(value: Any) -> int | None:
     """`value` as a Python int, or None if it is a boolean or not an integer."""
@@ -43,14 +47,16 @@ def at_least(name: str, value: Any, minimum: int, error: type[MCoreBatchingError
 
 def check_options(settings: Any, error: type[MCoreBatchingError]) -> None:
     """Check each field of a frozen dataclass by its type: an integer is 1 or more, or None where
-    its type allows that; a choice is one of its literals."""
+    its type allows that; a float is from 0 to `MOST_COST`; a choice is one of its literals."""
     for name, kind in types_of(settings.__class__).items():
         value = getattr(settings, name)
         if kind is bool:
             require_bool(name, value, error)
         elif get_origin(kind) is Literal:
             require_choice(name, value, get_args(kind), error)
-        elif kind is int or value is not None:
+        elif kind is float:
+            object.__setattr__(settings, name, number_up_to(name, value, MOST_COST, error))
+        elif kind is int or (kind == int | None and value is not None):
             # Made Python ints: NumPy's would not print as JSON.
             object.__setattr__(settings, name, at_least(name, value, 1, error))
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from mcore_batching.planning.errors import ConfigError
 from mcore_batching.planning.files import parse_json_dict
-from mcore_batching.planning.integers import at_least, number_up_to
+from mcore_batching.planning.integers import MOST_COST, check_options
 from mcore_batching.planning.parallel_dims import ParallelDims
 
 
@@ -40,9 +40,6 @@ NEEDED = {"linear", "quadratic", "per_micro_batch", "backward_ratio"}
 """Fields that a file of costs must have."""
 _ALSO_WRITTEN = {"seconds_per_unit"}
 """Keys that a job writes beside the coefficients."""
-_MAX_COEFFICIENT = 1e100
-"""Times the largest length squared and the most samples, a cost is still finite: 1e100 · 2^80 ·
-10^6 < 1e308."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,16 +77,10 @@ class CostModel:
     """Costs of each letter, as `LayerCost`; only their proportions count."""
 
     def __post_init__(self) -> None:
-        """Check that each coefficient is a number of 0 to `_MAX_COEFFICIENT`."""
-        for option in fields(self):
-            if option.type == "float":
-                value = getattr(self, option.name)
-                number = number_up_to(option.name, value, _MAX_COEFFICIENT, ConfigError)
-                object.__setattr__(self, option.name, number)
+        """Check ranges, and the costs of layers."""
+        check_options(self, ConfigError)
         if self.beyond_window > 1:
             raise ConfigError(f"beyond_window must be 1 or less, got {self.beyond_window}")
-        if self.window is not None:
-            object.__setattr__(self, "window", at_least("window", self.window, 1, ConfigError))
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -99,7 +90,7 @@ class CostModel:
                 isinstance(self.layers, str)
                 and set(self.layers) <= {"|", *found}
                 and all(len(costs) == 4 for costs in found.values())
-                and all(0 <= each <= _MAX_COEFFICIENT for costs in found.values() for each in costs)
+                and all(0 <= each <= MOST_COST for costs in found.values() for each in costs)
             ):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
