@@ -1,26 +1,14 @@
-"""The guarantees of `group_steps`, and of plans whose steps hold whole groups."""
+"""The guarantees of `group_steps`."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples, renumbered
+from planning_cases import examples
 
-from mcore_batching.planning import (
-    LengthError,
-    ParallelDims,
-    Plan,
-    PlannerConfig,
-    group_steps,
-    plan_batch,
-    plan_step,
-)
-from mcore_batching.planning.plans.validation import validate_plan
+from mcore_batching.planning import LengthError, group_steps
 
-CONFIG = PlannerConfig(max_tokens_per_gpu=16)
 UIDS = st.lists(st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)]), max_size=40)
 
 
@@ -77,21 +65,3 @@ def test_padding_samples_are_nobodys_group() -> None:
     assert len(steps) == 3
     # Nor need they have a uid, nor the tags be booleans.
     assert group_steps([None, 5], 1, is_padding=[1, None]) == [[1]]
-
-
-@examples(60)
-@given(UIDS, st.integers(1, 4), st.integers(1, 3), st.randoms())
-def test_plan_batch_plans_every_step(
-    groups: list[object], per_step: int, ranks: int, draw: random.Random
-) -> None:
-    lengths = [draw.randrange(20) for _ in groups]
-    dims = ParallelDims(data_parallel=ranks)
-    plan = plan_batch(lengths, dims, CONFIG, groups=groups, groups_per_step=per_step)
-    validate_plan(plan, lengths)
-    expected = group_steps(groups, per_step) or [[]]
-    assert [list(step.sample_indices) for step in plan.steps] == expected
-    for step, samples in zip(plan.steps, expected, strict=True):
-        # The plan of these samples alone.
-        alone = plan_step([lengths[sample] for sample in samples], dims, CONFIG)
-        assert step.micro_batches == renumbered(alone, samples)
-    assert Plan.from_json(plan.to_json()) == plan

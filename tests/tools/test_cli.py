@@ -15,7 +15,6 @@ from mcore_batching.planning import (
     Plan,
     PlannerConfig,
     plan_batch,
-    plan_step,
     step_statistics,
 )
 from mcore_batching.tools import report
@@ -86,12 +85,15 @@ def test_plan_and_check(
     assert printed("check", out, lengths_file) == [f"{out}: {holds}"]
 
 
-def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> None:
+def test_every_option_reaches_the_plan(
+    tmp_path: Path, lengths_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "plan.json"
     arguments = (
         "--max-tokens-per-gpu 16 --dp 2 --pp 3 --vpp 2 --cp 2 --tp 4 --ep 2 --sequence-parallel "
         "--microbatch-group-size 5 --samples-per-step 4 --on-oversize error --fill placeholder "
-        f"--packing first-fit --balance none --out {out}"
+        "--packing first-fit --balance none --dynamic-cp 2 --plan-effort 7 "
+        f"--max-samples-per-row 3 --out {out}"
     )
     assert main(["plan", lengths_file, *arguments.split()]) == 0
     plan = Plan.from_json(out.read_text())
@@ -111,21 +113,16 @@ def test_every_option_reaches_the_plan(tmp_path: Path, lengths_file: str) -> Non
         balance="none",
         fill="placeholder",
         on_oversize="error",
+        max_context_parallel=2,
+        plan_effort=7,
+        max_samples_per_row=3,
     )
     assert [step.num_samples for step in plan.steps] == [4, 2]
-    assert plan.steps[0].num_microbatches == 5
-
-
-def test_several_steps_are_summarised(
-    lengths_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        main(["plan", lengths_file, "--max-tokens-per-gpu", "14", "--samples-per-step", "2"]) == 0
-    )
     printed = capsys.readouterr().out
-    assert (
-        "plan one step's samples alone to see what holds it back and what would help\n" in printed
-    )
+    assert "DP2 x PP3 x VPP2 x CP2 x TP4 x EP2 with sequence parallel, dynamic CP to 2, " in printed
+    # Several steps are summarised.
+    assert "plan one step's samples alone to see what holds it back and what would h" in printed
+    assert plan.steps[0].num_microbatches == 5
 
 
 def broken(*ranks: list[list[int]]) -> dict[str, Any]:
@@ -283,21 +280,3 @@ def test_a_heading_has_the_sizes_above_1() -> None:
     config = PlannerConfig(max_tokens_per_gpu=10, balance="tokens")
     plan = plan_batch([6, 6, 6, 6, 30, 1, 9, 2], dims, config, samples_per_step=4)
     assert report.plan_heading(plan) == "8 samples in 2 steps, DP2 x PP2 x TP2, cap 10 tokens"
-
-
-def test_plans_with_sizes_of_their_own_for_micro_batches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, out = tmp_path / "lengths.txt", str(tmp_path / "plan.json")
-    lengths = [*range(1, 1800, 45), 20_000]
-    path.write_text("\n".join(map(str, lengths)))
-    sizes = "--max-tokens-per-gpu 20000 --dp 4 --pp 2 --plan-effort 30 --dynamic-cp 4"
-    command = ["plan", str(path), *sizes.split(), "--out", out]
-    assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "DP4 x PP2, dynamic CP to 4, cap 20000 tokens per rank" in said
-    (step,) = Plan.from_json(Path(out).read_text()).steps
-    assert step == plan_step(lengths, step.dims, step.config)
-    assert main(["check", out, str(path)]) == 0
-    assert main([*command, "--samples-per-step", "20"]) == 0
-    assert len(Plan.from_json(Path(out).read_text()).steps) == 3

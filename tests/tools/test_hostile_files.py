@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import pickle
 import re
 from pathlib import Path
 
@@ -65,57 +64,7 @@ def test_only_the_agreement_between_ranks_makes_objects_of_bytes() -> None:
             assert makes_objects(path.read_text(encoding="utf-8")) == set(), module
 
 
-class Payload:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Path.touch, (self.path,)
-
-
 CAP = ("--max-tokens-per-gpu", "100")
-DEEP = "[" * 100_000
-TEXTS = {
-    "bytes": bytes(range(256)) * 20,
-    "deep": DEEP.encode(),
-    "an object": b'{"format": "mcore-batching/plan", "version": 1}',
-    "digits": b"9" * 5000,
-    "empty": b"",
-}
-
-
-@pytest.mark.parametrize("what", [*TEXTS, 0, 2, 5], ids=lambda what: f"{what}")
-def test_what_is_no_json_or_text_is_refused_and_nothing_is_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str | int
-) -> None:
-    """Among it objects pickled by three protocols."""
-    ran, lengths = tmp_path / "ran", tmp_path / "lengths.txt"
-    lengths.write_text("6\n4\n")
-    content = TEXTS[what] if isinstance(what, str) else pickle.dumps(Payload(ran), what)
-    folder = tmp_path / "records"
-    folder.mkdir()
-    for name in ("x.json", "x.jsonl", "x.csv", "x.pt", "records/steps.jsonl"):
-        (tmp_path / name).write_bytes(content + b"\n" if content else b"")
-    bad = str(tmp_path / "x")
-    for command in (
-        ["check", f"{bad}.json", str(lengths)],
-        ["plan", str(lengths), *CAP, "--cost-model", f"{bad}.json"],
-        ["plan", f"{bad}.jsonl", *CAP, "--column", "n"],
-        ["plan", f"{bad}.csv", *CAP, "--column", "n"],
-        ["replay", str(folder)],
-        ["replay", f"{bad}.pt"],
-        ["compare", f"{bad}.jsonl", *CAP, "--column", "n"],
-    ):
-        if what == "empty" and command[1].endswith(".jsonl"):
-            continue  # no samples
-        assert main(command) == 2, command
-        output = capsys.readouterr()
-        assert output.out == ""
-        assert output.err.startswith("mcore-batching: ")
-        assert output.err.count("\n") == 1
-    assert not ran.exists()
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "pipe"])

@@ -62,6 +62,8 @@ REFUSED = {
     ("a.jsonl", "c", '{"c": 3}\n{"m": 3}\n'): f":2: {NO_SUCH}",
     ("a.jsonl", None, '{"n": 3}\n'): f":1: {NONE_NAMED} 'n'",
     ("a.jsonl", "n", '{"n": 3}\n{"n"\n'): ":2: not a line of JSON",
+    ("a.jsonl", "n", "[" * 100_000): ":1: not a line of JSON: maximum recursion depth",
+    ("a.csv", None, "n\n" + "9" * 200_000): ": field larger than field limit",
     ("a.jsonl", "n", "3\n"): ":1: expected a JSON object, got '3'; give one a line, or a .txt file "
     "of one length a line",
 }
