@@ -70,7 +70,7 @@ def test_the_document_lists_sizes_only_under_dynamic_cp() -> None:
         ),
         ([[1, 2, 4]] * 3, 'must hold a size of 1 or more for each micro-batch of "ranks"'),
         ([[1, 2, 0]] * 4, 'must hold a size of 1 or more for each micro-batch of "ranks"'),
-        ([[1, 2, "4"]] * 4, 'a size of "context_parallel" of step 0, rank 0 must be an integer'),
+        ([[1, 2, "4"]] * 4, '"context_parallel" of step 0, rank 0, slot 2 must be an integer'),
         (4, '"context_parallel" of step 0 must be a JSON array, got 4'),
     ],
 )

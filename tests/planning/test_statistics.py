@@ -87,14 +87,15 @@ def test_tokens_in_flight_are_those_of_the_fullest_rank(case: Case) -> None:
 
 
 def test_lengths_may_be_whatever_gives_them_once() -> None:
-    lengths, groups = [5, 9, 3, 7], ["a", "a", "b", "b"]
+    lengths, groups = [5, 9, 3, 7], ["a", "a", "b", "c"]
     dims, config = ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=16)
     step = plan_step(lengths, dims, config)
     assert plan_step(iter(lengths), dims, config) == step
     assert step_statistics(step, iter(lengths)) == step_statistics(step, lengths)
     assert explain(step, map(int, lengths)) == explain(step, lengths)
     by_group = plan_batch(iter(lengths), dims, config, groups=iter(groups), groups_per_step=1)
-    assert [plan.sample_indices for plan in by_group.steps] == [(0, 1), (2, 3)]
+    assert [plan.sample_indices for plan in by_group.steps] == [(0, 1), (2,), (3,)]
+    assert len(plan_batch([], dims, config, groups=[], groups_per_step=1).steps) == 1
 
 
 def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
