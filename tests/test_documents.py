@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from kit.patience import patience
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDERS = ("", "examples", "patches", "tests/*", "mcore_batching/**")
@@ -59,32 +56,29 @@ def blocks_of_readme(language: str) -> list[str]:
 
 RESULTS = """
 sizes = {name: list(map(len, values)) for name, values in old.items()}
-open(f"rank{torch.distributed.get_rank()}", "w").write(f"{sizes} {sorted(result.metrics)}")
+path = f"{__file__}.rank{torch.distributed.get_rank()}"
+open(path, "w").write(f"{sizes} {sorted(result.metrics)}")
 """
 
 
 def test_the_loop_runs_and_the_readme_shows_it(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    from kit.harness import environment
+    from kit.harness import launch
 
     loop = (REPOSITORY / "examples" / "loop.py").read_text(encoding="utf-8")
     (shown,) = blocks_of_readme("python")
     assert [line for line in shown.splitlines() if line not in loop.splitlines()] == []
-    (tmp_path / "loop.py").write_text(loop + RESULTS)
-    (processes,) = re.findall(r"torchrun (--nproc-per-node 2) examples/loop.py", loop)
+    script = tmp_path / "loop.py"
+    script.write_text(loop + RESULTS)
+    (processes,) = re.findall(r"torchrun --nproc-per-node (2) examples/loop.py", loop)
     (flags,) = re.findall(r"\n        (--use-dynamic.*)", loop)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *processes.split()]
-    done = subprocess.run(
-        [*torchrun, "loop.py", *flags.split()],
-        cwd=tmp_path,
-        env=environment(2),
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-    )
+    # Without an agent's and each rank's own imports.
+    words = (processes, str(script), *flags.split())
+    done = launch("kit.script", *words, nproc=2, folder=tmp_path, seconds=60)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "rank0").read_text() == "{} []"
-    assert (tmp_path / "rank1").read_text() == "{'log_probs': [20, 5, 11, 16]} ['loss', 'policy']"
+    assert Path(f"{script}.rank0").read_text() == "{} []"
+    found = Path(f"{script}.rank1").read_text()
+    assert found == "{'log_probs': [20, 5, 11, 16]} ['loss', 'policy']"
 
 
 def test_the_readme_is_for_five_minutes() -> None:

@@ -94,6 +94,11 @@ def enable(*, force: bool | None = None) -> None:
     _mode.__enter__()  # type: ignore[no-untyped-call]
 
 
+_CHANGED = {torch.device, torch.Tensor.type, torch.Tensor.to, torch.Tensor.cuda}
+_CHANGED |= {torch.Tensor.pin_memory, torch.Tensor.record_stream}
+"""Functions that do something else though no argument has a name."""
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """CUDA in device arguments means the CPU; moving a tensor to the GPU does nothing."""
 
@@ -104,7 +109,9 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Called for every function of torch, so the cheap questions come first.
+        # Called for every function of torch: nearly all end here.
+        if not kwargs and func not in _CHANGED:
+            return func(*args)
         kwargs = dict(kwargs) if kwargs else {}
         if func is torch.device and args and isinstance(_on_cpu(args[0]), torch.device):
             return _CPU

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 from benchmark_cases import PP4, SOLVERS, parser_of
 from kit.harness import Job, results, run_jobs
 
-from mcore_batching.batch import DEFAULT_SCHEMA
+from mcore_batching.batch import DEFAULT_SCHEMA, token_mean
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.prefix_tree import hashes_of_beginnings
 from mcore_batching.planning import CostModel, PlannerConfig, StepPlan, plan_step, step_statistics
@@ -65,13 +66,13 @@ def groups(prompt: int, response: int, size: int, count: int) -> list[torch.Tens
     ]
 
 
-def turns(trajectories: Trajectories) -> list[torch.Tensor]:
-    """Turn after turn of each trajectory, each beginning the next."""
+def turns(trajectories: Trajectories, first: int = SYSTEM) -> list[torch.Tensor]:
+    """Turn after turn of each trajectory, each beginning the next, behind the same first tokens."""
     generator = torch.Generator().manual_seed(0)
-    system = random_tokens(SYSTEM, generator)
+    system = random_tokens(first, generator)
     made: list[torch.Tensor] = []
     for each in trajectories:
-        whole = torch.cat((system, random_tokens(max(map(sum, each)) - SYSTEM, generator)))
+        whole = torch.cat((system, random_tokens(max(map(sum, each)) - first, generator)))
         made += [whole[: sum(turn)].clone() for turn in each]
     return made
 
@@ -135,24 +136,63 @@ def trained(trajectories: Trajectories, repeats: int) -> list[tuple[str, ...]]:
         [(p // SHORTER, (p + r) // SHORTER - p // SHORTER) for p, r in turns]
         for turns in trajectories
     ]
-    job = Job(
-        "shared-prefixes",
-        "kit.timing:shared_prefixes",
-        1,
-        {},
-        {"trajectories": short, "max_tokens": CAP // SHORTER, "repeats": repeats},
-        seconds=500.0,
-    )
+    parameters = {"trajectories": short, "repeats": repeats}
+    job = Job("train", "bench_shared_prefixes:train", 1, {}, parameters, seconds=500.0)
     with tempfile.TemporaryDirectory() as scratch:
-        [ways] = results(run_jobs([job], Path(scratch))[job.name])
-    return [
-        (
-            *(way, f"{found['samples']}", f"{found['tokens']:,}", f"{found['micro_batches']}"),
-            f"{statistics.median(found['seconds']):.2f} s",
-            f"{found['norm']:.6f}",
-        )
-        for way, found in ways.items()
-    ]
+        [rows] = results(run_jobs([job], Path(scratch))[job.name])
+    return [tuple(row) for row in rows]
+
+
+def train(trajectories: Trajectories, repeats: int) -> list[list[str]]:
+    """Training steps on turns apart and sharing tokens, from the same weights: a job."""
+    from bootstrap import build_model
+    from kit.exactness import arguments, counted_tokens
+    from kit.model import adam, named_parameters, transformer_config
+    from kit.samples import VOCABULARY
+
+    from mcore_batching.megatron import get_data_iterator, train_step
+    from mcore_batching.planning import ParallelDims
+
+    model = build_model(
+        transformer_config("dense", hidden_size=64, ffn_hidden_size=256),
+        vocab_size=VOCABULARY,
+        max_sequence_length=CAP // SHORTER,
+    )
+    before = [parameter.detach().clone() for _, parameter in named_parameters(model)]
+    data = {
+        "tokens": [tokens % VOCABULARY for tokens in turns(trajectories, SYSTEM // SHORTER)],
+        "response_lengths": [response for each in trajectories for _, response in each],
+    }
+    data["total_lengths"] = [len(tokens) for tokens in data["tokens"]]
+    data["advantages"] = [torch.full((n,), float(torch.rand(1))) for n in data["response_lengths"]]
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    rows = {}
+    for shares in [*seconds] * repeats:
+        cap = {"max_tokens_per_gpu": CAP // SHORTER, "dynamic_batch_share_prefixes": shares}
+        args = arguments(ParallelDims(), **cap)
+        planned = get_data_iterator(args, model, data)
+        optimizer = adam(model, distributed=False)
+        with counted_tokens(model) as seen:
+            started = time.process_time()
+            done = train_step(_policy_loss, args, model, *planned, optimizer)
+            seconds[shares].append(time.process_time() - started)
+        with torch.no_grad():
+            for (_, parameter), value in zip(named_parameters(model), before, strict=True):
+                parameter.copy_(value)
+        rows[shares] = [
+            *("shared" if shares else "apart", f"{len(data['tokens'])}", f"{sum(seen):,}"),
+            *(f"{planned[1][0]}", f"{statistics.median(seconds[shares]):.2f} s"),
+            f"{done.grad_norm:.6f}",
+        ]
+    return [*rows.values()]
+
+
+def _policy_loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+    from mcore_batching.megatron import response_log_probs
+
+    log_probs = response_log_probs(logits, row)
+    values = [-a.to(p) * p for a, p in zip(row["advantages"], log_probs, strict=True)]
+    return token_mean(values, row, totals), {}
 
 
 def main() -> None:
@@ -175,19 +215,8 @@ def main() -> None:
         cases.append(("256 questions × 4 solutions", solutions(answers, 256), "16k"))
     cases.append((f"{len(read)} trajectories", turns(read), "16k"))
     rows = [planned(*case) for case in cases if options.only in case[0]]
-    columns = (
-        "",
-        "cap",
-        "samples",
-        "tokens",
-        "computed",
-        "x",
-        "keys a token",
-        "pairs x",
-        "work x",
-        "step x",
-    )
-    columns = (*columns, "step over chains x", "found + planned in")
+    columns = ("", "cap", "samples", "tokens", "computed", "x", "keys a token", "pairs x", "work x")
+    columns += ("step x", "step over chains x", "found + planned in")
     print(Table(columns=columns, rows=tuple(rows)))
     columns = ("", "samples", "tokens", "micro-batches", "step", "norm of the gradient")
     rows = trained(read[: options.trajectories], options.repeats)

@@ -45,7 +45,7 @@ LAYERS_OF_7B = {
 }
 LARGE = {
     "vocabulary": 152064,
-    "lengths": [9000, 7000, 8000, 5000, 3000, 16000],
+    "lengths": [9000, 7000, 16000],
     "cap_tokens": 16384,
 }
 RECOMPUTED = {

@@ -65,22 +65,12 @@ EXPERTS = "set --expert-tensor-parallel-size 2, or --expert-model-parallel-size 
 MROPE = {"kind": "mrope", "mrope_section": [2, 1, 1]}
 # Megatron raised in mid-forward.
 MROPE_CUT = "cuts positions that are cut for context-parallel ranks already"
-PLACEHOLDERS = "guarantees:placeholders_add_nothing"
-AUXILIARY_LOSSES: dict[str, Any] = {
-    "per_token_loss": True,
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.1,
-    "moe_z_loss_coeff": 0.01,
-}
 ROUTER = "guarantees:router_counts_real_tokens"
 OVERSIZE = "guarantees:over_the_cap_is_said_once"
 COLLECTIVES = "collectives:phases_make_the_collectives_that_are_listed"
 MEMORY = "log_probs:memory_is_shared"
 NONFINITE = "nonfinite:error_or_skipped"
 JOBS = [
-    job("placeholders-dp2-pp2", PLACEHOLDERS, DP2 | PP2, kind="dense", per_token_loss=True),
-    job("placeholders-mean-over-rows", PLACEHOLDERS, DP2_EP2, kind="moe", per_token_loss=False),
-    job("placeholders-auxiliary-losses", PLACEHOLDERS, DP2_EP2, kind="moe", **AUXILIARY_LOSSES),
     *(job(f"gradient-over-logits-{n}", MEMORY, d) for n, d in (("dp2", DP2), ("tp2", TP2))),
     job("log-prob-flags", "log_probs:flags_in_a_step", {"data_parallel": 1}),
     job("collectives-dp2", COLLECTIVES, DP2),

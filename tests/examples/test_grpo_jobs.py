@@ -24,7 +24,7 @@ ON_THE_CPU = 10**6
 RECORDED = ["--pp=2", "--vpp=2", "--num-layers=4", "--hidden-size=32", "--iterations=2"]
 RECORDED += ["--prompts-per-iteration=4", "--global-batch-size=8", "--max-tokens-per-gpu=512"]
 ONLINE = ["--online", "--iterations=2", "--prompts-per-iteration=6", "--groups-per-step=4"]
-ONLINE += ["--warm-start-steps=50", "--max-tokens-per-gpu=256", "--lr-decay-style=linear"]
+ONLINE += ["--max-tokens-per-gpu=256", "--lr-decay-style=linear"]
 
 
 def run_grpo(nproc, *flags):
@@ -115,13 +115,15 @@ def test_what_the_user_can_put_right_is_said_once_without_a_traceback(tmp_path):
 @pytest.fixture(scope="module")
 def online(request, tmp_path_factory):
     """Whole games, and single turns; on two data-parallel ranks, with --long of two stages."""
-    stages = 2 if request.config.getoption("--long") else 1
+    # The long warm start teaches enough for games of several turns.
+    stages, steps = (2, 50) if request.config.getoption("--long") else (1, 30)
+    given = [*ONLINE, f"--pp={stages}", f"--warm-start-steps={steps}"]
     out = tmp_path_factory.mktemp("online")
     runs = []
     for name, flags in (("online", []), ("online-step-wise", ["--step-wise"])):
-        done = run_grpo(2 * stages, *ONLINE, f"--pp={stages}", "--out", str(out), *flags)
+        done = run_grpo(2 * stages, *given, "--out", str(out), *flags)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert "warm start, step  50  loss" in done.stdout
+        assert f"warm start, step  {steps}  loss" in done.stdout
         for picture in ("reward.png", "micro_batches.png"):
             assert (out / name / picture).stat().st_size > 10_000
         runs.append(read_run(out, name, OnlineMetrics))
@@ -133,7 +135,6 @@ def test_a_turn_is_a_sample_only_step_by_step(online):
     whole, turns = online
     assert [each.samples for each in whole] == [48, 48]
     assert [each.samples for each in turns] == [each.turns for each in turns]
-    # The warm start has taught it enough for games of several turns.
     assert turns[0].turns > 48 + 4
     # Optimizer steps and the learning rate depend on prompts alone.
     for run in (whole, turns):

@@ -114,14 +114,14 @@ PARTS = [
     Part(
         "ranks-2",
         "DP2, TP2 and CP2 of the exactness matrix",
-        pytest(EXACTNESS, "-k", "random-27267 or random-14406 or branches-cp2"),
+        pytest(EXACTNESS, "-k", "random-27267 or random-209830 or branches-cp2"),
         processes=2,
         engine=False,
     ),
     Part(
         "ranks-4",
         "DP2×PP2×VPP2 and DP2×CP2 of the exactness matrix",
-        pytest(EXACTNESS, "-k", "random-26801 or random-5376"),
+        pytest(EXACTNESS, "-k", "random-26801 or random-118395"),
         processes=4,
         engine=False,
     ),

@@ -1,7 +1,7 @@
 """`install` and the launcher: what is touched with the flag, that nothing is without it, and which
 command lines and scripts are refused.
 
-In processes of their own, since Megatron's modules are patched there.
+In processes of their own (`install_programs`), since Megatron's modules are patched there.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import importlib
 import importlib.util
 import json
 import os
-import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.harness import launch
 from kit.patience import patience
 
 from mcore_batching.megatron import DynamicBatchArgumentError
@@ -28,223 +28,41 @@ needs_training = pytest.mark.skipif(
     reason="this megatron-core wheel ships no megatron.training (0.19 does)",
 )
 
-NAMES = """
-import os, sys
-from mcore_batching.megatron import cpu_emulation
-cpu_emulation.enable(force=True)
-import importlib, types
-MODULES = [importlib.import_module(name) for name in (
-    "megatron.training", "megatron.training.arguments", "megatron.training.checkpointing",
-    "megatron.training.initialize",
-    "megatron.training.training", "megatron.training.global_vars", "megatron.training.utils",
-    "megatron.core.models.backends", "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.pipeline_parallel.schedules", "megatron.core.num_microbatches_calculator",
-    "megatron.core.transformer.dot_product_attention",
-)]
-
-def names():
-    return {f"{m.__name__}.{n}": id(v) for m in MODULES for n, v in vars(m).items()}
-
-def changed(before, after):
-    return sorted(name for name in before | after if before.get(name) != after.get(name))
-
-def refused(text, words):
-    try:
-        install(words)
-    except DynamicBatchArgumentError as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError("accepted")
-
-from mcore_batching.integrations.megatron_lm import install
-from mcore_batching.megatron import DynamicBatchArgumentError
-
-# Every parser reads the sources of Megatron's dataclasses for its help texts, half a second each.
-import functools
-from megatron.training.argument_utils import ArgumentGroupFactory as Factory
-read = Factory._get_field_docstrings
-texts = functools.cache(lambda of: read(Factory.__new__(Factory), of))
-Factory._get_field_docstrings = lambda self, of: texts(of)
-"""
-
-
-SERVER = """
-import json, traceback
-reports = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # what Megatron prints is no report
-for line in sys.stdin:
-    program, sys.argv[1:] = json.loads(line)
-    if child := os.fork():
-        os.waitpid(child, 0)
-        continue
-    report, found = "", {}
-    try:
-        exec(program, globals())
-    except BaseException:
-        report = traceback.format_exc()
-    print(json.dumps([report, found]), file=reports, flush=True)
-    os._exit(0)
-"""
-
-
 Runs = Callable[..., Any]
+ON_THE_CPU = 10**6
+"""Processes for which there are too few GPUs."""
 
 
 @pytest.fixture(scope="module")
-def run() -> Iterator[Runs]:
-    """Runs a program in a process of its own, forked off one that has imported Megatron.
+def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs one of `install_programs` in a process of its own, and returns what it does."""
 
-    Returns what it has put into `found`.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", NAMES + SERVER],
-        env=os.environ
-        | {"MCORE_BATCHING_CPU": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        | {"WORLD_SIZE": "4", "RANK": "0"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        assert server.stdin is not None
-        assert server.stdout is not None
+    def run_program(name: str, *words: str) -> Any:
+        folder = tmp_path_factory.mktemp(name)
+        done = launch("install_programs", name, *words, nproc=ON_THE_CPU, folder=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
 
-        def run_in_fork(program: str, *arguments: str) -> Any:
-            print(json.dumps([program, arguments]), file=server.stdin, flush=True)
-            ready, _, _ = select.select([server.stdout], [], [], patience(200))
-            assert ready, "no report in time"
-            report, found = json.loads(server.stdout.readline())
-            assert report == ""
-            return found
-
-        yield run_in_fork
-        server.kill()
+    return run_program
 
 
 @needs_training
 def test_without_the_flag_the_parser_knows_its_other_flags_and_nothing_else_changes(
     run: Runs,
 ) -> None:
-    run("""
-before = names()
-installation = install(["--num-layers", "4"])
-assert changed(before, names()) == [], changed(before, names())
-assert installation.hooked == []
-assert "nothing hooked" in str(installation)
-installation = install(["--max-tokens-per-gpu=64"])
-assert changed(before, names()) == sorted(installation.hooked)
-assert all(name.startswith("megatron.training.arguments.") for name in installation.hooked)
-from megatron.training import arguments, initialize
-initialize.validate_args = arguments.validate_args  # as until 0.17
-(late,) = install(["--max-tokens-per-gpu=64"]).hooked[2:]
-assert late == "megatron.training.initialize.validate_args"
-""")
+    run("without_the_flag")
 
 
 @needs_training
 def test_with_the_flag_it_says_what_it_hooked_and_undo_puts_it_back(run: Runs) -> None:
-    run("""
-before = names()
-installation = install(["--use-dynamic-batch-size"])
-assert changed(before, names()) == sorted(installation.hooked) == [
-    "megatron.core.models.backends.DotProductAttention",
-    "megatron.training.arguments.add_megatron_arguments",
-    "megatron.training.arguments.validate_args",
-    "megatron.training.training.evaluate",
-    "megatron.training.training.get_forward_backward_func",
-    "megatron.training.training.train",
-    "megatron.training.training.training_log",
-]
-assert all(name in str(installation) for name in installation.hooked)
-hooked = names()
-assert install([]) is installation  # the second call changes nothing
-assert install(["--use-dynamic-batch-size"]) is installation
-assert changed(hooked, names()) == []
-installation.undo()
-installation.undo()
-assert changed(before, names()) == []
-assert install([]).hooked == []
-""")
+    run("with_the_flag")
 
 
 @needs_training
 def test_what_raises_hooks_nothing_and_a_later_call_hooks_the_rest(run: Runs) -> None:
     """A second call returned what the first had hooked, until it raised or altogether."""
-    run("""
-from megatron.training import training
-before, log = names(), training.training_log
-flags = install(["--max-tokens-per-gpu", "64"])
-of_flags = names()
-assert changed(before, of_flags)
-for _ in range(2):
-    del training.training_log
-    refused("has no training_log: use Megatron-LM 0", ["--use-dynamic-batch-size"])
-    training.training_log = log
-    assert changed(of_flags, names()) == []
-    assert changed(before, names()) == sorted(flags.hooked)
-assert install(["--use-dynamic-batch-size"]) is flags
-assert changed(before, names()) == sorted(flags.hooked)
-assert "megatron.training.training.train" in flags.hooked
-flags.undo()
-assert changed(before, names()) == []
-del training.training_log
-refused("has no training_log", ["--use-dynamic-batch-size"])
-training.training_log = log
-assert changed(before, names()) == []
-for word in ("--yaml-cfg", "--yaml-cfg=job.yaml"):
-    refused("--yaml-cfg overrides", ["--use-dynamic-batch-size", word])
-    assert changed(before, names()) == []
-    assert install([word]).hooked == []  # without the flag it is not read
-""")
+    run("what_raises")
 
-
-LINES = """
-import contextlib, inspect, io
-from megatron.training import arguments, global_vars, training
-install(["--use-dynamic-batch-size"])
-
-def outcome(words, **settings):
-    sys.argv = ["script.py", *words]
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            args = arguments.parse_args()
-            vars(args).update(settings)
-            arguments.validate_args(args)
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    messages = [line for line in said.getvalue().splitlines() if line.startswith("mcore_batching")]
-    return "; ".join(["accepted", *messages])
-
-def called(name, on, function, **given):
-    "The error of the hooked function before it does anything, which it cannot with None."
-    global_vars._GLOBAL_ARGS = types.SimpleNamespace(use_dynamic_batch_size=on)
-    hooked = getattr(training, name)
-    options = dict.fromkeys(inspect.signature(hooked).parameters) | given
-    try:
-        hooked(**options | {"forward_step_func": function})
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-def no_get_batch(data_iterator, model):
-    return model(data_iterator)
-
-lines = json.loads(sys.argv[1])
-found = {name: outcome(words) for name, words in lines.items()}
-# No flags of this Megatron's parser.
-found["ModelOpt"] = outcome(lines["dense"], modelopt_enabled=True)
-found["scheduler"] = outcome(lines["dense"], sequence_packing_scheduler="dp_balanced")
-found["lengths"] = outcome(
-    lines["dense"], use_varlen_dataset=True, sequence_packing_scheduler="dp_balanced"
-)
-os.environ["RANK"] = "1"
-found["on rank 1"] = outcome(lines["--sft"])
-for name in ("train", "evaluate"):
-    for on in (True, False):
-        found[f"{name} {on} script"] = called(name, on, no_get_batch)
-        found[f"{name} {on} non-loss"] = called(
-            name, on, no_get_batch, process_non_loss_data_func=print
-        )
-"""
 
 BASE = [
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4"),
@@ -313,7 +131,7 @@ def outcomes(run: Runs) -> dict[str, str]:
     words = OFF | {name: ON + more for name, more in ACCEPTED.items()}
     words |= {more: ON + more for more in (*MESSAGES, *REFUSED)}
     lines = {name: [*BASE, *line.split()] for name, line in words.items()}
-    found: dict[str, str] = run(LINES, json.dumps(lines))
+    found: dict[str, str] = run("lines", json.dumps(lines))
     return found
 
 

@@ -6,8 +6,6 @@ Each is read from a checkout that an environment variable names.
 from __future__ import annotations
 
 import importlib
-import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 from frameworks import source_of
 from kit.stand_ins import module_of
-from test_slime_schedule import arguments, check, parallel, unpartitioned
+from test_slime_schedule import arguments, unpartitioned
 
 from mcore_batching.integrations.slime import hook_schedule
 
@@ -50,58 +48,6 @@ def test_their_own_tests_of_the_function_pass_with_ours(
         assert len(own) >= least
         for test in own:
             test()
-
-
-def lengths_of(seed: int, count: int, longest: int) -> list[int]:
-    draw = random.Random(seed)
-    return [
-        max(1, min(longest, int(draw.lognormvariate(0, 1) * longest / 8))) for _ in range(count)
-    ]
-
-
-def samples_of_steps(result: Any) -> list[list[int]]:
-    partitions, micro_batches, counts, _ = result
-    steps = [step for step, count in enumerate(counts) for _ in range(count)]
-    found: list[list[int]] = [[] for _ in counts]
-    for part, slots in zip(partitions, micro_batches, strict=True):
-        for step, samples in zip(steps, slots, strict=True):
-            found[step] += [part[i] for i in samples]
-    return [sorted(each) for each in found]
-
-
-def test_the_same_steps_as_theirs_and_undone_the_same_plans(checkout: str) -> None:
-    """Both plans pass the same check; rollouts that are left over may make miles a smaller step."""
-    module = sys.modules[f"{checkout}.utils.dp_schedule"]
-    draw = random.Random(5)
-    partial_steps = 0
-    for seed in range(40):
-        ranks, size = draw.choice([1, 2, 4]), draw.choice([4, 8])
-        count = size * draw.randint(1, 3) + draw.randint(0, size - 1)
-        rollouts = [name for name in range(count) for _ in range(draw.randint(1, 3))]
-        lengths = lengths_of(seed, len(rollouts), 1000)
-        if checkout == "miles":
-            config = unpartitioned(ranks)
-            args = arguments(1000, allow_partial_train_step=draw.random() < 0.7)
-        else:
-            # slime's own asserts that a step has samples for groups of all ranks.
-            chunks = [parallel(ranks, 1, 2, 4)] * (size >= 4 * ranks)
-            config = draw.choice([parallel(ranks), parallel(ranks, 2), *chunks])
-            args = arguments(1000)
-        given = {"global_batch_size": size, "rollout_indices": rollouts}
-        before = module.build_dp_schedule(args, config, lengths, **given)
-        hooked = hook_schedule()
-        assert hooked is not None
-        with hooked:
-            ours = module.build_dp_schedule(args, config, lengths, **given)
-        assert ours[3] == before[3]
-        assert samples_of_steps(ours) == samples_of_steps(before)
-        partial = ours[3][-1] % size
-        partial_steps += bool(partial)
-        checked = parallel(ranks) if checkout == "miles" else config
-        for result in (before, ours):
-            check(result, checked, lengths, rollouts, size, 1000, partial)
-        assert module.build_dp_schedule(args, config, lengths, **given) == before
-    assert (partial_steps > 5) == (checkout == "miles")
 
 
 def batch_of(lengths: list[int], rollouts: list[int]) -> dict[str, Any]:

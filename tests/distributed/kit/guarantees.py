@@ -77,39 +77,6 @@ def error_of(call: Any) -> str:
     return ""
 
 
-def placeholders_add_nothing(
-    dims: dict[str, Any], kind: str, per_token_loss: bool, **settings: Any
-) -> None:
-    """slime counts each placeholder as one token. Here some more on every rank change no bit.
-
-    Gradients are accumulated micro-batch after micro-batch, then summed over ranks: the order is
-    the same with and without placeholders, which come first. Where Megatron divides by the number
-    of micro-batches, that number differs and what undoes it rounds.
-    """
-    settings |= {"kind": kind, "calculate_per_token_loss": per_token_loss}
-    calls, more = Calls(dims, model=settings), 4
-    plain, metrics = _gradients(calls)
-    schedule = schedule_of(calls.iterators)
-    schedule.steps = (((),) * more + schedule.steps[0],)
-    schedule.made_rows.clear()
-    schedule.made_totals.clear()
-    calls.counts = [calls.counts[0] + more]
-    padded, padded_metrics = _gradients(calls)
-    assert any(bool(each.any()) for each in plain)
-    if per_token_loss:
-        assert equal(padded, plain)
-        assert padded_metrics == metrics
-    for ours, theirs in zip(padded, plain, strict=True):
-        assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max() + 1e-30)
-
-
-def _gradients(calls: Calls) -> tuple[list[torch.Tensor], dict[str, float]]:
-    """Reduced gradients and metrics of a step that updates nothing."""
-    with calls.kept_weights():
-        metrics = calls.train().metrics
-    return [p.main_grad.clone() for _, p in named_parameters(calls.model)], metrics
-
-
 def replicas_begin_alike(dims: dict[str, Any]) -> None:
     """Ranks with random numbers of their own get the same weights."""
     torch.manual_seed(dist.get_rank())

@@ -111,8 +111,9 @@ def environment(nproc: int) -> dict[str, str]:
     variables["OMP_NUM_THREADS"] = "1"
     variables["PYTHONWARNINGS"] = "ignore"  # megatron-core warns of every optional package
     variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    folders = ("tests/distributed", "tests/device", "examples/grpo")
-    paths = [str(REPOSITORY), *(str(REPOSITORY / folder) for folder in folders)]
+    folders = ("distributed", "device", "benchmarks", "integrations")
+    paths = [str(REPOSITORY), *(str(REPOSITORY / "tests" / folder) for folder in folders)]
+    paths.append(str(REPOSITORY / "examples" / "grpo"))
     variables["PYTHONPATH"] = os.pathsep.join([*paths, variables.get("PYTHONPATH", "")])
     shares_gpu = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and torch.cuda.device_count()
     if torch.cuda.device_count() < nproc and not shares_gpu:

@@ -31,19 +31,12 @@ Operation = list[Any]
 """``["F" or "B", model chunk, slot, start, end]``, seconds on a clock that all ranks read."""
 
 
-def operations(
-    dims: dict[str, Any],
-    steps: list[tuple[list[float], bool]],
-    seconds_per_cost: float = 0.0,
-) -> list[list[Operation]]:
+def operations(dims: dict[str, Any], steps: list[tuple[int, bool]]) -> list[list[Operation]]:
     """The passes of this rank in the order in which Megatron's own schedule ran them.
 
     Args:
         dims: of the job; one data-parallel rank.
-        steps: for each step, the forward cost of its micro-batches in every model chunk, and
-            whether there is no backward pass.
-        seconds_per_cost: how long a forward pass sleeps for each unit of cost, a backward pass
-            twice as long.
+        steps: for each step its number of micro-batches, and whether there is no backward pass.
 
     Returns:
         the passes of every step.
@@ -60,14 +53,10 @@ def operations(
         dynamic_batch_exchange=False,
     )
     found = []
-    for costs, has_no_backward in steps:
-        data = samples_of([2 + slot % 5 for slot in range(len(costs))])
+    for count, has_no_backward in steps:
+        data = samples_of([2 + slot % 5 for slot in range(count)])
         planned = get_data_iterator(args, model, data)
-
-        def sleep(back: bool, slot: int, costs: list[float] = costs) -> None:
-            time.sleep((1 + back) * seconds_per_cost * costs[slot])
-
-        with passes_of(model, before=sleep) as passes:
+        with passes_of(model) as passes:
             if has_no_backward:
                 forward_only(log_probs_of, args, model, *planned)
             else:
@@ -77,9 +66,7 @@ def operations(
 
 
 def asleep(
-    dims: dict[str, Any],
-    seconds_per_unit: float,
-    repeats: int = 1,
+    dims: dict[str, Any], seconds_per_unit: float, repeats: int = 1, **flags: Any
 ) -> dict[str, dict[str, Any]]:
     """Training steps of the same samples, planned with every row on one rank, and with dynamic CP.
 
@@ -90,13 +77,13 @@ def asleep(
         dims: of the job.
         seconds_per_unit: of a forward pass.
         repeats: steps of each plan that are timed, after one that is not.
+        flags: others of both plans.
 
     Returns:
         of each plan ("one rank", "dynamic CP") the ``sizes`` of this rank's rows; as
         predicted, the ``order`` of this rank's passes, their ends in seconds (``pass_ends``), that
         of the step (``predicted``), and whether the schedule ``waits_for_sends``; of every timed
-        step ``passes`` (what ran, its start and its end, on a clock that all ranks read), and
-        ``step_seconds``, of all of it.
+        step ``passes`` (what ran, its start and its end, on a clock that all ranks read).
     """
     shape = ParallelDims(**dims)
     model = quick_model(shape, 2 * max(LENGTHS))
@@ -105,13 +92,10 @@ def asleep(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     data = samples_of(list(LENGTHS[rank :: shape.data_parallel]))
     found = {}
+    flags["max_tokens_per_gpu"] = 2 * max(LENGTHS)
     shared = {"dynamic_batch_context_parallel": shape.data_parallel}
-    plans: dict[str, dict[str, Any]] = {
-        "one rank": {"dynamic_batch_exchange": True},
-        "dynamic CP": shared,
-    }
-    for name, flags in plans.items():
-        args = arguments(shape, max_tokens_per_gpu=2 * max(LENGTHS), **flags)
+    for name, own_flags in {"one rank": {}, "dynamic CP": shared}.items():
+        args = arguments(shape, **flags, **own_flags)
         iterators, counts = get_data_iterator(args, model, data, cost_model=COSTS)
         schedule = schedule_of(iterators)
         ranks = step_passes(*schedule.step_plan(0))
@@ -129,16 +113,13 @@ def asleep(
             "order": [[p.kind, p.chunk, p.slot] for p in own],
             "waits_for_sends": schedule.step_plan(0)[0].dims.waits_for_sends,
             "passes": [],
-            "step_seconds": [],
         }
         for repeat in range(repeats + 1):
             dist.barrier()
-            began = time.monotonic()
             with passes_of(model, before=sleep) as passes:
                 train_step(packed_objective, args, model, iterators, counts, optimizer)
             if repeat:  # the first one makes buffers and connects groups
                 clock["passes"].append(passes)
-                clock["step_seconds"].append(time.monotonic() - began)
         found[name] = clock
     return found
 

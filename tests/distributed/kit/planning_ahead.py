@@ -19,8 +19,6 @@ from mcore_batching.megatron.plan import Planner
 
 Clocks = tuple[float, float]
 
-FAULTY_STEP = 3
-
 
 def train_ahead(script: str, words: Sequence[str], fault: str | None = None) -> dict[str, Any]:
     """`train` with something that happens to the worker, of `worker_with`.
@@ -28,13 +26,12 @@ def train_ahead(script: str, words: Sequence[str], fault: str | None = None) -> 
     Args:
         script: as of `train`.
         words: as of `train`.
-        fault: what happens, in the third step if it is a signal; "in line": no step is planned
-            ahead; None: nothing.
+        fault: "in line": no step is planned ahead; None: nothing.
 
     Returns:
         its record, with what `worker_with` yields but for plans of evaluations.
     """
-    with worker_with(fault, first=FAULTY_STEP) as made:
+    with worker_with(fault) as made:
         record = train(script, words)
     return record | made
 

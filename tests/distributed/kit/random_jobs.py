@@ -26,7 +26,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from kit import cpu_kernels
 from kit.blocking_p2p import blocking_p2p
 from kit.groups import release_groups
 from kit.model import ROUTING
@@ -79,8 +78,6 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
                     conditions.enter_context(mixed_sizes())
                 if job["framework_rows"]:
                     conditions.enter_context(_rows_of_frameworks())
-                if job.get("state_crosses_samples"):
-                    conditions.enter_context(_state_across_samples())
                 for number, samples in enumerate(rollouts):
                     run.train(samples, job["rollouts"][number])
         except PipelineFailedError:
@@ -311,24 +308,6 @@ def _rows_of_frameworks() -> Iterator[None]:
         yield
     if "states_end_with_samples" in vars(base):
         del base.states_end_with_samples
-
-
-@contextlib.contextmanager
-def _state_across_samples() -> Iterator[None]:
-    """Let kernels of state-space layers take a row for one sequence."""
-    told = {"_mamba": "seq_idx", "_causal_convolution": "cu_seqlens"}
-    told["_gated_delta_rule"] = "cu_seqlens"
-    with pytest.MonkeyPatch.context() as patch:
-        for name, what in told.items():
-            kernel = getattr(cpu_kernels, name)
-
-            def run(*inputs: Any, kernel: Any = kernel, what: str = what, **options: Any) -> Any:
-                return kernel(*inputs, **options | {what: None})
-
-            patch.setattr(cpu_kernels, name, run)
-        cpu_kernels.stand_in_for_kernels()
-        yield
-    cpu_kernels.stand_in_for_kernels()
 
 
 @contextlib.contextmanager

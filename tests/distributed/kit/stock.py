@@ -79,27 +79,23 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
     return record
 
 
-def train_and_resume(
-    script: str, words: Sequence[str], relaunches: bool = True
-) -> dict[str, dict[str, Any]]:
+def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """A run that saves checkpoints, one that goes on from the one in the middle, and a relaunch.
 
     Args:
         script: its path in the repository.
         words: its arguments, with ``--save``, and ``--save-interval`` at half of ``--train-iters``.
-        relaunches: False: without the relaunch, which raises on ranks that read data for their
-            first model chunk. Where others read none, they would wait for these.
 
     Returns:
         `train`'s record of each, ``whole``, ``resumed`` and ``relaunched`` when all is done.
     """
     half = words[words.index("--save-interval") + 1]
     loads = ["--load" if word == "--save" else word for word in words]
-    records = {
+    return {
         "whole": train(script, words),
         "resumed": train(script, [*loads, "--ckpt-step", half]),
+        "relaunched": train(script, loads),
     }
-    return records | ({"relaunched": train(script, loads)} if relaunches else {})
 
 
 def killed_in_checkpoint(script: str, words: Sequence[str], moment: str) -> dict[str, Any]:

@@ -58,9 +58,9 @@ def _started_by(lines: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def worker_with(fault: str | None, first: int = 1) -> Iterator[dict[str, Any]]:
-    """Let something happen to the worker with a request, the `first` from 1 on; None: nothing;
-    "in line": no request reaches it.
+def worker_with(fault: str | None) -> Iterator[dict[str, Any]]:
+    """Let something happen to the worker, with the first request; None: nothing; "in line": no
+    request reaches it.
 
     Yields:
         ``in_line``: the number of plans that this rank made itself; ``said`` of them; ``pids`` of
@@ -68,7 +68,6 @@ def worker_with(fault: str | None, first: int = 1) -> Iterator[dict[str, Any]]:
     """
     made: dict[str, Any] = {"in_line": 0, "said": [], "pids": []}
     submit, plan_in_line, say = PlanningWorker.submit, PlanRequest.plan, plan.say
-    requests = iter(range(1, 10**6))
 
     def submitted(self: PlanningWorker, request: PlanRequest) -> PlanTicket:
         if fault == "in line":
@@ -76,9 +75,10 @@ def worker_with(fault: str | None, first: int = 1) -> Iterator[dict[str, Any]]:
             answer.set_result(None)
             return PlanTicket(request, self, None, answer)
         ticket = submit(self, request)
+        is_first = not made["pids"]
         if self.pid is not None and self.pid not in made["pids"]:
             made["pids"].append(self.pid)
-        if next(requests) == first and fault in _SIGNALS:
+        if is_first and fault in _SIGNALS:
             os.kill(made["pids"][-1], _SIGNALS[fault])
             if fault == "stopped":
                 plan.SECONDS_LATE = _IMPATIENT_SECONDS  # until the patch below ends
