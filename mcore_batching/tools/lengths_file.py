@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from mcore_batching.planning import MAX_LENGTH_TOKENS, MCoreBatchingError
+from mcore_batching.planning import MAX_LENGTH_TOKENS
 from mcore_batching.planning.files import (
     MAX_JSON_CHARACTERS,
     bounded_lines,
     open_text,
     parse_json,
 )
+from mcore_batching.tools.options import UsageError
 
 # Limit of a file: 64 times the samples that a step's search takes by default. Doubled, endless
 # input takes twice as long, and twice 0.3 GB, before it is refused.
@@ -33,10 +34,6 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _COLUMN = "column (--column)"
 _Value = TypeVar("_Value", int, str)
-
-
-class LengthsFileError(MCoreBatchingError, ValueError):
-    """A file that cannot be read, or that holds anything but lengths."""
 
 
 def read_lengths(source: str, column: str | None = None) -> list[int]:
@@ -62,7 +59,7 @@ def _values(
     suffix = Path(source).suffix.lower()
     name = "<stdin>" if source == "-" else source
     if column is not None and suffix not in (".csv", *_JSON_SUFFIXES):
-        raise LengthsFileError(f"{_COLUMN} is for .csv and .jsonl files; leave it out for {name}")
+        raise UsageError(f"{_COLUMN} is for .csv and .jsonl files; leave it out for {name}")
     try:
         # newline="": the csv module splits lines itself, as a quoted cell may hold line ends.
         opened = open_text(source, newline="") if source != "-" else _standard_input()
@@ -74,7 +71,7 @@ def _values(
                 values = partial(_json_values, name=name, column=column)
             return [read(value, name, number) for number, value in values(lines)]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise LengthsFileError(f"cannot read {name}: {error}") from error
+        raise UsageError(f"cannot read {name}: {error}") from error
 
 
 def _standard_input() -> contextlib.AbstractContextManager[TextIO]:
@@ -90,12 +87,12 @@ def _bounded(file: TextIO, name: str) -> Iterator[str]:
     """The lines of a file, within the limits on their length and number."""
     for number, line in enumerate(bounded_lines(file), start=1):
         if len(line) > MAX_JSON_CHARACTERS:
-            raise LengthsFileError(
+            raise UsageError(
                 f"{name}:{number}: longer than {MAX_JSON_CHARACTERS} characters; write one sample "
                 "a line"
             )
         if number > MAX_LINES:
-            raise LengthsFileError(
+            raise UsageError(
                 f"{name}: more than {MAX_LINES} lines; give the samples of fewer steps"
             )
         yield line
@@ -117,7 +114,7 @@ def _csv_values(lines: Iterable[str], name: str, column: str | None) -> Iterator
         raise _no_column(name, column, columns)
     for row in rows:
         if any(row.get(rows.restkey) or ()):  # 1,024 without quotes
-            raise LengthsFileError(
+            raise UsageError(
                 f"{name}:{rows.line_num}: more cells than the heading's {len(columns)}; write "
                 "numbers without commas between their digits"
             )
@@ -131,9 +128,9 @@ def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterato
         try:
             record = parse_json(text)
         except ValueError as error:
-            raise LengthsFileError(f"{place}: not a line of JSON: {error}") from None
+            raise UsageError(f"{place}: not a line of JSON: {error}") from None
         if not isinstance(record, dict):
-            raise LengthsFileError(
+            raise UsageError(
                 f"{place}: expected a JSON object, got {text!r:.60}; give one a line, or a .txt "
                 "file of one length a line"
             )
@@ -142,17 +139,15 @@ def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterato
         yield number, record[column]
 
 
-def _no_column(place: str, column: str | None, known: Iterable[str]) -> LengthsFileError:
+def _no_column(place: str, column: str | None, known: Iterable[str]) -> UsageError:
     choices = f" to one of {', '.join(map(repr, known)) or 'none'}"
     missing = "no column is named" if column is None else f"there is no column {column!r}"
-    return LengthsFileError(f"{place}: {missing}; set {_COLUMN}{choices}")
+    return UsageError(f"{place}: {missing}; set {_COLUMN}{choices}")
 
 
 def _group(value: Any, name: str, line: int) -> str:
     if not isinstance(value, str | int) or value == "":
-        raise LengthsFileError(
-            f"{name}:{line}: expected a group, text or an integer, got {value!r:.60}"
-        )
+        raise UsageError(f"{name}:{line}: expected a group, text or an integer, got {value!r:.60}")
     return str(value)
 
 
@@ -163,7 +158,7 @@ def _length(value: Any, name: str, line: int) -> int:
     elif isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
         number = int(value)
     if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
-        raise LengthsFileError(
+        raise UsageError(
             f"{name}:{line}: expected a length of 0 to {MAX_LENGTH_TOKENS} tokens, got "
             f"{value!r:.60}"
         )

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_batching.flags import refuse_removed, settings_of
@@ -23,6 +24,10 @@ from mcore_batching.planning.errors import FLAG_OF, printable
 from mcore_batching.planning.files import read_text, write_whole
 
 _Settings = TypeVar("_Settings", ParallelDims, PlannerConfig)
+
+
+# Of options that are not called by their name without the prefix of training jobs' flags.
+SHORT_FLAGS = {"max_context_parallel": "--dynamic-cp"}
 
 
 class UsageError(MCoreBatchingError, ValueError):
@@ -95,16 +100,7 @@ def add_search(parser: CommandParser) -> None:
     """The search's effort, its bound on samples, and its costs."""
     refuse_removed(parser, "--")
     search = parser.add_argument_group("search")
-    add_options(search, "plan_effort", "max_samples_per_row")
-    search.add_argument(
-        "--dynamic-cp",
-        FLAG_OF["max_context_parallel"],
-        dest="max_context_parallel",
-        type=int,
-        metavar="MAX",
-        help="choose a context-parallel size for each micro-batch, up to MAX of the data- and "
-        "context-parallel ranks: a power of two, or all of them (default: --cp for all)",
-    )
+    add_options(search, "plan_effort", "max_samples_per_row", "max_context_parallel")
     costs = parser.add_argument_group("what samples cost")
     costs.add_argument(
         "--cost-model",
@@ -124,9 +120,10 @@ def add_search(parser: CommandParser) -> None:
 
 
 def add_options(parser: Any, *names: str, required: bool = False) -> None:
-    """Options of the planner, by training jobs' flags with and without their prefix."""
+    """Options of the planner, by training jobs' flags and shorter ones."""
     for name in names:
-        flags = dict.fromkeys((f"--{name.replace('_', '-')}", FLAG_OF[name]))
+        short = SHORT_FLAGS.get(name, f"--{name.replace('_', '-')}")
+        flags = dict.fromkeys((short, FLAG_OF[name]))
         parser.add_argument(*flags, dest=name, required=required, **settings_of(name))
 
 
@@ -154,10 +151,10 @@ def read(path: str) -> str:
         raise UsageError(f"cannot read {path}: {error}") from error
 
 
-def write(path: str, text: str) -> None:
-    """Write a line or more to a file."""
+def write(path: str | Path, content: bytes) -> None:
+    """Write a file."""
     try:
-        write_whole(path, text.encode() + b"\n")
+        write_whole(path, content)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; name another file") from error
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_batching.planning import MCoreBatchingError, StepPlan, WeighedStep, step_statistics
+from mcore_batching.planning import StepPlan, WeighedStep, step_statistics
 from mcore_batching.planning.clock import Operation
-from mcore_batching.planning.files import write_whole
 from mcore_batching.planning.plans.plan import counted
 from mcore_batching.planning.schedule import Kind, Pass, Schedule
+from mcore_batching.tools.options import UsageError, write
 from mcore_batching.tools.report import dims_line
 
 if TYPE_CHECKING:
@@ -35,18 +35,14 @@ SHARED: dict[str, Any] = {"edgecolor": "#111111", "linewidth": 1.0}
 PLACEHOLDER: dict[str, Any] = {"facecolor": "#ffffff", "edgecolor": "#888888", "hatch": "//////"}
 
 
-class PlotError(MCoreBatchingError, ValueError):
-    """A picture that cannot be drawn."""
-
-
 def check_picture(path: str | Path) -> None:
     """Check, before long work, that a picture of this name could be drawn."""
     if Path(path).suffix not in FORMATS:
-        raise PlotError(f"expected a name that ends in {' or '.join(FORMATS)}, got {path}")
+        raise UsageError(f"expected a name that ends in {' or '.join(FORMATS)}, got {path}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise PlotError("drawing needs matplotlib; pip install 'mcore_batching[plot]'") from None
+        raise UsageError("drawing needs matplotlib; pip install 'mcore_batching[plot]'") from None
 
 
 def draw_step(step: StepPlan, lengths: Sequence[int], path: str | Path) -> None:
@@ -60,10 +56,7 @@ def draw_step(step: StepPlan, lengths: Sequence[int], path: str | Path) -> None:
     metadata = {"Date": None} if ending == "svg" else None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mcore_batching"}):
         figure.savefig(picture, format=ending, dpi=150, metadata=metadata)
-    try:
-        write_whole(path, picture.getvalue())
-    except OSError as error:
-        raise PlotError(f"cannot write {path}: {error.strerror}; name another file") from error
+    write(path, picture.getvalue())
 
 
 def step_figure(step: StepPlan, lengths: Sequence[int]) -> Figure:

@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     # The checker shares no code with the planner: a plan that it refuses is never written.
     validate_plan(plan, lengths)
     if options.out:
-        write(options.out, plan.to_json(lengths))
+        write(options.out, plan.to_json(lengths).encode() + b"\n")
     _print(options, plan, lengths, shape, advice_seconds)
     if options.out:
         print(f"wrote {printable(options.out)}")

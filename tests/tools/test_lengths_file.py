@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_batching.tools.lengths_file import LengthsFileError, read_lengths
+from mcore_batching.tools.lengths_file import read_lengths
+from mcore_batching.tools.options import UsageError
 
 
 def written(tmp_path: Path, name: str, text: str) -> str:
@@ -73,14 +74,14 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "column", "text"), REFUSED)
 def test_what_is_refused(tmp_path: Path, name: str, text: str, column: str | None) -> None:
     path = written(tmp_path, name, text)
-    with pytest.raises(LengthsFileError) as caught:
+    with pytest.raises(UsageError) as caught:
         read_lengths(path, column)
     assert path + REFUSED[name, column, text] in str(caught.value)
 
 
 def test_a_column_is_for_tables(tmp_path: Path) -> None:
     path = written(tmp_path, "a.txt", "3\n")
-    with pytest.raises(LengthsFileError) as caught:
+    with pytest.raises(UsageError) as caught:
         read_lengths(path, "n")
     assert str(caught.value) == (
         f"column (--column) is for .csv and .jsonl files; leave it out for {path}"

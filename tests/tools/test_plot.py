@@ -24,9 +24,9 @@ from mcore_batching.planning import (
 from mcore_batching.planning.clock import Clock
 from mcore_batching.planning.schedule import Schedule
 from mcore_batching.tools.cli import main
+from mcore_batching.tools.options import UsageError
 from mcore_batching.tools.picture import (
     MOST_ROWS,
-    PlotError,
     check_picture,
     draw_step,
     step_figure,
@@ -194,7 +194,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(PlotError, match=r"pip install 'mcore_batching\[plot\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'mcore_batching\[plot\]'"):
         check_picture("a.png")
 
 
