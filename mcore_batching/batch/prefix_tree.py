@@ -26,7 +26,7 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import Field, Kind
 from mcore_batching.batch.row_index import Span
-from mcore_batching.planning.prefix_trees import Forest, find_forest
+from mcore_batching.planning.forest import Forest, find_forest
 
 _OF_ROWS = (Kind.TOKENS, Kind.PER_TOKEN, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
 """Kinds of fields that rows are made of: one value per token, whichever samples share it."""

@@ -11,7 +11,7 @@ Under context parallelism each segment is cut by itself into 2·cp equal chunks;
 r and 2·cp−1−r, so that causal attention costs every rank the same. A sample without tokens takes
 one alignment unit, since attention kernels break on empty segments.
 
-Samples that begin alike make a row of nodes (`planning.prefix_trees`), each with the tokens of one
+Samples that begin alike make a row of nodes (`planning.forest`), each with the tokens of one
 sample from some place on. A sample that only begins another is no segment of its own. Where samples
 branch, the row is one segment for all but attention, and nodes are not padded.
 
@@ -36,8 +36,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mcore_batching.batch.errors import BatchError
+from mcore_batching.planning.forest import Forest
 from mcore_batching.planning.integers import round_up
-from mcore_batching.planning.prefix_trees import Forest
 
 
 def padded_offsets(

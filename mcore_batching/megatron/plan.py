@@ -39,10 +39,10 @@ from mcore_batching.planning import (
     StepPlan,
     validate_plan,
 )
+from mcore_batching.planning.forest import Forest, PrefixTree, most_tokens_of_part, parts_of
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.local import fill_local, least_count, pack_local
 from mcore_batching.planning.plans.statistics import shared_tokens, sharing
-from mcore_batching.planning.prefix_trees import Forest, PrefixTree, most_tokens_of_part, parts_of
 from mcore_batching.planning.worker import PlanningWorker, PlanRequest, PlanTicket
 
 _EXCHANGING = "exchanging samples"

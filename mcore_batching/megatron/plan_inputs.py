@@ -28,8 +28,8 @@ from mcore_batching.megatron.prefix_attention import why_no_branches
 from mcore_batching.megatron.timing import learner_of
 from mcore_batching.megatron.topology import current_dims, first_guess, prediction_depths
 from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning.forest import Forest, PrefixTree, find_forest
 from mcore_batching.planning.learn import LearntCosts
-from mcore_batching.planning.prefix_trees import Forest, PrefixTree, find_forest
 from mcore_batching.planning.worker import PlanRequest
 
 MOST_HASHES = 1 << 19

@@ -26,8 +26,8 @@ from mcore_batching.planning import (
     row_multiple_tokens,
     sample_multiple_tokens,
 )
+from mcore_batching.planning.forest import Forest
 from mcore_batching.planning.integers import as_integer
-from mcore_batching.planning.prefix_trees import Forest
 from mcore_batching.planning.worker import PlanTicket
 
 MicroBatches = tuple[tuple[int, ...], ...]

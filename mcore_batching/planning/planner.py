@@ -12,6 +12,12 @@ from operator import itemgetter
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel, ordered_sum
 from mcore_batching.planning.errors import ConfigError, LengthError, named
+from mcore_batching.planning.forest import (
+    Forest,
+    PrefixTree,
+    forest_of_groups,
+    ways_to_cut,
+)
 from mcore_batching.planning.groups import steps_of_batch
 from mcore_batching.planning.integers import check_lengths, one_per_sample
 from mcore_batching.planning.local import pack_local
@@ -19,12 +25,6 @@ from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.placement import deal, largest_first, order_slots, place, split_until
 from mcore_batching.planning.plans.plan import MicroBatches, Plan, Sizes, StepPlan
-from mcore_batching.planning.prefix_trees import (
-    Forest,
-    PrefixTree,
-    forest_of_groups,
-    ways_to_cut,
-)
 from mcore_batching.planning.problem import Problem
 from mcore_batching.planning.search import Objective, search, search_dynamic
 from mcore_batching.planning.search.assign import Slots

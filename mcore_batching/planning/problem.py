@@ -26,9 +26,9 @@ from mcore_batching.planning.config import (
 )
 from mcore_batching.planning.costs.cost import CostModel, costs_of_chunks
 from mcore_batching.planning.errors import ConfigError, OversizeSampleError, named
+from mcore_batching.planning.forest import PrefixTree
 from mcore_batching.planning.integers import check_lengths, require_bool, round_up
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.prefix_trees import PrefixTree
 from mcore_batching.planning.schedule import Schedule
 
 

@@ -31,10 +31,10 @@ from queue import SimpleQueue
 from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import PlanFormatError, PlanningError
+from mcore_batching.planning.forest import Forest
 from mcore_batching.planning.parallel_dims import ParallelDims
 from mcore_batching.planning.planner import plan_step
 from mcore_batching.planning.plans.plan import StepPlan
-from mcore_batching.planning.prefix_trees import Forest
 
 MOST_FAILURES = 3
 """Workers that may fail one after the other; then all plans are made in line."""

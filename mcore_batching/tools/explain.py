@@ -32,8 +32,8 @@ from mcore_batching.planning import (
     validate_plan,
 )
 from mcore_batching.planning.errors import named, shortened
+from mcore_batching.planning.forest import PrefixTree
 from mcore_batching.planning.plans.plan import counted, rank_noun
-from mcore_batching.planning.prefix_trees import PrefixTree
 from mcore_batching.tools.report import FLOOR
 
 # The arguments to change, as errors name them, and what to plan with.

@@ -19,7 +19,7 @@ from mcore_batching.batch.prefix_tree import (
     hashes_of_beginnings,
     require_shared,
 )
-from mcore_batching.planning.prefix_trees import Forest, find_forest
+from mcore_batching.planning.forest import Forest, find_forest
 
 SCHEMA = DEFAULT_SCHEMA.declare("weights", Kind.PER_TOKEN)
 

@@ -32,7 +32,7 @@ from mcore_batching.batch import DEFAULT_SCHEMA, token_mean
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.prefix_tree import hashes_of_beginnings
 from mcore_batching.planning import CostModel, PlannerConfig, StepPlan, plan_step, step_statistics
-from mcore_batching.planning.prefix_trees import find_forest
+from mcore_batching.planning.forest import find_forest
 from mcore_batching.tools.report import Table
 
 CAPS = {"16k": 16384, "32k": 32768}

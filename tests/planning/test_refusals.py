@@ -30,8 +30,8 @@ from mcore_batching.planning import (
 from mcore_batching.planning.config import CHOICES
 from mcore_batching.planning.costs.layers_of import config_of_json
 from mcore_batching.planning.errors import named, shortened
+from mcore_batching.planning.forest import forest_of_groups
 from mcore_batching.planning.plans.memory import ModelShape
-from mcore_batching.planning.prefix_trees import forest_of_groups
 from mcore_batching.planning.schedule import Schedule
 
 COSTS = CostModel(linear=2.0, quadratic=0.5, per_micro_batch=3.0, backward_ratio=1.5, window=7)

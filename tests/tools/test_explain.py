@@ -18,7 +18,7 @@ from mcore_batching.planning import (
     plan_step,
     predicted_step_time,
 )
-from mcore_batching.planning.prefix_trees import forest_of_groups
+from mcore_batching.planning.forest import forest_of_groups
 from mcore_batching.tools import explain as explaining
 from mcore_batching.tools.explain import (
     COMPARED_PLAN_EFFORT,

@@ -25,6 +25,7 @@ from mcore_batching.planning import (
     predicted_step_time,
     step_statistics,
 )
+from mcore_batching.planning.forest import PrefixTree, forest_of_groups
 from mcore_batching.planning.plans.records import (
     COST_MODEL_FILE,
     RecordError,
@@ -32,7 +33,6 @@ from mcore_batching.planning.plans.records import (
     read_records,
 )
 from mcore_batching.planning.plans.statistics import total_statistics
-from mcore_batching.planning.prefix_trees import PrefixTree, forest_of_groups
 from mcore_batching.tools.cli import main
 from mcore_batching.tools.explain import explain
 from mcore_batching.tools.replay import by_setting, replay, seconds_per_unit

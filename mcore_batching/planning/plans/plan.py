@@ -30,9 +30,9 @@ from mcore_batching.planning.config import PlannerConfig
 from mcore_batching.planning.costs.cost import CostModel
 from mcore_batching.planning.errors import LengthError, PlanFormatError, PlanningError, shortened
 from mcore_batching.planning.files import parse_json_dict
+from mcore_batching.planning.forest import PrefixTree
 from mcore_batching.planning.integers import as_integer, check_lengths
 from mcore_batching.planning.parallel_dims import ParallelDims
-from mcore_batching.planning.prefix_trees import PrefixTree
 
 FORMAT = "mcore-batching/plan"
 VERSION = 1

@@ -11,7 +11,7 @@ from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import Layout, RowBlock
 from mcore_batching.batch.row_index import Nodes
-from mcore_batching.planning.prefix_trees import Forest
+from mcore_batching.planning.forest import Forest
 
 
 def pack(

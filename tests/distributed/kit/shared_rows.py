@@ -40,7 +40,7 @@ from mcore_batching.planning import (
     StepPlan,
     worker,
 )
-from mcore_batching.planning.prefix_trees import Forest, PrefixTree, ways_to_cut
+from mcore_batching.planning.forest import Forest, PrefixTree, ways_to_cut
 
 SIZES = {
     2: ((2, 2), (1, 1), (2, 2), (1, 1)),

@@ -25,7 +25,7 @@ from mcore_batching.planning import (
     step_statistics,
     validate_plan,
 )
-from mcore_batching.planning.prefix_trees import (
+from mcore_batching.planning.forest import (
     KEYS_PER_TOKEN,
     Forest,
     Node,
