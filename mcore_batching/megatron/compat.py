@@ -257,11 +257,6 @@ def packed_seq_params(
         max_seqlen_kv=max_seqlen,
     )
     params.host_cu_seqlens = tuple(host_cu_seqlens)
-    # From 0.17 on Mamba layers begin anew with every sample by `seq_idx` alone. Megatron makes it
-    # where `total_tokens` is given from the start, but then the host waits for the device.
-    if hasattr(params, "seq_idx"):
-        params.total_tokens = host_cu_seqlens[-1]
-        params.seq_idx = _sequence_of_tokens(params, host_cu_seqlens[-1])
     if group is not None:
         params.cp_group, params.local_cp_size = group, group.size()
     return params
@@ -277,10 +272,9 @@ def _sequence_of_tokens(params: Any, total_tokens: int) -> Tensor:
 
 
 def end_states_with_samples() -> None:
-    """Let Mamba layers begin anew with every sample, also in rows that others make.
-
-    For frameworks that make them without ``total_tokens``, once the model is built.
-    """
+    """Let Mamba layers begin anew with every sample of a row, once the model is built."""
+    # From 0.17 on they do by `seq_idx` alone. Megatron makes it where `total_tokens` is given from
+    # the start, but then the host waits for the device; other layers do not read it.
     mixer = sys.modules.get("megatron.core.ssm.mamba_mixer")
     if mixer is None or not hasattr(PackedSeqParams, "seq_idx"):
         return

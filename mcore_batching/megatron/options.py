@@ -52,7 +52,7 @@ class Options:
     planner: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(PLANNER_DEFAULTS))
     cost_model: str | None = None
     exchange: bool | None = None
-    share_prefixes: bool | None = False  # None: cannot be set
+    share_prefixes: bool = False
     forward_only_max_tokens_per_gpu: Any = None
     logits_in_model_dtype: bool = False
     fuse_output_layer: bool = False
@@ -172,7 +172,6 @@ class Options:
         multiple = training.pad_total_to
         if self.planner["pad_total_to"] is None and multiple is not None:
             multiple = _default_row_multiple(cap, dims)  # CUDA's, as it divides this cap
-        # Without a backward pass no activations wait: the bound on them is training's alone.
         return dataclasses.replace(training, max_tokens_per_gpu=cap, pad_total_to=multiple)
 
     @contextlib.contextmanager

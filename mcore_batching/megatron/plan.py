@@ -29,7 +29,6 @@ from mcore_batching.batch.columns import Columns
 from mcore_batching.megatron.checks.settings import prepare_model
 from mcore_batching.megatron.exchange import SampleMoves, digest_of, leaving, receive_columns
 from mcore_batching.megatron.job import Job, say
-from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.megatron.samples import Samples
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import make_row_groups, model_chunks
@@ -161,10 +160,8 @@ def plan_forward_passes(schedule: MicroBatchSchedule, job: Job, model: Any) -> M
         return schedule.for_forward_passes or schedule
     samples, chunks = schedule.samples, model_chunks(model)
     with job.agreement("reading settings of forward passes") as agree:
-        cost_model, training = schedule.settings.cost_model, schedule.config
-        settings = PlanInputs.of(job, chunks, cost_model, training=training, forward_only=True)
-        # A framework's layout pads samples less than the settings' dims ask for.
-        settings = dataclasses.replace(settings, dims=schedule.dims)
+        config = job.options.forward_only_config(schedule.config, schedule.dims)
+        settings = dataclasses.replace(schedule.settings, config=config)
         # Perhaps another model than was trained, such as a reference model.
         prepare_model(chunks, settings.dims, settings.config)
         for name, value in settings.comparable().items():

@@ -58,13 +58,12 @@ class PlanInputs:
         chunks: list[Any],
         cost_model: CostModel | None = None,
         *,
-        training: PlannerConfig | None = None,
         forward_only: bool = False,
     ) -> PlanInputs:
         """The inputs for one of a job's models, given as this rank's chunks.
 
-        Without training's config it is read from the arguments, and so are costs: if these name
-        none, they are what was learnt by now, or of the model's shape.
+        Costs that are not given are read from the arguments: if these name none, they are what was
+        learnt by now, or of the model's shape.
         """
         if cost_model is not None and not isinstance(cost_model, CostModel):
             raise TypeError(
@@ -72,7 +71,7 @@ class PlanInputs:
                 "CostModel.from_json(text), or name its file in --dynamic-batch-cost-model"
             )
         dims = current_dims(chunks)
-        config = training or job.options.planner_config(dims)
+        config = job.options.planner_config(dims)
         if forward_only:
             # Activations of forward passes alone are not kept, so their cap may be larger.
             config = job.options.forward_only_config(config, dims)

@@ -269,6 +269,7 @@ def run_pipeline(
     Returns:
         what the last stage's loss function returned by row; temperatures that it used.
     """
+    compat.end_states_with_samples()  # also in a model that was built after rows were planned
     rows = prepared.iterators(len(model)) if rows is None else rows
     around: list[contextlib.AbstractContextManager[Any]] = [
         # Outermost the watch: it reports to the other ranks whatever raises inside of it.

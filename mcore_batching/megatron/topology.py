@@ -51,7 +51,7 @@ def first_guess(vocabulary: int | None, config: Any, model: Any = None) -> CostM
         if pattern or getattr(config, "is_hybrid_model", False):
             known["hybrid_layer_pattern"] = pattern or "?"
         return layers_of.first_guess(known)
-    except (ConfigError, TypeError):  # only a guess, which passes soon correct
+    except (ConfigError, TypeError):  # sizes that are lacking, or of another kind
         return CostModel()
 
 

@@ -38,23 +38,14 @@ def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> Non
 
 
 @pytest.mark.skipif(not hasattr(PackedSeqParams, "seq_idx"), reason="made by Mamba layers itself")
-def test_each_token_of_a_row_has_the_number_that_megatron_gives_it() -> None:
-    """Of a row on its own, and of one whose maker left out how long it is."""
-    offsets = torch.tensor([0, 4, 12, 13], dtype=torch.int32)
-    expected = PackedSeqParams(cu_seqlens_q=offsets, total_tokens=13)
-    made = compat.packed_seq_params(offsets, 8, [0, 4, 12, 13])
-    assert made.total_tokens == 13
-    assert made.seq_idx.dtype == expected.seq_idx.dtype
-    assert torch.equal(made.seq_idx, expected.seq_idx)
-
-
-@pytest.mark.skipif(not hasattr(PackedSeqParams, "seq_idx"), reason="made by Mamba layers itself")
-def test_mamba_layers_number_tokens_only_of_rows_whose_maker_did_not(
+def test_mamba_layers_number_the_tokens_of_rows_as_megatron_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Once a row, and not where its maker did."""
+
     class Mixer:
         def _ssm_training(self, inputs: Any, packed_seq_params: Any = None) -> Any:
-            return packed_seq_params and packed_seq_params.seq_idx.tolist()
+            return packed_seq_params and packed_seq_params.seq_idx
 
     name = "megatron.core.ssm.mamba_mixer"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(MambaMixer=Mixer))
@@ -62,11 +53,16 @@ def test_mamba_layers_number_tokens_only_of_rows_whose_maker_did_not(
     model: Any = torch.nn.Identity()
     model.config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     prepare_packed_model(model)
-    row = SimpleNamespace(cu_seqlens_q_padded=torch.tensor([0, 2, 3]), seq_idx=None)
+    offsets, inputs = torch.tensor([0, 4, 12, 13], dtype=torch.int32), torch.zeros(13)
+    expected = PackedSeqParams(cu_seqlens_q=offsets, total_tokens=13).seq_idx
+    row = compat.packed_seq_params(offsets, 8, [0, 4, 12, 13])
+    made = Mixer()._ssm_training(inputs, row)
+    assert made.dtype == expected.dtype
+    assert torch.equal(made, expected)
+    assert Mixer()._ssm_training(inputs, row) is made
+    padded: Any = SimpleNamespace(cu_seqlens_q_padded=torch.tensor([0, 2, 3]), seq_idx=None)
+    assert Mixer()._ssm_training(torch.zeros(3), padded).tolist() == [[0, 0, 1]]
     assert Mixer()._ssm_training(torch.zeros(3)) is None
-    assert Mixer()._ssm_training(torch.zeros(3), row) == [[0, 0, 1]]
-    row.seq_idx = torch.tensor([[7, 8, 9]])
-    assert Mixer()._ssm_training(torch.zeros(3), row) == [[7, 8, 9]]
 
 
 @pytest.mark.parametrize(

@@ -116,15 +116,13 @@ def run_packed(
         schedule=run,
         **others,
     )
-    if forward_only:
-        with job.agreement_after_pipeline(operation, failed):
-            pass
-        return _one_report(losses) if is_sft and losses else losses
     # Context-parallel ranks read the same rows, and may each be a replica here.
-    counts = is_sft and parallel_state.get_context_parallel_rank() == 0
+    counts = is_sft and not forward_only and parallel_state.get_context_parallel_rank() == 0
     with job.agreement_after_pipeline(operation, failed) as agree:
         drawn = steps.drawn or ()
         truncated = agree.sum("truncated rows", num_truncated(drawn) if counts else 0)
+    if forward_only:
+        return _one_report(losses) if is_sft and losses else losses
     record_step(
         prepared.schedule,
         plan_seconds=ready - started,

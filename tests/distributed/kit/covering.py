@@ -26,7 +26,6 @@ ALONE = {
     *("add_bias_linear", "rotary_percent", "moe_shared_expert_intermediate_size"),
     *("mtp_use_repeated_layer", "mtp_detach_heads", "pipeline_model_parallel_layout"),
     *("none", "qk_layernorm", "num_layers_in_last_pipeline_stage", "softmax_type"),
-    "framework_rows",
     *("masks all 0", "masks none", "masks some", "masks weights", "bfloat16", "mtp_deep"),
     *("overlap_p2p_comm_warmup_flush", "messages one by one", "dsa_indexer_topk"),
     *(f"{name}_parallel of 4" for name in ("data", "pipeline", "context", "tensor")),

@@ -75,8 +75,6 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
         "loss_masks": draw.one("loss masks", ["none", "some", "some", "all 0", "weights"])
         if not balancing
         else "some",
-        # Rows of other packages leave out what Mamba layers need.
-        "framework_rows": model["kind"] == "mamba" and draw.chance("rows of frameworks", 0.4),
     }
 
 

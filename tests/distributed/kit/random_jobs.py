@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from bootstrap import initialize_model_parallel
@@ -76,8 +75,6 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
                 planned = conditions.enter_context(worker_with(job["worker"]))
                 if job["mixed_sizes"]:
                     conditions.enter_context(mixed_sizes())
-                if job["framework_rows"]:
-                    conditions.enter_context(_rows_of_frameworks())
                 for number, samples in enumerate(rollouts):
                     run.train(samples, job["rollouts"][number])
         except PipelineFailedError:
@@ -286,28 +283,6 @@ def _forget_losses_of_experts() -> None:
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
     else:
         moe_logging.destroy_moe_metrics_tracker()
-
-
-@contextlib.contextmanager
-def _rows_of_frameworks() -> Iterator[None]:
-    """Let a row's parameters leave out what Mamba layers need, as those of other packages do."""
-    from kit.state_space import Mixer
-
-    own = compat.packed_seq_params
-
-    def without_total(*given: Any) -> Any:
-        params: Any = own(*given)
-        params.total_tokens = params.seq_idx = None
-        return params
-
-    base = Mixer.__base__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "packed_seq_params", without_total)
-        patch.setattr(base, "_ssm_training", base._ssm_training)
-        compat.end_states_with_samples()
-        yield
-    if "states_end_with_samples" in vars(base):
-        del base.states_end_with_samples
 
 
 @contextlib.contextmanager
