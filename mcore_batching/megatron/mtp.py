@@ -124,22 +124,16 @@ class LossesOfRows:
 
 
 def predict_later_tokens(
-    params: Any,
-    config: Any,
-    row: PackedMicroBatch,
-    losses: LaterLosses | None,
-    own_padding_mask: Tensor | None,
+    params: Any, config: Any, row: PackedMicroBatch, losses: LaterLosses | None
 ) -> None:
     """Set on a row's packed-sequence parameters what multi-token prediction is to do with it.
 
-    Without ``losses`` these layers are left out. The mask is of the tokens that this rank holds
-    between layers, for models with experts.
+    Without ``losses`` these layers are left out.
     """
     if not prediction_depths(config):
         return
     _follow_parameters()
     params.later_losses = losses
-    params.own_padding_mask = own_padding_mask
     for before, after in itertools.pairwise((row, *row.later)):
         before.tokens.of_next_depth = after.tokens  # type: ignore[attr-defined]
         before.position_ids.of_next_depth = after.position_ids  # type: ignore[attr-defined]
@@ -163,8 +157,6 @@ def _follow_parameters() -> None:
     def run(self: Any, *rest: Any, packed_seq_params: Any = None, **named: Any) -> Any:
         if getattr(packed_seq_params, "later_losses", self) is None:
             return named["hidden_states"]
-        for layer in self.layers:
-            _mask_padding(layer.mtp_model_layer)
         return forward(self, *rest, packed_seq_params=packed_seq_params, **named)
 
     multi_token_prediction.roll_tensor, block.forward = of_next_depth, run
@@ -184,18 +176,3 @@ def _with_losses(
         return process(hidden_states, packed_seq_params=packed_seq_params, **named)
     losses = packed_seq_params.later_losses
     return hidden_states if losses is None else losses(hidden_states, **named)
-
-
-def _mask_padding(layer: Any) -> None:
-    """Let a layer's routers leave padding out where Megatron passes it no padding mask."""
-    # HybridModel does not and, before 0.18, GPTModel does not.
-    if not hasattr(layer, "masks_padding"):
-        layer.masks_padding = True
-        layer.register_forward_pre_hook(_with_padding_mask, with_kwargs=True)
-
-
-def _with_padding_mask(_: Any, arguments: Any, named: dict[str, Any]) -> Any:
-    mask = getattr(named.get("packed_seq_params"), "own_padding_mask", None)
-    if mask is None or named.get("padding_mask") is not None:
-        return None
-    return arguments, named | {"padding_mask": mask}

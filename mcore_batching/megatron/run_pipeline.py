@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_attr_wrapped_model, get_model_config, unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
@@ -159,7 +159,7 @@ def run_for_losses(
         "attention_mask": None,
         # With labels Megatron's model would return its own loss instead of logits.
         "labels": None,
-        **row_arguments(chunk, config, row, later),
+        "packed_seq_params": row_params(config, row, later),
     }
     # Else the wrapper copies logits to float32. The model inside would refuse the argument.
     if in_model_dtype and has_half_precision_wrapper(chunk):
@@ -170,11 +170,9 @@ def run_for_losses(
         return chunk(**arguments, **multimodal), logits_of
 
 
-def row_arguments(
-    chunk: Any, config: Any, row: PackedMicroBatch, later: LaterLosses | None
-) -> dict[str, Any]:
-    """Keyword arguments of a chunk's forward pass, middle stages included, by which its layers keep
-    samples apart and routers leave padding out; without ``later`` the layers of multi-token
+def row_params(config: Any, row: PackedMicroBatch, later: LaterLosses | None) -> Any:
+    """The packed-sequence parameters by which the layers of every chunk, middle stages included,
+    keep samples apart and leave padding out; without ``later`` the layers of multi-token
     prediction are left out. ``config`` is the chunk's."""
     params = compat.packed_seq_params(
         row.cu_seqlens_padded,
@@ -184,30 +182,23 @@ def row_arguments(
     )
     if row.nodes.has_branches:
         params.attention_geometry = Paths(row, context_parallel_group(row))
-    made: dict[str, Any] = {"packed_seq_params": params}
-    own_mask = None
     # Routers balance experts by the tokens they count: padding must not be among them.
     if config.num_moe_experts:
-        made["padding_mask"], own_mask = _padding_masks(chunk, config, row)
-    predict_later_tokens(params, config, row, later, own_mask)
-    return made
+        params.own_padding_mask = _own_padding_mask(config, row)
+    predict_later_tokens(params, config, row, later)
+    return params
 
 
-def _padding_masks(chunk: Any, config: Any, row: PackedMicroBatch) -> tuple[Tensor, Tensor]:
-    """Bool ``[1, tokens]``, True for padding, of which a placeholder consists: as a chunk expects
-    it, and of the tokens that this tensor-parallel rank holds between layers."""
-    whole = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
+def _own_padding_mask(config: Any, row: PackedMicroBatch) -> Tensor:
+    """Bool ``[1, tokens]`` of the tokens that this tensor-parallel rank holds between layers, True
+    for padding, of which a placeholder consists."""
+    mask = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
     if not config.sequence_parallel:
-        return whole, whole
+        return mask
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
-    own = whole.chunk(size, dim=1)[rank].contiguous()
-    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    # A first stage that scatters its input scatters the mask, too, and takes that of all tokens;
-    # elsewhere a stage expects the mask of its own.
-    # GPTModel does, HybridModel hands it on as it is.
-    takes_whole = bool(model.pre_process) and not hasattr(model, "hybrid_layer_pattern")
-    return whole if takes_whole else own, own
+    own: Tensor = mask.chunk(size, dim=1)[rank].contiguous()
+    return own
 
 
 def joined_multimodal_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
@@ -269,7 +260,10 @@ def run_pipeline(
     Returns:
         what the last stage's loss function returned by row; temperatures that it used.
     """
-    compat.end_states_with_samples()  # also in a model that was built after rows were planned
+    # Also for a model that was built after rows were planned.
+    compat.end_states_with_samples()
+    if get_model_config(model[0]).num_moe_experts:
+        compat.fix_router_masks()
     rows = prepared.iterators(len(model)) if rows is None else rows
     around: list[contextlib.AbstractContextManager[Any]] = [
         # Outermost the watch: it reports to the other ranks whatever raises inside of it.

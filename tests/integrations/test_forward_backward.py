@@ -145,8 +145,6 @@ def nothing_later(row: PackedMicroBatch) -> None: ...
 class Chunk(torch.nn.Module):
     """Returns what it is given."""
 
-    pre_process = True
-
     def __init__(self, num_moe_experts: int | None) -> None:
         super().__init__()
         self.config = SimpleNamespace(
@@ -160,27 +158,28 @@ class Chunk(torch.nn.Module):
         return inputs
 
 
-def test_a_model_gets_the_rows_own_arguments_in_place_of_the_scripts() -> None:
-    """The script's parameters may cut rows at its samples' padded length."""
+def test_a_model_gets_the_rows_own_parameters_in_place_of_the_scripts() -> None:
+    """Of padding routers learn by a mask; in a placeholder all is padding."""
     experts, dense, iterator = Chunk(4), Chunk(None), rows()
-    scripts = {"packed_seq_params": "the script's", "padding_mask": None, "labels": 1}
+    scripts = {"packed_seq_params": "the script's", "labels": 1}
     with row_given(iterator, experts, nothing_later):
         assert experts(**scripts) == scripts  # before the row is drawn
         next(iterator)
         given = experts(**scripts)
-    assert given["packed_seq_params"].host_cu_seqlens == (0, 4, 8)
-    assert given["padding_mask"].tolist() == [[False] * 3 + [True] + [False] * 2 + [True] * 2]
+    params = given["packed_seq_params"]
+    assert params.host_cu_seqlens == (0, 4, 8)
+    mask = [[False] * 3 + [True] + [False] * 2 + [True] * 2]
+    assert params.own_padding_mask.tolist() == mask
     assert given["labels"] == 1
-    assert experts(**scripts) == scripts
     with row_given(iterator, dense, nothing_later):
-        assert dense().keys() == {"packed_seq_params"}
+        assert not hasattr(dense()["packed_seq_params"], "own_padding_mask")
     with pytest.raises(TypeError), row_given(iterator, dense, nothing_later):
         dense("takes keywords alone")
     assert dense() == {}
     placeholder = rows(is_placeholder=True)
     with row_given(placeholder, experts, nothing_later):
         next(placeholder)
-        assert experts()["padding_mask"].all()
+        assert experts()["packed_seq_params"].own_padding_mask.all()
 
 
 LENGTHS = [9, 6, 4, 2]

@@ -40,7 +40,7 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
 from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.loss_shares import attached, check_trains, summed_over_ranks
 from mcore_batching.megatron.mtp import LaterLosses, LossesOfRows
-from mcore_batching.megatron.run_pipeline import row_arguments, run_pipeline
+from mcore_batching.megatron.run_pipeline import row_params, run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks
 from mcore_batching.planning import step_statistics
@@ -226,18 +226,18 @@ def row_given(
     chunk: Any,
     later_of: Callable[[PackedMicroBatch], LaterLosses | None],
 ) -> Iterator[None]:
-    """Pass the model the row's own arguments in place of the script's.
+    """Pass the model the row's own parameters in place of the script's.
 
-    A script's parameters lack the offsets on the host and the row's group, and name the padded
-    length of a sample from 0.19 on, at which layers of experts cut a row.
+    These lack the offsets on the host and the row's group, and name the padded length of a sample
+    from 0.19 on, at which layers of experts cut a row.
     """
-
     config = get_model_config(chunk)
 
     def with_row(_: Any, arguments: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         row = data_iterator.current
-        made = {} if row is None else row_arguments(chunk, config, row, later_of(row))
-        return arguments, inputs | made
+        if row is None:
+            return arguments, inputs
+        return arguments, inputs | {"packed_seq_params": row_params(config, row, later_of(row))}
 
     hook = unwrap_model(chunk).register_forward_pre_hook(with_row, with_kwargs=True)
     try:

@@ -95,9 +95,6 @@ def prepare_model(model: list[Any], dims: ParallelDims, config: PlannerConfig) -
             ),
         ],
     )
-    # What packed rows need beyond settings, each where the model has such layers.
-    if model_config.num_moe_experts:
-        compat.fix_router_masks()
     if config.max_context_parallel is not None:
         let_rows_have_groups(model)
     # megatron.training forces it off: pipeline stages would wait for rows of seq_length tokens.
