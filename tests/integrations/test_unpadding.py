@@ -189,13 +189,3 @@ def test_as_many_batches_are_drawn_as_asked_for_from_all_model_chunks() -> None:
     assert [next(iterator) for iterator in chunks] == [3] * 3
     for reads_nothing in (None, [None, None], []):
         assert draw(reads_nothing, 3) is None
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_an_iterator_that_ends_says_after_how_many(chunks: int) -> None:
-    full = iter([{}] * 3)
-    short = iter([{}] * 2)
-    with pytest.raises(
-        StockDataError, match=r"ended after 2 of 3 micro-batches.*lower --train-iters"
-    ):
-        draw_batches([full, short][-chunks:], 3)
