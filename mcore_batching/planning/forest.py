@@ -17,6 +17,7 @@ nodes of `cost(end) - cost(start)`.
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -183,28 +184,20 @@ def find_forest(
     # Sorted by their hashes, samples that begin alike stand together, and a sample right before one
     # that it begins.
     order = sorted((i for i, n in enumerate(lengths) if n), key=beginnings.__getitem__)
-    common = [0, *(_common(beginnings, *pair) * block for pair in itertools.pairwise(order))]
-    hosts, cuts = dict[int, int](), list[int]()
-    leaves = list[int]()
-    shared = 0  # by the leaf before and all samples up to this one, from the last to the first
-    for place in range(len(order) - 1, -1, -1):
-        sample = order[place]
-        follows = common[place + 1] if place + 1 < len(order) else 0
-        if follows == lengths[sample]:
-            hosts[sample] = hosts[order[place + 1]]
-            shared = min(shared, common[place])
-            continue
-        hosts[sample] = sample
-        leaves.append(sample)
-        cuts.append(shared)
-        shared = common[place]
-    leaves.reverse()
-    # The tokens that each leaf shares with the one before it.
-    cuts = [0, *(max(0, each - 1 - spare) for each in cuts[:0:-1])] if leaves else []
-    if not branches:
-        cuts = [0] * len(cuts)
+    common = [0, *(_common(beginnings, *pair) * block for pair in itertools.pairwise(order)), -1]
+    leaf_of, leaves, cuts = dict[int, int](), list[int](), list[int]()
+    begun, shared = list[int](), math.inf  # of the leaf to come
+    for place, sample in enumerate(order):
+        begun.append(sample)
+        shared = min(shared, common[place])
+        if common[place + 1] != lengths[sample]:  # it does not begin the next one
+            leaf_of |= dict.fromkeys(begun, sample)
+            leaves.append(sample)
+            # The tokens that each leaf shares with the one before it.
+            cuts.append(max(0, int(shared) - 1 - spare) if branches else 0)
+            begun, shared = [], math.inf
     nodes, of_leaf = _nodes(lengths, leaves, cuts)
-    last = tuple(of_leaf[hosts[i]] if i in hosts else -1 for i in range(len(lengths)))
+    last = tuple(of_leaf[leaf_of[i]] if i in leaf_of else -1 for i in range(len(lengths)))
     return Forest(tuple(lengths), tuple(nodes), last)
 
 
@@ -294,7 +287,7 @@ def most_tokens_of_part(dims: ParallelDims, config: PlannerConfig) -> int:
 
 
 def parts_of(
-    forest: Forest, model: CostModel, most_tokens: float, most_cost: float = float("inf")
+    forest: Forest, model: CostModel, most_tokens: float, most_cost: float = math.inf
 ) -> list[tuple[int, ...]]:
     """Samples of each part of the forest's trees, so that a part takes `most_tokens` of room and
     costs `most_cost` at most; a leaf that takes more is alone.
