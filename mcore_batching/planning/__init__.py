@@ -1,9 +1,9 @@
 """Lengths to plans: which samples share a micro-batch, on which rank, in which order.
 
 Standard library only. Reading order: `parallel_dims`, `config` and `costs/` (what a plan depends
-on), `problem` (all of it together), `plans/` (the result), `planner` (from one to the other),
-`local` (samples that stay on their rank), `search/` (the step that ends first), `clock`
-(when passes end).
+on), `forest` (samples that begin alike), `problem` (all of it together), `plans/` (the result),
+`planner` (from one to the other), `local` (samples that stay on their rank), `search/` (the step
+that ends first), `clock` (when passes end).
 """
 
 from mcore_batching.planning.config import (

@@ -295,30 +295,22 @@ def parts_of(
     Best fit, largest first, from the leaves to the roots.
     """
     nodes, limits = forest.nodes, (most_tokens, most_cost)
-    # What the path above each node takes, in every part of what hangs there.
-    above, own = list[_Piece](), list[_Piece]()
+    # What each node takes, and with it the path above, which is in every part of what hangs there.
+    own, paths = list[_Piece](), list[_Piece]()
     for node in nodes:
         cost = model.sample(node.end) - model.sample(node.start)
         own.append(_Piece((), node.end - node.start, node.end, cost))
-        is_root = node.parent < 0
-        above.append(
-            _Piece((), 0, 0, 0.0) if is_root else above[node.parent].beside(own[node.parent])
-        )
-    pieces: list[list[_Piece]] = [[] for _ in nodes]
-    whole = list[tuple[int, ...]]()
+        paths.append(own[-1] if node.parent < 0 else paths[node.parent].beside(own[-1]))
+    pieces: list[list[_Piece]] = [[] for _ in (*nodes, None)]  # the last ones of no parent, -1
     for number in range(len(nodes) - 1, -1, -1):
         samples = forest.samples_of_leaves.get(number)
         if samples is None:
-            path = above[number].beside(own[number])
-            made = [each.beside(own[number]) for each in _packed(pieces[number], path, limits)]
+            packed = _packed(pieces[number], paths[number], limits)
+            made = [each.beside(own[number]) for each in packed]
         else:
             made = [own[number]._replace(samples=samples)]
-        parent = nodes[number].parent
-        if parent >= 0:
-            pieces[parent] += made
-        else:
-            whole += [piece.samples for piece in made]
-    return whole
+        pieces[nodes[number].parent] += made
+    return [piece.samples for piece in pieces[-1]]
 
 
 def _packed(pieces: Sequence[_Piece], path: _Piece, limits: tuple[float, float]) -> list[_Piece]:
