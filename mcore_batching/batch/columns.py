@@ -229,7 +229,7 @@ class Columns(Mapping[str, list[Any]]):
         if len(samples) == count and [*samples] == [*range(count)]:
             return self
         lengths = self.total_lengths, self.response_lengths
-        made = Columns(self.schema, self.fields, *([own[i] for i in samples] for own in lengths))
+        made = Columns(self.schema, self.fields, *(_picked(own, samples) for own in lengths))
         source, own = self._source or (self, None)
         made._source = source, [i if own is None else own[i] for i in samples]
         return made
@@ -279,6 +279,12 @@ class Columns(Mapping[str, list[Any]]):
         """The fields of these samples; views and offsets are made anew on other ranks."""
         own = self.compact()
         return Columns, (own.schema, own.fields, own.total_lengths, own.response_lengths)
+
+
+def _picked(values: list[int], samples: Sequence[int]) -> list[int]:
+    if isinstance(samples, range) and samples.step == 1:  # those of a row, many times a step
+        return values[samples.start : samples.stop]
+    return [values[i] for i in samples]
 
 
 def _joined(field: Field, rows: list[Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ from torch import Tensor
 from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.row import PackedMicroBatch, flat_values
+from mcore_batching.batch.row_block import weight_sums
 from mcore_batching.batch.row_index import Span
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key
@@ -80,7 +81,7 @@ def step_totals(
         their totals; sums of their loss weights, and of those of tokens that are predicted at each
         depth of multi-token prediction.
     """
-    by_depth = [_weights_at(columns, depth, has_labels) for depth in range(depths + 1)]
+    by_depth = [weight_sums(columns, depth, has_labels=has_labels) for depth in range(depths + 1)]
     (weights, counts), tags = by_depth[0], columns.get("is_padding", ())
     groups: list[dict[Hashable, float]] = []
     for keys_of in (trajectory_keys, prompt_keys):
@@ -100,33 +101,6 @@ def step_totals(
         prompt_weights=prompts,
     )
     return totals, sums
-
-
-def _weights_at(columns: Columns, depth: int, has_labels: bool) -> Tensor:
-    """Sum of each sample's loss weights of tokens that are predicted at a depth of multi-token
-    prediction, and how many are not 0; float64 ``[2, samples]``."""
-    name = "loss_mask" if has_labels else "loss_masks"
-    own, tokens = columns.response_span, columns.token_span.lengths
-    span = columns.token_span if has_labels else own
-    sums = columns.sums(name) if name in columns else span.lengths.double().expand(2, -1)
-    # The first ones are predicted by nothing so far ahead: response token j of a sample with p
-    # prompt tokens by place p - 1 + j - depth.
-    none = (
-        torch.tensor(depth, device="cpu")
-        if has_labels
-        else (depth + 1 - tokens + own.lengths).clamp_(min=0)
-    )
-    early = Span(none.minimum(span.lengths), span.starts, span.end)
-    if early.total:
-        values = torch.ones(early.total, dtype=torch.float64, device="cpu")
-        if name in columns:
-            values = columns.flat(name).index_select(0, early.places[:-1]).double()
-        parts = torch.stack((values, (values != 0).double()))
-        sums = sums.index_add(1, early.samples, parts, alpha=-1)
-    tags = [] if has_labels else columns.get("is_padding", ())
-    if any(tags):
-        sums = sums.masked_fill(torch.tensor(tags, dtype=torch.bool, device="cpu"), 0.0)
-    return sums
 
 
 def _by_group(keys: Iterable[Hashable], weights: Sequence[float]) -> dict[Hashable, float]:
@@ -296,8 +270,8 @@ def _weighted_sum(per_token: Sequence[Tensor], row: PackedMicroBatch, weights: T
     if row.context_parallel_size > 1:  # each rank counts the tokens that it predicts
         own = row.responses.owned_indices
         values, weights = values.index_select(0, own), weights.index_select(0, own)
-    # torch.where, since 0 · inf is NaN; not an index, since the host would wait for its size.
-    weighted = torch.where(weights != 0, values.float(), 0.0) * weights
+    # Masked, since 0 · inf is NaN; not by an index, since the host would wait for its size.
+    weighted = values.float().masked_fill(weights == 0, 0.0) * weights
     # In double precision: packing, and so padding samples, should not show in the sum.
     return weighted.sum(dtype=torch.float64).float()
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mcore_batching.batch.columns import Columns, map_tensors, pinned, sent
 from mcore_batching.batch.row import LaterTokens, PackedMicroBatch, ResponseTokens, packed_field
-from mcore_batching.batch.row_index import Nodes, RowIndex, Span
+from mcore_batching.batch.row_index import Nodes, RowIndex, Span, integers
 
 _DISTINCT = ("distinct_positions", "distinct_indices")
 
@@ -78,6 +78,7 @@ class RowBlock:
         # First sample of each row, and behind the last one's.
         self._samples = [*accumulate(map(len, rows), initial=0)]
         self._made: dict[tuple[str, int], tuple[Tensor, list[int]]] = {}
+        self._fields: dict[str, Tensor | list[Any]] = {}
 
     def rows(self) -> list[PackedMicroBatch]:
         """Each of them, of what is on the device; views. Anew at each call: what is done to their
@@ -146,6 +147,14 @@ class RowBlock:
             self._made[name, depth] = pinned(made, self._device), counts
         return self._made[name, depth]
 
+    def field(self, name: str) -> Tensor | list[Any]:
+        """A field of these samples alone, flat as in `Columns`; on the host, and kept for further
+        epochs."""
+        if name not in self._fields:
+            own = self.fields.compact([name]).fields[name]
+            self._fields[name] = pinned(own, self._device) if isinstance(own, Tensor) else own
+        return self._fields[name]
+
     def forget_index(self) -> None:
         """Free what tensors are made of, which takes more memory than they do."""
         for name in ("_index", "_owned", "_distinct"):
@@ -154,9 +163,8 @@ class RowBlock:
     def _make(self, name: str, depth: int) -> tuple[Tensor, list[int]]:
         match name:
             case "cu_seqlens_padded":
-                flat = [offset for nodes in self._nodes for offset in nodes.segments]
-                counts = [len(nodes.segments) for nodes in self._nodes]
-                return torch.tensor(flat, dtype=torch.int32, device="cpu"), counts
+                flat = integers([*chain(*(nodes.segments for nodes in self._nodes))])
+                return flat.int(), [len(nodes.segments) for nodes in self._nodes]
             case "loss_masks":
                 return self._weights, self._responses.counts
             case "owned_indices":
@@ -239,10 +247,11 @@ class RowBlock:
     @functools.cached_property
     def owned_num_tokens(self) -> list[int]:
         """Trainable tokens of each row that this rank predicts."""
+        if self._layout.context_parallel_size == 1:
+            of_samples = [0.0] if self._is_placeholder else weight_sums(self.fields)[1].tolist()
+            return [int(sum(of_samples[a:b])) for a, b in pairwise(self._samples)]
         held, _, _, counts = self._owned
-        own = self._weights
-        if len(held) < len(own):
-            own = own.index_select(0, held)
+        own = self._weights.index_select(0, held)
         trained = torch.segment_reduce((own != 0).float(), "sum", lengths=counts, unsafe=True)
         return [int(each) for each in trained.tolist()]
 
@@ -310,7 +319,7 @@ class _MovedFields(Mapping[str, Tensor | list[Any]]):
 
     def __getitem__(self, name: str) -> Tensor | list[Any]:
         if name not in self._moved:
-            own = self._block.fields.compact([name]).fields[name]
+            own = self._block.field(name)
             if isinstance(own, Tensor):
                 self._moved[name] = self._block.copied(own)
             else:
@@ -343,3 +352,30 @@ def loss_weights(columns: Columns) -> Tensor:
         is_padding = torch.tensor(tags, dtype=torch.bool, device="cpu")
         weights = weights.masked_fill(is_padding.index_select(0, span.samples), 0.0)
     return weights
+
+
+def weight_sums(columns: Columns, depth: int = 0, *, has_labels: bool = False) -> Tensor:
+    """Sum of each sample's loss weights of tokens that are predicted at a depth of multi-token
+    prediction, and how many are not 0; float64 ``[2, samples]``."""
+    name = "loss_mask" if has_labels else "loss_masks"
+    own, tokens = columns.response_span, columns.token_span.lengths
+    span = columns.token_span if has_labels else own
+    sums = columns.sums(name) if name in columns else span.lengths.double().expand(2, -1)
+    # The first ones are predicted by nothing so far ahead: response token j of a sample with p
+    # prompt tokens by place p - 1 + j - depth.
+    none = (
+        torch.tensor(depth, device="cpu")
+        if has_labels
+        else (depth + 1 - tokens + own.lengths).clamp_(min=0)
+    )
+    early = Span(none.minimum(span.lengths), span.starts, span.end)
+    if early.total:
+        values = torch.ones(early.total, dtype=torch.float64, device="cpu")
+        if name in columns:
+            values = columns.flat(name).index_select(0, early.places[:-1]).double()
+        parts = torch.stack((values, (values != 0).double()))
+        sums = sums.index_add(1, early.samples, parts, alpha=-1)
+    tags = [] if has_labels else columns.get("is_padding", ())
+    if any(tags):
+        sums = sums.masked_fill(torch.tensor(tags, dtype=torch.bool, device="cpu"), 0.0)
+    return sums

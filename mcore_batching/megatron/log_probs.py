@@ -91,17 +91,21 @@ class StatisticsOfLogits(torch.autograd.Function):
         # Logits are the largest tensor of a step: a gradient beside them would double them. One
         # that others read, or a leaf, keeps its values.
         in_place = ctx.readers is not None and len(ctx.readers) == 1 and not logits.is_leaf
-        gradient = logits if in_place and logits.is_contiguous() else torch.empty_like(logits)
+        in_place = in_place and logits.is_contiguous()
+        gradient = logits if in_place else torch.zeros_like(logits)
         rows, into = logits[0], gradient[0]
         softmax: _Softmax = ctx.softmax
         for part in softmax.parts:
             of_chunk = softmax.gradient(part, rows.index_select(0, positions[part]), grads)
+            if in_place and len(softmax.parts) == 1:
+                into.zero_()  # of all its logits, nothing is read again
             into.index_copy_(0, positions[part], of_chunk)
             del of_chunk  # or it lasts until the next chunk's is made
         # Prompt tokens have no gradient; in place their rows still hold logits.
-        others = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
-        others.index_fill_(0, positions, False)
-        into.masked_fill_(others[:, None], 0.0)
+        if in_place and len(softmax.parts) > 1:
+            others = torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
+            others.index_fill_(0, positions, False)
+            into.masked_fill_(others[:, None], 0.0)
         return gradient.detach(), None, None, None, None
 
 
@@ -211,7 +215,9 @@ class _Softmax:
         ``grads``: ``[positions, 1 or 2]``, by what `measure` returned.
         """
         dtype = logits.dtype  # the gradient's, as autograd expects
-        own = grads[part] / self.options.temperature
+        own = grads[part]
+        if self.options.temperature != 1.0:
+            own = own / self.options.temperature
         x = self._scaled(logits).sub_(self.highest[part])
         del logits
         totals = self.totals[part]
@@ -222,7 +228,7 @@ class _Softmax:
             made = p.mul_(log_p).neg_()
             del p, log_p
         else:
-            made = x.exp_().div_(totals).mul_(-own)
+            made = x.exp_().mul_(own / -totals)
         # [i = target] of the first column's gradient, on the rank that has the target.
         at_target = own[:, :1]
         if self.elsewhere is not None:
@@ -265,7 +271,7 @@ def response_log_probs(
     """
     options = Options(temperature, chunk_tokens, with_entropy=False)
     found = _gathered(logits, row, options, overwrite_logits)
-    return per_sample(found[:, 0], row)
+    return per_sample(found.squeeze(1), row)
 
 
 def response_log_probs_and_entropy(
@@ -319,8 +325,8 @@ def _gathered(
             f"{describe(logits) if shape is None else list(shape)}"
         )
     # Logits that a loss gathered or cut have the wrong part of the vocabulary on each rank.
-    is_shared = parallel_state.get_tensor_model_parallel_world_size() > 1
-    if is_shared and shape[2] != (use.vocabulary or shape[2]):
+    is_whole = shape[2] == (use.vocabulary or shape[2])
+    if not is_whole and parallel_state.get_tensor_model_parallel_world_size() > 1:
         raise BatchError(
             f"expected logits of this tensor-parallel rank's {use.vocabulary} entries of the "
             f"vocabulary, got {shape[2]}: do not gather or cut them"

@@ -319,7 +319,8 @@ class MicroBatchSchedule:
 
         On the last pipeline stage rows take some 30 bytes a token on the host, pinned where there
         is a GPU, on the others 16, beside the samples' own columns (14 bytes a token of samples
-        that are half response, with loss masks, advantages and log-probs).
+        that are half response, with loss masks, advantages and log-probs) and what a loss reads of
+        these.
         """
         key = step, slots[0], depths, has_labels
         if key not in self.made_rows:

@@ -226,7 +226,8 @@ def test_a_tensor_is_made_when_it_is_read_and_once_for_all_rows_and_epochs() -> 
         made.append(name)
         return make(self, name, depth)
 
-    with mock.patch.object(RowBlock, "_make", noted):
+    compact = mock.patch.object(Columns, "compact", autospec=True, side_effect=Columns.compact)
+    with mock.patch.object(RowBlock, "_make", noted), compact as gathered:
         for _ in range(2):
             rows = block.rows()
             assert all(row.tokens is row.tokens for row in rows)
@@ -234,6 +235,7 @@ def test_a_tensor_is_made_when_it_is_read_and_once_for_all_rows_and_epochs() -> 
                 rows[1]["advantages"][0].untyped_storage().data_ptr()
             )
     assert made == ["tokens"]
+    assert gathered.call_count == 1
 
 
 def test_a_tensor_on_the_host_stays_there() -> None:
