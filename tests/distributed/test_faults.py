@@ -72,9 +72,8 @@ MEMORY = "log_probs:memory_is_shared"
 NONFINITE = "nonfinite:error_or_skipped"
 JOBS = [
     *(job(f"gradient-over-logits-{n}", MEMORY, d) for n, d in (("dp2", DP2), ("tp2", TP2))),
-    job("log-prob-flags", "log_probs:flags_in_a_step", {"data_parallel": 1}),
-    job("collectives-dp2", COLLECTIVES, DP2),
-    job("collectives-dp2-pp2", COLLECTIVES, DP2 | PP2),
+    job("constant-loss", "log_probs:constants_fire_every_hook", {"data_parallel": 1}),
+    job("collectives", COLLECTIVES, DP2 | PP2),
     job("silent-placeholders", "shared_rows:silent_placeholders", CP2),
     job("own-weights", "guarantees:replicas_begin_alike", DP2),
     job("later-steps", "guarantees:later_steps", DP2 | PP2),

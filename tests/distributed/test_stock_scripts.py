@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit.conversations import BY_HAND, PACKAGES, words_for, write_lines
-from kit.harness import REPOSITORY, environment
+from kit.harness import REPOSITORY, environment, launch
 from kit.patience import patience
 from kit.stock_jobs import (
     COMMON,
@@ -63,22 +63,15 @@ if "--use-dynamic-batch-size" in sys.argv:  # what a model without Transformer E
 sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-LAUNCHER = ["-m", "mcore_batching.run"]
+LAUNCHER = REPOSITORY / "mcore_batching" / "run.py"
 
 
-def trained(command: list[str], script: str, words: list[str], folder: Path) -> dict[str, Any]:
+def trained(launcher: Path, script: str, folder: Path, *words: str) -> dict[str, Any]:
     """Three steps on one process; the checkpoint in the end."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    done = subprocess.run(
-        [
-            *(sys.executable, *command, str(REPOSITORY / script), *COMMON, *steps(3), *words),
-            *("--save", str(folder), "--save-interval", "3", "--ckpt-format", "torch"),
-        ],
-        env=environment(1) | alone | {"MASTER_PORT": "0"},
-        capture_output=True,
-        text=True,
-        timeout=patience(200),
-    )
+    folder.mkdir()
+    saved = ("--save", str(folder), "--save-interval", "3", "--ckpt-format", "torch")
+    words = (str(REPOSITORY / script), *COMMON, *steps(3), *words, *saved)
+    done = launch("kit.script", "1", str(launcher), *words, nproc=1, folder=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     path = folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
     state: dict[str, Any] = torch.load(path, weights_only=False)
@@ -102,11 +95,12 @@ def tensors(state: Any, name: str = "") -> dict[str, torch.Tensor]:
 def test_without_the_flag_a_script_trains_bit_for_bit_as_by_itself(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    own = ["--variant", "none"]
-    by_itself = trained(["-c", WITHOUT_LAUNCHER], VARIANTS, own, tmp_path / "by itself")
-    states = [trained(LAUNCHER, VARIANTS, own, tmp_path / "launched")]
+    own = tmp_path / "own.py"
+    own.write_text(WITHOUT_LAUNCHER)
+    by_itself = trained(own, VARIANTS, tmp_path / "by itself", "--variant", "none")
+    states = [trained(LAUNCHER, VARIANTS, tmp_path / "launched", "--variant", "none")]
     if pytestconfig.getoption("--long"):
-        states.append(trained(LAUNCHER, SFT, [], tmp_path / "example"))
+        states.append(trained(LAUNCHER, SFT, tmp_path / "example"))
     expected = tensors({key: by_itself[key] for key in ("model", "optimizer")})
     assert any(name.endswith("linear_fc1.weight") for name in expected)
     assert any("exp_avg" in name for name in expected)
