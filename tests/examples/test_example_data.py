@@ -33,8 +33,8 @@ def test_the_first_picture_shows_what_the_readme_says(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "--out", str(picture)])
     made = runpy.run_path(script, run_name="__main__")
     assert picture.stat().st_size > 10_000
-    theirs, ours = made["planned"]("tokens"), made["planned"]("auto")
-    saving = f"ends at 100, planned at {100 * ours.end / theirs.end:.0f}]"
+    theirs, ours = (made["end_of"](made["planned"](balance)) for balance in ("tokens", "auto"))
+    saving = f"ends at 100, planned at {100 * ours / theirs:.0f}]"
     assert saving in (examples.parent / "README.md").read_text()
 
 
