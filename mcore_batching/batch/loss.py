@@ -33,7 +33,6 @@ from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.row import PackedMicroBatch, flat_values
 from mcore_batching.batch.row_block import weight_sums
-from mcore_batching.batch.row_index import Span
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key
 
@@ -135,14 +134,6 @@ def _keys(columns: Columns, name: str) -> list[Hashable] | None:
     return [None if is_padding else group_key(value, i) for i, (value, is_padding) in values]
 
 
-def sums_of_samples(values: Tensor, span: Span) -> Tensor:
-    """Sum of the ``[R]`` values of each sample's response tokens, ``[samples]``."""
-    if not span.counts:
-        return values.new_zeros(0)
-    lengths = sent(span.lengths, values.device)
-    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
-
-
 def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals) -> Tensor:
     """Share of the mean over all trainable tokens of the step.
 
@@ -180,9 +171,9 @@ def sample_mean(
     """
     count = totals.num_trained_samples if over_trained_samples else totals.num_samples
     weights, span = row.responses.loss_masks, row.fields.response_span
-    sums = sums_of_samples(weights.double(), span).float()
-    # Where the mask is all zero: 0 / 1, not 0 / 0.
     lengths = sent(span.lengths, weights.device)
+    sums = torch.segment_reduce(weights.double(), "sum", lengths=lengths, unsafe=True).float()
+    # Where the mask is all zero: 0 / 1, not 0 / 0.
     sums = torch.repeat_interleave(sums + (sums == 0), lengths, output_size=span.total)
     return _weighted_sum(per_token, row, weights / sums) / (count or 1)
 

@@ -83,12 +83,12 @@ class RowBlock:
     def rows(self) -> list[PackedMicroBatch]:
         """Each of them, of what is on the device; views. Anew at each call: what is done to their
         tensors changes neither samples nor further epochs."""
-        moved, layout, made = _Moved(self), self._layout, list[PackedMicroBatch]()
+        moved: dict[tuple[str, int], Sequence[Tensor]] = {}
+        of_all, layout = self.fields.replaced(_MovedFields(self)), self._layout
+        depths, made = range(layout.depths + 1), list[PackedMicroBatch]()
         for number, nodes in enumerate(self._nodes):
-            fields = moved.fields.taken(range(self._samples[number], self._samples[number + 1]))
-            parts = [
-                functools.partial(moved.part, number, depth) for depth in range(layout.depths + 1)
-            ]
+            fields = of_all.taken(range(self._samples[number], self._samples[number + 1]))
+            parts = [functools.partial(self._part, moved, number, depth) for depth in depths]
             row = PackedMicroBatch(
                 _part=parts[0],
                 host_cu_seqlens_padded=nodes.segments,
@@ -106,6 +106,23 @@ class RowBlock:
             )
             made.append(row)
         return made
+
+    def _part(
+        self, moved: dict[tuple[str, int], Sequence[Tensor]], number: int, depth: int, name: str
+    ) -> Any:
+        """One row's value, by name and depth of multi-token prediction, moved with those of all
+        rows when the first is read."""
+        if name == "owned_num_tokens":
+            return self.owned_num_tokens[number]
+        if name in _DISTINCT and not self.is_shared:
+            return None
+        if (name, depth) not in moved:
+            whole, counts = self.tensor(name, depth)
+            # unsafe_: views without a shared version counter. Otherwise autograd would take a
+            # change in place of one row for a change of all.
+            parts = torch.unsafe_split_with_sizes(self.copied(whole), counts, dim=-1)
+            moved[name, depth] = parts
+        return moved[name, depth][number]
 
     def copied(self, tensor: Tensor) -> Tensor:
         """A copy of a host tensor on the device, for which the host does not wait."""
@@ -285,29 +302,6 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
     )
-
-
-class _Moved:
-    """Tensors and fields of a block's rows on its device, each moved when it is first read."""
-
-    def __init__(self, block: RowBlock) -> None:
-        self._block = block
-        self.fields = block.fields.replaced(_MovedFields(block))
-        self._parts: dict[tuple[str, int], Sequence[Tensor]] = {}
-
-    def part(self, number: int, depth: int, name: str) -> Any:
-        """One row's value, by name and depth of multi-token prediction."""
-        if name == "owned_num_tokens":
-            return self._block.owned_num_tokens[number]
-        if name in _DISTINCT and not self._block.is_shared:
-            return None
-        if (name, depth) not in self._parts:
-            whole, counts = self._block.tensor(name, depth)
-            # unsafe_: views without a shared version counter. Otherwise autograd would take a
-            # change in place of one row for a change of all.
-            parts = torch.unsafe_split_with_sizes(self._block.copied(whole), counts, dim=-1)
-            self._parts[name, depth] = parts
-        return self._parts[name, depth][number]
 
 
 class _MovedFields(Mapping[str, Tensor | list[Any]]):

@@ -255,18 +255,20 @@ class Nodes:
         """
         count, alignments = len(samples), (sample_alignment_tokens, row_alignment_tokens)
         if forest is None:
-            owners, starts, parents = [*range(count)], [0] * count, [-1] * count
-            lengths = [total_lengths[sample] for sample in samples]
-            paths: list[tuple[int, ...]] = [(own,) for own in owners]
-        else:
-            place = {sample: own for own, sample in enumerate(samples)}
-            found = [forest.path(sample) for sample in samples]
-            number = {node: own for own, node in enumerate(sorted({*chain(*found)}))}
-            paths = [tuple([number[node] for node in path]) for path in found]
-            held = [forest.nodes[node] for node in number]
-            owners, starts = [place[node.sample] for node in held], [node.start for node in held]
-            parents = [number.get(node.parent, -1) for node in held]
-            lengths = [node.end - node.start for node in held]
+            offsets = padded_offsets([total_lengths[sample] for sample in samples], *alignments)
+            nodes = (
+                len(offsets) - 1
+            )  # the row's own padding, if there is any, is that after `count`
+            paths = (*zip(range(count), strict=True),)
+            return cls((*range(nodes),), (0,) * nodes, (-1,) * nodes, offsets, paths, offsets)
+        place = {sample: own for own, sample in enumerate(samples)}
+        found = [forest.path(sample) for sample in samples]
+        number = {node: own for own, node in enumerate(sorted({*chain(*found)}))}
+        paths_of = [tuple([number[node] for node in path]) for path in found]
+        held = [forest.nodes[node] for node in number]
+        owners, starts = [place[node.sample] for node in held], [node.start for node in held]
+        parents = [number.get(node.parent, -1) for node in held]
+        lengths = [node.end - node.start for node in held]
         has_branches = max(parents, default=-1) >= 0
         if has_branches:
             offsets = (*accumulate(lengths, initial=0),)
@@ -274,8 +276,8 @@ class Nodes:
             offsets += (end,) if end > offsets[-1] else ()
         else:
             # A sample without tokens, of which a forest has no node, takes an alignment unit.
-            for own in [own for own, path in enumerate(paths) if not path]:
-                paths[own] = (len(owners),)
+            for own in [own for own, path in enumerate(paths_of) if not path]:
+                paths_of[own] = (len(owners),)
                 owners, starts, parents = [*owners, own], [*starts, 0], [*parents, -1]
                 lengths.append(0)
             offsets = padded_offsets(lengths, *alignments)
@@ -283,7 +285,7 @@ class Nodes:
             owners, starts, parents = [*owners, count], [*starts, 0], [*parents, -1]
         segments = (0, offsets[-1]) if has_branches else offsets
         of_nodes = tuple(owners), tuple(starts), tuple(parents)
-        return cls(*of_nodes, offsets, tuple(paths), segments)
+        return cls(*of_nodes, offsets, tuple(paths_of), segments)
 
 
 class RowIndex(Slice):
