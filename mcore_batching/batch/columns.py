@@ -206,11 +206,14 @@ class Columns(Mapping[str, list[Any]]):
         key = is_response, offset
         if key not in self._spans:
             own = self.response_lengths if is_response else self.total_lengths
+            counts = [max(0, each + offset) for each in own] if offset else own  # as `num_rows`
             if self._source is None:
-                self._spans[key] = Span(integers(own).add_(offset).clamp_(min=0))  # as `num_rows`
+                self._spans[key] = Span(counts)
             else:
                 source, samples = self._source
-                self._spans[key] = source._span_of(*key).taken(integers(samples))
+                span = source._span_of(*key)
+                starts = span.starts.index_select(0, integers(samples))
+                self._spans[key] = Span(counts, starts, span.end)
         return self._spans[key]
 
     def sums(self, name: str) -> Tensor:

@@ -67,7 +67,7 @@ def hashes_of_beginnings(
     for sample, shares in enumerate(_can_share(columns)):
         if not shares:
             counts[sample] = 0
-    blocks = Span(counts)
+    blocks = Span(counts.tolist())
     first = span.firsts.index_select(0, blocks.samples)
     found = sums.index_select(0, first + (blocks.within + 1) * block) - sums.index_select(0, first)
     if units is not None:
@@ -142,10 +142,10 @@ def _differs(columns: Columns, name: str, sample: int, other: int) -> SchemaErro
     )
 
 
-def _stretches(span: Span, starts: Iterable[tuple[int, int]], counts: Sequence[int]) -> Tensor:
+def _stretches(span: Span, starts: Iterable[tuple[int, int]], counts: list[int]) -> Tensor:
     """Rows of a field's samples, given (sample, first row) and the number of rows of each
     stretch."""
-    found, of_samples = Span.of(counts), span.firsts.tolist()
+    found, of_samples = Span(counts), span.firsts.tolist()
     firsts = [of_samples[sample] + row for sample, row in starts]
     return torch.tensor(firsts, dtype=torch.int64).index_select(0, found.samples) + found.within
 

@@ -229,13 +229,13 @@ class RowBlock:
     def _tokens(self) -> Span:
         """Positions of each row's slice among those of all."""
         size = self._layout.context_parallel_size
-        return Span.of([nodes.segments[-1] // size for nodes in self._nodes])
+        return Span([nodes.segments[-1] // size for nodes in self._nodes])
 
     @functools.cached_property
     def _responses(self) -> Span:
         """Response tokens of each row among those of all."""
         lengths = self.fields.response_lengths
-        return Span.of([sum(lengths[a:b]) for a, b in pairwise(self._samples)])
+        return Span([sum(lengths[a:b]) for a, b in pairwise(self._samples)])
 
     @functools.cached_property
     def _weights(self) -> Tensor:
@@ -362,7 +362,7 @@ def weight_sums(columns: Columns, depth: int = 0, *, has_labels: bool = False) -
         if has_labels
         else (depth + 1 - tokens + own.lengths).clamp_(min=0)
     )
-    early = Span(none.minimum(span.lengths), span.starts, span.end)
+    early = Span(none.minimum(span.lengths).tolist(), span.starts, span.end)
     if early.total:
         values = torch.ones(early.total, dtype=torch.float64, device="cpu")
         if name in columns:

@@ -67,31 +67,19 @@ class Span:
     """Places of samples' rows in a flat field; on the host.
 
     Attributes:
-        lengths: rows of each sample, int64 ``[samples]``.
+        counts: rows of each sample.
+        lengths: `counts`, int64 ``[samples]``.
         starts: place of each sample's first row in the field, int64 ``[samples]``.
         end: the field's place that stands for padding.
         firsts: rows of the samples before each one, int64 ``[samples]``.
-        counts: `lengths` as Python ints.
         total: rows of all these samples.
     """
 
-    def __init__(self, lengths: Tensor, starts: Tensor | None = None, end: int = -1) -> None:
-        self.lengths = lengths
-        self.firsts = lengths.cumsum(0) - lengths
-        self.counts: list[int] = lengths.tolist()
-        self.total = sum(self.counts)
+    def __init__(self, counts: list[int], starts: Tensor | None = None, end: int = -1) -> None:
+        self.counts, self.lengths, self.total = counts, integers(counts), sum(counts)
+        self.firsts = self.lengths.cumsum(0) - self.lengths
         # Without starts: these samples are all of the field's.
         self.starts, self.end = (self.firsts, self.total) if starts is None else (starts, end)
-
-    @classmethod
-    def of(cls, counts: Sequence[int]) -> Span:
-        """The span of a field whole, of samples with these numbers of rows."""
-        return cls(integers(counts))
-
-    def taken(self, samples: Tensor) -> Span:
-        """The span of some of the samples, in this order."""
-        lengths, starts = (each.index_select(0, samples) for each in (self.lengths, self.starts))
-        return Span(lengths, starts, self.end)
 
     @functools.cached_property
     def samples(self) -> Tensor:
