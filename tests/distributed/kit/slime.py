@@ -6,11 +6,12 @@ with `build_dp_schedule`, deals the rollout data out to the ranks by it, and tra
 iterator ("slime"); miles has the same functions with other parameters, and keeps its parallel
 groups in a state of its own ("miles"). What they import for other purposes (`STAND_INS`) is
 replaced by empty modules, and so is ``megatron.training`` where the wheel has none: of that only
-``get_args`` is called.
+``get_args`` is called. Arguments are the defaults of their own parsers.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import importlib
@@ -39,7 +40,8 @@ from mcore_batching.planning import ParallelDims
 STAND_INS = StandIns(
     (
         *("ray", "wandb", "httpx", "psutil", "tqdm", "transformers", "megatron.training"),
-        *("sglang", "safetensors", "pydantic", "huggingface_hub", "datasets"),  # miles' besides
+        *("sglang", "sglang_router", "requests", "yaml", "huggingface_hub", "datasets"),
+        *("safetensors", "pydantic", "polars", "tokenizers"),  # miles' besides
     )
 )
 
@@ -134,8 +136,9 @@ def compare(
         the hooked ``counts`` and ``placeholders`` over all ranks.
     """
     shape = ParallelDims(**dims)
-    args = arguments(shape, per_token_loss, advantage_estimator)
-    modules = modules_of(of, source, shape, args)
+    use_checkout(source)
+    args = arguments(of, shape, per_token_loss, advantage_estimator)
+    modules = modules_of(of)
     own_part, own = _step(modules, args, shape)
     args = copy.copy(args)
     args.use_dynamic_batch_size = True
@@ -169,11 +172,10 @@ def compare(
     }
 
 
-def modules_of(of: str, source: str, shape: ParallelDims, args: Any) -> SimpleNamespace:
-    """A framework's modules from this checkout; slime's arguments are completed for them."""
-    use_checkout(source)
+def modules_of(of: str) -> SimpleNamespace:
+    """The framework's modules from the checkout in use."""
     if of == "miles":
-        return _modules_of_miles(shape, args)
+        return _modules_of_miles()
     names = ("data", "model", "loss")
     slime = SimpleNamespace(
         **{each: importlib.import_module(f"slime.backends.megatron_utils.{each}") for each in names}
@@ -182,7 +184,6 @@ def modules_of(of: str, source: str, shape: ParallelDims, args: Any) -> SimpleNa
     slime.iterators = lambda *given: slime.data.get_data_iterator(*given)  # hooked or not
     slime.step_options, slime.forward_options = (), {}
     if of == "slime":
-        vars(args).update(_arguments_since_1926(shape))
         slime.plan = importlib.import_module("slime.utils.dp_schedule")
         slime.iterators = lambda args, chunks, rollout: (
             slime.data.get_data_iterator(rollout),
@@ -197,8 +198,7 @@ def modules_of(of: str, source: str, shape: ParallelDims, args: Any) -> SimpleNa
     return slime
 
 
-def _modules_of_miles(shape: ParallelDims, args: Any) -> SimpleNamespace:
-    vars(args).update(_arguments_since_1926(shape) | _arguments_of_miles())
+def _modules_of_miles() -> SimpleNamespace:
     backends = "miles.backends"
     miles = SimpleNamespace(
         data=importlib.import_module(f"{backends}.training_utils.data"),
@@ -367,77 +367,37 @@ def _arguments_of(module: Any, args: Any) -> Iterator[None]:
 
 
 def arguments(
-    shape: ParallelDims, per_token_loss: bool, advantage_estimator: str
+    of: str, shape: ParallelDims, per_token_loss: bool, advantage_estimator: str
 ) -> SimpleNamespace:
-    """slime's arguments, as far as its step reads them; the defaults of its command line."""
-    return SimpleNamespace(
-        advantage_estimator=advantage_estimator,
-        allgather_cp=False,
-        calculate_per_token_loss=per_token_loss,
-        ci_test=False,
-        custom_megatron_before_log_prob_hook_path=None,
-        custom_megatron_before_train_step_hook_path=None,
-        custom_pg_loss_reducer_function_path=None,
-        data_pad_size_multiplier=8,
-        decoder_seq_length=None,
-        enable_mtp_training=False,
-        entropy_coef=0.01,
-        eps_clip=0.2,
-        eps_clip_high=0.28,
-        get_mismatch_metrics=False,
-        global_batch_size=len(SAMPLES),
-        kl_coef=0.0,
-        kl_loss_coef=0.1,
-        kl_loss_type="low_var_kl",
-        log_probs_chunk_size=-1,
-        loss_type="policy_loss",
-        max_tokens_per_gpu=CAP_TOKENS // shape.context_parallel,
-        micro_batch_size=1,
-        normalize_advantages=False,
-        qkv_format="thd",
-        recompute_loss_function=False,
-        rollout_temperature=0.9,
-        seq_length=1,
-        use_dynamic_batch_size=False,
-        use_kl_loss=True,
-        use_opd=False,
-        use_opsm=advantage_estimator == "gspo",
-        opsm_delta=1e-4,
-        use_rollout_entropy=True,
-        use_rollout_logprobs=False,
-        use_tis=False,
-        use_unbiased_kl=False,
-    )
-
-
-def _arguments_since_1926(shape: ParallelDims) -> dict[str, Any]:
-    """Arguments that its step has come to read; the defaults of its command line."""
-    return {
-        "balance_by_flops": False,
-        "balance_data": False,
+    """The framework's arguments: its parser's defaults, but for what the job is about, and those of
+    Megatron that its step reads."""
+    name = of.partition(" ")[0]
+    # Made of pydantic, which is not there.
+    sys.modules["miles.utils.ft_utils.health_checker"] = MagicMock()
+    module = importlib.import_module(f"{name}.utils.arguments")
+    parser = argparse.ArgumentParser(conflict_handler="resolve")
+    getattr(module, f"get_{name}_extra_args_provider")()(parser)
+    chosen = {
+        "advantage_estimator": advantage_estimator,
+        "calculate_per_token_loss": per_token_loss,
         "context_parallel_size": shape.context_parallel,
         "custom_advantage_function_path": None,
         "custom_megatron_init_path": "mcore_batching.integrations.slime.init",
-        "eps_clip_c": None,
+        "data_pad_size_multiplier": 8,
+        "decoder_seq_length": None,
+        "entropy_coef": 0.01,
+        "eps_clip_high": 0.28,
+        "global_batch_size": len(SAMPLES),
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "low_var_kl",
+        "max_tokens_per_gpu": CAP_TOKENS // shape.context_parallel,
         "pipeline_model_parallel_size": shape.pipeline_parallel,
-        "rollout_top_p": 1.0,
-        "save_debug_train_data": None,
+        "qkv_format": "thd",
+        "rollout_temperature": 0.9,
+        "seq_length": 1,
         "tensor_model_parallel_size": shape.tensor_parallel,
+        "use_kl_loss": True,
+        "use_opsm": advantage_estimator == "gspo",
+        "use_rollout_entropy": True,
     }
-
-
-def _arguments_of_miles() -> dict[str, Any]:
-    """Arguments that its step reads beside slime's; the defaults of its command line."""
-    return {
-        "custom_tis_function_path": None,
-        "debug_disable_optimizer": False,
-        "dumper_enable": False,
-        "dumper_fwd_bwd": None,
-        "dumper_fwd_only": None,
-        "enable_witness": False,
-        "observe_training_entropy": False,
-        "save_local_weight_checksum": False,
-        "skip_actor_forward_only": False,
-        "true_on_policy_mode": False,
-        "use_dynamic_global_batch_size": False,
-    }
+    return SimpleNamespace(**{each.dest: each.default for each in parser._actions} | chosen)
