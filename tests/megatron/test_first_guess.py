@@ -80,13 +80,6 @@ def test_costs_of_a_transformer(config: dict[str, Any], published: dict[str, Any
 @pytest.mark.parametrize(
     ("config", "layers"),
     [
-        ({}, "aaaaV"),
-        ({"num_layers_in_last_pipeline_stage": 1}, "aaa|aV"),
-        ({"num_layers_in_first_pipeline_stage": 1}, "a|aaaV"),
-        (
-            {"num_layers": 3, "account_for_loss_in_pipeline_split": True},
-            "aa|aV",
-        ),
         (
             {
                 "num_layers": 6,
@@ -98,7 +91,7 @@ def test_costs_of_a_transformer(config: dict[str, Any], published: dict[str, Any
         ),
         ({"pipeline_model_parallel_layout": "Ettt|tL"}, "aaa|aV"),
     ],
-    ids=("even", "last", "first", "loss", "embedding-and-loss-interleaved", "layout"),
+    ids=("embedding-and-loss-interleaved", "layout"),
 )
 def test_layers_of_uneven_pipelines(config: dict[str, Any], layers: str) -> None:
     made = TransformerConfig(
