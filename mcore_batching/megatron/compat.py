@@ -83,35 +83,42 @@ def what_mamba_lacks(context_parallel: int) -> str:
     return ""
 
 
-@functools.cache
-def fix_router_masks() -> None:
-    """Let routers leave padding out, also in a row that is all padding. Patches Megatron once.
+def mask_padding(chunk: Any) -> None:
+    """Let a model's routers leave padding out: their layers take the mask from a row's parameters.
+    Once for each model."""
+    # HybridModel passes none to the layers of further tokens, nor does GPTModel before 0.18.
+    if getattr(chunk, "masks_padding", False):
+        return
+    chunk.masks_padding = True
+    for layer in chunk.modules():
+        if getattr(getattr(layer, "mlp", None), "router", None) is not None:
+            layer.register_forward_pre_hook(_with_padding_mask, with_kwargs=True)
+            _fix_router_masks()
 
-    Layers take the mask from the row's parameters: HybridModel passes none to the layers of further
-    tokens, nor does GPTModel before 0.18. Under a mask 0.16.1 to 0.19.2 have three faults: the
-    count for the expert bias multiplies a ``[tokens, experts]`` map with a ``[tokens]`` mask, which
-    does not broadcast; the load-balancing loss divides by the square of the number of real tokens,
-    so that a placeholder's 0 becomes NaN; the local count of tokens is summed over tensor- and
-    context-parallel ranks in place, and from 0.19 on multiplied by their number again. And a loss
-    is logged with the model's group, where the router has the row's (`let_router_have_groups`):
-    logs are summed once a step.
+
+def _with_padding_mask(_: Any, arguments: Any, named: dict[str, Any]) -> Any:
+    mask = getattr(named.get("packed_seq_params"), "own_padding_mask", None)
+    return None if mask is None else (arguments, named | {"padding_mask": mask})
+
+
+@functools.cache
+def _fix_router_masks() -> None:
+    """Let routers take a mask, also of a row that is all padding. Patches Megatron once.
+
+    Three faults of 0.16.1 to 0.19.2 under a mask: the count for the expert bias multiplies a
+    ``[tokens, experts]`` map with a ``[tokens]`` mask, which does not broadcast; the load-balancing
+    loss divides by the square of the number of real tokens, so that a placeholder's 0 becomes NaN;
+    the local count of tokens is summed over tensor- and context-parallel ranks in place, and from
+    0.19 on multiplied by their number again. And a loss is logged with the model's group, where the
+    router has the row's (`let_router_have_groups`): logs are summed once a step.
     """
     from megatron.core.transformer.moe import router
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    forward = TransformerLayer.forward
     apply_expert_bias = router.TopKRouter._apply_expert_bias
     load_balancing_loss = router.switch_load_balancing_loss_func
     count_tokens = router.get_tokens_per_expert_and_token_count
     attach_and_log = router.TopKRouter.attach_and_log_load_balancing_loss
     multiplies = multiplies_by_ranks()
-
-    @functools.wraps(forward)
-    def with_rows_mask(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mask = getattr(kwargs.get("packed_seq_params"), "own_padding_mask", None)
-        if mask is not None:
-            kwargs["padding_mask"] = mask
-        return forward(self, *args, **kwargs)
 
     def with_second_axis(self: Any, routing_map: Tensor, padding_mask: Any = None) -> Any:
         if padding_mask is not None and padding_mask.dim() == routing_map.dim() - 1:
@@ -143,7 +150,6 @@ def fix_router_masks() -> None:
         group = getattr(self, "models_group", group)
         return attach_and_log(self, probs, weight, loss, name, group, **others)
 
-    TransformerLayer.forward = with_rows_mask
     router.TopKRouter.attach_and_log_load_balancing_loss = with_models_group
     router.TopKRouter._apply_expert_bias = with_second_axis
     router.get_tokens_per_expert_and_token_count = with_count_of_row

@@ -262,8 +262,8 @@ def run_pipeline(
     """
     # Also for a model that was built after rows were planned.
     compat.end_states_with_samples()
-    if get_model_config(model[0]).num_moe_experts:
-        compat.fix_router_masks()
+    for chunk in model:
+        compat.mask_padding(chunk)
     rows = prepared.iterators(len(model)) if rows is None else rows
     around: list[contextlib.AbstractContextManager[Any]] = [
         # Outermost the watch: it reports to the other ranks whatever raises inside of it.

@@ -170,3 +170,22 @@ def test_layers_follow_the_groups_of_rows_while_they_run() -> None:
     for each in (layer, expert):
         for params in (None, SimpleNamespace(cp_group=None)):
             assert each(packed_seq_params=params) == ("the model's", "the model's")
+
+
+def test_layers_with_routers_take_the_mask_of_a_row() -> None:
+    """Of any class, once, and from parameters that have one."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, **given: Any) -> Any:
+            return given.get("padding_mask")
+
+    layers: Any = torch.nn.ModuleList([Layer(), Layer()])
+    layers[0].mlp = SimpleNamespace(router="a router")
+    for _ in range(2):
+        compat.mask_padding(layers)
+    assert [len(layer._forward_pre_hooks) for layer in layers] == [1, 0]
+    row = SimpleNamespace(own_padding_mask="the row's")
+    assert layers[0](packed_seq_params=row, padding_mask=None) == "the row's"
+    assert layers[1](packed_seq_params=row) is None
+    for params in (None, SimpleNamespace()):
+        assert layers[0](packed_seq_params=params, padding_mask="given") == "given"
