@@ -298,6 +298,7 @@ class RandomRun:
         fullest = 0.0
         if cap is not None:
             own = plan_forward_passes(rollout_of(iterators), job_of(self._args), self._model)
+            assert own.config.max_tokens_per_gpu == cap
             fullest = self._fullest(own, 0, cap)
         self.seen.append(
             {
