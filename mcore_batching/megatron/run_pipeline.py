@@ -260,10 +260,6 @@ def run_pipeline(
     Returns:
         what the last stage's loss function returned by row; temperatures that it used.
     """
-    # Also for a model that was built after rows were planned.
-    compat.end_states_with_samples()
-    for chunk in model:
-        compat.mask_padding(chunk)
     rows = prepared.iterators(len(model)) if rows is None else rows
     around: list[contextlib.AbstractContextManager[Any]] = [
         # Outermost the watch: it reports to the other ranks whatever raises inside of it.
@@ -278,6 +274,10 @@ def run_pipeline(
         for each in around:
             stack.enter_context(each)
         use = stack.enter_context(noting_use())
+        # Here, as the model may have been built after rows were planned.
+        compat.end_states_with_samples()
+        for chunk in model:
+            compat.mask_padding(chunk)
         made: list[Any] = (schedule or get_forward_backward_func())(
             forward_step_func=forward_step,
             # The interleaved schedule takes lists, the others a model and an iterator.
