@@ -81,13 +81,12 @@ class Columns(Mapping[str, list[Any]]):
         Raises:
             SchemaError: as `read`.
         """
-        more = Columns(schema, {}, self.total_lengths, self.response_lengths)
-        columns = {
-            name: more._column(schema.declared(name), values)
-            for name, values in fields.items()
-            if values is not None
-        }
-        return self.beside(more.replaced(columns))
+        columns = dict[str, Tensor | list[Any]]()
+        more = Columns(schema, columns, self.total_lengths, self.response_lengths)
+        for name, values in fields.items():
+            if values is not None:
+                columns[name] = more._column(schema.declared(name), values)
+        return self.beside(more)
 
     def _column(self, field: Field, values: Any) -> Tensor | list[Any]:
         """Copies of a field's values: one flat tensor, or a list if they have no rows."""
@@ -102,6 +101,8 @@ class Columns(Mapping[str, list[Any]]):
             if field.kind is Kind.POSITION_IDS:  # [axes, tokens] -> [tokens, axes]
                 checked = [value.movedim(-1, 0) for value in checked]
             flat = _joined(field, checked)
+        if is_loss_mask(field):  # every step needs them, and the device will wait for the first
+            self._sums[field.name] = _sums_of(flat[:-1].float(), self.span(field.name))
         return flat
 
     def _joined_at_once(self, field: Field, values: Any) -> Tensor | None:
@@ -136,7 +137,8 @@ class Columns(Mapping[str, list[Any]]):
         lengths = self.total_lengths, self.response_lengths
         own, others = self.compact(), others.compact()
         made = Columns(others.schema, {**own.fields, **others.fields}, *lengths)
-        made._sums = {name: sums for name, sums in own._sums.items() if name not in others}
+        known = {name: sums for name, sums in own._sums.items() if name not in others}
+        made._sums = known | others._sums
         positions = [name for name in made if made.schema[name].kind is Kind.POSITION_IDS]
         if len(positions) > 1:
             raise SchemaError(
@@ -249,7 +251,10 @@ class Columns(Mapping[str, list[Any]]):
                 else self[name]
                 for name, values in chosen.items()
             }
-        return self.replaced(chosen)
+        made = self.replaced(chosen)
+        known = self._sums if self._source is None else self._source[0]._sums
+        made._sums = {name: self.sums(name) for name in chosen if name in known}
+        return made
 
     @classmethod
     def joined(cls, parts: Sequence[Columns]) -> Columns:
@@ -266,7 +271,9 @@ class Columns(Mapping[str, list[Any]]):
                 fields[name] = [value for part in filled for value in part[name]]
         totals = [length for part in filled for length in part.total_lengths]
         responses = [length for part in filled for length in part.response_lengths]
-        return cls(first.schema, fields, totals, responses)
+        made = cls(first.schema, fields, totals, responses)
+        made._sums = {n: torch.cat([part.sums(n) for part in filled], 1) for n in first._sums}
+        return made
 
     def replaced(self, fields: Mapping[str, Tensor | list[Any]]) -> Columns:
         """The same samples with these fields alone, flat as `compact` gives them."""
@@ -274,14 +281,15 @@ class Columns(Mapping[str, list[Any]]):
 
     def alone(self) -> Columns:
         """These samples without the declarations of fields that they do not have."""
-        own = self.compact()
-        schema = Schema(tuple(self.schema[name] for name in own))
-        return Columns(schema, own.fields, own.total_lengths, own.response_lengths)
+        own = self.compact([*self])
+        own.schema = Schema(tuple(self.schema[name] for name in own))
+        return own
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The fields of these samples; views and offsets are made anew on other ranks."""
         own = self.compact()
-        return Columns, (own.schema, own.fields, own.total_lengths, own.response_lengths)
+        given = own.schema, own.fields, own.total_lengths, own.response_lengths
+        return Columns, given, {"_sums": own._sums}
 
 
 def _picked(values: list[int], samples: Sequence[int]) -> list[int]:

@@ -212,7 +212,8 @@ def receive_columns(
         # Fields that were added by other ranks alone.
         for name in made.keys() - schema.keys():
             schema = schema.with_field(made.schema[name])
-        return Columns(schema, made.fields, made.total_lengths, made.response_lengths)
+        made.schema = schema
+        return made
 
 
 def handed(
