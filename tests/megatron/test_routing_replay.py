@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit.packing import pack
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_batching.batch import (
@@ -116,3 +117,21 @@ def test_what_would_be_replayed_in_part_is_refused() -> None:
     schema = DEFAULT_SCHEMA.declare("other", Kind.ROUTED_EXPERTS, length_offset=-1)
     with pytest.raises(DynamicBatchArgumentError, match=r"other .* Kind.METADATA"):
         check(model(), schedule(experts, schema=schema, other=[experts]))
+
+
+def test_routers_route_by_themselves_after_a_pipeline_that_failed() -> None:
+    """Also where the next forward pass has no recorded experts, as in an evaluation."""
+    chunk, router = torch.nn.Module(), torch.nn.Module()
+    (plain,) = model()
+    chunk.config, chunk.router, router.router_replay = plain.config, router, RouterReplay()
+
+    def replays_and_fails() -> None:
+        with routing.replayed_step([chunk]):
+            router.router_replay.set_target_indices(torch.zeros(3, 2, dtype=torch.int64))
+            router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        replays_and_fails()
+    assert router.router_replay.router_replay_action is None
+    assert router.router_replay.target_topk_idx is None
