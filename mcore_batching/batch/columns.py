@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import (
@@ -33,9 +32,6 @@ from mcore_batching.batch.fields import (
 from mcore_batching.batch.row_index import Span, integers
 from mcore_batching.batch.schema import Schema, lengths_of
 from mcore_batching.batch.values import UNSIGNED, all_within, joined
-
-_BLOCK = 32
-"""Values that are added up at once: sums of as many zeros and ones are exact in any precision."""
 
 
 class Columns(Mapping[str, list[Any]]):
@@ -335,17 +331,7 @@ def _sums_of(values: Tensor, span: Span) -> Tensor:
 
 
 def _added_up(values: Tensor, span: Span) -> Tensor:
-    """Sum of each sample's values: of whole blocks up to its end, which vectors add up without a
-    copy, and of a part of the next one."""
-    ends = span.firsts + span.lengths
-    number = ends // _BLOCK
-    blocks = values[: len(values) // _BLOCK * _BLOCK].view(-1, _BLOCK).sum(1)
-    places = number[:, None] * _BLOCK + torch.arange(_BLOCK, device="cpu")
-    # By `index_select`, which takes a tenth of the time of brackets.
-    part = values.index_select(0, places.clamp(max=len(values) - 1).view(-1)).view(-1, _BLOCK)
-    part.masked_fill_(places >= ends[:, None], 0)
-    whole = pad(blocks.double().cumsum(0), (1, 0)).index_select(0, number)
-    return (whole + part.sum(1)).diff(prepend=whole.new_zeros(1))
+    return torch.segment_reduce(values, "sum", lengths=span.lengths, unsafe=True).double()
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
