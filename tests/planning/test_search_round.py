@@ -75,8 +75,8 @@ def test_larger_targets_have_larger_slots() -> None:
     """Of equal targets, those further inside."""
     dims, config = ParallelDims(pipeline_parallel=8), PlannerConfig(max_tokens_per_gpu=100_000)
     problem = Problem.of([1000, 800, 600, 400, 200], dims, config)
-    slots = [[[0], [1], [2], [3], [4]]]
-    (arranged,) = Rounds(Objective(problem))._arranged(slots, [[300.0, 900.0, 900.0, 900.0, 500.0]])
+    slots = [[0], [1], [2], [3], [4]]
+    arranged = Rounds(Objective(problem))._arranged(slots, [300.0, 900.0, 900.0, 900.0, 500.0])
     assert arranged == [[4], [2], [0], [1], [3]]
 
 

@@ -20,13 +20,12 @@ from mcore_batching.planning import (
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.search.dynamic_cp import (
     LITTLE_EFFORT,
-    STEPS_KEPT,
     CpAssignment,
     SharedSteps,
     make_last_real,
     shared_objective,
 )
-from mcore_batching.planning.search.objective import Step
+from mcore_batching.planning.search.rounds import MOST_MOVED
 
 PP2 = LAYOUTS[0]
 
@@ -34,29 +33,18 @@ LENGTHS = [*long_tailed(50), 5000]
 CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
 
 
-def test_assignments_are_made_with_several_numbers_of_slots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So that moves begin from steps that they would not make of each other: the earliest of all
-    that were made of each number."""
-    earliest: dict[int, float] = {}
-    made: list[CpAssignment] = []
-    make = SharedSteps.make
-
-    def noted(steps: SharedSteps, assignment: CpAssignment) -> Step | None:
-        step = make(steps, assignment)
-        made.append(assignment)
-        if step is not None:
-            count = assignment.num_slots
-            earliest[count] = min(step.end, earliest.get(count, step.end))
-        return step
-
-    monkeypatch.setattr(SharedSteps, "make", noted)
-    steps = SharedSteps(shared_objective(Problem.of(LENGTHS, LAYOUTS[1], CONFIG))).best()
-    best = sorted((end, count) for count, end in earliest.items())[:STEPS_KEPT]
-    assert [(step.end, len(step.ranks[0])) for step in steps] == best
-    assert len(steps) == STEPS_KEPT
-    assert len(made) == len(set(made)), "none is made twice"
+def test_assignments_are_made_with_several_numbers_of_slots() -> None:
+    """So that moves begin from steps that they would not make of each other: those judged best."""
+    shared = SharedSteps(shared_objective(Problem.of(LENGTHS, LAYOUTS[1], CONFIG)))
+    steps = shared.best()
+    judged: dict[int, float] = {}
+    for assignment, end in shared._judged.items():
+        judged[assignment.num_slots] = min(end, judged.get(assignment.num_slots, end))
+    best = sorted(judged, key=judged.__getitem__)[:MOST_MOVED]
+    counts = [len(step.ranks[0]) for step in steps]
+    assert len(counts) == len(set(counts)) > 1
+    assert set(counts) <= set(best), "those with samples that fit"
+    assert [step.end for step in steps] == sorted(step.end for step in steps)
 
 
 @pytest.mark.parametrize("dims", LAYOUTS)

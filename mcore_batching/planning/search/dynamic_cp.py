@@ -7,10 +7,10 @@
               even
 
 1. Under limits from the costliest sample down, each sample has the least size that brings its cost
-   below. Of each limit the best numbers of slots and first sizes are found by simulated targets,
-   and the steps of the best are made.
+   below. Limits, numbers of slots and first sizes are judged by simulated targets, then what
+   differs from the best in one part, as long as that is better; the steps of the best are made.
 2. Steps in which every micro-batch has one size come from the search without dynamic CP.
-3. Single samples are moved in the best few, then in the best of all.
+3. Single samples are moved in these, then in the best of all.
 
 Where experts are spread over ranks all ranks run every slot together, whichever rows are shared.
 """
@@ -21,6 +21,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from mcore_batching.planning.clock import clocks_of
@@ -34,24 +35,20 @@ from mcore_batching.planning.search.objective import Objective, Step
 from mcore_batching.planning.search.rounds import (
     MOST_MOVED,
     MOST_SLOTS_PER_STAGE,
-    SHARE_OF_EACH,
     useful_counts,
 )
-from mcore_batching.planning.search.targets import Targets
+from mcore_batching.planning.search.targets import STEEP, Targets
 
 LIMIT_STEP = math.sqrt(math.sqrt(0.5))
 """Limits below the costliest sample, four for each halving."""
-SKIPS = (0.0, 0.05, 0.15, 0.3)
+SKIPS = 0.0, 0.05, 0.15, 0.3
 """Shares of the slots, the largest, that no ranks share; with 0 and 0.15 alone steps end 0.2 %
-later in the mean of six cases."""
-FIRSTS = (1.0, 0.5, 0.2)
-"""First slots over the usual that are tried; with the usual alone steps end 0.7 % later."""
-STEPS_KEPT = 6
-"""The best steps, of different numbers of slots, that are changed in one part, and how often; with
-4 steps and 3 changes steps end 0.1 % later, with one change 0.3 %."""
-BUDGET_OF_SHARING = 3
-"""The budget is 3 times that of a step without dynamic CP; with 4 times steps end 0.05 % sooner for
-a sixth more CPU time."""
+later."""
+FIRSTS = 1.0, 0.5, STEEP
+"""First slots over the usual that are tried; without the second steps end 0.7 % later."""
+BUDGET_OF_SHARING = 2
+"""The budget is twice that of a step without dynamic CP; with 3 times steps end 0.1 % sooner for
+40 % more CPU time."""
 LITTLE_EFFORT = 250
 """Most `plan_effort` with which one size is tried; all of it if the best step has that size
 alone."""
@@ -99,9 +96,9 @@ def search_dynamic(
         of_one_size: the search without dynamic CP.
     """
     objective = shared_objective(problem)
-    share = SHARE_OF_EACH * objective.budget
+    share = objective.budget / (3 * MOST_MOVED)
     found = [objective.step(*start)]
-    for step in SharedSteps(objective).best()[:MOST_MOVED]:
+    for step in SharedSteps(objective).best():
         found.append(improve(step, objective, keep=objective.budget - share))
     for size in problem.row_sizes:
         _add_step_of_one_size(found, size, LITTLE_EFFORT, objective, of_one_size)
@@ -158,38 +155,40 @@ class SharedSteps:
         self._ratios = problem.on_ranks[1].cost_ratios
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._judged: dict[CpAssignment, float] = {}
-        self._made: set[CpAssignment] = set()
-        self._found: dict[int, tuple[Step, CpAssignment]] = {}
-        """By number of slots, the earliest first."""
 
     def best(self) -> list[Step]:
-        """The best steps found, of different numbers of slots, best first."""
+        """The steps that are judged best, of different numbers of slots, best first."""
         limited = list(self._limited())
         firsts = FIRSTS if self._problem.dims.pipeline_parallel > 1 else FIRSTS[:1]
         for sizes in limited:
-            tried = [
-                CpAssignment(sizes, count, steeper)
-                for count in self._counts(sizes)
-                for steeper in firsts
-            ]
-            self._consider(min(tried, key=self.judge))
-        for _ in range(STEPS_KEPT):
-            for _, assignment in list(self._found.values()):
-                for changed in self._neighbors(assignment, limited):
-                    if self.judge(changed) < self.judge(assignment):
-                        self._consider(changed)
-        return [step for step, _ in self._found.values()]
+            for count in self._counts(sizes):
+                for steeper in firsts:
+                    self.judge(CpAssignment(sizes, count, steeper))
+        changed, soonest = list[CpAssignment](), self._soonest()
+        while soonest != changed:
+            changed = soonest
+            for assignment in changed:
+                for other in self._neighbors(assignment, limited):
+                    self.judge(other)
+            soonest = self._soonest()
+        return sorted(filter(None, map(self.make, soonest)), key=attrgetter("end"))
+
+    def _soonest(self) -> list[CpAssignment]:
+        """The assignments judged best, of different numbers of slots."""
+        best: dict[int, CpAssignment] = {}
+        for assignment in sorted(self._judged, key=self._judged.__getitem__):
+            best.setdefault(assignment.num_slots, assignment)
+        return list(best.values())[:MOST_MOVED]
 
     def _neighbors(
         self, assignment: CpAssignment, limited: Sequence[tuple[int, ...]]
     ) -> Iterable[CpAssignment]:
         """Assignments that differ in one part."""
-        sizes, count, *_ = assignment
-        at, dims = limited.index(sizes), self._problem.dims
-        for other in limited[max(0, at - 2) : at + 3]:
-            yield assignment._replace(sizes=other)
-        for more in (-3, -2, -1, 1, 2, 3):
-            near = dims.round_up_num_microbatches(max(1, count + more))
+        at, dims = limited.index(assignment.sizes), self._problem.dims
+        for sizes in limited[max(0, at - 1) : at + 2]:
+            yield assignment._replace(sizes=sizes)
+        for more in (-2, -1, 1, 2):
+            near = dims.round_up_num_microbatches(max(1, assignment.num_slots + more))
             yield assignment._replace(num_slots=near)
         # A single stage has no use for sizes of slots that differ, nor for another order.
         if dims.pipeline_parallel > 1:
@@ -197,18 +196,6 @@ class SharedSteps:
                 yield assignment._replace(skip=skip)
             for steeper in FIRSTS:
                 yield assignment._replace(steeper=steeper)
-
-    def _consider(self, assignment: CpAssignment) -> None:
-        """Make the step of an assignment, and keep it if it is among the best of different numbers
-        of slots."""
-        if assignment in self._made:
-            return
-        self._made.add(assignment)
-        step, count = self.make(assignment), assignment.num_slots
-        if step and (count not in self._found or step.end < self._found[count][0].end):
-            found = {**self._found, count: (step, assignment)}
-            best = sorted(found.items(), key=lambda each: (each[1][0].end, each[0]))
-            self._found = dict(best[:STEPS_KEPT])
 
     def _limited(self) -> Iterable[tuple[int, ...]]:
         """Sizes of samples under each limit."""

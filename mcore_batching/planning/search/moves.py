@@ -37,8 +37,6 @@ later: most of what is drawn is of the same length then, and changes as much."""
 SLACK = 0.0005
 """Share by which a move may raise an end at first; without, steps end 0.1 % later. 0 where ranks
 share rows: the budget buys too few simulations there to wander, and steps would end 0.4 % later."""
-ROUNDED = 1.0 + 1e-12
-"""Ends closer than this are equal: they add up the same costs in another order."""
 NOBODY, NOWHERE = -1, -2
 """A sample, and a place, that do not exist. No path takes `NOWHERE`: it is where a path's list of
 weights has a 0, before the path's length."""
@@ -416,7 +414,7 @@ class Moves:
         for each, places in both:
             tried.append(each.try_changes(places))
             total += self._power(tried[-1][0].end)
-            if total > ROUNDED * limit:
+            if total > limit:
                 return False
         for (each, places), (clock, costs) in zip(both, tried, strict=True):
             each.apply(places, clock, costs)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from itertools import pairwise
 
 from mcore_batching.planning.costs.cost import ordered_sum
@@ -38,24 +37,25 @@ DAMPING = 0.7
 """Share of a rank's lateness that its work is cut by in the next round; with 1, uniform or mostly
 equal lengths end 0.3 % later."""
 EVEN = 1.005
-"""Rounds go on until the latest rank ends within 0.5 % of the mean one, or one gains less."""
+"""Rounds go on until the latest rank ends within 0.5 % of the mean one, or one gains less; until
+one gains nothing, uneven stages end 0.1 % later, as moves have less of the budget."""
 SMALL = 8
 """The cheapest eighth of the samples are small; each slot is to hold at least their mean. With the
 cheapest sample instead steps end 0.15 % later, single ones 3 %."""
 MOST_SLOTS_PER_STAGE = 16
 """Most micro-batches tried per stage; with 8, steps under tight caps end 0.7 % later."""
-COARSE, NEAR = 3, 12
+COARSE = 3
 """The first numbers of slots grow by a third each, two at least; then those between are tried,
-until they are next to each other or a twelfth apart."""
-MOST_MOVED, SHARE_OF_EACH = 4, 1 / 12
-"""Steps, of different numbers of slots, in which samples are moved before the best goes on, and the
-share of the budget for each: with the best alone 0.1 % later, single ones 2.5 %; with three, long
-samples on uneven stages 0.6 % later. If two may be next to each other, one of 12 steps in lockstep
-ends 4.6 % later."""
+halving twice."""
+MOST_MOVED = 4
+"""Steps, of different numbers of slots, in which samples are moved before the best goes on, with
+a third of the budget that is left: with the best alone 0.1 % later, single ones 2.5 %; with three,
+long samples on uneven stages 0.6 % later. If two may be next to each other, one of 12 steps in
+lockstep ends 4.6 % later."""
 FEW_RANKS, FEW_SAMPLES = 8, 512
 """Numbers are compared on 8 of the ranks, or as many as hold 512 samples, with that share of the
 samples, unless that is more than half of the ranks. Without, steps on DP32×PP8 end 0.7 % later,
-as the budget buys fewer rounds."""
+as the budget buys fewer rounds; with one rank, 16,384 samples on one stage take 2 × as long."""
 
 
 class Rounds:
@@ -120,7 +120,7 @@ class Rounds:
             places = [counts.index(count) for count in soonest[:2]]
             pairs = [pair for at in places for pair in pairwise(counts[max(0, at - 1) : at + 2])]
             # Nearer numbers differ by chance alone, and the best are to differ.
-            near = [(a + b) // 2 for a, b in pairs if b - a > a // NEAR]
+            near = [(a + b) // 2 for a, b in pairs if b - a > a // (4 * COARSE)]
             near = list(map(problem.dims.round_up_num_microbatches, near))
 
     def _round(self, count: int) -> Step | None:
@@ -131,19 +131,19 @@ class Rounds:
         ranks = assign(self.order, targets, problem)
         if ranks is None:
             return None
-        step = self.objective.step(self._arranged(ranks, targets))
+        step = self.objective.step(list(map(self._arranged, ranks, targets)))
         mean = ordered_sum(step.ends) / len(step.ends)
         passes = problem.schedule.cost_of_passes
         self.works[count] = [
             work - DAMPING * (end - mean) / passes
             for work, end in zip(self.works[count], step.ends, strict=True)
         ]
-        self._add(count, step)
-        return step
+        return self._added(count, step)
 
-    def _add(self, count: int, step: Step) -> None:
+    def _added(self, count: int, step: Step) -> Step:
         if count not in self.best or step.end < self.best[count].end:
             self.best[count] = step
+        return step
 
     def _targets(self, count: int) -> list[list[float]]:
         problem = self._problem
@@ -160,50 +160,34 @@ class Rounds:
         ]
         return made * self.ranks if problem.dims.in_lockstep else made
 
-    def _arranged(self, slots: list[Slots], targets: list[list[float]]) -> list[Slots]:
-        """The slots of all ranks without needless placeholders, as large in the order of their
-        targets; of equal targets, the slots further inside are larger."""
+    def _arranged(self, slots: Slots, sizes: Sequence[float]) -> Slots:
+        """A rank's slots without needless placeholders, as large in the order of their targets;
+        of equal targets, the slots further inside are larger."""
         problem = self._problem
-        filled = [fill_empty_slots(rank, problem.costs) for rank in slots]
-        arranged = list[Slots]()
-        for each in problem.dims.lockstep_groups:
-            ranks = filled[each.start : each.stop]
-            if not all(map(all, ranks)):
-                # Placeholders delay others least while the pipeline fills.
-                ranks = [sorted(rank, key=bool) for rank in ranks]
-            elif problem.schedule.order_matters:
-                sizes, count = targets[each.start], len(ranks[0])
-                costs = [max(map(problem.cost, slot)) for slot in zip(*ranks, strict=True)]
-                inside = [min(at, count - 1 - at) for at in range(count)]
-                places = sorted(range(count), key=list(zip(sizes, inside, strict=True)).__getitem__)
-                order = sorted(range(count), key=costs.__getitem__)
-                of_place = sorted(zip(places, order, strict=True))
-                ranks = [[rank[at] for _, at in of_place] for rank in ranks]
-            arranged += ranks
-        return arranged
-
-    @cached_property
-    def _folds(self) -> list[list[int]]:
-        """Samples assigned in equal numbers, as evenly as that goes [ranks][samples]."""
-        per_rank = max(1, -(-self._problem.num_samples // self.ranks))
-        folds = by_folds(self._problem.costs, self.ranks, per_rank)
-        return [by_cost(samples, self._problem.costs) for samples in folds]
+        filled = fill_empty_slots(slots, problem.costs)
+        if not all(filled):
+            # Placeholders delay others least while the pipeline fills.
+            return sorted(filled, key=bool)
+        if problem.dims.in_lockstep or not problem.schedule.order_matters:
+            return filled
+        inside = [min(at, len(sizes) - 1 - at) for at in range(len(sizes))]
+        places = sorted(range(len(sizes)), key=[*zip(sizes, inside, strict=True)].__getitem__)
+        by_place = sorted(zip(places, sorted(filled, key=problem.cost), strict=True))
+        return [own for _, own in by_place]
 
     def _folded(self, count: int) -> Step | None:
-        """The step of as many samples on each rank; None if they do not fit into the slots."""
+        """The step of samples assigned to ranks in equal numbers, as evenly as that goes; None if
+        they do not fit into the slots."""
         problem = self._problem
         self.objective.budget -= COST_OF_ASSIGNING * len(self.order)
         ranks: list[Slots] = []
-        for samples in self._folds:
-            work = ordered_sum(problem.costs[sample] for sample in samples)
-            even = [problem.cost_model.per_micro_batch + work / count] * count
-            assigned = assign(samples, [even], problem)
+        for samples in by_folds(problem.costs, self.ranks, -(-problem.num_samples // self.ranks)):
+            even = problem.cost(samples) / count + problem.cost_model.per_micro_batch
+            assigned = assign(by_cost(samples, problem.costs), [[even] * count], problem)
             if assigned is None:
                 return None
-            ranks += assigned
-        step = self.objective.step([fill_empty_slots(slots, problem.costs) for slots in ranks])
-        self._add(count, step)
-        return step
+            ranks.append(fill_empty_slots(assigned[0], problem.costs))
+        return self._added(count, self.objective.step(ranks))
 
 
 def useful_counts(rows: int, samples: int, ranks: int, dims: ParallelDims) -> list[int]:
@@ -291,7 +275,7 @@ def improve_best(found: Sequence[Step], objective: Objective) -> Step:
     # Of each number of slots one: steps of one number differ by what moves change anyway.
     of_count = {len(step.ranks[0]): step for step in sorted(found, key=lambda each: -each.end)}
     steps = [of_count[count] for count in soonest_first(of_count)[:MOST_MOVED]]
-    share = SHARE_OF_EACH * objective.budget
+    share = objective.budget / (3 * MOST_MOVED)
     if len(steps) > 1 and not objective.is_best(steps[0].end):
         steps = [improve(step, objective, keep=objective.budget - share) for step in steps]
     return improve(min(steps, key=lambda step: step.end), objective)
