@@ -208,7 +208,7 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
         fewer = dataclasses.replace(problem, dims=dataclasses.replace(dims, data_parallel=useful))
         found = _plan_global(fewer)
         return *found, *(((),) * len(found[0]),) * (dims.data_parallel - useful)
-    # The packed plan is the result without a search, and otherwise the search's start.
+    # The packed plan is the result without a search, and otherwise one of the search's starts.
     plain = _packed_and_placed(problem)
     if not problem.config.searches or not problem.num_samples:
         return plain
@@ -219,8 +219,11 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
 
 
 def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -> list[Slots]:
-    """Slots of each rank by the search, which starts from the packed plan."""
-    return search(Objective(problem), [plain or _packed_and_placed(problem)])
+    """Slots of each rank by the search, which starts from two packed plans."""
+    # Evened out by cost and by tokens: the result ends no later than either.
+    config = dataclasses.replace(problem.config, balance="tokens")
+    by_tokens = _packed_and_placed(dataclasses.replace(problem, config=config))
+    return search(Objective(problem), [plain or _packed_and_placed(problem), by_tokens])
 
 
 def _plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:

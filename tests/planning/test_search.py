@@ -137,6 +137,14 @@ def check_largest_first(problem: Problem, step: StepPlan) -> None:
 
 
 @examples(400)
+@example(
+    Problem.of(
+        [*[0] * 25, 1, 2, 4, 0, 2],
+        ParallelDims(data_parallel=2, pipeline_parallel=2),
+        PlannerConfig(max_tokens_per_gpu=8, plan_effort=1, max_samples_per_row=1),
+        CostModel(linear=1.0, quadratic=0.0, per_micro_batch=0.0),
+    )
+)
 @given(problems())
 def test_never_ends_later_than_first_fit_decreasing(problem: Problem) -> None:
     """Balanced by tokens or by cost, whatever the effort."""
