@@ -366,7 +366,8 @@ def weight_sums(columns: Columns, depth: int = 0, *, has_labels: bool = False) -
     if early.total:
         values = torch.ones(early.total, dtype=torch.float64, device="cpu")
         if name in columns:
-            values = columns.flat(name).index_select(0, early.places[:-1]).double()
+            values = columns.flat(name).index_select(0, early.places[:-1])
+            values = values.float().double()  # as they were added up
         parts = torch.stack((values, (values != 0).double()))
         sums = sums.index_add(1, early.samples, parts, alpha=-1)
     tags = [] if has_labels else columns.get("is_padding", ())
