@@ -121,16 +121,17 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def check_lengths(lengths: Sequence[int]) -> list[int]:
-    """The lengths [samples] in tokens, as Python ints; a `LengthError` names one out of range."""
+def check_lengths(lengths: Sequence[int], noun: str = "length") -> list[int]:
+    """The lengths [samples] in tokens, or those of each sample's `noun`, as Python ints; a
+    `LengthError` names one out of range."""
     checked: list[int] = []
     for index, value in enumerate(entries("lengths", lengths, LengthError)):
         # Nearly all are plain ints, and `as_integer` is a call for each of up to a million.
         number = value if type(value) is int else as_integer(value)
         if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
             raise LengthError(
-                f"the length of sample {index} must be an integer from 0 to {MAX_LENGTH_TOKENS}, "
-                f"got {value!r:.60}; correct lengths",
+                f"the {noun} of sample {index} must be an integer from 0 to {MAX_LENGTH_TOKENS}, "
+                f"got {value!r:.60}; correct {noun}s",
                 index=index,
             )
         checked.append(number)

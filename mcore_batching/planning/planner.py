@@ -18,7 +18,7 @@ from mcore_batching.planning.forest import (
     forest_of_groups,
     ways_to_cut,
 )
-from mcore_batching.planning.groups import steps_of_batch
+from mcore_batching.planning.groups import group_key, steps_of_batch
 from mcore_batching.planning.integers import check_lengths, one_per_sample
 from mcore_batching.planning.local import pack_local
 from mcore_batching.planning.packing.bounds import step_time_floor
@@ -60,11 +60,17 @@ def plan_step(
             together. None: samples share nothing.
 
     Raises:
-        LengthError: a length is out of range.
+        LengthError: a length is out of range, or the forest is of others.
         ConfigError: the cap leaves no room for a single token, or the search would take hours.
         OversizeSampleError: a sample exceeds the cap under `on_oversize="error"`.
     """
     problem = Problem.of(lengths, dims, config, cost_model, forward_only=forward_only)
+    # Samples that it lacks would be in no micro-batch, longer ones beyond the cap.
+    if forest is not None and forest.lengths != problem.lengths:
+        raise LengthError(
+            f"the forest is of {len(forest.lengths)} samples, or of other lengths than those of "
+            f"the {problem.num_samples} to plan; make it of these lengths"
+        )
     return _plan_samples(problem, range(problem.num_samples), forest)
 
 
@@ -118,8 +124,9 @@ def plan_batch(
 def _check_prompts(
     lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[Hashable] | None
 ) -> tuple[Sequence[Hashable], Sequence[int]]:
-    groups = one_per_sample("groups", groups, len(lengths))
-    prompts = check_lengths(one_per_sample("prompts", prompts, len(lengths)))
+    of_samples = enumerate(one_per_sample("groups", groups, len(lengths)))
+    groups = [group_key(group, sample) for sample, group in of_samples]
+    prompts = check_lengths(one_per_sample("prompts", prompts, len(lengths)), "prompt")
     for sample, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         if prompt > length:
             raise LengthError(

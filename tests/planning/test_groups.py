@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples
 
-from mcore_batching.planning import LengthError, group_steps
+from mcore_batching.planning import (
+    LengthError,
+    ParallelDims,
+    PlannerConfig,
+    group_steps,
+    plan_batch,
+)
 
 UIDS = st.lists(st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)]), max_size=40)
 
@@ -53,6 +59,14 @@ def test_numbers_of_other_libraries_count_by_value() -> None:
 
     assert group_steps([Tensor(4), Tensor(7), Tensor(4)], 1) == [[0, 2], [1]]
     assert group_steps([4, Tensor(4)], 1) == [[0, 1]]
+    config, prompts = PlannerConfig(max_tokens_per_gpu=40), [15, 15]
+    given = [20, 20], ParallelDims(), config
+    shared = [
+        plan_batch(*given, groups=groups, prompts=prompts)
+        for groups in ([4, 4], [Tensor(4), Tensor(4)])
+    ]
+    assert shared[0].steps[0].trees
+    assert shared[1] == shared[0]
 
 
 def test_padding_samples_are_nobodys_group() -> None:

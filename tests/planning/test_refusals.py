@@ -75,6 +75,7 @@ LENGTH = "from 0 to 1099511627776, got"
 FOUR = "ConfigError: layer_costs must have four numbers of 0 or more for each letter…"
 LARGEST = "max_context_parallel (--dynamic-batch-context-parallel)"
 TAGS = "LengthError: is_padding needs True or False for each of 2 samples…"
+OTHER_FOREST = "LengthError: the forest is of 4 samples, or of other…; make it of these lengths"
 UID = "LengthError: the group of sample 1 must be hashable, got…"
 ORDER = "LengthError: groups must be a sequence, got…"
 HAS_NOT = "LengthError: lengths has 2 entries, but the step runs sample 3…"
@@ -235,6 +236,13 @@ REFUSALS = {
     "batch([5, 5], prompts=[5, 5], groups=['a'])": "LengthError: groups has 1…",
     "batch([5, 5], prompts=[5, 5])": "LengthError: groups must be a sequence, got NoneType…",
     "batch([5, 5], prompts=[5], groups=[0, 0])": "LengthError: prompts has 1…",
+    "batch([5, 5], prompts=[5, -1], groups=[0, 0])": f"LengthError: the prompt of sample 1 must be "
+    f"an integer {LENGTH} -1; correct prompts",
+    "batch([5, 5], prompts=[5, 5], groups=[[0], [0]])": UID.replace("1", "0"),
+    **{
+        f"plan({lengths}, forest=FOREST)": OTHER_FOREST
+        for lengths in ("[5] * 5", "[5] * 3", "[5, 5, 5, 4]", "[]")
+    },
     # Other lengths than a plan's; a count below what is packed.
     "step_statistics(SECOND, [3, 7])": HAS_NOT,
     "predicted_step_time(SECOND, [3, 7])": HAS_NOT,
