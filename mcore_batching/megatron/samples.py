@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from mcore_batching.batch import Schema, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.consensus import Agreement, Gathered
-from mcore_batching.batch.fields import read_lengths
+from mcore_batching.batch.fields import read_lengths, require_one_per_sample
 from mcore_batching.batch.values import all_within, require_vocabulary
 from mcore_batching.flags import FLAGS
 from mcore_batching.megatron.checks.layers import check_shared_prefixes
@@ -425,7 +425,11 @@ def read_fields(
             f"rollout_data lacks {', '.join(missing)}; it needs {', '.join(REQUIRED_FIELDS)}, "
             "one value per sample (empty lists on a rank without samples)"
         )
-    data = Columns(schema, given, *read_lengths(given))
+    lengths = read_lengths(given)
+    for name, values in given.items():
+        require_one_per_sample(name, values, len(lengths[0]))
+    # Of tuples, arrays and tensors, too: what is no list in columns is one flat tensor.
+    data = Columns(schema, {name: [*values] for name, values in given.items()}, *lengths)
     return _resolved(data, vocabulary) if data.total_lengths else data
 
 

@@ -127,6 +127,22 @@ def test_samples_are_tensors_in_lists_of_their_own() -> None:
     assert data["multimodal_train_inputs"][0]["pixels"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("given_as", [tuple, np.array, torch.tensor])
+def test_fields_may_be_anything_with_one_value_per_sample(given_as: Callable[[Any], Any]) -> None:
+    fields = {"rewards": [1.0, 0.5], "loss_masks": [[1, 0], [1, 1]], "total_lengths": [3, 3]}
+    listed = columns(2, **fields)
+    given = columns(2, **{name: given_as(values) for name, values in fields.items()})
+    assert [*map(float, given["rewards"])] == listed["rewards"]
+    assert given.flat("loss_masks").tolist() == listed.flat("loss_masks").tolist()
+    assert given["total_lengths"] == listed["total_lengths"] == [3, 3]
+
+
+@pytest.mark.parametrize("values", [[1.0], torch.ones(3), "ab", 1.0, {0: 1.0, 1: 2.0}])
+def test_another_number_of_values_than_samples_is_refused(values: Any) -> None:
+    with pytest.raises(SchemaError, match=r"'rewards': expected 2 values, one per sample, found"):
+        columns(2, rewards=values)
+
+
 def test_ids_beyond_the_vocabulary_are_refused() -> None:
     with pytest.raises(SchemaError, match="tokens"):
         columns(2, tokens=[[1, 2, 8], [1, 2, 9]])
