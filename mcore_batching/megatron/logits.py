@@ -26,7 +26,7 @@ from mcore_batching.megatron import compat
 
 @dataclasses.dataclass
 class UseOfLogits:
-    """How the losses of a pipeline, or its functions in `forward_only`, use its logits.
+    """Uses of a pipeline's logits by its losses, or by the functions of `forward_only`.
 
     Attributes:
         temperatures: by which they divided them.
