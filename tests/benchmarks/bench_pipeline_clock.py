@@ -1,6 +1,6 @@
 """Predicted times of passes against recorded ones, on Megatron's own schedules.
 
-    python tests/benchmarks/bench_pipeline_clock.py [--seconds-per-unit 0.01] [--only TEXT]
+    python tests/benchmarks/bench_pipeline_clock.py [--seconds-per-unit 0.002] [--only TEXT]
 
 Training steps of the same samples, one nearly as long as the others together, planned with every
 row on one rank, and with dynamic CP. Every pass sleeps in proportion to its cost on top of a tiny
