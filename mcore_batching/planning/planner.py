@@ -107,6 +107,8 @@ def plan_batch(
         groups, prompts = _check_prompts(problem.lengths, prompts, groups)
     cuts = groups if prompts is None or groups_per_step is not None else None
     samples_of_steps = steps_of_batch(problem.num_samples, samples_per_step, cuts, groups_per_step)
+    if prompts is None:  # trees are fewer than their samples, and checked one step at a time
+        _check_search(config, max(map(len, samples_of_steps)))
     steps, forest = list[StepPlan](), None
     for samples in samples_of_steps:
         if groups is not None and prompts is not None:
@@ -193,16 +195,20 @@ def _plan_forest(
 
 def _planned(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes | None]:
     """Micro-batches of all ranks; under dynamic CP with their context-parallel sizes."""
-    config, samples = problem.config, problem.num_samples
-    if config.searches and samples * config.plan_effort > MAX_SEARCHED_PASSES:
-        raise ConfigError(
-            f"{named('plan_effort', config.plan_effort)} is too much for {samples} samples in "
-            f"a step; set it to {MAX_SEARCHED_PASSES // samples}, or set "
-            f"{named('balance', 'cost')}"
-        )
-    if config.max_context_parallel is None:
+    _check_search(problem.config, problem.num_samples)
+    if problem.config.max_context_parallel is None:
         return _plan_global(problem), None
     return _plan_dynamic(problem)
+
+
+def _check_search(config: PlannerConfig, num_samples: int) -> None:
+    """Refuse a search that would take hours (`ConfigError`)."""
+    if config.searches and num_samples * config.plan_effort > MAX_SEARCHED_PASSES:
+        raise ConfigError(
+            f"{named('plan_effort', config.plan_effort)} is too much for {num_samples} samples in "
+            f"a step; set it to {MAX_SEARCHED_PASSES // num_samples}, or set "
+            f"{named('balance', 'cost')}"
+        )
 
 
 def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:

@@ -343,6 +343,20 @@ def test_arrays_of_other_libraries_are_read_as_integers_and_not_as_booleans() ->
     assert type(dims.data_parallel) is type(settings.plan_effort) is int
 
 
+def test_a_search_that_would_take_hours_is_refused_before_any_step_is_planned() -> None:
+    planned: list[int] = []
+    with pytest.raises(ConfigError, match="for 3 samples in a step"):
+        plan_batch(
+            [3] * 4,
+            ONE,
+            config(plan_effort=10**8),
+            groups=[0, 1, 1, 1],
+            groups_per_step=1,
+            on_step=lambda step, _: planned.append(step),
+        )
+    assert not planned
+
+
 def test_a_long_list_is_cut_in_a_message() -> None:
     assert shortened(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
     assert shortened(range(12)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"
