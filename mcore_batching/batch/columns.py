@@ -81,7 +81,10 @@ class Columns(Mapping[str, list[Any]]):
         more = Columns(schema, columns, self.total_lengths, self.response_lengths)
         for name, values in fields.items():
             if values is not None:
-                columns[name] = more._column(schema.declared(name), values)
+                field = schema.declared(name)
+                columns[name] = more._column(field, values)
+                if is_loss_mask(field):  # every step needs them, the first while the device idles
+                    more.sums(name)
         return self.beside(more)
 
     def _column(self, field: Field, values: Any) -> Tensor | list[Any]:
@@ -96,9 +99,7 @@ class Columns(Mapping[str, list[Any]]):
             checked = checked_values(field, values, self.total_lengths, self.response_lengths)
             if field.kind is Kind.POSITION_IDS:  # [axes, tokens] -> [tokens, axes]
                 checked = [value.movedim(-1, 0) for value in checked]
-            flat = _joined(field, checked)
-        if is_loss_mask(field):  # every step needs them, and the device will wait for the first
-            self._sums[field.name] = _sums_of(flat[:-1].float(), self.span(field.name))
+            return _joined(field, checked)
         return flat
 
     def _joined_at_once(self, field: Field, values: Any) -> Tensor | None:

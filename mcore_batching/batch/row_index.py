@@ -244,9 +244,7 @@ class Nodes:
         count, alignments = len(samples), (sample_alignment_tokens, row_alignment_tokens)
         if forest is None:
             offsets = padded_offsets([total_lengths[sample] for sample in samples], *alignments)
-            nodes = (
-                len(offsets) - 1
-            )  # the row's own padding, if there is any, is that after `count`
+            nodes = len(offsets) - 1  # the one after `count`, if there is one, is the row's padding
             paths = (*zip(range(count), strict=True),)
             return cls((*range(nodes),), (0,) * nodes, (-1,) * nodes, offsets, paths, offsets)
         place = {sample: own for own, sample in enumerate(samples)}

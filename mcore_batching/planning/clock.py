@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 from operator import itemgetter, mul
 
@@ -93,12 +92,12 @@ class PassGraph:
             for each in self.passes
         ]
 
-    @cached_property
+    @functools.cached_property
     def of_each(self) -> Callable[[Sequence[float]], Sequence[float]]:
         """Values of each number, from a list of the values of places, and last that of joints."""
         return itemgetter(*self.places)
 
-    @cached_property
+    @functools.cached_property
     def first(self) -> dict[int, int]:
         """The first number of each place."""
         return {place: number for number, place in reversed([*enumerate(self.places)])}
@@ -116,8 +115,8 @@ def _graph(schedule: Schedule, count: int) -> PassGraph:
     orders = [schedule.order(stage, count) for stage in stages]
     sends = schedule.waits_for_sends(count)
     numbers: dict[StagePass, int] = {}
+    # Bit n of entry i: number i comes after number i - n, by any sequence of waits.
     implied = {0: 0}
-    """Bit n of entry i: number i comes after number i - n, by any sequence of waits."""
     # Under the interleaved schedule this leaves most passes with two waits. Further back no waits
     # were found that another one implies.
     near = (2 << 4 * dims.pipeline_parallel * dims.group_size) - 1

@@ -19,7 +19,6 @@ import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import cached_property, partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -126,7 +125,7 @@ class Targets:
         """Sizes of slots over the plateau where no sample is long [slots], and their sum."""
         self._of_ranks: dict[tuple[float, float], RankTargets] = {}
 
-    @cached_property
+    @functools.cached_property
     def _usual_end(self) -> float:
         """End of the step over the plateau."""
         return self._end(self.usual)
@@ -169,7 +168,7 @@ class Targets:
             return max(fewest, end / self._usual_end * self._usual_sum)
         # The more slots rise to the longest sample, the later the rank ends.
         slots = range(1, self.count + 1)
-        fits = bisect_right(slots, end, key=partial(self._end_held, longest))
+        fits = bisect_right(slots, end, key=functools.partial(self._end_held, longest))
         if fits == 0:
             return fewest
         before, end_before = self._held(longest, fits), self._end_held(longest, fits)
@@ -216,7 +215,7 @@ class Targets:
         these and the usual."""
         least, count = self._least, self.count
         choices = range(self._group, count, self._group)
-        enough = bisect_left(choices, work, key=partial(self._held, longest))
+        enough = bisect_left(choices, work, key=functools.partial(self._held, longest))
         slots = choices[enough] if enough < len(choices) else count
         shape, total = self.shape(slots, STEEP)
         more = work - longest * total
