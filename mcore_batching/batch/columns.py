@@ -12,7 +12,6 @@ packed row is one gather. Fields without rows (numbers, multimodal inputs, metad
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,17 +20,20 @@ from torch import Tensor
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import (
-    WITHOUT_ROWS,
+    TRAITS,
     Field,
     Kind,
     checked_values,
     declaration_line,
-    is_loss_mask,
-    unmet,
+    row_counts,
 )
 from mcore_batching.batch.row_index import Span, integers
 from mcore_batching.batch.schema import Schema, lengths_of
-from mcore_batching.batch.values import UNSIGNED, all_within, joined
+from mcore_batching.batch.values import joined
+
+_TOKENS, _RESPONSES = (
+    Field(kind.value, kind) for kind in (Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN)
+)
 
 
 class Columns(Mapping[str, list[Any]]):
@@ -51,8 +53,8 @@ class Columns(Mapping[str, list[Any]]):
         total_lengths: list[int],
         response_lengths: list[int],
     ) -> None:
-        self.total_lengths, self.response_lengths = total_lengths, response_lengths
         self.schema, self.fields = schema, fields
+        self.total_lengths, self.response_lengths = total_lengths, response_lengths
         self._spans: dict[tuple[bool, int], Span] = {}
         self._views: dict[str, list[Any]] = {}
         self._sums: dict[str, Tensor] = {}
@@ -78,52 +80,18 @@ class Columns(Mapping[str, list[Any]]):
             SchemaError: as `read`.
         """
         columns = dict[str, Tensor | list[Any]]()
-        more = Columns(schema, columns, self.total_lengths, self.response_lengths)
+        lengths = self.total_lengths, self.response_lengths
         for name, values in fields.items():
             if values is not None:
                 field = schema.declared(name)
-                columns[name] = more._column(field, values)
-                if is_loss_mask(field):  # every step needs them, the first while the device idles
-                    more.sums(name)
-        return self.beside(more)
-
-    def _column(self, field: Field, values: Any) -> Tensor | list[Any]:
-        """Copies of a field's values: one flat tensor, or a list if they have no rows."""
-        if field.kind in WITHOUT_ROWS:
-            checked = checked_values(field, values, self.total_lengths, self.response_lengths)
-            copies: list[Any] = map_tensors(checked, torch.clone)
-            return copies
-        flat = self._joined_at_once(field, values)
-        # One by one only to name one that does not fit, or to make the others fit.
-        if flat is None:
-            checked = checked_values(field, values, self.total_lengths, self.response_lengths)
-            if field.kind is Kind.POSITION_IDS:  # [axes, tokens] -> [tokens, axes]
-                checked = [value.movedim(-1, 0) for value in checked]
-            return _joined(field, checked)
-        return flat
-
-    def _joined_at_once(self, field: Field, values: Any) -> Tensor | None:
-        """The rows of tensors that differ in their lengths alone, and fit, and one row of zeros;
-        None if they may be others. In few operations on each: rollouts have thousands."""
-        if not isinstance(values, list | tuple) or {*map(type, values)} != {Tensor}:
-            return None
-        first, dtypes = values[0], {each.dtype for each in values}
-        has_axes = field.kind is Kind.POSITION_IDS and first.ndim > 1
-        if len(dtypes) > 1 or not dtypes.isdisjoint(UNSIGNED) or has_axes or not first.ndim:
-            return None
-        try:
-            flat = joined([*values, first.new_zeros((1, *first.shape[1:]))])
-        except RuntimeError:  # of several devices, layouts or trailing shapes
-            return None
-        rows = [each.shape[0] for each in values]
-        if rows != self.span(field.name).counts:
-            return None
-        at = rows.index(max(rows))
-        # What holds of the longest holds of all; without elements it might be of any type.
-        lengths = self.total_lengths[at], self.response_lengths[at]
-        if not values[at].numel() or unmet(field, values[at], *lengths) is not None:
-            return None
-        return None if is_loss_mask(field) and not all_within(flat, math.inf) else flat
+                checked = checked_values(field, values, *lengths)
+                if not TRAITS[field.kind].rows:
+                    columns[name] = map_tensors(checked, torch.clone)
+                    continue
+                if field.kind is Kind.POSITION_IDS:  # [axes, tokens] -> [tokens, axes]
+                    checked = [value.movedim(-1, 0) for value in checked]
+                columns[name] = _joined(field, checked, row_counts(field, *lengths))
+        return self.beside(Columns(schema, columns, *lengths))
 
     def beside(self, others: Columns) -> Columns:
         """These fields and others of the same samples, which take the place of their own.
@@ -131,11 +99,8 @@ class Columns(Mapping[str, list[Any]]):
         Raises:
             SchemaError: two fields are positions.
         """
-        lengths = self.total_lengths, self.response_lengths
-        own, others = self.compact(), others.compact()
-        made = Columns(others.schema, {**own.fields, **others.fields}, *lengths)
-        known = {name: sums for name, sums in own._sums.items() if name not in others}
-        made._sums = known | others._sums
+        fields = {**self.compact().fields, **others.compact().fields}
+        made = Columns(others.schema, fields, self.total_lengths, self.response_lengths)
         positions = [name for name in made if made.schema[name].kind is Kind.POSITION_IDS]
         if len(positions) > 1:
             raise SchemaError(
@@ -182,38 +147,35 @@ class Columns(Mapping[str, list[Any]]):
 
     def span(self, name: str) -> Span:
         """Places of these samples' rows in `flat`."""
-        field = self.schema[name]
-        return self._span_of(field.kind is Kind.PER_RESPONSE_TOKEN, field.length_offset)
-
-    @property
-    def position_ids(self) -> str | None:
-        """The field that has the tokens' positions; None: they are counted."""
-        kinds = {self.schema[name].kind: name for name in self.fields}
-        return kinds.get(Kind.POSITION_IDS)
+        return self._span_of(self.schema[name])
 
     @property
     def token_span(self) -> Span:
         """Places of these samples' tokens in a field with one row for each token."""
-        return self._span_of(False, 0)
+        return self._span_of(_TOKENS)
 
     @property
     def response_span(self) -> Span:
         """Places of their response tokens in a field with one row for each response token."""
-        return self._span_of(True, 0)
+        return self._span_of(_RESPONSES)
 
-    def _span_of(self, is_response: bool, offset: int) -> Span:
-        key = is_response, offset
+    def _span_of(self, field: Field) -> Span:
+        key = field.kind is Kind.PER_RESPONSE_TOKEN, field.length_offset
         if key not in self._spans:
-            own = self.response_lengths if is_response else self.total_lengths
-            counts = [max(0, each + offset) for each in own] if offset else own  # as `num_rows`
+            counts = row_counts(field, self.total_lengths, self.response_lengths)
             if self._source is None:
                 self._spans[key] = Span(counts)
             else:
                 source, samples = self._source
-                span = source._span_of(*key)
+                span = source._span_of(field)
                 starts = span.starts.index_select(0, integers(samples))
                 self._spans[key] = Span(counts, starts, span.end)
         return self._spans[key]
+
+    @property
+    def is_padding(self) -> list[bool]:
+        """Which of the samples are padding samples."""
+        return self["is_padding"] if "is_padding" in self else [False] * len(self.total_lengths)
 
     def sums(self, name: str) -> Tensor:
         """Sum of each sample's rows of a field with one number in each, and how many of them are
@@ -227,31 +189,25 @@ class Columns(Mapping[str, list[Any]]):
 
     def taken(self, samples: Sequence[int]) -> Columns:
         """The fields of some samples, in this order; nothing is copied."""
-        count = len(self.total_lengths)
-        if len(samples) == count and [*samples] == [*range(count)]:
+        if [*samples] == [*range(len(self.total_lengths))]:
             return self
         lengths = self.total_lengths, self.response_lengths
-        made = Columns(self.schema, self.fields, *(_picked(own, samples) for own in lengths))
-        source, own = self._source or (self, None)
-        made._source = source, [i if own is None else own[i] for i in samples]
+        made = Columns(self.schema, self.fields, *([own[i] for i in samples] for own in lengths))
+        source, own = self._source or (self, range(len(self.total_lengths)))
+        made._source = source, [own[i] for i in samples]
         return made
 
     def compact(self, names: Collection[str] | None = None) -> Columns:
         """Some of the fields, or all, in flat tensors of these samples alone."""
         if self._source is None and names is None:
             return self
-        chosen = {name: self.fields[name] for name in (self if names is None else names)}
-        if self._source is not None:
-            chosen = {
-                name: values.index_select(0, self.span(name).places)
-                if isinstance(values, Tensor)
-                else self[name]
-                for name, values in chosen.items()
-            }
-        made = self.replaced(chosen)
-        known = self._sums if self._source is None else self._source[0]._sums
-        made._sums = {name: self.sums(name) for name in chosen if name in known}
-        return made
+        fields = {name: self.fields[name] for name in (self if names is None else names)}
+        for name, values in fields.items() if self._source is not None else ():
+            if isinstance(values, Tensor):
+                fields[name] = values.index_select(0, self.span(name).places)
+            else:
+                fields[name] = self[name]
+        return self.replaced(fields)
 
     @classmethod
     def joined(cls, parts: Sequence[Columns]) -> Columns:
@@ -263,14 +219,12 @@ class Columns(Mapping[str, list[Any]]):
         for name in first:
             if isinstance(first.fields[name], Tensor):
                 rows = [part.flat(name)[:-1] for part in filled]
-                fields[name] = _joined(first.schema[name], rows)
+                fields[name] = _joined(first.schema[name], rows, [*map(len, rows)])
             else:
                 fields[name] = [value for part in filled for value in part[name]]
         totals = [length for part in filled for length in part.total_lengths]
         responses = [length for part in filled for length in part.response_lengths]
-        made = cls(first.schema, fields, totals, responses)
-        made._sums = {n: torch.cat([part.sums(n) for part in filled], 1) for n in first._sums}
-        return made
+        return cls(first.schema, fields, totals, responses)
 
     def replaced(self, fields: Mapping[str, Tensor | list[Any]]) -> Columns:
         """The same samples with these fields alone, flat as `compact` gives them."""
@@ -285,35 +239,29 @@ class Columns(Mapping[str, list[Any]]):
     def __reduce__(self) -> tuple[Any, ...]:
         """The fields of these samples; views and offsets are made anew on other ranks."""
         own = self.compact()
-        given = own.schema, own.fields, own.total_lengths, own.response_lengths
-        return Columns, given, {"_sums": own._sums}
+        return Columns, (own.schema, own.fields, own.total_lengths, own.response_lengths)
 
 
-def _picked(values: list[int], samples: Sequence[int]) -> list[int]:
-    if isinstance(samples, range) and samples.step == 1:  # those of a row, many times a step
-        return values[samples.start : samples.stop]
-    return [values[i] for i in samples]
-
-
-def _joined(field: Field, rows: list[Tensor]) -> Tensor:
+def _joined(field: Field, rows: list[Tensor], counts: list[int]) -> Tensor:
     """The rows of samples, and one of zeros."""
     # What was an empty list shows neither type nor trailing shape.
-    filled = [each for each in rows if each.shape[0]] or rows[:1]
+    filled = [each for each, count in zip(rows, counts, strict=True) if count] or rows[:1]
     first = filled[0] if filled else torch.zeros(0, dtype=field.default_type, device="cpu")
-    shapes = list(dict.fromkeys(each.shape[1:] for each in filled))
-    found = f"rows of shapes {', '.join(str(list(shape)) for shape in shapes)}"
-    expected = "rows of one shape in all samples"
-    if len(shapes) <= 1:
-        try:
-            return joined([*filled, first.new_zeros((1, *first.shape[1:]))])
-        except RuntimeError:  # types of 8 bits have none in common with others
-            kinds = dict.fromkeys(str(each.dtype) for each in filled)
-            expected = "values of types that have one in common"
-            found = " and ".join(kinds)
-    declaration = declaration_line(field.name, Kind.METADATA)
-    advice = "make them alike, or declare what no row is made of"
+    try:
+        return joined([*filled, first.new_zeros((1, *first.shape[1:]))])
+    except RuntimeError:  # of several trailing shapes, or types without a common one
+        pass
+    shapes = dict.fromkeys(str([*each.shape[1:]]) for each in filled)
+    expected, found = "rows of one shape in all samples", f"rows of shapes {', '.join(shapes)}"
+    if len(shapes) == 1:  # types of 8 bits have none in common with others
+        expected = "values of types that have one in common"
+        found = " and ".join(dict.fromkeys(str(each.dtype) for each in filled))
     raise SchemaError(
-        field.name, expected=expected, found=found, declaration=declaration, advice=advice
+        field.name,
+        expected=expected,
+        found=found,
+        declaration=declaration_line(field.name, Kind.METADATA),
+        advice="make them alike, or declare what no row is made of",
     )
 
 

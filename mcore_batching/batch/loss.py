@@ -81,7 +81,7 @@ def step_totals(
         depth of multi-token prediction.
     """
     by_depth = [weight_sums(columns, depth, has_labels=has_labels) for depth in range(depths + 1)]
-    (weights, counts), tags = by_depth[0], columns.get("is_padding", ())
+    weights, counts = by_depth[0]
     groups: list[dict[Hashable, float]] = []
     for keys_of in (trajectory_keys, prompt_keys):
         keys = None
@@ -92,7 +92,7 @@ def step_totals(
     trajectories, prompts = groups
     sums = [math.fsum(each.tolist()) for each, _ in by_depth]
     totals = StepTotals(
-        num_samples=len(weights) - sum(tags),
+        num_samples=len(weights) - sum(columns.is_padding),
         num_trained_samples=int((counts > 0).sum()),
         num_tokens=int(counts.sum()),
         token_weight=sums[0],
@@ -129,8 +129,7 @@ def trajectory_keys(columns: Columns) -> list[Hashable] | None:
 def _keys(columns: Columns, name: str) -> list[Hashable] | None:
     if name not in columns:
         return None
-    tags = columns.get("is_padding") or [False] * len(columns[name])
-    values = enumerate(zip(columns[name], tags, strict=True))
+    values = enumerate(zip(columns[name], columns.is_padding, strict=True))
     return [None if is_padding else group_key(value, i) for i, (value, is_padding) in values]
 
 

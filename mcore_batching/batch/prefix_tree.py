@@ -24,12 +24,10 @@ from torch.nn.functional import pad
 
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.errors import SchemaError
-from mcore_batching.batch.fields import Field, Kind
+from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.row_index import Span
 from mcore_batching.planning.forest import Forest, find_forest
 
-_OF_ROWS = (Kind.TOKENS, Kind.PER_TOKEN, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
-"""Kinds of fields that rows are made of: one value per token, whichever samples share it."""
 _ROWS_AT_ONCE = 1 << 14
 """Rows that are hashed at once: recorded experts take kilobytes each."""
 
@@ -157,20 +155,16 @@ def _values(columns: Columns, name: str) -> Tensor:
 
 def fields_compared(columns: Columns) -> list[str]:
     """Fields on which samples that share tokens must agree, beside the tokens."""
-    return sorted(
-        name for name in columns if name != "tokens" and _is_per_token(columns.schema[name])
-    )
-
-
-def _is_per_token(field: Field) -> bool:
+    kinds = (Kind.PER_TOKEN, Kind.POSITION_IDS, Kind.ROUTED_EXPERTS)
+    of_rows = [columns.schema[name] for name in columns if columns.schema[name].kind in kinds]
     # Rows cannot be made of what has more values than tokens.
-    return field.kind in _OF_ROWS and field.length_offset <= 0
+    return sorted(field.name for field in of_rows if field.length_offset <= 0)
 
 
 def _can_share(columns: Columns) -> list[bool]:
     """True for samples that are neither padding nor have multimodal inputs, as images fill places
     of the prompt that differ by sample."""
-    shares = [not tag for tag in columns.get("is_padding") or [False] * len(columns.total_lengths)]
+    shares = [not tag for tag in columns.is_padding]
     for name in columns:
         if columns.schema[name].kind is Kind.MULTIMODAL:
             shares = [each and not value for each, value in zip(shares, columns[name], strict=True)]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.columns import Columns, map_tensors, pinned, sent
+from mcore_batching.batch.fields import Kind
 from mcore_batching.batch.row import LaterTokens, PackedMicroBatch, ResponseTokens, packed_field
 from mcore_batching.batch.row_index import Nodes, RowIndex, Span, integers
 
@@ -211,9 +212,9 @@ class RowBlock:
             case "position_ids":
                 made = self._positions(depth)
             case "padding_mask":
-                tags = self.fields.get("is_padding")
+                tags = self.fields.is_padding
                 # All of a padding sample, so that MoE routers do not count its tokens.
-                padding = torch.tensor(tags, dtype=torch.bool, device="cpu") if tags else None
+                padding = torch.tensor(tags, dtype=torch.bool, device="cpu") if any(tags) else None
                 made = self._index.is_padding(padding)[None]
             case _:
                 raise AssertionError(name)
@@ -287,11 +288,12 @@ class RowBlock:
         return (made.masked_fill_(index.is_beyond(depth), 0) if depth else made)[None]
 
     def _positions(self, depth: int) -> Tensor:
-        axes = self.fields.position_ids
-        if axes is None:
+        fields = self.fields
+        axes = [name for name in fields if fields.schema[name].kind is Kind.POSITION_IDS]
+        if not axes:
             return self._index.counted(depth)[None]
         places = self._index.places(self.fields.token_span, depth)
-        own = self.fields.flat(axes).index_select(0, places).long()
+        own = self.fields.flat(axes[0]).index_select(0, places).long()
         return own.movedim(0, -1).unsqueeze(-2).contiguous()
 
 
@@ -334,7 +336,7 @@ def loss_weights(columns: Columns) -> Tensor:
     """Loss weights of the response tokens, float32 ``[R]``: all ones if ``loss_masks`` is absent, 0
     in padding samples, and in the first token of a sample without a prompt, which nothing
     predicts."""
-    span, tags = columns.response_span, columns.get("is_padding") or ()
+    span, tags = columns.response_span, columns.is_padding
     if "loss_masks" in columns:
         weights = columns.compact(["loss_masks"]).flat("loss_masks")[:-1].float()
     else:
@@ -370,7 +372,7 @@ def weight_sums(columns: Columns, depth: int = 0, *, has_labels: bool = False) -
             values = values.float().double()  # as they were added up
         parts = torch.stack((values, (values != 0).double()))
         sums = sums.index_add(1, early.samples, parts, alpha=-1)
-    tags = [] if has_labels else columns.get("is_padding", ())
+    tags = [] if has_labels else columns.is_padding
     if any(tags):
         sums = sums.masked_fill(torch.tensor(tags, dtype=torch.bool, device="cpu"), 0.0)
     return sums

@@ -26,19 +26,18 @@ from typing import Any
 
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import (
-    FILLED_KINDS,
+    TRAITS,
     Field,
     Fill,
     Kind,
     checked_values,
     read_lengths,
     require_one_per_sample,
+    row_counts,
     undeclared,
     unmet,
 )
 from mcore_batching.batch.values import describe, shape_of, tensor_of
-
-_INFERRED = {Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,10 +86,9 @@ class Schema(Mapping[str, Field]):
         if fill is None:
             # Zeros would mask a padding sample's attention, and put it into group 0.
             declared = self[name].fill if name in self else Fill.ZEROS
-            fill = declared if kind in FILLED_KINDS[declared] else Fill.ZEROS
-        return self.with_field(
-            Field(name, kind, length_offset=length_offset, required=required, fill=fill)
-        )
+            fill = declared if declared in TRAITS[kind].fills else Fill.ZEROS
+        field = Field(name, kind, length_offset=length_offset, required=required, fill=fill)
+        return self.with_field(field)
 
     def with_field(self, field: Field) -> Schema:
         """`declare`, from a `Field`."""
@@ -150,15 +148,18 @@ def lengths_of(batch: Mapping[str, Any], schema: Schema) -> dict[str, list[int]]
 
 
 def infer_field(name: str, batch: Mapping[str, Any]) -> Field:
-    """The declaration of an undeclared field, from its values in a batch with its lengths; a
-    `SchemaError` if they fit no kind, several, or one that must be declared."""
+    """A declaration of the kind that the values of a field fit; refuses them if they fit no kind,
+    several, or one that must be declared."""
     lengths = read_lengths(batch)
-    values = _values_of(name, batch)
-    samples = list(zip(values, *lengths, strict=True))
-    fits = {
-        field: sum(_is_one(field, *sample) for sample in samples)
-        for field in _candidates(name, values)
-    }
+    require_one_per_sample(name, batch[name], len(lengths[0]))
+    values = list(batch[name])
+    # Lists that cannot become tensors stay lists, which fit no kind.
+    with contextlib.suppress(SchemaError):
+        values = [tensor_of(name, index, value) for index, value in enumerate(values)]
+    fits: dict[Field, int] = {}
+    for field in _candidates(name, values):
+        rows = zip(values, row_counts(field, *lengths), strict=True)
+        fits[field] = sum(_fits(field, *each) for each in rows)
     # All kinds that fit, not the first: a declaration decides.
     fitting = [field for field, count in fits.items() if count == len(values)]
     if len(fitting) == 1 and fitting[0].kind in _INFERRED:
@@ -168,33 +169,24 @@ def infer_field(name: str, batch: Mapping[str, Any]) -> Field:
     # half, since two equal halves would blame either.
     if not fitting and most is not None and 2 * fits[most] > len(values):
         checked_values(most, values, *lengths)
+    if not values:
+        found = " of no samples, which may be any kind"
+    elif fitting:
+        kinds = " or ".join(field.kind.value for field in fitting)
+        found = f": {len(values)} values such as {describe(values[0])} may be {kinds}"
+    else:
+        found = f": {len(values)} values such as {describe(values[0])} fit no kind (metadata takes "
+        found += "any value)"
     offered = fitting or [Field(name, Kind.METADATA)]
     raise SchemaError(
         name,
         expected="a declared field, or values of one kind",
-        found=_found(values, fitting),
+        found=f"an undeclared field{found}",
         declaration=" or ".join(dict.fromkeys(field.declaration for field in offered)),
     )
 
 
-def _values_of(name: str, batch: Mapping[str, Any]) -> list[Any]:
-    """One per sample, lists and arrays of numbers as tensors."""
-    require_one_per_sample(name, batch[name], len(batch["total_lengths"]))
-    values = list(batch[name])
-    # Lists that cannot become tensors stay lists, which fit no kind.
-    with contextlib.suppress(SchemaError):
-        values = [tensor_of(name, index, value) for index, value in enumerate(values)]
-    return values
-
-
-def _found(values: Any, fitting: Sequence[Field]) -> str:
-    if not len(values):
-        return "an undeclared field of no samples, which may be any kind"
-    example = f"{len(values)} values such as {describe(values[0])}"
-    if not fitting:
-        return f"an undeclared field: {example} fit no kind (metadata takes any value)"
-    names = " or ".join(field.kind.value for field in fitting)
-    return f"an undeclared field: {example} may be {names}"
+_INFERRED = {Kind.PER_TOKEN, Kind.PER_RESPONSE_TOKEN, Kind.PER_SAMPLE, Kind.METADATA}
 
 
 def _candidates(name: str, values: Sequence[Any]) -> list[Field]:
@@ -218,12 +210,11 @@ def _candidates(name: str, values: Sequence[Any]) -> list[Field]:
     return fields
 
 
-def _is_one(field: Field, value: Any, total_length: int, response_length: int) -> bool:
+def _fits(field: Field, value: Any, rows: int) -> bool:
     """True if a value may be of a field; tensors per sample must be declared."""
-    is_number = shape_of(value) == ()
-    if field.kind is Kind.PER_SAMPLE or is_number:
-        return is_number and field.kind is Kind.PER_SAMPLE
-    return unmet(field, value, total_length, response_length) is None
+    if field.kind is Kind.PER_SAMPLE and shape_of(value) != ():
+        return False
+    return unmet(field, value, rows) is None
 
 
 def _is_text(value: Any) -> bool:

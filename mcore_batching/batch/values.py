@@ -51,12 +51,11 @@ def require_loss_masks(masks: Sequence[Tensor]) -> None:
     # NaN would make every loss of the step NaN, and a negative weight turn a gradient round.
     outlier = _first_outside(masks, math.inf)
     if outlier is not None:
-        index, _, value = outlier
         raise SchemaError(
             "loss_masks",
-            sample_index=index,
+            sample_index=outlier[0],
             expected="finite weights of 0 or more",
-            found=str(value),
+            found=str(outlier[2]),
         )
 
 
@@ -70,10 +69,12 @@ def require_vocabulary(
     included), but for those of tokens with a loss weight of 0."""
     # Megatron would not notice: each tensor-parallel rank masks ids outside its part of the
     # embedding, and one outside all parts trains as a vector of zeros.
-    outlier = _first_outside(values, vocabulary_size, weights)
+    flat = [value.flatten() for value in values]
+    of_tokens = None if weights is None else [weight.flatten() for weight in weights]
+    outlier = _first_outside(flat, vocabulary_size, of_tokens)
     if outlier is not None:
         index, place, token = outlier
-        needed = max(vocabulary_size, *values[index].flatten().tolist()) + 1
+        needed = max(vocabulary_size, *flat[index].tolist()) + 1
         raise SchemaError(
             name,
             sample_index=index,
@@ -86,24 +87,21 @@ def require_vocabulary(
 def _first_outside(
     values: Sequence[Tensor], end: float, weights: Sequence[Tensor] | None = None
 ) -> tuple[int, int, Any] | None:
-    """Sample, place and value of the first entry that is not in ``[0, end)``; an entry of weight 0
-    may be anything, such as -100."""
+    """Sample, place and value of the first of ``[values]`` that is not in ``[0, end)``; one of
+    weight 0 may be anything, such as -100."""
     if not values:
         return None
-    flat = joined([value.flatten() for value in values])
+    flat = joined(values)
     if weights is None and all_within(flat, end):
         return None
     outside = ~((flat >= 0) & (flat < end))
     if weights is not None:
-        outside &= joined([weight.flatten() for weight in weights]) != 0
-    if not outside.any():
-        return None
-    place = found = int(outside.nonzero()[0])
-    for index, value in enumerate(values):
-        if place < value.numel():
-            return index, place, flat[found].item()
-        place -= value.numel()
-    raise AssertionError("unreachable")
+        outside &= joined(weights) != 0
+    for index, part in enumerate(outside.split_with_sizes([len(value) for value in values])):
+        if part.any():
+            place = int(part.nonzero()[0])
+            return index, place, values[index][place].item()
+    return None
 
 
 def all_within(values: Tensor, end: float) -> bool:
@@ -116,11 +114,11 @@ def all_within(values: Tensor, end: float) -> bool:
 
 def joined(values: Sequence[Tensor]) -> Tensor:
     """Tensors one behind the other, on the host, of the type that torch promotes theirs to."""
-    # One copy from a device, since the host waits for each.
-    if len({value.device for value in values}) > 1:
-        values = [value.cpu() for value in values]
     with torch.no_grad():
-        return torch.cat([*values]).cpu()
+        try:  # one copy from a device, since the host waits for each
+            return torch.cat([*values]).cpu()
+        except RuntimeError:  # of several devices, if it is not another fault
+            return torch.cat([value.cpu() for value in values])
 
 
 def is_tagged(name: str, index: int, tag: Any) -> bool:

@@ -74,6 +74,12 @@ class MicroBatchSchedule:
     def __post_init__(self) -> None:
         self.own_lengths = [length for part in self.parts for length in part.total_lengths]
         """Total length of each of this rank's samples, in tokens."""
+        self._add_up_masks()
+
+    def _add_up_masks(self) -> None:
+        """Add up the loss masks that came last: steps need the sums while the device idles."""
+        if isinstance(self.parts[-1].fields.get("loss_masks"), torch.Tensor):
+            self.parts[-1].sums("loss_masks")
 
     @property
     def rollout_data(self) -> Columns:
@@ -192,12 +198,14 @@ class MicroBatchSchedule:
         self.moves = self.moves.followed_by(moves)
         self.parts.append(rollout_data)
         self.own_lengths += rollout_data.total_lengths
+        self._add_up_masks()
         if forest is not None:
             self.forest = forest if self.forest is None else self.forest.joined(forest)
 
     def replace_fields(self, rollout_data: Columns, template: dict[str, list[Any]]) -> None:
         """Go on with other fields of the same samples."""
         self.parts, self.template = [rollout_data], template
+        self._add_up_masks()
         self.made_totals.clear()
         self.made_rows.clear()
         vars(self).pop("_placeholder", None)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mcore_batching.batch.errors import BatchError, SchemaError
-from mcore_batching.batch.fields import WITHOUT_ROWS, Field, Kind
+from mcore_batching.batch.fields import TRAITS, Field, Kind
 from mcore_batching.batch.schema import DEFAULT_SCHEMA, Schema
 from mcore_batching.batch.values import require_token_id
 from mcore_batching.planning.errors import shortened
@@ -132,7 +132,7 @@ def left_pad(
     blocks = {
         key: _block(schema[key], values, pad_token_id if key == "tokens" else 0)
         for key, values in given.items()
-        if schema[key].kind not in WITHOUT_ROWS
+        if TRAITS[schema[key].kind].rows
     }
     return LeftPadded(
         blocks=blocks,

@@ -23,7 +23,7 @@ from typing import Any
 
 from mcore_batching.batch.errors import BatchError, SchemaError
 from mcore_batching.batch.fields import (
-    FILLED_KINDS,
+    TRAITS,
     Field,
     Fill,
     Kind,
@@ -141,7 +141,7 @@ def pad_batch(
 
 def _undeclared(field: Field) -> SchemaError:
     # Only a name separates a mask or an identifier from a reward, and a wrong fill trains silently.
-    fills = [fill for fill in Fill if field.kind in FILLED_KINDS[fill]]
+    fills = TRAITS[field.kind].fills
     lines = [declaration_line(field.name, field.kind, field.length_offset, fill) for fill in fills]
     return SchemaError(
         field.name,

@@ -125,7 +125,7 @@ def test_the_first_value_that_does_not_fit_is_named_however_many_are_alike(
         with pytest.raises(SchemaError, match="numbers, in lists of one length"):
             checked_values(field, drawn, *lengths)
         return
-    faults = [unmet(field, *each) for each in zip(values, *lengths, strict=True)]
+    faults = [unmet(field, *each) for each in zip(values, rows, strict=True)]
     at = next((i for i, fault in enumerate(faults) if fault is not None), None)
     empty, name = Columns(MARKED, {}, *lengths), field.name
     if at is None:
