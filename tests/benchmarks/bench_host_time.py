@@ -21,15 +21,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 os.environ["MCORE_BATCHING_CPU"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "grpo"))
 import torch
 import torch.distributed as dist
-from bootstrap import initialize_model_parallel
+from bootstrap import initialize_model_parallel, pipeline_config
+from kit.exactness import arguments
+from kit.model import transformer_config
 
 from mcore_batching import megatron
 from mcore_batching.batch import token_mean
@@ -49,19 +51,19 @@ from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 VOCABULARY = 8
 ROWS = 16
 ROW_TOKENS = 1024
-Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+EPOCHS = {"first epoch": True, "later epochs": False}
+Samples = dict[str, list[Any]]
 
 
 class AlmostNothing(MegatronModule):
     """Logits from a table with a row for each token."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.table = torch.nn.Parameter(torch.zeros(VOCABULARY, VOCABULARY))
         self.started: list[float] = []  # of each forward pass
@@ -78,7 +80,7 @@ class AlmostNothing(MegatronModule):
         return torch.nn.functional.embedding(input_ids, self.table)
 
 
-def samples(count: int, tokens: int) -> dict[str, list[Any]]:
+def samples(count: int, tokens: int) -> Samples:
     """A rollout; half of each sample is its response."""
     half = tokens // 2
     return {
@@ -92,60 +94,52 @@ def samples(count: int, tokens: int) -> dict[str, list[Any]]:
     }
 
 
-def rows_by_hand(data: dict[str, list[Any]], per_row: int) -> list[dict[str, Any]]:
+def rows_by_hand(data: Samples, per_row: int) -> list[dict[str, Any]]:
     """Samples of one length, concatenated, with what a loss needs."""
-    rows = []
+    total, rows = data["total_lengths"][0], []
+    ends = range(0, (per_row + 1) * total, total)
     for first in range(0, len(data["tokens"]), per_row):
-        each = {name: values[first : first + per_row] for name, values in data.items()}
-        tokens, total = torch.cat(each["tokens"]), each["total_lengths"][0]
-        ends = range(0, (per_row + 1) * total, total)
-        at = [torch.arange(end - total // 2 - 1, end - 1) for end in ends[1:]]
+        tokens = torch.cat(data["tokens"][first : first + per_row])
         rows.append(
             {
                 "tokens": tokens[None],
                 "labels": tokens.roll(-1)[None],
                 "position_ids": torch.arange(total).repeat(per_row)[None],
-                "at": torch.cat(at),
-                "loss_masks": torch.cat(each["loss_masks"]),
-                "offsets": torch.tensor(ends, dtype=torch.int32),
-                "ends": [*ends],
-                "longest": total,
+                "at": torch.cat([torch.arange(e - total // 2 - 1, e - 1) for e in ends[1:]]),
+                "loss_masks": torch.cat(data["loss_masks"][first : first + per_row]),
+                "params": (torch.tensor(ends, dtype=torch.int32), total, [*ends]),
             }
         )
     return rows
 
 
-def bare(logits: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def bare(logits: torch.Tensor, *unused: Any) -> Any:
     """A loss of the logits alone."""
     return logits[0, 0, 0] * 1.0, {}
 
 
-def of_log_probs(
-    logits: torch.Tensor, row: Any, totals: Any
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def of_log_probs(logits: torch.Tensor, row: Any, totals: Any) -> Any:
     """The usual one."""
-    values = megatron.response_log_probs(logits, row)
-    return -token_mean(values, row, totals), {}
+    return -token_mean(megatron.response_log_probs(logits, row), row, totals), {}
 
 
-def plain_log_probs(
-    logits: torch.Tensor, row: dict[str, torch.Tensor], tokens: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def plain_log_probs(logits: torch.Tensor, row: dict[str, torch.Tensor], tokens: float) -> Any:
     """The same of a row packed by hand."""
     lines = logits[0].index_select(0, row["at"]).float().log_softmax(-1)
     values = lines.gather(1, row["labels"][0].index_select(0, row["at"])[:, None])[:, 0]
     return -(values * row["loss_masks"]).sum() / tokens, {}
 
 
-def plain_step(model: list[Any], rows: list[dict[str, Any]], loss: Loss, optimizer: Any) -> None:
+def plain_step(model: list[Any], rows: list[dict[str, Any]], loss: Any, optimizer: Any) -> None:
     """Megatron's schedule over rows packed by hand, with the hooks of ``megatron.training``."""
     trained = sum(float(row["loss_masks"].sum()) for row in rows)
 
     def forward_step(data: Iterator[dict[str, Any]], chunk: Any, *unused: Any) -> Any:
         row = next(data)
-        params = packed_seq_params(row["offsets"], row["longest"], row["ends"])
         logits = chunk(
-            input_ids=row["tokens"], position_ids=row["position_ids"], packed_seq_params=params
+            input_ids=row["tokens"],
+            position_ids=row["position_ids"],
+            packed_seq_params=packed_seq_params(*row["params"]),
         )
 
         def made(output: torch.Tensor) -> Any:
@@ -178,11 +172,10 @@ def _on_cpu(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
 @contextlib.contextmanager
 def without_stand_in() -> Iterator[None]:
     """The stand-in's patches alone: CUDA is the CPU where Megatron and this package name it."""
+    names = ("tensor", "zeros", "empty", "full", "ones", "zeros_like")
+    made = {name: functools.partial(_on_cpu, getattr(torch, name)) for name in names}
     mode: Any = cpu_emulation._mode
     mode.__exit__(None, None, None)
-    made = {}
-    for name in ("tensor", "zeros", "empty", "full", "ones", "zeros_like"):
-        made[name] = functools.partial(_on_cpu, getattr(torch, name))
     try:
         with (
             mock.patch.multiple(torch, **made),
@@ -194,98 +187,77 @@ def without_stand_in() -> Iterator[None]:
         mode.__enter__()
 
 
-def arguments(cap: int) -> SimpleNamespace:
-    """As Megatron parses them."""
-    return SimpleNamespace(
-        max_tokens_per_gpu=cap,
-        global_batch_size=None,
-        seq_length=1,
-        dynamic_batch_cost_model="fixed",
-    )
+def made_model() -> tuple[list[Any], Any]:
+    """The model in Megatron's wrapper, and its optimizer."""
+    config = transformer_config("dense", num_layers=1, **pipeline_config(ParallelDims()))
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = [DistributedDataParallel(config, ddp, AlmostNothing(config))]
+    return model, get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), model)
 
 
-class Job:
-    """One process, its model and optimizer."""
+def timed(model: list[Any], step: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds before the first forward pass, and from there to the last backward pass."""
+    started, schedule = model[0].module.started, schedules.forward_backward_no_pipelining
+    started.clear()
+    ended = list[float]()
 
-    def __init__(self, folder: str) -> None:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        initialize_model_parallel(ParallelDims())
-        config = TransformerConfig(
-            num_layers=1,
-            hidden_size=8,
-            num_attention_heads=1,
-            calculate_per_token_loss=True,
-            variable_seq_lengths=True,
-            moe_token_dispatcher_type="alltoall",
-            use_cpu_initialization=True,
-        )
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        self.model = [DistributedDataParallel(config, ddp, AlmostNothing(config))]
-        self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.0, clip_grad=0.0), self.model)
+    def run(**given: Any) -> Any:
+        made = schedule(**given)
+        ended.append(time.process_time())
+        return made
 
-    def timed(self, step: Callable[[], Any]) -> tuple[float, float]:
-        """Milliseconds before the first forward pass, and from there to the last backward pass."""
-        module, schedule = self.model[0].module, schedules.forward_backward_no_pipelining
-        module.started.clear()
-        ended = list[float]()
+    began = time.process_time()
+    with mock.patch.object(schedules, "forward_backward_no_pipelining", run):
+        step()
+    return 1000 * (started[0] - began), 1000 * (ended[-1] - started[0])
 
-        def run(**given: Any) -> Any:
-            made = schedule(**given)
-            ended.append(time.process_time())
-            return made
 
-        began = time.process_time()
-        with mock.patch.object(schedules, "forward_backward_no_pipelining", run):
-            step()
-        first = module.started[0]
-        return 1000 * (first - began), 1000 * (ended[-1] - first)
+def beside_plain_loop(
+    job: tuple[list[Any], Any],
+    data: Samples,
+    per_row: int,
+    losses: tuple[Any, Any],
+    repeats: int,
+    *,
+    first_epoch: bool,
+) -> list[tuple[float, float]]:
+    """`timed` steps of rows of so many samples, less those of the plain loop."""
+    (model, optimizer), (ours, plain) = job, losses
+    args = arguments(ParallelDims(), max_tokens_per_gpu=per_row * data["total_lengths"][0])
+    rollout = megatron.get_data_iterator(args, model, data)
+    rows, found = rows_by_hand(data, per_row), []
+    assert rollout[1][0] == len(rows), rollout[1]
+    for _ in range(repeats + 2):
+        if first_epoch:
+            rollout = megatron.get_data_iterator(args, model, data)
+        step = functools.partial(megatron.train_step, ours, args, model, *rollout, optimizer)
+        with without_stand_in():
+            own = timed(model, step)
+            others = timed(model, lambda: plain_step(model, rows, plain, optimizer))
+        found.append((own[0] - others[0], own[1] - others[1]))
+    return found[2:]
 
-    def beside_plain_loop(
-        self,
-        data: dict[str, list[Any]],
-        per_row: int,
-        losses: tuple[Loss, Loss],
-        repeats: int,
-        *,
-        first_epoch: bool,
-    ) -> list[tuple[float, float]]:
-        """`timed` steps of rows of so many samples, less those of the plain loop."""
-        (ours, plain), args = losses, arguments(per_row * data["total_lengths"][0])
-        rollout = megatron.get_data_iterator(args, self.model, data)
-        rows, found = rows_by_hand(data, per_row), []
-        assert rollout[1][0] == len(rows), rollout[1]
-        for _ in range(repeats + 2):
-            if first_epoch:
-                rollout = megatron.get_data_iterator(args, self.model, data)
-            step = functools.partial(
-                megatron.train_step, ours, args, self.model, *rollout, self.optimizer
-            )
-            with without_stand_in():
-                own = self.timed(step)
-                others = self.timed(lambda: plain_step(self.model, rows, plain, self.optimizer))
-            found.append((own[0] - others[0], own[1] - others[1]))
-        return found[2:]
 
-    def reading(self, repeats: int) -> list[float]:
-        """Milliseconds of `get_data_iterator` for 512 samples, without planning."""
-        planning: list[float] = []
-        plan = engine_plan._plan_together
+def reading(model: list[Any], repeats: int) -> list[float]:
+    """Milliseconds of `get_data_iterator` for 512 samples, without planning."""
+    planning: list[float] = []
+    plan = engine_plan._plan_together
 
-        def timed(*args: Any) -> Any:
+    def timed_plan(*args: Any) -> Any:
+        started = time.process_time()
+        made = plan(*args)
+        planning.append(time.process_time() - started)
+        return made
+
+    args, found = arguments(ParallelDims(), max_tokens_per_gpu=16_000), []
+    data = samples(512, 2_000)
+    with without_stand_in(), mock.patch.object(engine_plan, "_plan_together", timed_plan):
+        for _ in range(repeats + 1):
+            planning.clear()
             started = time.process_time()
-            made = plan(*args)
-            planning.append(1000 * (time.process_time() - started))
-            return made
-
-        args, data, found = arguments(16_000), samples(512, 2_000), []
-        with without_stand_in(), mock.patch.object(engine_plan, "_plan_together", timed):
-            for _ in range(repeats + 1):
-                planning.clear()
-                started = time.process_time()
-                megatron.get_data_iterator(args, self.model, data)
-                found.append(1000 * (time.process_time() - started) - sum(planning))
-        return found[1:]
+            megatron.get_data_iterator(args, model, data)
+            found.append(1000 * (time.process_time() - started - sum(planning)))
+    return found[1:]
 
 
 def cell(times: list[float]) -> str:
@@ -293,36 +265,41 @@ def cell(times: list[float]) -> str:
     return f"{statistics.median(times):.2f} ms ({min(times):.2f} to {max(times):.2f})"
 
 
+def measured(repeats: int) -> Iterator[tuple[str, list[list[float]]]]:
+    """A row's name, and milliseconds in the first and in later epochs."""
+    job = made_model()
+    for name, losses in {
+        "bare loss": (bare, bare),
+        "log-probs": (of_log_probs, plain_log_probs),
+    }.items():
+        for per_row in (1, 4, 32):
+            given = job, samples(ROWS * per_row, ROW_TOKENS // per_row), per_row, losses, repeats
+            steps = [
+                beside_plain_loop(*given, first_epoch=is_first) for is_first in EPOCHS.values()
+            ]
+            passes = [[after / ROWS for _, after in each] for each in steps]
+            yield f"micro-batch of {per_row} samples, {name}", passes
+    given = job, samples(512, 2_000), 8, (bare, bare), repeats
+    steps = [beside_plain_loop(*given, first_epoch=is_first) for is_first in EPOCHS.values()]
+    before_passes = [[before for before, _ in each] for each in steps]
+    yield "before the first pass, 64 rows x 8 x 2,000", before_passes
+    yield "get_data_iterator of 512 samples", [reading(job[0], repeats), []]
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=20)
     repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(folder)
-        found: dict[str, list[list[float]]] = {}
-        epochs = (True, False)
-        for name, losses in {
-            "bare loss": (bare, bare),
-            "log-probs": (of_log_probs, plain_log_probs),
-        }.items():
-            for per_row in (1, 4, 32):
-                data = samples(ROWS * per_row, ROW_TOKENS // per_row)
-                given = data, per_row, losses, repeats
-                steps = [job.beside_plain_loop(*given, first_epoch=first) for first in epochs]
-                found[f"micro-batch of {per_row} samples, {name}"] = [
-                    [passes / ROWS for _, passes in each] for each in steps
-                ]
-        given = samples(512, 2_000), 8, (bare, bare), repeats
-        steps = [job.beside_plain_loop(*given, first_epoch=first) for first in epochs]
-        found["before the first pass, 64 rows x 8 x 2,000"] = [
-            [before for before, _ in each] for each in steps
-        ]
-        found["get_data_iterator of 512 samples"] = [job.reading(repeats)]
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        initialize_model_parallel(ParallelDims())
         rows = [
-            (name, *map(cell, times), *[""] * (2 - len(times))) for name, times in found.items()
+            (name, *(cell(each) if each else "" for each in times))
+            for name, times in measured(repeats)
         ]
-        columns = ("host time beside the plain loop's", "first epoch", "later epochs")
+        columns = ("host time beside the plain loop's", *EPOCHS)
         print(Table(columns=columns, rows=tuple(rows)))
         dist.destroy_process_group()
 

@@ -202,7 +202,8 @@ def row(part: Part, what: str, found: str, ok: bool) -> dict[str, Any]:
 def environment(part: Part, gpus: int) -> dict[str, str]:
     """Variables of a part's processes."""
     variables = dict(os.environ) | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
-    paths = [str(ROOT), str(ROOT / "examples" / "grpo"), variables.get("PYTHONPATH", "")]
+    folders = (ROOT, ROOT / "examples" / "grpo", ROOT / "tests" / "distributed")
+    paths = [*map(str, folders), variables.get("PYTHONPATH", "")]
     if part.engine is False:
         paths.insert(0, str(HERE / "without_te"))
     variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

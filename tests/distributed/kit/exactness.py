@@ -30,6 +30,13 @@ def arguments(dims: ParallelDims, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**defaults | changes)
 
 
+def no_optimizer() -> SimpleNamespace:
+    """In place of an optimizer, which changes no weights and leaves gradients as they are."""
+    return SimpleNamespace(
+        zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
+    )
+
+
 def log_probs_of(
     logits: torch.Tensor, *, micro_batch: PackedMicroBatch
 ) -> dict[str, list[torch.Tensor]]:

@@ -12,9 +12,7 @@ from typing import Any
 
 import setting
 import torch
-from torch import Tensor
 
-from mcore_batching.batch import PackedMicroBatch, StepTotals
 from mcore_batching.megatron import get_data_iterator
 from mcore_batching.planning.plans.memory import LOG_PROB_CHUNK_TOKENS
 
@@ -25,8 +23,7 @@ GB = 1e9
 
 def main() -> None:
     """Measure both vocabularies, and report."""
-    options = setting.parse(__doc__)
-    dims = setting.start(options)
+    options, dims = setting.start(__doc__)
     if not setting.on_gpu():
         raise SystemExit("on a CPU memory is measured by tests/device/test_device.py")
     sizes = dataclasses.replace(setting.GPU, layers=2, hidden=2048, heads=32, key_value_heads=8)
@@ -60,14 +57,14 @@ def _measure(options: Any, dims: Any, sizes: setting.Sizes) -> dict[str, float]:
     setting.step(args, model, planned)
     found: dict[str, float] = {}
 
-    def watched(logits: Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
+    def watched(logits: Any, row: Any, totals: Any) -> Any:
         before = torch.cuda.memory_allocated()
         found["layers"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         made = setting.loss(logits, row, totals)
         found["forward"] = torch.cuda.max_memory_allocated() - before
 
-        def gradient_is_made(grad: Tensor) -> None:
+        def gradient_is_made(grad: Any) -> None:
             found["backward"] = torch.cuda.max_memory_allocated() - before
 
         logits.register_hook(gradient_is_made)

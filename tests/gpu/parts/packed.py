@@ -11,8 +11,10 @@ from typing import Any
 
 import setting
 import torch
+from kit.exactness import log_probs_of
+from megatron.core.utils import unwrap_model
 
-from mcore_batching.megatron import forward_only, get_data_iterator, response_log_probs
+from mcore_batching.megatron import forward_only, get_data_iterator
 
 LENGTHS = [1, 2, 7, 64, 300, 33, 1000, 512, 129, 65]
 SHORTER = 16
@@ -23,8 +25,7 @@ MORE_ERROR = 1.5
 
 def main() -> None:
     """Compare, and report three rows."""
-    options = setting.parse(__doc__)
-    dims = setting.start(options)
+    options, dims = setting.start(__doc__)
     sizes = setting.GPU if setting.on_gpu() else setting.CPU
     lengths = LENGTHS if setting.on_gpu() else [n // SHORTER + 1 for n in LENGTHS]
     data = setting.samples(lengths, sizes.vocabulary)
@@ -41,7 +42,7 @@ def main() -> None:
     wanted = _results(alone, exact, data)
     found = {"packed": _results(packed, half, data), "alone": _results(alone, half, data)}
     assert found["packed"]["rows"] < found["alone"]["rows"]
-    kernel = setting.core_attention(half)
+    kernel = type(unwrap_model(half[0]).decoder.layers[0].self_attention.core_attention).__name__
     rows = f"{found['packed']['rows']} rows in place of {found['alone']['rows']}"
     for name in ("log-probs", "gradients"):
         errors = {way: _error(found[way][name], wanted[name]) for way in found}
@@ -57,13 +58,7 @@ def main() -> None:
 
 def _results(args: Any, model: list[Any], data: dict[str, list[Any]]) -> dict[str, Any]:
     iterators, counts = get_data_iterator(args, model, dict(data))
-    made = forward_only(
-        lambda logits, micro_batch: {"log_probs": response_log_probs(logits, micro_batch)},
-        args,
-        model,
-        iterators,
-        counts,
-    )
+    made = forward_only(log_probs_of, args, model, iterators, counts)
     setting.step(args, model, (iterators, counts))
     gradients = {name: p.main_grad.float().clone() for name, p in setting.named_parameters(model)}
     return {

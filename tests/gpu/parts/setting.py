@@ -22,12 +22,12 @@ from bootstrap import (
     initialize_process_group,
     pipeline_config,
 )
+from kit import exactness
+from kit.model import transformer_config
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
-from torch import Tensor
 
-from mcore_batching.batch import PackedMicroBatch, StepTotals, token_mean
+from mcore_batching.batch import token_mean
 from mcore_batching.megatron import (
     get_data_iterator,
     packed_layer_spec,
@@ -64,82 +64,44 @@ def on_gpu() -> bool:
     return os.environ.get("MCORE_BATCHING_CPU", "") in ("", "0")
 
 
-def device() -> torch.device:
-    return torch.device(torch.cuda.current_device())
-
-
-def parse(description: str | None) -> argparse.Namespace:
-    """The flags of a part."""
+def start(description: str | None) -> tuple[argparse.Namespace, ParallelDims]:
+    """The flags of a part, and its dims; joins the process group, of this process alone where
+    torchrun started none."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--attention", choices=("te", "pytorch"), default="pytorch")
     parser.add_argument("--lengths", help="file with one length a line")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--context-parallel", type=int, default=1)
-    return parser.parse_args()
-
-
-def start(options: argparse.Namespace, dims: ParallelDims | None = None) -> ParallelDims:
-    """Join the process group, of this process alone where torchrun started none.
-
-    Args:
-        options: of the part.
-        dims: of the job; None: by the options.
-    """
+    options = parser.parse_args()
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}.items():
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     initialize_process_group()
-    dims = dims or ParallelDims(
-        tensor_parallel=options.tensor_parallel, context_parallel=options.context_parallel
-    )
+    dims = ParallelDims(context_parallel=options.context_parallel)
     initialize_model_parallel(dims)
-    return dims
+    return options, dims
 
 
 def bare_model(
-    dims: ParallelDims,
-    sizes: Sizes,
-    attention: str,
-    dtype: torch.dtype = torch.bfloat16,
-    **options: Any,
+    dims: ParallelDims, sizes: Sizes, attention: str, dtype: torch.dtype = torch.bfloat16
 ) -> list[Any]:
-    """A model in Megatron's wrappers.
-
-    Args:
-        dims: of the job.
-        sizes: of the model.
-        attention: ``"te"`` or ``"pytorch"``.
-        dtype: of weights and activations.
-        options: of `TransformerConfig`, in place of the usual ones.
-    """
-    half = dtype == torch.bfloat16
+    """A model in Megatron's wrappers, with attention of Transformer Engine ("te") or "pytorch"."""
     if attention == "te" and on_gpu() and not uses_transformer_engine():
         raise RuntimeError("Transformer Engine is not installed")
-    given: dict[str, Any] = {
-        "num_layers": sizes.layers,
-        "hidden_size": sizes.hidden,
-        "ffn_hidden_size": 4 * sizes.hidden,
-        "num_attention_heads": sizes.heads,
-        "num_query_groups": sizes.key_value_heads,
-        "normalization": "RMSNorm",
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "init_method_std": sizes.hidden**-0.5,  # logits of order 1, or errors would not show
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "bf16": half,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "calculate_per_token_loss": True,
-        "apply_rope_fusion": attention == "te" and uses_transformer_engine(),
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "bias_activation_fusion": False,
-        "persist_layer_norm": False,
-    }
-    config = TransformerConfig(**given | pipeline_config(dims) | options)
+    config = transformer_config(
+        "dense",
+        **pipeline_config(dims),
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=4 * sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.key_value_heads,
+        init_method_std=sizes.hidden**-0.5,  # logits of order 1, or errors would not show
+        use_cpu_initialization=False,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        apply_rope_fusion=attention == "te" and uses_transformer_engine(),
+    )
     return build_model(
         config,
         vocab_size=sizes.vocabulary,
@@ -148,7 +110,7 @@ def bare_model(
     )
 
 
-def _local_spec(config: TransformerConfig) -> Any:
+def _local_spec(config: Any) -> Any:
     return use_packed_attention(
         get_gpt_layer_local_spec(normalization=config.normalization), config
     )
@@ -162,28 +124,16 @@ def named_parameters(model: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Param
             yield re.sub(r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm.", plain), parameter
 
 
-def core_attention(model: Sequence[Any]) -> str:
-    """The name of the attention that a model runs."""
-    layers = unwrap_model(model[0]).decoder.layers
-    return type(layers[0].self_attention.core_attention).__name__
-
-
-def arguments(cap_tokens: int | None, **changes: Any) -> SimpleNamespace:
+def arguments(cap_tokens: int, **changes: Any) -> SimpleNamespace:
     """Megatron's arguments, as far as the engine reads them."""
-    return SimpleNamespace(
-        **{
-            "max_tokens_per_gpu": cap_tokens,
-            "global_batch_size": None,
-            "seq_length": 1,
-            "dynamic_batch_logits_in_model_dtype": True,
-        }
-        | changes
-    )
+    # Costs by the shape of the model.
+    usual = {"dynamic_batch_logits_in_model_dtype": True, "dynamic_batch_cost_model": None}
+    return exactness.arguments(ParallelDims(), max_tokens_per_gpu=cap_tokens, **usual | changes)
 
 
-def samples(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> dict[str, list[Any]]:
+def samples(lengths: Sequence[int], vocabulary: int) -> dict[str, list[Any]]:
     """Random tokens, three quarters of each sample a response; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     responses = [length * 3 // 4 for length in lengths]
     return {
         "tokens": [torch.randint(vocabulary, (n,), generator=generator) for n in lengths],
@@ -193,9 +143,9 @@ def samples(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> dict[str,
     }
 
 
-def real_lengths(path: str | None, count: int, longest: int, seed: int = 0) -> list[int]:
+def real_lengths(path: str | None, count: int, longest: int) -> list[int]:
     """Lengths drawn from a file, or log-normal ones without it, none above the longest."""
-    generator = random.Random(seed)
+    generator = random.Random(0)
     if path:
         with open(path) as file:
             known = [min(int(line), longest) for line in file if line.strip()]
@@ -204,9 +154,7 @@ def real_lengths(path: str | None, count: int, longest: int, seed: int = 0) -> l
     return [max(2, min(longest, length)) for length in drawn]
 
 
-def loss(
-    logits: Tensor, row: PackedMicroBatch, totals: StepTotals
-) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(logits: Any, row: Any, totals: Any) -> Any:
     """Policy gradient of the response tokens."""
     log_probs = response_log_probs(logits, row)
     terms = [-(new * a) for new, a in zip(log_probs, row["advantages"], strict=True)]
@@ -216,10 +164,7 @@ def loss(
 
 def step(args: Any, model: list[Any], planned: tuple[Any, Any], loss_function: Any = loss) -> None:
     """Forward and backward of a step, without an update."""
-    nothing = SimpleNamespace(
-        zero_grad=lambda: None, scale_loss=lambda x: x, step=lambda: (True, 0.0, 0)
-    )
-    train_step(loss_function, args, model, *planned, nothing)
+    train_step(loss_function, args, model, *planned, exactness.no_optimizer())
 
 
 def timed_steps(

@@ -20,8 +20,7 @@ TOLERANCE = 0.25
 
 def main() -> None:
     """Measure, and report two rows."""
-    options = setting.parse(__doc__)
-    dims = setting.start(options)
+    options, dims = setting.start(__doc__)
     sizes = (
         dataclasses.replace(setting.GPU, layers=8, hidden=2048, heads=32, key_value_heads=8)
         if setting.on_gpu()

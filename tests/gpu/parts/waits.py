@@ -27,8 +27,7 @@ Lines = collections.Counter[str]
 
 def main() -> None:
     """Count waits of a step, and of one over twice as many micro-batches."""
-    options = setting.parse(__doc__)
-    dims = setting.start(options)
+    options, dims = setting.start(__doc__)
     if not setting.on_gpu():
         raise SystemExit("on a CPU waits are counted by tests/device/test_device.py")
     sizes = setting.GPU
