@@ -66,26 +66,33 @@ def last_stage(ranks: Ranks) -> list[dict[str, Any]]:
     return [record for record in ranks if record["steps"][0]["loss"]]
 
 
-def assert_same_training(
-    flagged: Ranks, padded: Ranks, num_steps: int, *, has_fewer_rows: bool = True
-) -> None:
+def assert_equal(steps: list[Any], expected: list[Any], *names: str) -> None:
+    """These values of as many steps are the same, bit for bit."""
+    for step, other in zip(steps, expected, strict=True):
+        for name in names:
+            assert step[name] == other[name], (step["iteration"], name)
+
+
+def assert_close(steps: list[Any], expected: list[Any]) -> None:
+    """Losses and gradients of as many steps differ by rounding."""
+    for step, other in zip(steps, expected, strict=True):
+        assert step["loss"] == pytest.approx(other["loss"], rel=LOSS), step["iteration"]
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=GRAD_NORM)
+
+
+def assert_same_training(flagged: Ranks, padded: Ranks, num_steps: int) -> None:
     """The steps of a run with the flag are the first steps of the padded one."""
     expected = last_stage(padded)[0]
+    steps = expected["steps"][:num_steps]
+    assert not any(step["batching"] for step in steps)
     for record in last_stage(flagged):
-        assert len(record["steps"]) == num_steps
-        for step, reference in zip(record["steps"], expected["steps"], strict=False):
-            at = reference["iteration"]
-            for name in ("iteration", "consumed_samples", "learning_rate", "skipped"):
-                assert step[name] == reference[name], (at, name)
-            assert step["loss"] == pytest.approx(reference["loss"], rel=LOSS), at
-            assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=GRAD_NORM), at
-            assert not reference["batching"]
+        exact = ("iteration", "consumed_samples", "learning_rate", "skipped")
+        assert_equal(record["steps"], steps, *exact)
+        assert_close(record["steps"], steps)
         before_the_end = len(record["evaluations"]) - 2  # validation and test data at the end
         for number, losses in enumerate(record["evaluations"]):
             if number < before_the_end or num_steps == len(expected["steps"]):
                 assert losses == pytest.approx(expected["evaluations"][number], rel=LOSS), number
-    if has_fewer_rows:
-        assert_packed(flagged)
 
 
 def assert_packed(flagged: Ranks) -> None:
@@ -140,6 +147,7 @@ TRAINED: dict[str, tuple[str, int, bool]] = {
 def test_the_steps_are_those_of_the_padded_run(records: list[Ranks], num_steps: int) -> None:
     padded, flagged = records
     assert_same_training(flagged, padded, num_steps)
+    assert_packed(flagged)
 
 
 @runs("pp2-padded", "pp2")
@@ -173,6 +181,7 @@ def test_placeholders_run_where_they_are_planned(records: list[Ranks]) -> None:
 def test_exchange_is_exact_and_balances_ranks(records: list[Ranks]) -> None:
     padded, kept, exchanged = records
     assert_same_training(exchanged, padded, 6)
+    assert_packed(exchanged)
     # Of the slowest rank over the mean, in excess of 1: samples are few and cannot be divided.
     before, after = (sum(batching(r, "balance")[:5]) - 5 for r in (kept, exchanged))
     assert after < before / 3
@@ -183,12 +192,12 @@ def test_conversations_of_a_row_are_samples_of_their_own(records: list[Ranks]) -
     """And the loss of an evaluation, which stock code takes of rows under ``--sft``, of tokens."""
     padded, flagged = map(last_stage, records)
     for record in flagged:
-        for step, expected in zip(record["steps"], padded[0]["steps"], strict=True):
-            assert step["loss"] == pytest.approx(expected["loss"], rel=LOSS)
-            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRAD_NORM)
-            assert step["learning_rate"] == expected["learning_rate"]
-            assert step["consumed_samples"] == expected["consumed_samples"] / 2
-            assert step["batching"]["truncated"] == 1
+        steps, expected = record["steps"], padded[0]["steps"]
+        assert_close(steps, expected)
+        assert_equal(steps, expected, "learning_rate")
+        consumed = [each["consumed_samples"] / 2 for each in expected]
+        assert [step["consumed_samples"] for step in steps] == consumed
+        assert {step["batching"]["truncated"] for step in steps} == {1}
         assert len(record["evaluations"]) == 4
         for losses, expected in zip(record["evaluations"], padded[0]["evaluations"], strict=True):
             assert losses == pytest.approx(expected, rel=LOSS)
@@ -200,9 +209,9 @@ def test_rows_of_several_sizes(records: list[Ranks]) -> None:
     """Dynamic CP in a stock script; a token counts once, however many ranks share its row."""
     pipeline_padded, pipeline, context, data_padded, data, usual = records
     # Under a cap of half the longest sample.
-    assert_same_training(pipeline, pipeline_padded, 5, has_fewer_rows=False)
-    assert_same_training(context, pipeline_padded, 5, has_fewer_rows=False)
-    assert_same_training(data, data_padded, 5, has_fewer_rows=False)
+    assert_same_training(pipeline, pipeline_padded, 5)
+    assert_same_training(context, pipeline_padded, 5)
+    assert_same_training(data, data_padded, 5)
     for ranks in (pipeline, context, data):
         assert values(ranks, "tokens") == values(usual, "tokens")[:5]
 
@@ -228,10 +237,10 @@ def test_routers_leave_padding_out(records: list[Ranks]) -> None:
     usual, padded = records
     assert set(batching(usual, "padding")) == {0}
     assert min(batching(padded, "padding")) > 0.1
-    for step, expected in zip(padded[-1]["steps"], usual[-1]["steps"], strict=False):
-        assert step["moe"]["reported"] == pytest.approx(expected["moe"]["reported"], rel=LOSS)
-        assert step["loss"] == pytest.approx(expected["loss"], rel=LOSS)
-        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=GRAD_NORM)
+    steps, expected = padded[-1]["steps"], usual[-1]["steps"][:3]
+    assert_close(steps, expected)
+    for step, other in zip(steps, expected, strict=True):
+        assert step["moe"]["reported"] == pytest.approx(other["moe"]["reported"], rel=LOSS)
 
 
 @runs("pp2", "vpp2-placeholders", "tp2-cp2", "pp2-staying")
@@ -256,15 +265,13 @@ def test_resumed_run_goes_on_as_the_uninterrupted_one(records: list[Ranks]) -> N
         whole, resumed = record["whole"]["steps"], record["resumed"]["steps"]
         assert [step["iteration"] for step in whole] == [1, 2, 3, 4, 5, 6]
         assert [step["iteration"] for step in resumed] == [4, 5, 6]
-        for step, before in zip(resumed, whole[3:], strict=True):
-            for name in ("loss", "grad_norm", "learning_rate", "consumed_samples", "tokens"):
-                assert step[name] == before[name], (step["iteration"], name)
+        names = ("loss", "grad_norm", "learning_rate", "consumed_samples", "tokens")
+        assert_equal(resumed, whole[3:], *names)
         # After the last step, and of validation and test data in the end.
         evaluated = record["whole"]["evaluations"]
         assert len(evaluated) == 3
         assert record["resumed"]["evaluations"] == evaluated == unsaved[rank]["evaluations"]
-        for step, before in zip(whole, unsaved[rank]["steps"], strict=True):
-            assert step["loss"] == before["loss"]
+        assert_equal(whole, unsaved[rank]["steps"], "loss")
         assert record["relaunched"]["steps"] == []
         # Megatron's own.
         assert record["relaunched"]["message"].startswith("no samples left to consume")
@@ -277,22 +284,17 @@ def test_rerun_step_is_the_same_step(records: list[Ranks]) -> None:
     for record, before in zip(last_stage(ranks), last_stage(usual), strict=True):
         counts = [step["batching"]["micro-batches a rank"] for step in before["steps"][:5]]
         counts[2] *= 2
-        assert [step["num_losses"] for step in record["steps"]] == list(
-            itertools.accumulate(counts)
-        )
-        for step, expected in zip(record["steps"], before["steps"], strict=False):
-            assert step["loss"] == expected["loss"]
-            assert step["grad_norm"] == expected["grad_norm"]
+        num_losses = [step["num_losses"] for step in record["steps"]]
+        assert num_losses == [*itertools.accumulate(counts)]
+        assert_equal(record["steps"], before["steps"][:5], "loss", "grad_norm")
 
 
 def assert_equal_steps(ranks: Ranks, before: Ranks) -> None:
     """Bit for bit."""
     for record, expected in zip(ranks, before, strict=True):
         assert record["evaluations"] == expected["evaluations"]
-        assert len(record["steps"]) == len(expected["steps"])
-        for step, other in zip(record["steps"], expected["steps"], strict=True):
-            for name in ("iteration", "loss", "grad_norm", "consumed_samples", "tokens"):
-                assert step[name] == other[name], (step["iteration"], name)
+        names = ("iteration", "loss", "grad_norm", "consumed_samples", "tokens")
+        assert_equal(record["steps"], expected["steps"], *names)
 
 
 @pytest.mark.parametrize(
@@ -313,17 +315,11 @@ def assert_equal_steps(ranks: Ranks, before: Ranks) -> None:
 def test_steps_planned_ahead_are_the_same_steps(records: list[Ranks], count: int) -> None:
     in_turn, ahead = records
     assert_equal_steps(ahead, in_turn)
-    assert planned_by_worker(in_turn, ahead) == count
+    # The first rank makes all plans, `count` of them in its worker.
+    first, *others = zip(*([record["in_line"] for record in each] for each in records), strict=True)
+    assert first[0] - first[1] == count
+    assert others == [(0, 0)] * 3
     assert [record["said"] for record in ahead] == [[]] * 4
-
-
-def planned_by_worker(in_turn: Ranks, ahead: Ranks) -> int:
-    """Plans that the first rank, which makes all, did not make itself."""
-    first, *others = [
-        [record["in_line"] for record in both] for both in zip(in_turn, ahead, strict=True)
-    ]
-    assert others == [[0, 0]] * 3
-    return int(first[0] - first[1])
 
 
 @runs("pp2-not-ahead", "pp2-early-exit")
@@ -331,13 +327,9 @@ def test_an_early_exit_leaves_the_step_that_was_made_ahead(records: list[Ranks])
     in_turn, ended = records
     assert [record.pop("error") for record in ended] == ["SystemExit"] * 4
     assert max(record["seconds"] for record in ended) < ERROR_SECONDS
-    assert_equal_steps(
-        ended,
-        [
-            each | {"steps": each["steps"][:3], "evaluations": each["evaluations"][:1]}
-            for each in in_turn
-        ],
-    )
+    parts = {"steps": 3, "evaluations": 1}
+    until = [{name: each[name][:number] for name, number in parts.items()} for each in in_turn]
+    assert_equal_steps(ended, until)
 
 
 @pytest.mark.long
@@ -369,41 +361,27 @@ def test_the_device_does_not_wait_for_plans(records: list[Ranks]) -> None:
     assert max(short, long) < usual + 0.2
 
 
+ERRORS: dict[str, tuple[int, str, str]] = {
+    "loss-raises": (3, "ForwardFailedError", "ArithmeticError: the loss function has had enough"),
+    "data-ends": (
+        0,
+        "PlanningFailedError",
+        "StockDataError: the data iterator ended after 0 of 4 micro-batches",
+    ),
+    # One step ahead, and raised where the sample is drawn.
+    "reading-raises": (0, "PlanningFailedError", "OSError: the file is gone"),
+}
+"""By job: the rank at fault, what all raise, and the cause."""
+
+
 @pytest.mark.parametrize(
-    ("records", "at_fault", "error", "text"),
-    [
-        pytest.param(
-            ("loss-raises",),
-            3,
-            "ForwardFailedError",
-            "rank 3: ArithmeticError: the loss function has had enough",
-            id="loss-raises",
-        ),
-        pytest.param(
-            ("data-ends",),
-            0,
-            "PlanningFailedError",
-            "rank 0: StockDataError: the data iterator ended after 0 of 4 micro-batches",
-            id="data-ends",
-        ),
-        # One step ahead, and raised where the sample is drawn.
-        pytest.param(
-            ("reading-raises",),
-            0,
-            "PlanningFailedError",
-            "rank 0: OSError: the file is gone",
-            id="reading-raises",
-        ),
-    ],
-    indirect=["records"],
+    ("records", "name"), [((name,), name) for name in ERRORS], ids=ERRORS, indirect=["records"]
 )
-def test_error_on_one_rank_ends_all(
-    records: list[Ranks], at_fault: int, error: str, text: str
-) -> None:
-    (ranks,) = records
+def test_error_on_one_rank_ends_all(records: list[Ranks], name: str) -> None:
+    (ranks,), (at_fault, error, cause) = records, ERRORS[name]
     assert [record["error"] for record in ranks] == [error] * 4
     assert len({record["message"] for record in ranks}) == 1
-    assert text in ranks[0]["message"]
+    assert f"rank {at_fault}: {cause}" in ranks[0]["message"]
     assert [record["cause"] != "NoneType" for record in ranks] == [r == at_fault for r in range(4)]
     assert [len(record["steps"]) for record in ranks] == [2] * 4
     assert max(record["seconds"] for record in ranks) < ERROR_SECONDS

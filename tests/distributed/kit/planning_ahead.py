@@ -21,28 +21,15 @@ Clocks = tuple[float, float]
 
 
 def train_ahead(script: str, words: Sequence[str], fault: str | None = None) -> dict[str, Any]:
-    """`train` with something that happens to the worker, of `worker_with`.
-
-    Args:
-        script: as of `train`.
-        words: as of `train`.
-        fault: "in line": no step is planned ahead; None: nothing.
-
-    Returns:
-        its record, with what `worker_with` yields but for plans of evaluations.
-    """
+    """`train` with something that happens to the worker, and what `worker_with` yields of it."""
     with worker_with(fault) as made:
         record = train(script, words)
     return record | made
 
 
 def held(script: str, words: Sequence[str]) -> dict[str, Any]:
-    """`train` over many steps, each made ahead.
-
-    Returns:
-        ``error``, if the run raised, ``steps``, their number, and ``held``: every hundredth step
-        what this process and its planning process hold, KiB of memory each.
-    """
+    """``error`` of `train` over many steps, each made ahead, if it raised, and ``held``: every
+    hundredth step what this process and its planning process hold, KiB of memory each."""
     looks: list[list[int]] = []
     plan, numbers = Planner.plan, itertools.count(1)
 
@@ -55,7 +42,7 @@ def held(script: str, words: Sequence[str]) -> dict[str, Any]:
 
     with mock.patch.object(Planner, "plan", planned):
         record = train(script, words)
-    return {"error": record.get("error"), "steps": len(record["steps"]), "held": looks}
+    return {"error": record.get("error"), "held": looks}
 
 
 def _resident_kib(pid: int) -> int:
@@ -68,31 +55,24 @@ def pauses(
 ) -> dict[str, Any]:
     """`train` with passes that sleep, planning of so many seconds, and a worker with a `fault`.
 
-    Returns:
-        its record, with ``pauses``: from each backward to a forward pass on this rank, which are of
-        two steps where all forward passes of a step come before its backward passes, the seconds
-        and those of them that the main thread computed.
+    ``pauses``: from each backward to a forward pass on this rank, which are of two steps where all
+    forward passes of a step come before its backward passes, the seconds and those of them that the
+    main thread computed.
     """
     passes: list[tuple[str, Clocks, Clocks]] = []
-    forward, backward = schedules.forward_step, schedules.backward_step
 
-    def sleeping(kind: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def run(*arguments: Any, **options: Any) -> Any:
-            started = _clocks()
-            result = step(*arguments, **options)
-            time.sleep(_PASS_SECONDS[kind])
-            passes.append((kind, started, _clocks()))
-            return result
+    def sleeping(kind: str, step: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        started = _clocks()
+        result = step(*arguments, **options)
+        time.sleep(_PASS_SECONDS[kind])
+        passes.append((kind, started, _clocks()))
+        return result
 
-        return run
-
-    with (
-        slow_planning(seconds),
-        worker_with(fault),
-        mock.patch.object(schedules, "forward_step", sleeping("F", forward)),
-        mock.patch.object(schedules, "backward_step", sleeping("B", backward)),
-    ):
+    steps = {
+        "forward_step": functools.partial(sleeping, "F", schedules.forward_step),
+        "backward_step": functools.partial(sleeping, "B", schedules.backward_step),
+    }
+    with slow_planning(seconds), worker_with(fault), mock.patch.multiple(schedules, **steps):
         record = train(script, words)
     # On the first stage nothing else runs dry: one forward pass follows another without a wait.
     in_turn = itertools.pairwise(passes)

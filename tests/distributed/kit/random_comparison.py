@@ -42,6 +42,10 @@ class Comparison:
         seen: of this rank, passes and steps in order.
         rows: of each rank, the samples of each row of each.
         made: by the reference, likewise.
+
+    Attributes:
+        differences: by name the largest, 1 is as much as rounding.
+        wrong: what had to be equal and is not, in words.
     """
 
     def __init__(
@@ -52,34 +56,31 @@ class Comparison:
         rows: Sequence[Sequence[Sequence[Sequence[int]]]],
         made: Sequence[Any],
     ) -> None:
-        self._job, self._rollouts = job, rollouts
+        self._job, self._rollouts, self._seen, self._rows = job, rollouts, seen, rows
         self._tolerances = BFLOAT16 if job["bfloat16"] else FLOAT32
-        self._seen, self._rows, self._made = seen, rows, made
-        self._differences: dict[str, float] = {}
-        self._wrong: list[str] = []
+        self.differences: dict[str, float] = {}
+        self.wrong: list[str] = []
         self._trained = 0
-
-    def report(self) -> dict[str, Any]:
-        """``differences``: by name the largest, 1 is as much as rounding; ``wrong``: in words."""
-        for event, made in zip(self._seen, self._made, strict=True):
+        for event, expected in zip(seen, made, strict=True):
             self._require("over the cap", event["fullest"] > 1.0, False)
             if event["kind"] == "forward":
-                self._compare_outputs(event, made)
+                self._compare_outputs(event, expected)
             else:
-                self._compare_step(event, made)
+                self._compare_step(event, expected)
                 self._trained += 1
-        self._check_steps()
-        return {"differences": self._differences, "wrong": self._wrong}
+        for number in range(len(job["rollouts"])):
+            self._check_steps(number)
 
-    def _note(self, name: str, error: float, tolerance: float) -> None:
-        ratio = error / (tolerance * (1 + self._trained))
+    def _note(self, name: str, error: float, kind: str, size: float = 1.0) -> None:
+        """Keep an error relative to the tolerance of its kind, for values of this size."""
+        ratio = error / (self._tolerances[kind] * size * (1 + self._trained))
         # NaN compares as not larger.
-        if not ratio <= self._differences.get(name, 0.0):
-            self._differences[name] = ratio if math.isfinite(ratio) else 1e30
+        if not ratio <= self.differences.get(name, 0.0):
+            self.differences[name] = ratio if math.isfinite(ratio) else 1e30
 
     def _require(self, name: str, found: Any, expected: Any) -> None:
         if found != expected:
-            self._wrong.append(f"{name}: {found} instead of {expected}")
+            self.wrong.append(f"{name}: {found} instead of {expected}")
 
     def _compare_outputs(
         self, event: Mapping[str, Any], made: Sequence[tuple[Tensor, Tensor]]
@@ -93,9 +94,9 @@ class Comparison:
         if self._job["fields"]:
             own = ([samples[name][i] for i in mine] for name in ("tokens", "source", "image"))
             exact = values_of(*own)
-            names |= {*exact}
+        names |= {*exact}
         self._require("outputs", set(outputs), names if event["last_stage"] else set())
-        if not event["last_stage"] or set(outputs) != names:
+        if set(outputs) != names:
             return
         lengths = [int(value) for value in outputs["length"][: len(mine)]]
         self._require("lengths", lengths, [samples["total_lengths"][i] for i in mine])
@@ -107,12 +108,10 @@ class Comparison:
         for place, name in enumerate(("log_probs", "entropy")):
             for ours, i in zip(outputs.get(name, [])[: len(mine)], mine, strict=False):
                 expected = made[i][place]
-                if ours.shape != expected.shape:
-                    self._wrong.append(f"{name} of sample {i}: shape {list(ours.shape)}")
-                elif expected.numel():
-                    scale = float(expected.abs().max()) or 1.0
-                    error = float((ours.cpu() - expected).abs().max()) / scale
-                    self._note(f"{name} {when}", error, self._tolerances["log-probs"])
+                self._require(f"shape of {name} of sample {i}", ours.shape, expected.shape)
+                if ours.shape == expected.shape and expected.numel():
+                    error = float((ours.cpu() - expected).abs().max()) / _largest(expected)
+                    self._note(f"{name} {when}", error, "log-probs")
 
     def _compare_step(self, event: Mapping[str, Any], made: Mapping[str, Any]) -> None:
         totals = event["totals"]
@@ -126,82 +125,66 @@ class Comparison:
         self._require("tokens of the model, as planned", len(set(event["tokens"])) < 2, True)
         if event["metrics"]:
             self._require("names of metrics", set(event["metrics"]), set(made["metrics"]))
-            for name, value in event["metrics"].items():
-                expected, size = made["metrics"].get(name, (math.nan, math.nan))
-                self._note(
-                    f"metric {name}",
-                    abs(value - expected),
-                    self._tolerances["metrics"] * size + 1e-9,
-                )
-        if "gradients" in made:
-            self._compare_gradients(event, made["gradients"], made["grad_norm"])
+        for name, value in event["metrics"].items():
+            expected, size = made["metrics"].get(name, (math.nan, math.nan))
+            self._note(f"metric {name}", abs(value - expected), "metrics", size + 1e-3)
+        whole = made.get("gradients", {})
+        if whole:
+            norm = made["grad_norm"]
+            found = math.nan if event["grad_norm"] is None else event["grad_norm"]
+            self._note("gradients' norm", abs(found - norm), "gradients", norm + 1e-4)
+            for name, places, ours in event["gradients"]:
+                error = float((ours - whole[name].flatten()[places]).abs().max())
+                self._note(f"gradient of {name}", error, "gradients", _scale(name, whole))
         for name, places, ours in event["weights"]:
-            expected = made["weights"][name].flatten()[places]
-            scale = float(made["weights"][name].abs().max()) or 1.0
-            errors = (ours - expected).abs()
-            if self._job["bfloat16"] and name in made.get("gradients", ()):
-                gradient = made["gradients"][name].flatten()[places]
-                off = self._tolerances["gradients"] * _scale(name, made["gradients"])
+            errors = (ours - made["weights"][name].flatten()[places]).abs()
+            if self._job["bfloat16"] and name in whole:
+                gradient = whole[name].flatten()[places]
+                off = self._tolerances["gradients"] * _scale(name, whole)
                 moved, more, less = map(_adam, (gradient, gradient + off, gradient - off))
                 errors = (errors - torch.maximum(more - moved, moved - less)).clamp(min=0.0)
-            self._note(f"weight {name}", float(errors.max()) / scale, self._tolerances["weights"])
+            largest = _largest(made["weights"][name])
+            self._note(f"weight {name}", float(errors.max()), "weights", largest)
 
-    def _compare_gradients(
-        self, event: Mapping[str, Any], whole: Mapping[str, Tensor], norm: float
-    ) -> None:
-        found = math.nan if event["grad_norm"] is None else event["grad_norm"]
-        self._note(
-            "gradients' norm", abs(found - norm), self._tolerances["gradients"] * norm + 1e-9
-        )
-        for name, places, ours in event["gradients"]:
-            expected = whole[name].flatten()[places]
-            error = float((ours - expected).abs().max()) / _scale(name, whole)
-            self._note(f"gradient of {name}", error, self._tolerances["gradients"])
-
-    def _check_steps(self) -> None:
-        """As many steps as asked for, of the samples asked for, each of them once."""
-        for number, rollout in enumerate(self._job["rollouts"]):
-            held = [
-                sorted({i for of_rank in self._rows for row in of_rank[at] for i in row})
-                for at, event in enumerate(self._seen)
-                if event["kind"] == "step" and event["rollout"] == number
-            ]
-            count, size = len(rollout["samples"]), rollout.get("global_batch_size")
-            if "steps" in rollout:
-                self._require("steps", held, [sorted(step) for step in rollout["steps"]])
-            elif size is not None:
-                sizes = [min(size, count - first) for first in range(0, count, size)]
-                self._require("samples of the steps", [len(step) for step in held], sizes)
-            else:
-                self._require("steps", held, [list(range(count))])
-            if not self._job["planner"]["dynamic_batch_exchange"] and "steps" not in rollout:
-                self._check_order(number)
-            self._require(
-                "all samples", sorted(i for step in held for i in step), list(range(count))
-            )
-
-    def _check_order(self, number: int) -> None:
-        """Samples that stay on their rank are trained in its order, where batches and ranks come
-        out even as many of each rank in every step."""
-        events = enumerate(self._seen)
-        at = [n for n, e in events if (e["kind"], e["rollout"]) == ("step", number)]
+    def _check_steps(self, number: int) -> None:
+        """As many steps of a rollout as asked for, of the samples asked for, each of them once."""
         rollout = self._job["rollouts"][number]
-        held = collections.Counter(rank for _, _, rank in rollout["samples"])
-        ranks, size = self._job["dims"]["data_parallel"], rollout.get("global_batch_size", 0)
-        even = size and size % ranks == 0 and len(held) == ranks and len({*held.values()}) == 1
-        for of_rank in self._rows:
-            steps = [sorted(i for row in of_rank[n] for i in row) for n in at]
+        count, size = len(rollout["samples"]), rollout.get("global_batch_size")
+        events = [(each["kind"], each["rollout"]) for each in self._seen]
+        at = [place for place, event in enumerate(events) if event == ("step", number)]
+        held = [sorted({i for rank in self._rows for row in rank[n] for i in row}) for n in at]
+        if "steps" in rollout:
+            self._require("steps", held, [sorted(step) for step in rollout["steps"]])
+        elif size is not None:
+            sizes = [min(size, count - first) for first in range(0, count, size)]
+            self._require("samples of the steps", [len(step) for step in held], sizes)
+        else:
+            self._require("steps", held, [list(range(count))])
+        self._require("all samples", sorted(i for step in held for i in step), [*range(count)])
+        if self._job["planner"]["dynamic_batch_exchange"] or "steps" in rollout:
+            return
+        # Samples that stay on their rank are trained in its order, where batches and ranks come out
+        # even as many of each rank in every step.
+        owned = collections.Counter(rank for _, _, rank in rollout["samples"])
+        ranks = self._job["dims"]["data_parallel"]
+        even = len(owned) == ranks and len({*owned.values()}) == 1
+        for rank in self._rows:
+            steps = [sorted(i for row in rank[n] for i in row) for n in at]
             trained = [i for step in steps for i in step]
             self._require("order of samples that stay", trained, sorted(trained))
-            if even:
-                whole = [len(step) for step in steps[: len(rollout["samples"]) // size]]
-                self._require("samples of a rank", {*whole} - {size // ranks}, set())
+            if size and size % ranks == 0 and even:
+                whole = {len(step) for step in steps[: count // size]}
+                self._require("samples of a rank", whole - {size // ranks}, set())
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) or 1.0
 
 
 def _scale(name: str, whole: Mapping[str, Tensor]) -> float:
     """The size of a tensor's gradient, relative to which it may be off."""
-    largest = max(float(each.abs().max()) for each in whole.values())
-    return max(float(whole[name].abs().max()), SMALL * largest) or 1.0
+    sizes = {each: float(gradient.abs().max()) for each, gradient in whole.items()}
+    return max(sizes[name], SMALL * max(sizes.values())) or 1.0
 
 
 def _adam(gradient: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ import math
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from kit.workers import FAULTS, is_planning_rank, worker_with
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, cpu_emulation
 from mcore_batching.planning import MCoreBatchingError, ParallelDims
 
-REFUSALS = ("DynamicBatchArgumentError",)
+REFUSAL = "DynamicBatchArgumentError"
 """Of settings, alone or beside the samples that there are."""
 
 
@@ -48,17 +49,10 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         ``refused``, by what error; or ``failed``, likewise; or ``not built``, why not; or
         ``differences``: of how many times what rounding may make of it each value was off, the
         largest under each name; ``wrong``: what had to be equal and was not; ``gap``: the smallest
-        by which a router chose its experts.
+        by which a router chose its experts; ``counts`` of slots.
     """
-    if job["model"]["kind"] == "mla" and latent.HAVE_TE and not isinstance(latent.TELinear, type):
-        return {"not built": "0.16 makes no such layers without Transformer Engine"}
-    predicts = job["model"]["settings"].get("mtp_num_layers")
-    if predicts and not compat.modules_with_multi_token_losses():
-        return {"not built": "0.16 runs no multi-token prediction on packed rows"}
-    if "hybrid_layer_pattern" in job["model"]["options"] and not compat.has_hybrid_model():
-        return {"not built": "HybridModel is there from 0.18 on"}
-    if not {*job["model"]["settings"]} <= {*TransformerConfig.__dataclass_fields__}:
-        return {"not built": "a setting of later versions"}
+    if why := _why_not_built(job["model"]):
+        return {"not built": why}
     with _layout(ParallelDims(data_parallel=job["nproc"])):
         reference = RandomReference(job) if dist.get_rank() == 0 else None
         weights = _from_first(lambda: reference and reference.weights)
@@ -81,20 +75,36 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
             raise  # nothing communicates any more
         except (CollectiveError, MCoreBatchingError):  # on every rank
             said = traceback.format_exc()[-3000:]
-            is_refusal = any(name in said for name in REFUSALS)
-            return {"refused" if is_refusal else "failed": said}
+            return {"refused" if REFUSAL in said else "failed": said}
     with _layout(ParallelDims(data_parallel=job["nproc"])):
         rows = _all_ranks([each["rows"] for each in run.seen])
         made = _from_first(
             lambda: reference and _reference_of(job, reference, rollouts, run.seen, rows)
         )
-    report = Comparison(job, rollouts, run.seen, rows, made["made"]).report()
+    compared = Comparison(job, rollouts, run.seen, rows, made["made"])
     exchanged = job["planner"]["dynamic_batch_no_planned_shapes"] and shape.pipeline_parallel > 1
     if bool(messages["shapes"]) != exchanged:
-        report["wrong"].append(f"stages exchange {messages['shapes']} shapes")
-    report["wrong"] += _wrong_with_worker(job["worker"], planned, run.seen)
-    report["wrong"] += run.wrong_records()
-    return report | {"gap": made["gap"], "counts": [event.get("slots") for event in run.seen]}
+        compared.wrong.append(f"stages exchange {messages['shapes']} shapes")
+    compared.wrong += _wrong_with_worker(job["worker"], planned, run.seen) + run.wrong_records()
+    return {
+        "differences": compared.differences,
+        "wrong": compared.wrong,
+        "gap": made["gap"],
+        "counts": [event.get("slots") for event in run.seen],
+    }
+
+
+def _why_not_built(model: dict[str, Any]) -> str:
+    """What this version of Megatron lacks for a model; "": nothing."""
+    settings = model["settings"]
+    if model["kind"] == "mla" and latent.HAVE_TE and not isinstance(latent.TELinear, type):
+        return "0.16 makes no such layers without Transformer Engine"
+    if settings.get("mtp_num_layers") and not compat.modules_with_multi_token_losses():
+        return "0.16 runs no multi-token prediction on packed rows"
+    if "hybrid_layer_pattern" in model["options"] and not compat.has_hybrid_model():
+        return "HybridModel is there from 0.18 on"
+    is_known = settings.keys() <= TransformerConfig.__dataclass_fields__.keys()
+    return "" if is_known else "a setting of later versions"
 
 
 @contextlib.contextmanager
@@ -107,27 +117,23 @@ def counted_transfers() -> Iterator[dict[str, int]]:
     counts = {"shapes": 0, "tensors": 0}
     batch, one_by_one = dist.batch_isend_irecv, p2p_communication._p2p_ops
 
-    def count(tensor: Tensor) -> None:
-        counts["tensors" if tensor.is_floating_point() else "shapes"] += 1
+    def count(tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            counts["tensors" if tensor.is_floating_point() else "shapes"] += 1
 
     def counted_batch(operations: list[dist.P2POp]) -> Any:
-        for operation in operations:
-            count(operation.tensor)
+        count(operation.tensor for operation in operations)
         return batch(operations)
 
     def counted_one_by_one(**options: Any) -> Any:
-        for name, value in options.items():
-            if name.startswith("tensor_") and value is not None:
-                count(value)
+        count(v for n, v in options.items() if n.startswith("tensor_") and v is not None)
         return one_by_one(**options)
 
-    dist.batch_isend_irecv = counted_batch
-    p2p_communication._p2p_ops = counted_one_by_one
-    try:
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", counted_batch),
+        mock.patch.object(p2p_communication, "_p2p_ops", counted_one_by_one),
+    ):
         yield counts
-    finally:
-        dist.batch_isend_irecv = batch
-        p2p_communication._p2p_ops = one_by_one
 
 
 @contextlib.contextmanager
@@ -220,13 +226,7 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
 
 def _begin_others(values: list[Tensor], stream: str, lengths: Sequence[tuple[int, int]]) -> None:
     """Let some samples begin like another: whole turns of trajectories, and branches at any place,
-    within prompts and within responses.
-
-    Args:
-        values: of every sample, changed.
-        stream: of random numbers, by which the same samples begin the same others.
-        lengths: total and response length of every sample.
-    """
+    within prompts and within responses. By one stream the same samples begin the same others."""
     drawn = random.Random(stream)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i][0])
     for place, turn in enumerate(order):
@@ -245,15 +245,7 @@ def _reference_of(
     seen: Sequence[Mapping[str, Any]],
     rows: Sequence[Sequence[Sequence[Sequence[int]]]],
 ) -> dict[str, Any]:
-    """The engine's passes and steps again, each of the samples that the engine's holds.
-
-    Args:
-        job: as drawn.
-        reference: not trained yet.
-        rollouts: the samples of each.
-        seen: of this rank.
-        rows: of each rank, the samples of each row of each event in ``seen``.
-    """
+    """The engine's passes and steps again, each of the samples that the engine's holds."""
     made: list[Any] = []
     given: dict[int, Samples] = {}
     for event, of_ranks in zip(seen, zip(*rows, strict=True), strict=True):
@@ -267,11 +259,10 @@ def _reference_of(
         outputs = reference.outputs(samples, is_trained_next=number not in given)
         made.append(outputs)
         if number not in given:
-            added = job["objective"]["forward_only"] != "none"
-            behaviour = [log_probs for log_probs, _ in outputs]
-            given[number] = samples | {
-                "behaviour": behaviour if added else samples["rollout_log_probs"]
-            }
+            behaviour = samples["rollout_log_probs"]
+            if job["objective"]["forward_only"] != "none":
+                behaviour = [log_probs for log_probs, _ in outputs]
+            given[number] = samples | {"behaviour": behaviour}
     return {"made": made, "gap": reference.smallest_gap}
 
 
@@ -306,8 +297,5 @@ def _clock(job: Mapping[str, Any]) -> Iterator[None]:
         "absurd": lambda: stream.choice([math.nan, math.inf, -math.inf, -1e30, 1e300, 0.0]),
     }
     clock = SimpleNamespace(perf_counter=clocks[job["clock"]])
-    own, cpu_emulation.time = cpu_emulation.time, clock
-    try:
+    with mock.patch.object(cpu_emulation, "time", clock):
         yield
-    finally:
-        cpu_emulation.time = own

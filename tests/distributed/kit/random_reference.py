@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -50,27 +49,23 @@ from mcore_batching.planning import ParallelDims
 
 WEIGHTS = {"policy": 1.0, "kl": KL_WEIGHT, "entropy": -0.2, "page": 0.2}
 """Of the terms in the loss."""
+LEFT_OUT = (
+    *("recompute", "pipeline_model_parallel_layout", "num_layers_in", "batch_p2p", "overlap_p2p"),
+    *("moe_aux", "moe_z", "moe_router_load"),  # by definition below
+)
+"""How settings begin that the reference has not."""
 
 
 class RandomReference:
-    """The plain model of a drawn job, trained as the job says.
-
-    Args:
-        job: as drawn.
-    """
+    """The plain model of a drawn job, trained as the job says."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._objective = job["objective"]
         drawn = job["model"]
-        settings = pipeline_config(ParallelDims()) | drawn["settings"]
-        left_out = ("recompute", "pipeline_model", "num_layers_in", "batch_p2p", "overlap_p2p")
-        left_out += ("moe_aux", "moe_z", "moe_router_load")  # by definition below
-        for name in [name for name in settings if name.startswith(left_out)]:
-            if name != "pipeline_model_parallel_size":
-                del settings[name]
-        config = transformer_config(drawn["kind"], **settings)
-        layer = functools.partial(layer_spec, drawn["kind"], config=config)
-        self._model = plain_model_of(config, layer=layer, **drawn["options"])
+        settings = (pipeline_config(ParallelDims()) | drawn["settings"]).items()
+        kept = {n: v for n, v in settings if not n.startswith(LEFT_OUT)}
+        config = transformer_config(drawn["kind"], **kept)
+        self._model = plain_model_of(drawn["kind"], config, **drawn["options"])
         if drawn["trained"] != "all":
             freeze(drawn["trained"], self._model)
             self._model.to(torch.device(torch.cuda.current_device()))  # adapters, too
@@ -185,8 +180,7 @@ class RandomReference:
             is updated, ``gradients`` and ``grad_norm``.
         """
         terms: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": [], "page": []}
-        page = self._objective["page"]
-        masks, farthest = [], 1.0
+        page, masks, farthest = self._objective["page"], list[Tensor](), 1.0
         chosen = sorted(i for row in rows for i in row)
         routed: dict[int, list[Tensor]] = {}
         later: list[list[tuple[Tensor, Tensor]]] = []
@@ -200,14 +194,14 @@ class RandomReference:
                 samples[name][i].to(log_probs.device)
                 for name in ("behaviour", "advantages", "ref_log_probs", "rollout_log_probs")
             )
-            if page is not None:
-                given = log_probs, behaviour, engine, advantages, masks[-1]
-                terms["page"].append(terms_by_hand(page, *given))
             is_policy = self._objective["terms"] == "policy"
             policy = policy_terms(log_probs, behaviour, advantages) if is_policy else -log_probs
             terms["policy"].append(policy)
             terms["kl"].append(kl_terms(log_probs, anchor))
             terms["entropy"].append(entropies)
+            if page is not None:
+                given = log_probs, behaviour, engine, advantages, masks[-1]
+                terms["page"].append(terms_by_hand(page, *given))
         means = {
             # Where a log-prob goes through an exponential, its error becomes a relative one.
             name: _mean(self._objective[name], terms[name], masks, farthest)
@@ -228,20 +222,16 @@ class RandomReference:
             made = _mean("token", losses, weights, 1.0)
             means[f"mtp_{depth + 1} loss"] = made
             loss = loss + made[0] * config.mtp_loss_scaling_factor / config.mtp_num_layers
-        num_tokens = max(trained_tokens(masks), 1)
+        num_tokens = sum(int((mask != 0).sum()) for mask in masks)
         if "indexer_loss" in self._balancing:  # a sum over the tokens of each sample, by Megatron
             from megatron.core.transformer.experimental_attention_variant import dsa
 
-            dsa.DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(1 / num_tokens))
+            dsa.DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(1 / max(num_tokens, 1)))
         elif self._balancing:
-            loss = loss + self._unbalanced(routed, rows) / num_tokens
+            loss = loss + self._unbalanced(routed, rows) / max(num_tokens, 1)
         result: dict[str, Any] = {
             "metrics": {name: [float(value), float(size)] for name, (value, size) in means.items()},
-            "counts": [
-                len(chosen),
-                sum(bool(mask.any()) for mask in masks),
-                trained_tokens(masks),
-            ],
+            "counts": [len(chosen), sum(bool(mask.any()) for mask in masks), num_tokens],
         }
         if chosen:  # else nothing is updated
             result |= self._update(loss)
@@ -286,10 +276,6 @@ def trained_mask(samples: Mapping[str, list[Any]], i: int) -> Tensor:
     return mask
 
 
-def trained_tokens(masks: Sequence[Tensor]) -> int:
-    return sum(int((mask != 0).sum()) for mask in masks)
-
-
 def _mean(
     name: str, terms: Sequence[Tensor], masks: Sequence[Tensor], each: float
 ) -> tuple[Any, float]:
@@ -321,20 +307,9 @@ def _mean_of_groups(
 
 
 def plain_model_of(
-    config: TransformerConfig,
-    *,
-    layer: Callable[[ModuleSpec], Any] = lambda with_attention: with_attention,
-    hybrid_layer_pattern: str | None = None,
-    **options: Any,
+    kind: str, config: TransformerConfig, *, hybrid_layer_pattern: str | None = None, **options: Any
 ) -> Any:
-    """The whole model of a config, on plain rows.
-
-    Args:
-        config: of the model.
-        layer: gives the layers, of one with attention; not of a hybrid model.
-        hybrid_layer_pattern: of a hybrid model, whether cut into stages or not; None: a GPT model.
-        options: others of the model.
-    """
+    """The whole model of a config, on plain rows: a hybrid one of a pattern, or a GPT model."""
     if hybrid_layer_pattern is not None:
         (model,) = build_model(
             config,
@@ -355,25 +330,21 @@ def plain_model_of(
     )
     if config.multi_latent_attention:
         local_layer.submodules.self_attention.submodules.core_attention = PlainAttention
+    later_tokens = None
+    if config.mtp_num_layers:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+        later_tokens = get_gpt_mtp_block_spec(config, local_layer, use_transformer_engine=False)
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer(local_layer),
+        transformer_layer_spec=layer_spec(kind, local_layer, config),
         vocab_size=VOCABULARY,
         max_sequence_length=MAX_SEQUENCE_LENGTH,
         pre_process=True,
         post_process=True,
-        mtp_block_spec=mtp_block_spec(config, local_layer),
+        mtp_block_spec=later_tokens,
         **options,
     ).to(torch.device(torch.cuda.current_device()))
-
-
-def mtp_block_spec(config: TransformerConfig, layer: ModuleSpec) -> Any:
-    """Megatron's own, None where the model predicts one token alone."""
-    if not config.mtp_num_layers:
-        return None
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-
-    return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
 
 
 class PlainAttention(torch.nn.Module):

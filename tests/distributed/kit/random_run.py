@@ -19,17 +19,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
 from kit.exactness import arguments, counted_tokens
-from kit.model import (
-    adam,
-    local_part,
-    named_parameters,
-    packed_model,
-    transformer_config,
-)
+from kit.model import adam, local_part, named_parameters, packed_model, transformer_config
 from kit.objective import MEANS, kl_terms, policy_terms, share_of_the_page
 from kit.random_reference import WEIGHTS
 from kit.samples import ALLOWED, take
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch, StepTotals
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.batch.columns import map_tensors
 from mcore_batching.megatron import (
     add_fields,
@@ -50,22 +44,17 @@ from mcore_batching.planning.plans.records import read_records
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.rl import pad_batch
 
-SCHEMA = DEFAULT_SCHEMA
-for _name, _kind in {
-    "old_log_probs": Kind.PER_RESPONSE_TOKEN,
-    "old_entropy": Kind.PER_RESPONSE_TOKEN,
-    "source": Kind.PER_SAMPLE,
-    "image": Kind.METADATA,
-}.items():
-    SCHEMA = SCHEMA.declare(_name, _kind)
-OPTIONS = ("temperature", "chunk_tokens")
-"""Of an objective, those of log-probabilities."""
+SCHEMA = (
+    DEFAULT_SCHEMA.declare("old_log_probs", Kind.PER_RESPONSE_TOKEN)
+    .declare("old_entropy", Kind.PER_RESPONSE_TOKEN)
+    .declare("source", Kind.PER_SAMPLE)
+    .declare("image", Kind.METADATA)
+)
 COSTS = CostModel(quadratic=0.25, per_micro_batch=2.0)
 """Read from a file where steps are recorded."""
 DECLARED, INCREMENT = 5, 7
 """Samples that a step counts as, by the rollout data or by what calls `train_step`, where there is
 no global batch size."""
-FORWARD_CAP = "dynamic_batch_forward_only_max_tokens_per_gpu"
 Samples = dict[str, list[Any]]
 BEHAVIOUR = {"none": "rollout_log_probs", "old": "old_log_probs", "replaced": "log_probs"}
 """The field that a policy loss compares with, by what the forward pass before is for."""
@@ -86,12 +75,7 @@ def values_of(
 
 
 class RandomRun:
-    """A drawn job on this rank.
-
-    Args:
-        job: as drawn.
-        shape: its dims, whose groups are there.
-        weights: whole weights to begin with.
+    """A drawn job on this rank, whose groups are there, from these whole weights.
 
     Attributes:
         seen: what came of every forward pass and step on this rank, in order.
@@ -100,8 +84,7 @@ class RandomRun:
     def __init__(
         self, job: Mapping[str, Any], shape: ParallelDims, weights: Mapping[str, Tensor]
     ) -> None:
-        self._job, self._shape = job, shape
-        self._ddp = job["ddp"]
+        self._job, self._shape, self._ddp = job, shape, job["ddp"]
         self._model = self._build(weights)
         self._optimizer = adam(
             self._model,
@@ -110,12 +93,11 @@ class RandomRun:
             job["bfloat16"],
         )
         self._args = arguments(shape, **job["planner"])
-        if job["recorded"]:
-            folder = [tempfile.mkdtemp()]
-            dist.broadcast_object_list(folder, src=0)
-            self._record_into(Path(folder[0]))
+        self._cap = job["planner"].get("max_tokens_per_gpu", math.inf)
         self.seen: list[dict[str, Any]] = []
         self._rollout = -1
+        if job["recorded"]:
+            self._record()
 
     def _build(self, weights: Mapping[str, Tensor]) -> list[Any]:
         drawn = self._job["model"]
@@ -149,10 +131,13 @@ class RandomRun:
                 parameter.copy_(whole.flatten()[part].to(parameter.device))
         return model
 
-    def _record_into(self, folder: Path) -> None:
-        self._args.dynamic_batch_record = str(folder)
+    def _record(self) -> None:
+        """Let rank 0 record steps, with costs from a file where none are learnt."""
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder, src=0)
+        self._args.dynamic_batch_record = folder[0]
         if self._args.dynamic_batch_cost_model == "fixed":
-            file = folder / "costs.json"
+            file = Path(folder[0], "costs.json")
             if dist.get_rank() == 0:
                 file.write_text(COSTS.to_json())
             dist.barrier()
@@ -187,20 +172,18 @@ class RandomRun:
         """Plan the samples, run them forward if asked to, and train every step."""
         self._rollout += 1
         data, mine, steps = self._own(samples, rollout)
+        size = rollout.get("global_batch_size")
         # A rank without samples need not know of a batch size.
-        self._args.global_batch_size = rollout.get("global_batch_size") if mine else None
+        self._args.global_batch_size = size if mine else None
         check_settings(self._args, self._model)
         given = map_tensors(data, torch.clone)
-        size = rollout.get("global_batch_size")
-        declared = (
-            {"dynamic_global_batch_size": DECLARED}
-            if steps is not None and not self._rollout
-            else {}
-        )
+        is_declared = steps is not None and not self._rollout
+        if is_declared:
+            given["dynamic_global_batch_size"] = DECLARED
         iterators, counts = get_data_iterator(
             self._args,
             self._model,
-            given | declared if self._holds else None,
+            given if self._holds else None,
             schema=SCHEMA,
             # Steps may be read once.
             steps=None if steps is None or not self._holds else map(iter, steps),
@@ -208,53 +191,51 @@ class RandomRun:
         # What the caller does to its own afterwards changes nothing.
         map_tensors(given, torch.Tensor.zero_)
         self._forward(iterators, counts, mine)
-        schedule = schedule_of(iterators)
-        held = schedule.rollout_data
-        are_padding = held.get("is_padding") or [False] * len(held["tokens"])
         for step in range(len(counts)):
-            rows = schedule.steps[step]
-            advances: list[int] = []
-            scheduler = SimpleNamespace(step=lambda increment, a=advances: a.append(increment))
-            with counted_tokens(self._model) as tokens:
-                result = train_step(
-                    self._loss,
-                    self._args,
-                    self._model,
-                    iterators,
-                    counts,
-                    self._optimizer,
-                    scheduler,
-                    step=step,
-                    increment=None if size or declared else INCREMENT,
-                )
-            self.seen.append(
-                {
-                    "kind": "step",
-                    "rollout": self._rollout,
-                    "rows": [
-                        [int(held["sample_indices"][i]) for i in row if not are_padding[i]]
-                        for row in rows
-                    ],
-                    "metrics": result.metrics,
-                    "grad_norm": result.grad_norm,
-                    "updated": result.update_successful,
-                    "counted": [result.consumed_samples, *advances],
-                    "counts as": size or (DECLARED if declared else INCREMENT),
-                    "totals": result.totals,
-                    "slots": [result.num_microbatches, counts[step], len(rows)],
-                    "ends with a placeholder": any(rows)
-                    and not rows[-1]
-                    and not self._job["mixed_sizes"],
-                    "tokens": self._tokens(schedule, step, sum(tokens)),
-                    "fullest": self._fullest(
-                        schedule, step, self._job["planner"].get("max_tokens_per_gpu", math.inf)
-                    ),
-                    "gradients": self._gradients(),
-                    "weights": self._weights(),
-                }
-            )
+            self._step(iterators, counts, step, size or (DECLARED if is_declared else None))
         if self._rollout == len(self._job["rollouts"]) - 1:  # else the next one's pass has them
             self._forward(iterators, counts, mine)
+
+    def _step(self, iterators: Any, counts: Any, step: int, size: int | None) -> None:
+        """Train a step that counts as so many samples, None: as the caller says."""
+        schedule, advances = schedule_of(iterators), list[int]()
+        held, rows = schedule.rollout_data, schedule.steps[step]
+        are_padding = held.get("is_padding") or [False] * len(held["tokens"])
+        ends_empty = any(rows) and not rows[-1] and not self._job["mixed_sizes"]
+        with counted_tokens(self._model) as tokens:
+            result = train_step(
+                self._loss,
+                self._args,
+                self._model,
+                iterators,
+                counts,
+                self._optimizer,
+                SimpleNamespace(step=lambda increment: advances.append(increment)),
+                step=step,
+                increment=None if size else INCREMENT,
+            )
+        self.seen.append(
+            {
+                "kind": "step",
+                "rollout": self._rollout,
+                "rows": [
+                    [int(held["sample_indices"][i]) for i in row if not are_padding[i]]
+                    for row in rows
+                ],
+                "metrics": result.metrics,
+                "grad_norm": result.grad_norm,
+                "updated": result.update_successful,
+                "counted": [result.consumed_samples, *advances],
+                "counts as": size or INCREMENT,
+                "totals": result.totals,
+                "slots": [result.num_microbatches, counts[step], len(rows)],
+                "ends with a placeholder": ends_empty,
+                "tokens": self._tokens(schedule, step, sum(tokens)),
+                "fullest": self._fullest(schedule, step, self._cap),
+                "gradients": self._gradients(),
+                "weights": self._weights(),
+            }
+        )
 
     @property
     def _holds(self) -> bool:
@@ -271,13 +252,11 @@ class RandomRun:
     ) -> tuple[Samples, list[int], list[list[int]] | None]:
         """This replica's samples, their numbers, and its local indices of every step if given."""
         replica = parallel_state.get_data_parallel_rank()
-        owners = [rank for _, _, rank in rollout["samples"]]
-        mine = [i for i, rank in enumerate(owners) if rank == replica]
+        mine = [i for i, (_, _, rank) in enumerate(rollout["samples"]) if rank == replica]
         data = take(samples, mine)
-        padded_to = rollout.get("padded_to")
-        if padded_to is not None and mine:
-            data = pad_batch(data, padded_to, SCHEMA, pad_token_id=0)
-        if padded_to is not None:
+        if "padded_to" in rollout:
+            if mine:
+                data = pad_batch(data, rollout["padded_to"], SCHEMA, pad_token_id=0)
             data.setdefault("is_padding", [False] * len(mine))
         if "steps" not in rollout:
             return data, mine, None
@@ -289,12 +268,12 @@ class RandomRun:
 
     def _forward(self, iterators: Sequence[Any], counts: list[int], mine: list[int]) -> None:
         """A forward pass, whose log-probs training goes on with if the job says so."""
-        objective = self._job["objective"]
-        prefix = "old_" if objective["forward_only"] == "old" else ""
+        kind = self._job["objective"]["forward_only"]
+        prefix = "old_" if kind == "old" else ""
         outputs = forward_only(
             self._statistics, self._args, self._model, iterators, counts, store_prefix=prefix
         )
-        cap = getattr(self._args, FORWARD_CAP, None)
+        cap = self._job["planner"].get("dynamic_batch_forward_only_max_tokens_per_gpu")
         fullest = 0.0
         if cap is not None:
             own = plan_forward_passes(rollout_of(iterators), job_of(self._args), self._model)
@@ -311,61 +290,52 @@ class RandomRun:
                 "outputs": {name.removeprefix(prefix): v for name, v in outputs.items()},
             }
         )
-        statistics = (f"{prefix}log_probs", f"{prefix}entropy")
-        if objective["forward_only"] != "none":
-            add_fields(iterators, {n: v for n, v in outputs.items() if n in statistics})
+        if kind != "none":
+            names = (f"{prefix}log_probs", f"{prefix}entropy")
+            add_fields(iterators, {name: outputs[name] for name in names if name in outputs})
 
-    def _statistics(self, logits: Any, micro_batch: PackedMicroBatch) -> dict[str, Any]:
-        logits = self._allowed(logits)
-        options = {name: self._job["objective"][name] for name in OPTIONS}
-        found: dict[str, Any] = {
-            "length": [torch.tensor(length) for length in micro_batch.total_lengths]
-        }
+    def _log_probs(self, logits: Any, row: Any, with_entropy: bool) -> dict[str, list[Tensor]]:
+        """``log_probs`` and ``entropy``, with the last half of the vocabulary banned or not."""
+        objective, banned = self._job["objective"], self._job["banned"]
+        options = {name: objective[name] for name in ("temperature", "chunk_tokens")}
+        if banned is not None:
+            lowest = -math.inf if banned == "infinite" else torch.finfo(logits.dtype).min
+            size = logits.shape[-1]
+            first = size * parallel_state.get_tensor_model_parallel_rank()
+            entries = torch.arange(first, first + size, device=logits.device)
+            logits = logits.masked_fill(entries >= ALLOWED, lowest)
+        if not with_entropy:
+            return {"log_probs": response_log_probs(logits, row, **options)}
+        log_probs, entropy = response_log_probs_and_entropy(logits, row, **options)
+        return {"log_probs": log_probs, "entropy": entropy}
+
+    def _statistics(self, logits: Any, micro_batch: Any) -> dict[str, Any]:
+        found = {"length": [torch.tensor(length) for length in micro_batch.total_lengths]}
         if self._job["fields"]:
             images = [image or {"pixels": torch.zeros(0, 2)} for image in micro_batch["image"]]
             found |= values_of(micro_batch["tokens"], micro_batch["source"], images)
-        if not self._job["objective"]["forward_entropy"]:
-            return found | {"log_probs": response_log_probs(logits, micro_batch, **options)}
-        log_probs, entropy = response_log_probs_and_entropy(logits, micro_batch, **options)
-        return found | {"log_probs": log_probs, "entropy": entropy}
+        with_entropy = self._job["objective"]["forward_entropy"]
+        return found | self._log_probs(logits, micro_batch, with_entropy)
 
-    def _allowed(self, logits: Any) -> Any:
-        """Logits, of which the last half of the vocabulary may be banned."""
-        if self._job["banned"] is None:
-            return logits
-        lowest = -math.inf if self._job["banned"] == "infinite" else torch.finfo(logits.dtype).min
-        size = logits.shape[-1]
-        first = size * parallel_state.get_tensor_model_parallel_rank()
-        entries = torch.arange(first, first + size, device=logits.device)
-        return logits.masked_fill(entries >= ALLOWED, lowest)
-
-    def _loss(
-        self, logits: Any, row: PackedMicroBatch, totals: StepTotals
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        logits, objective = self._allowed(logits), self._job["objective"]
-        options = {name: objective[name] for name in OPTIONS}
-        if objective["entropy"] is None:
-            log_probs = response_log_probs(logits, row, **options)
-            entropy = None
-        else:
-            log_probs, entropy = response_log_probs_and_entropy(logits, row, **options)
-        behaviour = BEHAVIOUR[objective["forward_only"]]
-        if objective["terms"] == "likelihood":
-            policy = [-values for values in log_probs]
-        else:
-            given = zip(log_probs, row[behaviour], row["advantages"], strict=True)
-            policy = [policy_terms(*values) for values in given]
-        shares = {"policy": MEANS[objective["policy"]](policy, row, totals)}
-        if objective["kl"] is not None:
-            terms = [kl_terms(*each) for each in zip(log_probs, row["ref_log_probs"], strict=True)]
-            shares["kl"] = MEANS[objective["kl"]](terms, row, totals)
+    def _loss(self, logits: Any, row: Any, totals: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        objective = self._job["objective"]
+        made = self._log_probs(logits, row, objective["entropy"] is not None)
+        new, old = made["log_probs"], row[BEHAVIOUR[objective["forward_only"]]]
+        policy = map(policy_terms, new, old, row["advantages"])
+        terms = {
+            "policy": [-each for each in new] if objective["terms"] == "likelihood" else policy,
+            "kl": map(kl_terms, new, row["ref_log_probs"]),
+            "entropy": made.get("entropy", []),
+        }
+        shares = {
+            name: MEANS[objective[name]]([*values], row, totals)
+            for name, values in terms.items()
+            if objective[name] is not None
+        }
         if objective["page"] is not None:
-            given = {"new": log_probs, "old": row[behaviour], "advantages": row["advantages"]}
-            shares["page"] = share_of_the_page(
-                objective["page"], **given, micro_batch=row, totals=totals
-            )
-        if entropy is not None:
-            shares["entropy"] = MEANS[objective["entropy"]](entropy, row, totals)
+            given = {"new": new, "old": old, "advantages": row["advantages"]}
+            given |= {"micro_batch": row, "totals": totals}
+            shares["page"] = share_of_the_page(objective["page"], **given)
         weighted = [WEIGHTS[name] * share for name, share in shares.items()]
         return torch.stack(weighted).sum(), shares
 

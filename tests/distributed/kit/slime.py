@@ -17,12 +17,13 @@ import copy
 import importlib
 import math
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.utils import get_model_config
@@ -44,52 +45,39 @@ STAND_INS = StandIns(
         *("safetensors", "pydantic", "polars", "tokenizers"),  # miles' besides
     )
 )
-
 CAP_TOKENS = 48
 # Shapes of `make_samples`: (17, 9), (5, 0), (8, 1), (12, 7), (3, 2), (27, 20), (9, 4), (16, 15).
 SAMPLES = [0, 1, 5, 7, 8, 9, 10, 11]
-
-
 ROLLOUTS = [0, 0, 1, 2, 3, 3, 4, 5]
 """Of each of the samples; two rollouts have two."""
-
 LOG_PROBS = 2e-6
 GRADIENTS = 2e-5
 REPORTED = 2e-6
 """Tolerances, as in `test_exactness`: both sides compute in float32 over rows of other contents."""
-
 COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2-tokens": ({"data_parallel": 2}, {"per_token_loss": True}),
     "dp2-samples": ({"data_parallel": 2}, {"per_token_loss": False}),
     "dp2-gspo": ({"data_parallel": 2}, {"per_token_loss": True, "advantage_estimator": "gspo"}),
     "cp2-tokens": ({"context_parallel": 2}, {"per_token_loss": True}),
     "pp2-samples": ({"pipeline_parallel": 2}, {"per_token_loss": False}),
-    "tp2-sp-tokens": (
-        {"tensor_parallel": 2, "sequence_parallel": True},
-        {"per_token_loss": True},
-    ),
+    "tp2-sp-tokens": ({"tensor_parallel": 2, "sequence_parallel": True}, {"per_token_loss": True}),
 }
 """Parallel dims and settings of `compare`."""
 
 
 def compared_jobs(of: str, source: str) -> list[Job]:
     """A job of two ranks for each of `COMPARED`, with this framework's checkout."""
-    return [
-        Job(
-            f"{of.replace(' ', '-')}-{name}",
-            "kit.slime:compare",
-            2,
-            dims,
-            {"dims": dims, "of": of, "source": source, **settings},
-        )
-        for name, (dims, settings) in COMPARED.items()
-    ]
+    jobs = []
+    for name, (dims, settings) in COMPARED.items():
+        parameters = {"dims": dims, "of": of, "source": source, **settings}
+        jobs.append(Job(f"{of.replace(' ', '-')}-{name}", "kit.slime:compare", 2, dims, parameters))
+    return jobs
 
 
 def check_equal(job: Job, ranks: list[dict[str, Any]]) -> None:
     """Both steps of `compare` gave the same, and the hooked one had placeholders."""
     is_planned = job.parameters["of"] != "slime unplanned"
-    replicas = job.dims.get("data_parallel", 1)
+    replicas = job.parameters["dims"].get("data_parallel", 1)
     assert max(rank["log_probs"] for rank in ranks) < LOG_PROBS
     assert max(rank["gradients"] for rank in ranks) < GRADIENTS
     for rank in ranks:
@@ -109,16 +97,6 @@ def check_equal(job: Job, ranks: list[dict[str, Any]]) -> None:
             assert same, (name, hooked[name], value)
 
 
-def use_checkout(source: str) -> None:
-    """Import slime or miles from here from now on, even if another job has imported another."""
-    torch.compiler.set_stance("force_eager")
-    forget("slime", "miles")
-    if STAND_INS not in sys.meta_path:
-        sys.meta_path.append(STAND_INS)
-    sys.path.insert(0, source)
-    importlib.invalidate_caches()
-
-
 def compare(
     dims: dict[str, Any],
     of: str,
@@ -136,10 +114,15 @@ def compare(
         the hooked ``counts`` and ``placeholders`` over all ranks.
     """
     shape = ParallelDims(**dims)
-    use_checkout(source)
+    torch.compiler.set_stance("force_eager")
+    forget("slime", "miles")  # another job may have imported those of another checkout
+    if STAND_INS not in sys.meta_path:
+        sys.meta_path.append(STAND_INS)
+    sys.path.insert(0, source)
+    importlib.invalidate_caches()
     args = arguments(of, shape, per_token_loss, advantage_estimator)
-    modules = modules_of(of)
-    own_part, own = _step(modules, args, shape)
+    modules = _modules_of_miles() if of == "miles" else _modules_of_slime(of)
+    own = _step(modules, args, shape)
     args = copy.copy(args)
     args.use_dynamic_batch_size = True
     planned: Any = contextlib.nullcontext()
@@ -148,22 +131,19 @@ def compare(
     assert planned is not None
     with planned, mcore_batching.hook(modules.data, modules.model) as hooked:
         assert len(hooked.hooked) == 2, hooked
-        part, ours = _step(modules, args, shape)
+        ours = _step(modules, args, shape)
     replaced = [modules.model.forward_only, modules.data.get_data_iterator]
     replaced += [modules.plan.build_dp_schedule] if modules.plan else []
     assert not any(hasattr(each, "_mcore_batching_original") for each in replaced)
 
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    by_sample = dict(zip(own_part, own["log_probs"], strict=is_last_stage()))
-    torch.distributed.all_gather_object(parts, by_sample, group=None)
-    differences = [0.0]
     # Context-parallel ranks hold other parts of a sample: those of this rank's peers alone count.
-    peers = torch.distributed.get_process_group_ranks(parallel_state.get_data_parallel_group())
-    for sample, values in zip(part, ours["log_probs"], strict=is_last_stage()):
-        (same,) = [parts[rank][sample] for rank in peers if sample in parts[rank]]
-        differences.append(difference(values, same))
+    group = parallel_state.get_data_parallel_group()
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, own["log_probs"], group=group)
+    same = {sample: values for part in parts for sample, values in part.items()}
+    differences = [difference(each, same[sample]) for sample, each in ours["log_probs"].items()]
     return {
-        "log_probs": max(differences),
+        "log_probs": max(differences, default=0.0),
         "gradients": max(map(difference, ours["gradients"], own["gradients"])),
         "reported": [own["reported"], ours["reported"]],
         "counts": ours["counts"],
@@ -172,21 +152,19 @@ def compare(
     }
 
 
-def modules_of(of: str) -> SimpleNamespace:
-    """The framework's modules from the checkout in use."""
-    if of == "miles":
-        return _modules_of_miles()
-    names = ("data", "model", "loss")
-    slime = SimpleNamespace(
-        **{each: importlib.import_module(f"slime.backends.megatron_utils.{each}") for each in names}
+def _modules_of_slime(of: str) -> SimpleNamespace:
+    """The modules that are run from the checkout in use, and what differs between frameworks."""
+    megatron = "slime.backends.megatron_utils"
+    data, model, loss = (
+        importlib.import_module(f"{megatron}.{n}") for n in ("data", "model", "loss")
     )
-    slime.cut, slime.plan = slime.loss, None
-    slime.iterators = lambda *given: slime.data.get_data_iterator(*given)  # hooked or not
+    slime = SimpleNamespace(data=data, model=model, loss=loss, cut=loss, plan=None)
+    slime.iterators = lambda *given: data.get_data_iterator(*given)  # hooked or not
     slime.step_options, slime.forward_options = (), {}
     if of == "slime":
         slime.plan = importlib.import_module("slime.utils.dp_schedule")
         slime.iterators = lambda args, chunks, rollout: (
-            slime.data.get_data_iterator(rollout),
+            data.get_data_iterator(rollout),
             rollout["num_microbatches"],
         )
         slime.forward_options = {"use_rollout_top_p_replay": True}
@@ -219,28 +197,47 @@ def _modules_of_miles() -> SimpleNamespace:
     return miles
 
 
-def _step(
-    modules: SimpleNamespace, args: Any, shape: ParallelDims
-) -> tuple[list[int], dict[str, Any]]:
-    """This rank's samples, and what a step over them gave."""
+def _step(modules: SimpleNamespace, args: Any, shape: ParallelDims) -> dict[str, Any]:
+    """What one of the framework's training steps gave, log-probs by the sample."""
     samples = take(make_samples(), SAMPLES)
-    deal = _planned if modules.plan else _dealt
-    part, plan, sizes = deal(modules, args, shape, samples)
+    part, plan, sizes = (_planned if modules.plan else _dealt)(modules, args, shape, samples)
     rollout = take({k: v for k, v in samples.items() if k != "advantages"}, part)
-    _cut_to_rank(modules.cut, rollout)
+    # Of what slime keeps by tokens of the rank, the context-parallel rank's part.
+    lengths = list(zip(rollout["total_lengths"], rollout["response_lengths"], strict=True))
+    for name in ("rollout_log_probs", "ref_log_probs"):
+        whole = zip(rollout[name], lengths, strict=True)
+        rollout[name] = [modules.cut.slice_log_prob_with_cp(each, *own) for each, own in whole]
     # slime has values of the whole batch among those of this rank's samples.
     rollout |= plan | {"raw_reward": [0.0] * (len(SAMPLES) + 3)}
-    chunks = model_of(shape, args)
+
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    per_token = args.calculate_per_token_loss
+    chunks = seeded_model(shape, "dense", ddp, calculate_per_token_loss=per_token)
+    config = get_model_config(chunks[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.variable_seq_lengths = True  # slime's arguments say so
     iterators, counts = modules.iterators(args, chunks, rollout)
     assert counts == plan.get("num_microbatches", counts)
-    made, gradients, reported = _trained(
-        *(modules, args, chunks, iterators, rollout, counts, *sizes, *modules.step_options),
-        **modules.forward_options,
-    )
+    log_probs = modules.loss.get_log_probs_and_entropy
+    passed = log_probs, args, chunks, iterators, counts
+    made = modules.model.forward_only(*passed, **modules.forward_options)
+    rollout.update(made)
+    modules.loss.compute_advantages_and_returns(args, rollout)
+    for iterator in iterators:
+        iterator.reset()
+    gradients: list[torch.Tensor] = []
+
+    def update() -> tuple[bool, float, int]:
+        gradients.extend(parameter.main_grad.clone() for _, parameter in named_parameters(chunks))
+        return True, 0.0, 0
+
+    given = (args, 0, 0, iterators, chunks, MagicMock(step=update), MagicMock(), *counts)
+    with mock.patch.object(modules.model, "get_args", return_value=args):
+        reported, *_ = modules.model.train_one_step(*given, *sizes, *modules.step_options)
     placeholders = torch.tensor(sum(not each for each in iterators[0].micro_batch_indices or []))
-    torch.distributed.all_reduce(placeholders, group=parallel_state.get_data_parallel_group())
-    return part, {
-        "log_probs": made.get("log_probs", []),
+    dist.all_reduce(placeholders, group=parallel_state.get_data_parallel_group())
+    return {
+        "log_probs": dict(zip(part, made.get("log_probs", []), strict=is_last_stage())),
         "gradients": gradients,
         "reported": {name: float(value) for name, value in reported.items()},
         "counts": counts,
@@ -248,11 +245,13 @@ def _step(
     }
 
 
-def _dealt(
-    slime: SimpleNamespace, args: Any, shape: ParallelDims, samples: dict[str, Any]
-) -> tuple[list[int], dict[str, Any], tuple[Any, ...]]:
-    """This rank's samples where slime plans as it trains: a share, or all but one on one rank."""
-    del slime, samples
+Dealt = tuple[list[int], dict[str, Any], tuple[Any, ...]]
+"""This rank's samples, what the rollout manager and the trainer add to them, and the sizes of
+steps."""
+
+
+def _dealt(modules: Any, args: Any, shape: ParallelDims, samples: dict[str, Any]) -> Dealt:
+    """Where slime plans as it trains: a share, or all but one on one rank."""
     replica, replicas = parallel_state.get_data_parallel_rank(), shape.data_parallel
     everything = list(range(len(SAMPLES)))
     if not args.use_dynamic_batch_size:
@@ -261,11 +260,8 @@ def _dealt(
     return everything[rest:] if replica else everything[:rest], {}, ()
 
 
-def _planned(
-    modules: SimpleNamespace, args: Any, shape: ParallelDims, samples: dict[str, Any]
-) -> tuple[list[int], dict[str, Any], tuple[Any, ...]]:
-    """This rank's samples, what the rollout manager and the trainer add to them, and the sizes of
-    steps, by the framework's plan."""
+def _planned(modules: Any, args: Any, shape: ParallelDims, samples: dict[str, Any]) -> Dealt:
+    """By the framework's plan."""
     config = {"dp_size": shape.data_parallel, "cp_size": shape.context_parallel}
     config |= {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     partitions, micro_batches, counts, sizes = modules.plan.build_dp_schedule(
@@ -291,79 +287,6 @@ def _planned(
         "num_microbatches": counts,
     }
     return part, added, tuple(sizes)
-
-
-def model_of(shape: ParallelDims, args: Any) -> list[Any]:
-    """This rank's chunks with the weights of the reference, set up as slime does."""
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    chunks = seeded_model(
-        shape, "dense", ddp, calculate_per_token_loss=args.calculate_per_token_loss
-    )
-    config = get_model_config(chunks[0])
-    config.finalize_model_grads_func = finalize_model_grads
-    config.variable_seq_lengths = True  # slime's arguments say so
-    return chunks
-
-
-def _cut_to_rank(module: Any, data: dict[str, Any]) -> None:
-    """Leave this context-parallel rank's part of what slime keeps by tokens of the rank.
-
-    Args:
-        module: that has slime's function for it.
-        data: rollout data, changed.
-    """
-    lengths = list(zip(data["total_lengths"], data["response_lengths"], strict=True))
-    cut = module.slice_log_prob_with_cp
-    for name in ("rollout_log_probs", "ref_log_probs"):
-        data[name] = [cut(each, *own) for each, own in zip(data[name], lengths, strict=True)]
-
-
-def _trained(
-    slime: SimpleNamespace,
-    args: Any,
-    chunks: list[Any],
-    iterators: list[Any],
-    rollout: dict[str, Any],
-    counts: list[int],
-    *step_options: Any,
-    **forward_options: Any,
-) -> tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]:
-    """Log-probs, gradients and reported losses of one of slime's training steps.
-
-    Args:
-        step_options: further arguments of its training step.
-        forward_options: of its forward-only pass.
-    """
-    made = slime.model.forward_only(
-        slime.loss.get_log_probs_and_entropy, args, chunks, iterators, counts, **forward_options
-    )
-    rollout.update(made)
-    slime.loss.compute_advantages_and_returns(args, rollout)
-    for iterator in iterators:
-        iterator.reset()
-    gradients: list[torch.Tensor] = []
-
-    def update() -> tuple[bool, float, int]:
-        gradients.extend(parameter.main_grad.clone() for _, parameter in named_parameters(chunks))
-        return True, 0.0, 0
-
-    (count,) = counts
-    with _arguments_of(slime.model, args):
-        optimizer, scheduler = MagicMock(step=update), MagicMock()
-        reported, *_ = slime.model.train_one_step(
-            args, 0, 0, iterators, chunks, optimizer, scheduler, count, *step_options
-        )
-    return made, gradients, reported
-
-
-@contextlib.contextmanager
-def _arguments_of(module: Any, args: Any) -> Iterator[None]:
-    original = module.get_args
-    module.get_args = lambda: args
-    try:
-        yield
-    finally:
-        module.get_args = original
 
 
 def arguments(

@@ -6,13 +6,14 @@ next. Losses are recorded at full precision, as the training loop hands them to 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,11 +38,8 @@ _Factory._get_field_docstrings = lambda self, of: _docstrings_of(of)
 
 
 def train(script: str, words: Sequence[str]) -> dict[str, Any]:
-    """Run a script through ``mcore_batching.run`` in this process.
-
-    Args:
-        script: its path in the repository.
-        words: its arguments; ``{folder}`` in them is one that all jobs of a launch share.
+    """Run a script through ``mcore_batching.run`` in this process; ``{folder}`` in its arguments is
+    one that all jobs of a launch share.
 
     Returns:
         what this rank saw:
@@ -59,11 +57,13 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
     folder = Path(sys.argv[1])
     before = sys.argv, list(sys.path)
     record: dict[str, Any] = {"steps": [], "evaluations": []}
-    undo = _listen(record)
     try:
         # A script may end the process group, which is that of the jobs to come.
-        with mock.patch.object(dist, "destroy_process_group"):
-            run.main([str(REPOSITORY / script), *(word.format(folder=folder) for word in words)])
+        with _listening(record), mock.patch.object(dist, "destroy_process_group"):
+            try:
+                run.main([str(REPOSITORY / script), *(w.format(folder=folder) for w in words)])
+            finally:
+                install([]).undo()  # the one that there is, or an empty one
     except (Exception, SystemExit) as exception:
         record |= {
             "error": type(exception).__name__,
@@ -71,24 +71,17 @@ def train(script: str, words: Sequence[str]) -> dict[str, Any]:
             "cause": type(exception.__cause__).__name__,
             "seconds": time.monotonic() - record.get("ended", 0.0),
         }
-    finally:
-        install([]).undo()  # the one that there is, or an empty one
-        undo()
-        _take_down()
+    finally:  # forget the run, so that another can begin
+        training.destroy_global_state()
+        moe_logging.destroy_moe_metrics_tracker()
+        release_groups()
         sys.argv, sys.path[:] = before
     return record
 
 
 def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A run that saves checkpoints, one that goes on from the one in the middle, and a relaunch.
-
-    Args:
-        script: its path in the repository.
-        words: its arguments, with ``--save``, and ``--save-interval`` at half of ``--train-iters``.
-
-    Returns:
-        `train`'s record of each, ``whole``, ``resumed`` and ``relaunched`` when all is done.
-    """
+    """Records of a run that saves checkpoints, ``whole``, one that goes on from that at half of its
+    steps, ``resumed``, and one ``relaunched`` when all is done."""
     half = words[words.index("--save-interval") + 1]
     loads = ["--load" if word == "--save" else word for word in words]
     return {
@@ -99,13 +92,8 @@ def train_and_resume(script: str, words: Sequence[str]) -> dict[str, dict[str, A
 
 
 def killed_in_checkpoint(script: str, words: Sequence[str], moment: str) -> dict[str, Any]:
-    """A run whose last rank is killed when it is to write its part of the second checkpoint.
-
-    Args:
-        script: its path in the repository.
-        words: its arguments.
-        moment: file that gets the time.
-    """
+    """A run whose last rank is killed when it is to write its part of the second checkpoint; the
+    file ``moment`` gets the time."""
     save, numbers = dist_checkpointing.save, iter(range(1000))
 
     def killed(*arguments: Any, **options: Any) -> Any:
@@ -118,28 +106,28 @@ def killed_in_checkpoint(script: str, words: Sequence[str], moment: str) -> dict
     return train(script, words)
 
 
-def _listen(record: dict[str, Any]) -> Callable[[], None]:
-    """Record what ``megatron.training`` logs and evaluates; returns a function that ends that.
+@contextlib.contextmanager
+def _listening(record: dict[str, Any]) -> Iterator[None]:
+    """Record what ``megatron.training`` logs and evaluates.
 
     Before the launcher hooks anything: the hooks then call these, as they would the originals.
     """
     log, evaluate = training.training_log, training.evaluate
-    report, record_loss = moe_logging.MoEMetricsTracker.report, moe_logging.MoEMetricsTracker.record
+    tracker, statistics = moe_logging.MoEMetricsTracker, forward_backward.step_statistics
+    report, record_loss = tracker.report, tracker.record
     signature = inspect.signature(log)
     moe: dict[str, Any] = {"recorded": 0.0, "times": 0, "reported": None}
-    figures, statistics = {}, forward_backward.step_statistics
+    figures: dict[str, Any] = {}
 
     @functools.wraps(log)
     def training_log(*arguments: Any, **options: Any) -> Any:
         given = signature.bind(*arguments, **options).arguments
         losses = {name: float(value) for name, value in given["loss_dict"].items()}
+        ours = {n.removeprefix(PREFIX): v for n, v in losses.items() if n.startswith(PREFIX)}
         step = {
             "iteration": given["iteration"],
-            "loss": {k: v for k, v in losses.items() if not k.startswith(PREFIX)},
-            "batching": {
-                k.removeprefix(PREFIX): v for k, v in losses.items() if k.startswith(PREFIX)
-            }
-            | figures,
+            "loss": {n: v for n, v in losses.items() if not n.startswith(PREFIX)},
+            "batching": ours | figures,
             "grad_norm": float(given["grad_norm"]),
             "learning_rate": given["learning_rate"],
             "consumed_samples": get_args().consumed_train_samples,
@@ -182,26 +170,11 @@ def _listen(record: dict[str, Any]) -> Callable[[], None]:
         }
         return text
 
-    warm_up = training.set_jit_fusion_options
-    # It draws random numbers, as many as layout and micro-batch size want, before the weights are.
-    training.set_jit_fusion_options = lambda *arguments, **options: None
-    training.training_log, training.evaluate = training_log, evaluated
-    forward_backward.step_statistics = of_step
-    moe_logging.MoEMetricsTracker.report = reported
-    moe_logging.MoEMetricsTracker.record = recorded
-
-    def undo() -> None:
-        training.set_jit_fusion_options = warm_up
-        training.training_log, training.evaluate = log, evaluate
-        forward_backward.step_statistics = statistics
-        moe_logging.MoEMetricsTracker.report = report
-        moe_logging.MoEMetricsTracker.record = record_loss
-
-    return undo
-
-
-def _take_down() -> None:
-    """Forget a finished run, so that another can begin."""
-    training.destroy_global_state()
-    moe_logging.destroy_moe_metrics_tracker()
-    release_groups()
+    with (
+        # It draws random numbers, as many as layout and micro-batch size want, before the weights.
+        mock.patch.object(training, "set_jit_fusion_options"),
+        mock.patch.multiple(training, training_log=training_log, evaluate=evaluated),
+        mock.patch.object(forward_backward, "step_statistics", of_step),
+        mock.patch.multiple(tracker, report=reported, record=recorded),
+    ):
+        yield

@@ -3,9 +3,8 @@
 `forward_backward_batch`, `prepare_micro_batches`, `postprocess_micro_batch_func`,
 `postprocess_batch_func`, the forward function with its packed rows and `sft_loss` are verl's own,
 and so is Megatron's schedule. The engine's forward step around the forward function is not, nor the
-model. Packages that are not installed and
-modules of verl that the loop does not need (`STAND_INS`) are stand-ins; packages of verl whose
-start-up imports other engines (`BARE`) are empty.
+model. Packages that are not installed and modules of verl that the loop does not need (`STAND_INS`)
+are stand-ins; packages of verl that import other engines at their start (`BARE`) are empty.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,18 +50,11 @@ SAMPLES = [12, 2, 9, 0, 11, 7, 10, 5, 1, 8]
 
 
 def compare(
-    dims: dict[str, Any],
-    source: str,
-    num_samples: int = 10,
-    group: int = 0,
+    dims: dict[str, Any], source: str, num_samples: int = 10, group: int = 0
 ) -> dict[str, Any]:
     """One mini-batch through verl's engine with its own micro-batches, and with the hooked.
 
-    Args:
-        dims: arguments of `ParallelDims`.
-        source: folder with verl.
-        num_samples: of all data-parallel ranks.
-        group: micro-batches that a model chunk runs before the next, under the hook alone.
+    A model chunk runs ``group`` micro-batches before the next, under the hook alone.
 
     Returns:
         largest relative differences of ``outputs`` and ``gradients``; both ``losses``, ``counts``
@@ -80,21 +71,14 @@ def compare(
     run = functools.partial(_step, engine_class, tensors, loss, shape, data)
     own = run(0)
     with hook() as hooked:
-        assert (
-            sum(
-                name.endswith(("rearrange_micro_batches", "restore_dynamic_batch"))
-                for name in hooked.hooked
-            )
-            == 5
-        ), hooked
+        names = ("rearrange_micro_batches", "restore_dynamic_batch")
+        assert sum(name.endswith(names) for name in hooked.hooked) == 5, hooked
         ours = run(group)
     outputs = zip(own["outputs"], ours["outputs"], strict=True)
     return {
         "outputs": max((difference(b, a) for a, b in outputs if len(a)), default=0.0),
         "num_outputs": len(ours["outputs"]),
-        "gradients": max(
-            difference(b, a) for a, b in zip(own["gradients"], ours["gradients"], strict=True)
-        ),
+        "gradients": max(map(difference, ours["gradients"], own["gradients"])),
         "losses": [own["loss"], ours["loss"]],
         "counts": [own["count"], ours["count"]],
         "tokens": [own["tokens"], ours["tokens"]],
@@ -126,13 +110,8 @@ def _import_verl(source: str) -> tuple[Any, Any, Any]:
             vars(self).update(attributes)
 
         def forward_step(
-            self,
-            batch_iter: Any,
-            model: Any,
-            logits_processor_func: Any,
-            postprocess_micro_batch_func: Callable[..., Any],
+            self, batch_iter: Any, model: Any, postprocess_micro_batch_func: Any, **unused: Any
         ) -> Any:
-            del logits_processor_func
             batch = next(batch_iter)
             own = importlib.import_module("verl.models.mcore.model_forward")
             input_ids = batch["input_ids"]
@@ -165,12 +144,7 @@ def _import_verl(source: str) -> tuple[Any, Any, Any]:
 
 
 def _step(
-    engine_class: Any,
-    tensors: Any,
-    loss: Any,
-    shape: ParallelDims,
-    batch: dict[str, torch.Tensor],
-    group: int,
+    engine_class: Any, tensors: Any, loss: Any, shape: ParallelDims, batch: Any, group: int
 ) -> dict[str, Any]:
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     chunks = seeded_model(shape, "dense", ddp, calculate_per_token_loss=False)
