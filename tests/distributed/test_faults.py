@@ -68,11 +68,11 @@ MROPE_CUT = "cuts positions that are cut for context-parallel ranks already"
 ROUTER = "guarantees:router_counts_real_tokens"
 OVERSIZE = "guarantees:over_the_cap_is_said_once"
 COLLECTIVES = "collectives:phases_make_the_collectives_that_are_listed"
-MEMORY = "log_probs:memory_is_shared"
-NONFINITE = "nonfinite:error_or_skipped"
+MEMORY = "losses:memory_is_shared"
+NONFINITE = "losses:nonfinite_loss"
 JOBS = [
     *(job(f"gradient-over-logits-{n}", MEMORY, d) for n, d in (("dp2", DP2), ("tp2", TP2))),
-    job("constant-loss", "log_probs:constants_fire_every_hook", {"data_parallel": 1}),
+    job("constant-loss", "losses:constants_fire_every_hook", {"data_parallel": 1}),
     job("collectives", COLLECTIVES, DP2 | PP2),
     job("silent-placeholders", "shared_rows:silent_placeholders", CP2),
     job("own-weights", "guarantees:replicas_begin_alike", DP2),
@@ -104,7 +104,7 @@ JOBS = [
         )
         for name in ("loss", "gradient", "gradient-overlapped", "field")
     ),
-    job("nonfinite-loss-scaling", "nonfinite:loss_scaling", PP2),
+    job("nonfinite-loss-scaling", "losses:loss_scaling", PP2),
     job("names", "guarantees:names_of_outputs_and_metrics", DP2 | PP2),
     job("by-lengths-dp2", "guarantees:found_by_lengths", DP2, pad_each_to=8),
     job("by-lengths-cp2", "guarantees:found_by_lengths", CP2, pad_each_to=12),

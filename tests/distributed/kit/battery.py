@@ -92,18 +92,18 @@ def step_in_backward(calls: Calls) -> Any:
 def step_in_sharing(calls: Calls) -> Any:
     alone = dist.get_world_size() == parallel_state.get_data_parallel_world_size()
     calls.data = take(make_samples(), []) if alone else None
-    return calls.step_with(dist, "broadcast", raises)
+    return calls.patched("step", dist, "broadcast", raises)
 
 
 def step_without_replica_group(calls: Calls) -> Any:
     calls.data = None
-    return calls.step_with(JobConsensus, "_replica_group", property(raises))
+    return calls.patched("step", JobConsensus, "_replica_group", property(raises))
 
 
 def step_without_row_groups(calls: Calls) -> Any:
     """The others go on by theirs."""
     job_of(calls.args).memory.row_groups.clear()
-    return calls.step_with(dist, "all_gather_object", raises)
+    return calls.patched("step", dist, "all_gather_object", raises)
 
 
 def step_that_warns(calls: Calls) -> Any:

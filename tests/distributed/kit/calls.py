@@ -6,23 +6,26 @@ Each with its arguments, and without any as it is right.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 
 from kit.exactness import arguments, log_probs_of
 from kit.model import adam, named_parameters, seeded_model
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY, make_samples, share, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
+from mcore_batching.integrations.megatron_lm.forward_backward import run_packed
+from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.megatron import (
     add_fields,
     forward_only,
@@ -46,8 +49,7 @@ def my_samples(dims: dict[str, Any], spread: str = "uneven") -> dict[str, list[A
     """The samples of this rank's replica."""
     samples = make_samples()
     ranks = dims.get("data_parallel", 1)
-    mine = share(samples, spread, parallel_state.get_data_parallel_rank(), ranks)
-    return take(samples, mine)
+    return take(samples, share(samples, spread, parallel_state.get_data_parallel_rank(), ranks))
 
 
 class Calls:
@@ -68,25 +70,27 @@ class Calls:
         self.optimizer = adam(self.model, distributed=False)
         self.scheduler: Any = None
 
+    def with_flags(self, flags: dict[str, Any]) -> Any:
+        return arguments(self.dims, **self.planner | flags) if flags else self.args
+
+    def patched(self, call: str, owner: Any, name: str, value: Any) -> Any:
+        """A call without arguments, with something in another's place."""
+        with mock.patch.object(owner, name, value):
+            return getattr(self, call)()
+
     def plan(self, **fields: Any) -> Any:
         """With other fields."""
         return self.plan_of(self.data | fields if fields else self.data)
 
-    def plan_of(self, data: Any) -> Any:
-        return get_data_iterator(self.args, self.model, data)
-
-    def plan_with(self, owner: Any, name: str, value: Any) -> Any:
-        """With something in another's place."""
-        with mock.patch.object(owner, name, value):
-            return self.plan()
+    def plan_of(self, data: Any, **options: Any) -> Any:
+        return get_data_iterator(self.args, self.model, data, **options)
 
     def planned(self, **flags: Any) -> Any:
         """With other flags."""
-        args = arguments(self.dims, **self.planner | flags)
-        return get_data_iterator(args, self.model, self.data)
+        return get_data_iterator(self.with_flags(flags), self.model, self.data)
 
     def planned_with(self, **options: Any) -> Any:
-        return get_data_iterator(self.args, self.model, self.data, **options)
+        return self.plan_of(self.data, **options)
 
     def planned_in(self, *empty: list[int]) -> Any:
         """In one step, and empty ones."""
@@ -94,16 +98,15 @@ class Calls:
 
     def plan_sharing_prefixes(self, turned: bool = False) -> Any:
         """The tokens of a sample that others begin are turned round."""
-        args = arguments(self.dims, **self.planner, dynamic_batch_share_prefixes=True)
         tokens = [*self.data["tokens"]]
         if turned:
             tokens[9] = tokens[9].flip(0)
+        args = self.with_flags({"dynamic_batch_share_prefixes": True})
         return get_data_iterator(args, self.model, self.data | {"tokens": tokens})
 
     def plan_with_images(self, made: Callable[[], Any] = lambda: None) -> Any:
         data = self.data | {"image": [made() for _ in self.data["tokens"]]}
-        schema = DEFAULT_SCHEMA.declare("image", Kind.METADATA)
-        return get_data_iterator(self.args, self.model, data, schema=schema)
+        return self.plan_of(data, schema=DEFAULT_SCHEMA.declare("image", Kind.METADATA))
 
     def add(self, **fields: Any) -> None:
         add_fields(self.iterators, fields)
@@ -112,11 +115,6 @@ class Calls:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
         return forward_only(f, **{"args": self.args, "model": self.model} | given)
 
-    def forward_with(self, owner: Any, name: str, value: Any) -> Any:
-        """With something in another's place."""
-        with mock.patch.object(owner, name, value):
-            return self.forward()
-
     def train(self, loss: Any = packed_objective, step: int = 0, **changes: Any) -> Any:
         given = {"data_iterator": self.iterators, "num_microbatches": self.counts} | changes
         given = {"args": self.args, "model": self.model, "optimizer": self.optimizer, **given}
@@ -124,23 +122,18 @@ class Calls:
 
     def train_as(self, **flags: Any) -> Any:
         """With other flags in this step."""
-        return self.train(args=arguments(self.dims, **self.planner | flags))
+        return self.train(args=self.with_flags(flags))
 
     def train_planned(self, planned: Any, loss: Any = packed_objective, step: int = 0) -> Any:
         iterators, counts = planned
         return self.train(loss, step, data_iterator=iterators, num_microbatches=counts)
 
-    def train_of_two(self, step: int = 0) -> Any:
-        places = np.arange(len(self.data["tokens"]))
-        planned = self.planned_with(steps=[places[::2], places[1::2]])
-        return self.train_planned(planned, step=step)
-
-    def train_later(self, *replaced: Any) -> Any:
-        """The second of two steps, with something in another's place while it is planned."""
-        places = np.arange(len(self.data["tokens"]))
+    def train_of_two(self, step: int = 0, *replaced: Any) -> Any:
+        """One of two steps, of which the second is planned with something in another's place."""
+        places = range(len(self.data["tokens"]))
         planned = self.planned_with(steps=[places[::2], places[1::2]])
         with mock.patch.object(*replaced) if replaced else contextlib.nullcontext():
-            return self.train_planned(planned, step=1)
+            return self.train_planned(planned, step=step)
 
     def train_masked(self, first: float = 1.0) -> Any:
         """With this weight of every sample's first response token."""
@@ -156,11 +149,6 @@ class Calls:
 
         return self.train(loss)
 
-    def train_with_mean(self) -> Any:
-        config = get_model_config(self.model[0])
-        with mock.patch.object(config, "calculate_per_token_loss", False):
-            return self.train()
-
     def train_failing_in_shared_rows(self) -> Any:
         """Of data that one stage of one replica alone has to be sent."""
 
@@ -173,34 +161,18 @@ class Calls:
 
     def stock_step(self, longer: bool = False) -> Any:
         """Of a stock script, whose first sample may have a token more."""
-        from kit.collectives import stock_step
-
         tokens = [*self.data["tokens"]]
         if longer:
             tokens[0] = torch.nn.functional.pad(tokens[0], (0, 1))
-        args = arguments(self.dims, padded_vocab_size=VOCABULARY)
+        args = self.with_flags({"padded_vocab_size": VOCABULARY})
         return stock_step(args, self.model, {"tokens": tokens})
 
     def step(self, loss: Any = packed_objective) -> dict[str, Any]:
-        """Metrics of a step that is planned, too."""
+        """Metrics of a step that is planned, too: of the last where the batch size cuts several."""
         self.iterators, self.counts = self.plan()
-        done = train_step(
-            loss,
-            self.args,
-            self.model,
-            self.iterators,
-            self.counts,
-            self.optimizer,
-            self.scheduler,
-            step=len(self.counts) - 1,  # of one, where the batch size does not cut it
-            increment=1,
-        )
+        options = {"opt_param_scheduler": self.scheduler, "increment": 1}
+        done = self.train(loss, len(self.counts) - 1, **options)
         return {**done.metrics, "grad_norm": done.grad_norm}
-
-    def step_with(self, owner: Any, name: str, value: Any) -> Any:
-        """With something in another's place."""
-        with mock.patch.object(owner, name, value):
-            return self.step()
 
     def step_in_layer(self, happens: Callable[[], Any]) -> Any:
         """In which something happens in a layer."""
@@ -210,17 +182,11 @@ class Calls:
     def in_layer(self, happens: Callable[[], Any]) -> None:
         """In the second micro-batch from now on, if there is one, this happens in a layer."""
         calls = iter(range(1000))
-
-        def hook(module: torch.nn.Module, inputs: Any) -> None:
-            if next(calls) == 1:
-                happens()
-
-        self.layer.register_forward_pre_hook(hook)
+        self.layer.register_forward_pre_hook(lambda *_: happens() if next(calls) == 1 else None)
 
     @property
-    def layer(self) -> torch.nn.Module:
-        layer: torch.nn.Module = unwrap_model(self.model[-1]).decoder.layers[-1]
-        return layer
+    def layer(self) -> Any:
+        return unwrap_model(self.model[-1]).decoder.layers[-1]
 
     @contextlib.contextmanager
     def kept_weights(self) -> Iterator[None]:
@@ -252,6 +218,57 @@ class Calls:
         return data
 
 
+def get_batch(data_iterator: Any) -> Any:
+    """What `run_packed` replaces, as in a stock script."""
+    raise NotImplementedError
+
+
+def _forward_step(data_iterator: Any, model: Any) -> Any:
+    tokens, labels, loss_mask, attention_mask, position_ids, packed_seq_params = get_batch(
+        data_iterator
+    )
+    given = {"labels": labels, "packed_seq_params": packed_seq_params}
+    output = model(tokens, position_ids, attention_mask, **given)
+
+    def loss(losses: torch.Tensor) -> Any:
+        total, count = (losses.float() * loss_mask).sum(), loss_mask.sum()
+        return total, count.int(), {"lm loss": torch.stack((total.detach(), count)).clone()}
+
+    return output, loss
+
+
+def stock_step(
+    args: Any,
+    model: list[Any],
+    samples: dict[str, Any],
+    *,
+    has_data: bool = True,
+    forward_only: bool = False,
+) -> None:
+    """One step of a stock script, whose ordinary micro-batches hold one sample each."""
+    batches = [
+        {
+            "tokens": tokens[None],
+            "labels": tokens.roll(-1)[None],
+            "loss_mask": torch.ones(1, len(tokens)),
+            "position_ids": torch.arange(len(tokens))[None],
+        }
+        for tokens in samples["tokens"]
+    ]
+    run_packed(
+        get_forward_backward_func(),
+        args,
+        StockSteps(args),
+        forward_step_func=_forward_step,
+        data_iterator=iter(batches) if has_data else None,
+        model=model,
+        num_microbatches=len(batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        seq_length=1,
+    )
+
+
 class Fault(NamedTuple):
     """A row of `FAULTS.md`."""
 
@@ -270,25 +287,16 @@ def read_faults(header: str, names: dict[str, Any], others: str = "") -> list[Fa
     ``others`` is what other ranks call; "": the row's call without arguments.
     """
     columns = [each.strip() for each in header.split("|")[1:-1]]
-    _, _, table = TABLES.read_text().partition(f"{header}\n")
+    _, *lines = TABLES.read_text().partition(f"{header}\n")[2].splitlines()
     found = []
-    for line in table.splitlines()[1:]:
-        if not line.startswith("|"):
-            break
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines):
         cells = [each.strip() for each in line.split("|")[1:-1]]
         row = dict(zip(columns, cells, strict=True))
-        texts = {name: row[name].strip("`") for name in ("call", "others", "text")}
-        usual = others or f"{texts['call'].partition('(')[0]}()"
-        texts["others"] = texts["others"] or usual
-        call, right = (
-            eval(f"lambda calls: {code}", names) for code in (texts["call"], texts["others"])
-        )
-        where = row.get("rank") or row["ends"]
-        layouts = row.get("layout") or row["layouts"]
-        text = texts["text"].replace("\\n", "\n")
-        found.append(
-            Fault(layouts.split(", "), row["fault"], call, right, row["error"], text, where)
-        )
+        call, text = row["call"].strip("`"), row["text"].strip("`").replace("\\n", "\n")
+        right = row["others"].strip("`") or others or f"{call.partition('(')[0]}()"
+        both = [eval(f"lambda calls: {code}", names) for code in (call, right)]
+        layouts, where = row.get("layout") or row["layouts"], row.get("rank") or row["ends"]
+        found.append(Fault(layouts.split(", "), row["fault"], *both, row["error"], text, where))
     return found
 
 
@@ -306,8 +314,4 @@ def f_with(change: Function) -> Function:
 def loss_with(change: Function) -> Function:
     """The usual loss function, with ``change(loss, metrics, number)`` for what it returns."""
     numbers = iter(range(1000))
-
-    def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-        return change(*packed_objective(logits, row, totals), next(numbers))
-
-    return loss
+    return lambda *given: change(*packed_objective(*given), next(numbers))

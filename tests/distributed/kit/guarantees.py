@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from kit.calls import Calls, loss_with, my_samples, small_model
 from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
 from kit.groups import keep_data_parallel_group, remake_groups
-from kit.model import adam, named_parameters, quick_model
+from kit.model import named_parameters, quick_model
 from kit.objective import packed_objective
 from kit.samples import take
 from kit.workers import is_planning_rank
@@ -36,7 +36,6 @@ from mcore_batching.megatron import (
     get_data_iterator,
     response_log_probs,
     schedule_of,
-    train_step,
 )
 from mcore_batching.megatron.job import job_of
 from mcore_batching.megatron.plan import Planner
@@ -169,37 +168,27 @@ def found_by_lengths(dims: dict[str, Any], pad_each_to: int) -> None:
 def slime_style(dims: dict[str, Any]) -> None:
     """A function with slime's keywords, which returns a pair, runs; and so does `get_next`."""
     calls = Calls(dims, "empty")
-    data = calls.data
 
     def f(
-        logits: torch.Tensor,
-        *,
-        args: Any,
-        unconcat_tokens: list[torch.Tensor],
-        total_lengths: list[int],
-        response_lengths: list[int],
-        with_entropy: bool = False,
-        **unused: Any,
-    ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+        logits: Any, *, args: Any, unconcat_tokens: Any, with_entropy: bool = False, **lengths: Any
+    ) -> Any:
         assert args is not None
         assert not with_entropy
-        assert [len(tokens) for tokens in unconcat_tokens] == list(total_lengths)
-        del unused
-        sums = [
-            logits.new_full((n,), float(t))
-            for n, t in zip(response_lengths, total_lengths, strict=True)
-        ]
+        totals, responses = lengths["total_lengths"], lengths["response_lengths"]
+        assert [len(tokens) for tokens in unconcat_tokens] == list(totals)
+        of_samples = zip(responses, totals, strict=True)
+        sums = [logits.new_full((n,), float(total)) for n, total in of_samples]
         with torch.enable_grad():
             slices = [logits[0, :2].requires_grad_() * 1.0, *[logits[0, :1]] * (len(sums) - 1)]
         return torch.empty(0), {"lengths": sums, "slices": slices}
 
     outputs = calls.forward(f)
-    for value in (value for values in outputs.values() for value in values):
+    for value in itertools.chain(*outputs.values()):
         assert not value.requires_grad
         # A slice would keep the logits of its whole row.
         assert value.untyped_storage().nbytes() == value.nbytes
     if is_last_stage():
-        lengths = zip(data["total_lengths"], data["response_lengths"], strict=True)
+        lengths = zip(calls.data["total_lengths"], calls.data["response_lengths"], strict=True)
         expected = [[float(total)] if response else [] for total, response in lengths]
         assert [each.unique().tolist() for each in outputs["lengths"]] == expected
         assert len({value.data_ptr() for value in outputs["slices"]}) == len(expected)
@@ -218,30 +207,20 @@ def router_counts_real_tokens(dims: dict[str, Any], kind: str, per_rank: int) ->
     """
     # Samples stay, so that the last rank has placeholders alone.
     staying = {"dynamic_batch_exchange": False, "dynamic_batch_pad_each_to": 16}
-    args, data = arguments(ParallelDims(**dims), **staying), my_samples(dims, "empty")
-    model = small_model(
-        dims,
-        kind=kind,
-        **EXPERT_BIAS,
-    )
+    calls = Calls(dims, "empty", EXPERT_BIAS | {"kind": kind}, **staying)
     counted: list[int] = []
 
     def record(model_chunks: Any, *unused: Any, **also_unused: Any) -> None:
-        del unused, also_unused
-        for chunk in model_chunks:
-            for name, buffer in chunk.named_buffers():
-                if name.endswith("local_tokens_per_expert"):
-                    counted.append(int(buffer.sum()))
+        buffers = itertools.chain(*(chunk.named_buffers() for chunk in model_chunks))
+        counted.extend(int(b.sum()) for n, b in buffers if n.endswith("local_tokens_per_expert"))
 
-    get_model_config(model[0]).finalize_model_grads_func = record
-    iterators, counts = get_data_iterator(args, model, data)
-    optimizer = adam(model, distributed=False)
-    train_step(packed_objective, args, model, iterators, counts, optimizer)
+    get_model_config(calls.model[0]).finalize_model_grads_func = record
+    calls.train()
     tensor_parallel = parallel_state.get_tensor_model_parallel_rank()
     place = dist.get_rank() - tensor_parallel
     sharing = on_all_ranks(counted)[place : place + dims.get("tensor_parallel", 1)]
     together = [sum(each) for each in zip(*sharing, strict=True)]
-    assert together == [2 * sum(data["total_lengths"])] * per_rank
+    assert together == [2 * sum(calls.data["total_lengths"])] * per_rank
     if dims.get("data_parallel", 1) > 1 and is_last_rank():
         assert not any(together)
 
@@ -376,12 +355,8 @@ def names_of_outputs_and_metrics(dims: dict[str, Any]) -> None:
     # A frozen reference model, which nothing was planned with.
     others = calls.forward(model=small_model(dims))
     assert equal(others.get("log_probs", []), usual.get("log_probs", []))
-    turned = loss_with(
-        lambda loss, metrics, n: (
-            loss,
-            dict(reversed(metrics.items())) if is_last_rank() else metrics,
-        )
-    )
+    order = reversed if is_last_rank() else iter
+    turned = loss_with(lambda loss, metrics, n: (loss, dict(order([*metrics.items()]))))
     with calls.kept_weights():
         expected = calls.train().metrics
     assert set(expected) == ({"loss", "policy", "kl"} if is_last_stage() else set())
