@@ -13,8 +13,8 @@ dev branch, read from DIR, a checkout. Means are over draws.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmark_cases import (
@@ -51,22 +51,6 @@ CASES: tuple[tuple[str, int | None, int], ...] = (
 """Lengths, cap a GPU, and samples."""
 
 
-def drawn(
-    pool: Sequence[int], samples: int, cap: int | None, dims: ParallelDims, seed: int
-) -> tuple[list[int], PlannerConfig]:
-    """Lengths of a step, not cut at the cap as longer samples take several ranks; the config."""
-    lengths = random.Random(seed).sample(pool, samples)
-    return lengths, PlannerConfig(
-        max_tokens_per_gpu=cap or max(lengths) + 64,
-        max_context_parallel=dims.data_context_parallel,
-    )
-
-
-def pure_work(lengths: Sequence[int], dims: ParallelDims) -> float:
-    """Forward and backward passes of a mean rank's samples, with nothing beside."""
-    return 3 * ordered_sum(map(MODEL.sample, lengths)) / dims.data_context_parallel
-
-
 def one_size_plans(
     lengths: Sequence[int], dims: ParallelDims, config: PlannerConfig
 ) -> dict[int, StepPlan]:
@@ -80,19 +64,18 @@ def one_size_plans(
 
 
 def row(
-    source: Lengths,
-    samples: int,
-    cap: int | None,
-    dims: ParallelDims,
-    draws: int,
-    megatron: Path | None,
+    case: tuple[Lengths, int | None, int, ParallelDims], draws: int, megatron: Path | None
 ) -> list[str]:
     """The cells of one case; "-" where a draw has no plan, or Megatron has no checkout."""
+    source, cap, samples, dims = case
     times: dict[str, list[float]] = {name: [] for name in COLUMNS[1:-2]}
     sizes, milliseconds = set(), []
     for seed in range(draws):
-        lengths, config = drawn(source.pool, samples, cap, dims, seed)
-        pure = pure_work(lengths, dims)
+        # Not cut at the cap, as longer samples take several ranks.
+        lengths, longest = replace(source, cap=cap).draw(samples, seed, cut=False)
+        ranks = dims.data_context_parallel
+        config = PlannerConfig(max_tokens_per_gpu=longest, max_context_parallel=ranks)
+        pure = 3 * ordered_sum(map(MODEL.sample, lengths)) / dims.data_context_parallel
         step, took = timed_plan(lengths, dims, config)
         milliseconds.append(took)
         of_size = {
@@ -132,7 +115,7 @@ def main() -> None:
     cases = [(*each, PP4) for each in CASES]
     cases += [(*CASES[i], dims) for dims in (PP1, VPP2) for i in (0, 2)]
     rows = [
-        tuple(row(sources[name], samples, cap, dims, options.draws, options.megatron))
+        tuple(row((sources[name], cap, samples, dims), options.draws, options.megatron))
         for name, cap, samples, dims in cases
         if name in sources and options.only in name
     ]

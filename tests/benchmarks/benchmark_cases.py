@@ -78,39 +78,40 @@ def log_normal(median: float, sigma: float, most: int | None = None) -> list[int
     return lengths if most is None else [min(length, most) for length in lengths]
 
 
+def _rows(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def _turns(path: Path) -> list[int]:
+    return [sum(turn) for trajectory in _rows(path) for turn in trajectory]
+
+
+def _answers(path: Path) -> list[int]:
+    return [(len(row["question"]) + len(row["answer"])) // 4 for row in _rows(path)]
+
+
+def _rollouts(path: Path) -> list[int]:
+    solutions = [
+        (row["question"], row[name]["solution"]) for row in _rows(path) for name in SOLVERS
+    ]
+    return [(len(question) + len(solution)) // 4 for question, solution in solutions]
+
+
+TRACES: list[tuple[str, str, Callable[[Path], Iterable[int]], int]] = [
+    ("azure_conv", "azure_conv_lengths.txt", read_lengths, 16384),
+    ("mooncake_conv", "mooncake_conv_lengths.txt", read_lengths, 131072),
+    ("agent's turns", "tau_airline_turns.jsonl", _turns, 16384),
+    ("gsm8k answers", "gsm8k_test.jsonl", _answers, 4096),
+    ("gsm8k rollouts", "gsm8k_example_model_solutions.jsonl", _rollouts, 4096),
+]
+
+
 def traces(data: Path) -> dict[str, Lengths]:
     """The recorded lengths that are there, under the cap that a job would have."""
-
-    def rows_of(path: Path) -> list[Any]:
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-
-    def serving(path: Path) -> list[int]:
-        return list(read_lengths(str(path)))
-
-    def turns(path: Path) -> list[int]:
-        return [sum(turn) for trajectory in rows_of(path) for turn in trajectory]
-
-    def answers(path: Path) -> list[int]:
-        return [(len(row["question"]) + len(row["answer"])) // 4 for row in rows_of(path)]
-
-    def rollouts(path: Path) -> list[int]:
-        return [
-            (len(row["question"]) + len(row[solver]["solution"])) // 4
-            for row in rows_of(path)
-            for solver in SOLVERS
-        ]
-
-    kinds: list[tuple[str, str, Callable[[Path], list[int]], int]] = [
-        ("azure_conv", "azure_conv_lengths.txt", serving, 16384),
-        ("mooncake_conv", "mooncake_conv_lengths.txt", serving, 131072),
-        ("agent's turns", "tau_airline_turns.jsonl", turns, 16384),
-        ("gsm8k answers", "gsm8k_test.jsonl", answers, 4096),
-        ("gsm8k rollouts", "gsm8k_example_model_solutions.jsonl", rollouts, 4096),
-    ]
     found = {}
-    for name, file, pool_of, cap in kinds:
+    for name, file, pool_of, cap in TRACES:
         if (data / file).exists():
-            found[name] = Lengths(name, pool_of(data / file), cap)
+            found[name] = Lengths(name, list(pool_of(data / file)), cap)
         else:
             print(f"{name}: left out, there is no {data / file}; set --data to its folder")
     return found

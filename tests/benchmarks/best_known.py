@@ -63,6 +63,9 @@ class Case:
     def name(self) -> str:
         return self.source.name
 
+    def draw(self, seed: int) -> tuple[Any, ...]:
+        return self.name, self.samples, layout_name(self.dims), seed
+
     def problem(self, seed: int) -> Problem:
         """A draw of samples."""
         most = self.dims.data_context_parallel if DYNAMIC in self.name else None
@@ -124,20 +127,14 @@ def slow_last_stage() -> CostModel:
     return cost_model("a" * 32 + OUTPUT, {"a": layer, OUTPUT: output})
 
 
-class KnownEnds:
-    """The soonest end known of each draw, and its number of micro-batches: best_known.json."""
-
-    _PATH = HERE / "best_known.json"
-    _NAMES = ("lengths", "samples", "dims", "seed", "end", "num_microbatches")
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[Any, ...], tuple[float, int]] = {}
-        for row in json.loads(self._PATH.read_text(encoding="utf-8")):
-            *draw, end, count = (row[name] for name in self._NAMES)
-            self._ends[tuple(draw)] = end, count
-
-    def of(self, case: Case, seed: int) -> tuple[float, int]:
-        return self._ends[case.name, case.samples, layout_name(case.dims), seed]
+def known_ends() -> dict[tuple[Any, ...], tuple[float, int]]:
+    """By `Case.draw` the soonest end known, and its number of micro-batches: best_known.json."""
+    names = ("lengths", "samples", "dims", "seed", "end", "num_microbatches")
+    found = {}
+    for row in json.loads(HERE.joinpath("best_known.json").read_text(encoding="utf-8")):
+        *draw, end, count = (row[name] for name in names)
+        found[tuple(draw)] = end, count
+    return found
 
 
 def played_end(problem: Problem, step: StepPlan) -> float:
@@ -164,7 +161,7 @@ def played_end(problem: Problem, step: StepPlan) -> float:
 def main() -> None:
     """Print the table."""
     options = parser_of(__doc__).parse_args()
-    ends, rows = KnownEnds(), []
+    ends, rows = known_ends(), []
     for case in cases(options.data):
         if options.only not in case.name:
             continue
@@ -174,7 +171,7 @@ def main() -> None:
             lengths = problem.lengths
             step, took = timed_plan(lengths, case.dims, problem.config, case.model)
             end = predicted_step_time(step, lengths)
-            best, best_count = ends.of(case, seed)
+            best, best_count = ends[case.draw(seed)]
             ours.append(end / best)
             bounds.append(best / step_time_bound(problem))
             milliseconds.append(took)

@@ -50,15 +50,15 @@ def ends(
         jobs.append(Job(name, "kit.battery:train", nproc, dims, given, SECONDS + 60, agent))
     found = run_forked(jobs, tmp_path_factory.mktemp("battery"))
     yield found
-    lines = [f"{'fault':26s} {'layout':13s} {'seconds':>7s}  ends"]
+    lines = []
     for fault, layout in sorted(chosen):
         ranks = found[name_of(fault, layout)]
         how = ", ".join(f"{each.error or 'exit'} {each.exit_code}" for each in ranks)
         seconds = max(each.seconds for each in ranks)
-        lines.append(f"{fault:26s} {layout:13s} {seconds:7.1f}  {how}")
+        lines.append(f"{fault:26s} {layout:13s} {seconds:7.1f} s  {how}")
     capture = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
-        print("\n" + "\n".join(lines))
+        print("", *lines, sep="\n")
 
 
 def rows(is_survived: bool) -> list[Any]:
@@ -134,7 +134,9 @@ def test_killed_in_a_checkpoint_and_resumed(tmp_path: Path) -> None:
     for before, after in zip(whole, resumed, strict=True):
         pairs = zip(results(expected[before.name]), results(found[after.name]), strict=True)
         for reference, record in pairs:
-            assert [step["iteration"] for step in record["steps"]] == [3, 4, 5, 6]
-            for step, wanted in zip(record["steps"], reference["steps"][2:], strict=True):
-                for name in ("loss", "grad_norm", "learning_rate", "consumed_samples"):
-                    assert step[name] == wanted[name], (after.name, step["iteration"], name)
+            names = ("iteration", "loss", "grad_norm", "learning_rate", "consumed_samples")
+            wanted, made = (
+                [[step[name] for name in names] for step in steps]
+                for steps in (reference["steps"][2:], record["steps"])
+            )
+            assert made == wanted, after.name

@@ -20,11 +20,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp3-vpp2": {"pipeline_parallel": 3, "virtual_pipeline": 2},
     "pp4-vpp2": {"pipeline_parallel": 4, "virtual_pipeline": 2},
     "pp2-vpp3": {"pipeline_parallel": 2, "virtual_pipeline": 3},
-    "pp2-vpp2-group3": {
-        "pipeline_parallel": 2,
-        "virtual_pipeline": 2,
-        "microbatch_group_size": 3,
-    },
+    "pp2-vpp2-group3": {"pipeline_parallel": 2, "virtual_pipeline": 2, "microbatch_group_size": 3},
 }
 
 
@@ -38,22 +34,15 @@ def steps_of(dims: dict[str, int]) -> list[tuple[int, bool]]:
     return [(count, False) for count in legal] + [(legal[-1], True)]
 
 
-def order_of(name: str) -> Job:
+def order_of(name: str) -> Any:
     dims = LAYOUTS[name]
-    parameters = {"dims": dims, "steps": steps_of(dims)}
-    return Job(
-        f"order-{name}", "kit.operations:operations", dims["pipeline_parallel"], dims, parameters
-    )
+    given, nproc = {"dims": dims, "steps": steps_of(dims)}, dims["pipeline_parallel"]
+    job = Job(f"order-{name}", "kit.operations:operations", nproc, dims, given)
+    # Three processes are a launch of their own.
+    return pytest.param(job, marks=pytest.mark.long if nproc == 3 else ())
 
 
-# Three processes are a launch of their own.
-JOBS = [
-    pytest.param(order_of(name), marks=pytest.mark.long if dims["pipeline_parallel"] == 3 else ())
-    for name, dims in LAYOUTS.items()
-]
-
-
-@pytest.mark.parametrize("job", JOBS, ids=str)
+@pytest.mark.parametrize("job", map(order_of, LAYOUTS), ids=str)
 def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
     dims = ParallelDims(**job.parameters["dims"])
     for number, (count, forward_only) in enumerate(steps_of(job.parameters["dims"])):
@@ -73,10 +62,11 @@ def test_simulated_order_is_megatrons(job: Job, ranks: list[Any]) -> None:
 BEFORE_0_18 = tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18)
 
 
-def asleep(name: str, **dims: int) -> Job:
+def asleep(name: str, *, is_long: bool = True, **dims: int) -> Any:
     # As many rows as samples; passes sleep for longer than they compute.
     flags = {"seconds_per_unit": 5e-4, "dynamic_batch_max_samples_per_row": 1}
-    return Job(f"asleep-{name}", "kit.operations:asleep", 4, dims, {"dims": dims, **flags})
+    job = Job(f"asleep-{name}", "kit.operations:asleep", 4, dims, {"dims": dims, **flags})
+    return pytest.param(job, marks=pytest.mark.long if is_long else ())
 
 
 DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
@@ -85,10 +75,10 @@ DP2_PP2 = {"data_parallel": 2, "pipeline_parallel": 2}
 @pytest.mark.parametrize(
     "job",
     [
-        pytest.param(asleep("dp2-pp2", **DP2_PP2), marks=pytest.mark.long),
-        pytest.param(asleep("dp2-pp2-vpp2", **DP2_PP2, virtual_pipeline=2), marks=pytest.mark.long),
-        asleep("dp2-pp2-vpp2-group3", **DP2_PP2, virtual_pipeline=2, microbatch_group_size=3),
-        pytest.param(asleep("dp4", data_parallel=4), marks=pytest.mark.long),
+        asleep("dp2-pp2", **DP2_PP2),
+        asleep("dp2-pp2-vpp2", **DP2_PP2, virtual_pipeline=2),
+        asleep("group3", is_long=False, **DP2_PP2, virtual_pipeline=2, microbatch_group_size=3),
+        asleep("dp4", data_parallel=4),
     ],
     ids=str,
 )

@@ -49,14 +49,9 @@ class End:
 
 
 def run_forked(jobs: list[Job], scratch: Path) -> dict[str, list[End]]:
-    """Run jobs, a few at a time.
+    """Run jobs, a few at a time: for each one's name the ends of its ranks.
 
-    Args:
-        jobs: their functions get ``folder`` beside the parameters, and call `at_fault` with it.
-        scratch: folder for results.
-
-    Returns:
-        for each job's name the ends of its ranks.
+    Their functions get ``folder`` beside the parameters, and call `at_fault` with it.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "jobs.json").write_text(json.dumps([dataclasses.asdict(job) for job in jobs]))
@@ -75,8 +70,7 @@ def run_forked(jobs: list[Job], scratch: Path) -> dict[str, list[End]]:
 
 def at_fault(folder: str) -> None:
     """Says that the fault happens now, on this rank."""
-    path = Path(folder) / "fault"
-    path.write_text(repr(time.time()))
+    Path(folder, "fault").write_text(repr(time.time()))
 
 
 def main() -> None:
@@ -85,7 +79,7 @@ def main() -> None:
     # Before the forks, or each would import it.
     importlib.import_module("kit.battery")
     waiting = json.loads((scratch / "jobs.json").read_text())
-    running: list[tuple[Fork, _Running]] = []
+    running: list[_Running] = []
     ends = {}
     while waiting or running:
         if waiting and len(running) < JOBS_AT_A_TIME:
@@ -95,23 +89,20 @@ def main() -> None:
             fork = fork_ranks(job["nproc"], agent=job["agent"])
             if fork.rank is not None:
                 sys.exit(_rank(job, fork.rank, folder))
-            running.append((fork, _Running(job, folder, fork.ranks)))
-        for fork, each in [*running]:
+            running.append(_Running(folder, fork, time.monotonic() + job["seconds"]))
+        for each in [*running]:
             each.look()
-            if len(each.codes) == len(fork.ranks):
-                ends[each.name] = each.ends()
-                fork.kill()
-                running.remove((fork, each))
+            if len(each.codes) == len(each.fork.ranks):
+                ends[each.folder.name] = each.ends()
+                each.fork.kill()
+                running.remove(each)
         time.sleep(0.02)
     (scratch / "ends.json").write_text(json.dumps(ends))
 
 
 def _rank(job: dict[str, Any], rank: int, folder: Path) -> int:
     """What a rank does, and its exit code."""
-    from bootstrap import (
-        initialize_model_parallel,
-        initialize_process_group,
-    )
+    from bootstrap import initialize_model_parallel, initialize_process_group
 
     from mcore_batching.planning import ParallelDims
 
@@ -143,44 +134,39 @@ def _rank(job: dict[str, Any], rank: int, folder: Path) -> int:
     return 1
 
 
+@dataclasses.dataclass
 class _Running:
     """A job whose ranks have been forked, seen from their parent."""
 
-    def __init__(self, job: dict[str, Any], folder: Path, ranks: dict[int, int]) -> None:
-        self.name: str = job["name"]
-        self.codes: dict[int, tuple[int | None, float]] = {}
-        self._folder, self._ranks = folder, ranks
-        self._given_up = time.monotonic() + job["seconds"]
+    folder: Path
+    fork: Fork
+    given_up: float
+    codes: dict[int, tuple[int | None, float]] = dataclasses.field(default_factory=dict)
 
     def look(self) -> None:
         """Note which ranks have ended, and kill those that are late."""
-        for pid, rank in self._ranks.items():
+        for pid, rank in self.fork.ranks.items():
             if rank in self.codes:
                 continue
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 self.codes[rank] = (os.waitstatus_to_exitcode(status), time.time())
-            elif time.monotonic() > self._given_up:
+            elif time.monotonic() > self.given_up:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 self.codes[rank] = (None, time.time())
-        if len(self.codes) >= len(self._ranks) - 1:
-            (self._folder / "released").touch()
+        if len(self.codes) >= len(self.fork.ranks) - 1:
+            (self.folder / "released").touch()
 
     def ends(self) -> list[dict[str, Any]]:
-        """How each rank ended."""
-        fault = self._folder / "fault"
+        """How each rank ended: the values of an `End`."""
+        fault, found = self.folder / "fault", []
         since = float(fault.read_text()) if fault.exists() else float("nan")
-        files = ((self._folder / f"rank{rank}.json", rank) for rank in sorted(self.codes))
-        return [_end(path, *self.codes[rank], since) for path, rank in files]
-
-
-def _end(path: Path, code: int | None, ended: float, since: float) -> dict[str, Any]:
-    result = json.loads(path.read_text()) if path.exists() else {}
-    return {
-        "exit_code": code,
-        "value": result.get("value"),
-        "error": result.get("error", ""),
-        "message": result.get("message") or path.with_suffix(".txt").read_text(errors="replace"),
-        "seconds": result.get("at", ended) - since,
-    }
+        for rank, (code, ended) in sorted(self.codes.items()):
+            path, log = self.folder / f"rank{rank}.json", self.folder / f"rank{rank}.txt"
+            result = json.loads(path.read_text()) if path.exists() else {}
+            message = result.get("message") or log.read_text(errors="replace")
+            seconds = result.pop("at", ended) - since
+            usual = {"value": None, "error": ""} | result
+            found.append(usual | {"exit_code": code, "message": message, "seconds": seconds})
+        return found

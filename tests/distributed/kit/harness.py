@@ -66,12 +66,7 @@ class JobFailedError(AssertionError):
 def run_jobs(
     jobs: list[Job], scratch: Path, worker: str = "kit.worker"
 ) -> dict[str, list[Any] | JobFailedError]:
-    """Run jobs that need the same number of processes.
-
-    Args:
-        jobs: what to run, in this order.
-        scratch: folder for results.
-        worker: module that starts the ranks.
+    """Run jobs that need the same number of processes, in this order, on ranks of a worker module.
 
     Returns:
         for each job's name what its ranks returned, in the order of ranks, or the failure.
@@ -94,11 +89,7 @@ def run_jobs(
 
 
 def results(outcome: list[Any] | JobFailedError) -> list[Any]:
-    """What every rank returned.
-
-    Raises:
-        JobFailedError: the job failed.
-    """
+    """What every rank returned; raises the failure of a job that failed."""
     if isinstance(outcome, JobFailedError):
         raise outcome
     return outcome
@@ -137,16 +128,10 @@ def launch(
 ) -> Launched:
     """Run the `main` of a module in a process forked off a server, and end all that it started.
 
-    Args:
-        module: of the server's `MODULES`, or one that brings its own server.
-        arguments: in `sys.argv`.
-        nproc: ranks that it starts.
-        folder: for what it prints.
-        seconds: that it may take, without the start.
+    ``arguments`` are in `sys.argv`, the folder gets what it prints; beside the start it may take
+    so many seconds.
     """
-    server = _server(module, tuple(environment(nproc).items()))
-    assert server.stdin is not None
-    assert server.stdout is not None
+    server: Any = _server(module, tuple(environment(nproc).items()))
     output, errors = folder / "stdout.txt", folder / "stderr.txt"
     request = {"module": module, "arguments": arguments, "output": str(output)}
     server.stdin.write(json.dumps(request | {"errors": str(errors)}).encode() + b"\n")
@@ -195,8 +180,7 @@ def _outcome(job: Job, folder: Path, log: str) -> list[Any] | JobFailedError | N
     texts = [f"job {job.name} failed on {job.nproc} processes"]
     for rank, path in enumerate(results):
         if path.exists():
-            result = json.loads(path.read_text())
-            texts.append(f"rank {rank}: {result.get('error', 'finished')}")
+            texts.append(f"rank {rank}: {json.loads(path.read_text()).get('error', 'finished')}")
         stacks = folder / f"stacks.rank{rank}.txt"
         if stacks.exists() and stacks.read_text():
             texts.append(f"stacks of rank {rank}:\n{stacks.read_text()}")

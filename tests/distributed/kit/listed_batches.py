@@ -44,11 +44,7 @@ def iterators_of(rollout_data: dict[str, Any]) -> Any:
 
 
 def _own_forward_only(
-    f: Callable[..., Any],
-    args: Any,
-    model: list[Any],
-    data_iterator: Sequence[Any],
-    num_microbatches: Sequence[int],
+    f: Any, args: Any, model: list[Any], data_iterator: Sequence[Any], num_microbatches: Any
 ) -> dict[str, list[Tensor]]:
     for iterator in data_iterator:
         iterator.reset()

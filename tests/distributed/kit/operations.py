@@ -6,9 +6,11 @@ Passes may sleep what they cost: on one rank, and where ranks share rows.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -32,15 +34,8 @@ Operation = list[Any]
 
 
 def operations(dims: dict[str, Any], steps: list[tuple[int, bool]]) -> list[list[Operation]]:
-    """The passes of this rank in the order in which Megatron's own schedule ran them.
-
-    Args:
-        dims: of the job; one data-parallel rank.
-        steps: for each step its number of micro-batches, and whether there is no backward pass.
-
-    Returns:
-        the passes of every step.
-    """
+    """The passes of this rank in the order in which Megatron's own schedule ran them, of steps of
+    so many micro-batches, True: without a backward pass."""
     shape = ParallelDims(**dims)
     model = quick_model(shape, 64)
     optimizer = adam(model, distributed=False)
@@ -71,13 +66,7 @@ def asleep(
     """Training steps of the same samples, planned with every row on one rank, and with dynamic CP.
 
     A pass sleeps before it computes, so ranks that share a row wait in its attention for the one
-    that began last, and end together.
-
-    Args:
-        dims: of the job.
-        seconds_per_unit: of a forward pass.
-        repeats: steps of each plan that are timed, after one that is not.
-        flags: others of both plans.
+    that began last, and end together. ``repeats`` steps are timed after one that is not.
 
     Returns:
         of each plan ("one rank", "dynamic CP") the ``sizes`` of this rank's rows; as
@@ -132,42 +121,38 @@ def passes_of(
 ) -> Iterator[list[Any]]:
     """Write down every call of the schedules' own forward and backward step.
 
-    Args:
-        model: this rank's chunks.
-        during: called at the end of each, with whether it is a backward pass and the slot.
-        before: called at the start of each, likewise.
+    ``before`` and ``during`` are called at the start and at the end of each, with whether it is a
+    backward pass and the slot.
     """
     passes: list[Any] = []
     drawn = [0] * len(model)
     made_by: dict[int, tuple[int, int]] = {}
-    forward, backward = schedules.forward_step, schedules.backward_step
+
+    def run(kind: str, chunk: int, slot: int, step: Callable[[], Any]) -> Any:
+        start = time.monotonic()
+        before(kind == "B", slot)
+        result = step()
+        during(kind == "B", slot)
+        passes.append([kind, chunk, slot, start, time.monotonic()])
+        return result
 
     def forward_step(step: Any, iterator: Any, chunk: Any, *rest: Any, **options: Any) -> Any:
         number = next(i for i, each in enumerate(model) if each is chunk)
         slot = drawn[number]
         drawn[number] += 1
-        start = time.monotonic()
-        before(False, slot)
-        result = forward(step, iterator, chunk, *rest, **options)
-        during(False, slot)
-        passes.append(["F", number, slot, start, time.monotonic()])
+        call = functools.partial(forward, step, iterator, chunk, *rest, **options)
+        result = run("F", number, slot, call)
         made_by[id(_only(result[0]))] = (number, slot)
         return result
 
     def backward_step(input_tensor: Any, output_tensor: Any, *rest: Any, **options: Any) -> Any:
-        number, slot = made_by.pop(id(_only(output_tensor)))
-        start = time.monotonic()
-        before(True, slot)
-        result = backward(input_tensor, output_tensor, *rest, **options)
-        during(True, slot)
-        passes.append(["B", number, slot, start, time.monotonic()])
-        return result
+        call = functools.partial(backward, input_tensor, output_tensor, *rest, **options)
+        return run("B", *made_by.pop(id(_only(output_tensor))), call)
 
-    schedules.forward_step, schedules.backward_step = forward_step, backward_step
-    try:
+    forward, backward = schedules.forward_step, schedules.backward_step
+    steps = {"forward_step": forward_step, "backward_step": backward_step}
+    with mock.patch.multiple(schedules, **steps):
         yield passes
-    finally:
-        schedules.forward_step, schedules.backward_step = forward, backward
 
 
 def _only(tensors: Any) -> Any:

@@ -50,23 +50,18 @@ def turns() -> dict[str, list[Any]]:
     """
     seed = parallel_state.get_data_parallel_rank()
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    whole = [
-        torch.randint(VOCABULARY, (TOTALS[-1],), generator=generator, device="cpu")
-        for _ in range(TRAJECTORIES)
-    ]
-    before = [0, *TOTALS[:-1]]
-    responses = [total - prompt - 1 for total, prompt in zip(TOTALS, before, strict=True)]
+    tokens = []
+    for _ in range(TRAJECTORIES):
+        whole = torch.randint(VOCABULARY, TOTALS[-1:], generator=generator, device="cpu")
+        branch = whole[:BRANCH].clone()
+        branch[TOTALS[-2] :] = (branch[TOTALS[-2] :] + 1) % VOCABULARY
+        tokens += [*(whole[:total].clone() for total in TOTALS), branch]
+    responses = [total - prompt - 1 for total, prompt in zip(TOTALS, [0, *TOTALS], strict=False)]
     return {
-        "tokens": [part for tokens in whole for part in _samples(tokens)],
+        "tokens": tokens,
         "total_lengths": [*TOTALS, BRANCH] * TRAJECTORIES,
         "response_lengths": [*responses, BRANCH - 5] * TRAJECTORIES,
     }
-
-
-def _samples(tokens: torch.Tensor) -> list[torch.Tensor]:
-    branch = tokens[:BRANCH].clone()
-    branch[TOTALS[-2] :] = (branch[TOTALS[-2] :] + 1) % VOCABULARY
-    return [*(tokens[:total].clone() for total in TOTALS), branch]
 
 
 def said_and_reported(dims: dict[str, Any]) -> None:

@@ -14,33 +14,21 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import unwrap_model
 
 from kit import exactness
-from kit.calls import my_samples, small_model
+from kit.calls import Calls, small_model
 from kit.cpu_kernels import stand_in_for_kernels
 from kit.guarantees import on_all_ranks
-from kit.model import adam
+from kit.samples import take
 from kit.stand_ins import stood_in
-from mcore_batching.batch import (
-    PackedMicroBatch,
-    StepTotals,
-    token_mean,
-)
+from mcore_batching.batch import token_mean
 from mcore_batching.megatron import (
     DynamicBatchArgumentError,
     check_settings,
-    get_data_iterator,
     response_log_probs,
     schedule_of,
-    train_step,
 )
 from mcore_batching.megatron.options import Options
-from mcore_batching.planning import (
-    CostModel,
-    ParallelDims,
-    PlannerConfig,
-    StepPlan,
-    worker,
-)
-from mcore_batching.planning.forest import Forest, PrefixTree, ways_to_cut
+from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, StepPlan, worker
+from mcore_batching.planning.forest import PrefixTree, ways_to_cut
 
 SIZES = {
     2: ((2, 2), (1, 1), (2, 2), (1, 1)),
@@ -53,20 +41,19 @@ slot, and differ within one. As many slots as PP2 x VPP2 takes."""
 def silent_placeholders(dims: dict[str, Any]) -> None:
     """Ranks of a replica run rows of their own, so that they need not ask for the same log-probs:
     the loss of one short sample asks for nothing in placeholders."""
-    model = small_model(dims)
-    args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=2)
-    data = {name: values[:1] for name, values in my_samples(dims).items()}
-    iterators, counts = get_data_iterator(args, model, data)
+    calls = Calls(dims, dynamic_batch_context_parallel=2)
+    planned = calls.plan_of(take(calls.data, [0]))
 
-    def loss(logits: torch.Tensor, row: PackedMicroBatch, totals: StepTotals) -> Any:
+    def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
         if row.is_placeholder:
             return logits.new_zeros(()), {"policy": logits.new_zeros(())}
         share = token_mean(response_log_probs(logits, row), row, totals)
         return share, {"policy": share}
 
-    done = train_step(loss, args, model, iterators, counts, adam(model, distributed=False))
-    found = on_all_ranks([done.metrics, [len(row) for row in schedule_of(iterators).steps[0]]])
-    (first, rows), (second, others) = found
+    rows = [len(row) for row in schedule_of(planned[0]).steps[0]]
+    (first, rows), (second, others) = on_all_ranks(
+        [calls.train_planned(planned, loss).metrics, rows]
+    )
     assert sorted([rows, others]) == [[0], [1]]
     assert first == second
 
@@ -77,32 +64,28 @@ def refused_models(dims: dict[str, Any]) -> None:
     class OwnAttention(SelfAttention):  # type: ignore[misc]
         pass
 
-    def other_positions(bare: Any) -> str:
-        bare.position_embedding_type = "mrope"
-        return "position embeddings mrope slice by a fixed"
-
-    def other_core(bare: Any) -> str:
-        bare.decoder.layers[1].self_attention.core_attention = torch.nn.Identity()
-        return "layers.1.self_attention, a SelfAttention with Identity, is not"
-
-    def other_layer(bare: Any) -> str:
-        bare.decoder.layers[2].self_attention.__class__ = OwnAttention
-        return "layers.2.self_attention, a OwnAttention with PackedAttention"
-
-    def state_space(bare: Any) -> str:
-        with stood_in("triton"):
-            from megatron.core.ssm.mamba_mixer import MambaMixer
-        stand_in_for_kernels()
-        mixer = object.__new__(MambaMixer)
-        torch.nn.Module.__init__(mixer)
-        bare.decoder.layers[3].mixer = mixer
-        return "layers.3.mixer is a state-space layer"
-
+    with stood_in("triton"):
+        from megatron.core.ssm.mamba_mixer import MambaMixer
+    stand_in_for_kernels()
+    mixer = object.__new__(MambaMixer)
+    torch.nn.Module.__init__(mixer)
+    attention, core = "self_attention, a SelfAttention", torch.nn.Identity()
     args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=1)
-    for change in (other_positions, other_core, other_layer, state_space):
+    for module, name, value, text in (
+        ("", "position_embedding_type", "mrope", "position embeddings mrope slice by a fixed"),
+        ("1.self_attention", "core_attention", core, f"layers.1.{attention} with Identity, is not"),
+        (
+            "2.self_attention",
+            "__class__",
+            OwnAttention,
+            "2.self_attention, a OwnAttention with Pac",
+        ),
+        ("3", "mixer", mixer, "layers.3.mixer is a state-space layer"),
+    ):
         model = small_model(dims)
         check_settings(args, model)
-        text = change(unwrap_model(model[0]))
+        bare = unwrap_model(model[0])
+        setattr(bare.decoder.layers.get_submodule(module) if module else bare, name, value)
         with pytest.raises(DynamicBatchArgumentError) as refused:
             check_settings(args, model)
         assert text in str(refused.value)
@@ -127,12 +110,12 @@ def mixed_sizes() -> Iterator[None]:
 
 def _mixed_plan(
     lengths: Sequence[int],
-    dims: ParallelDims,
-    config: PlannerConfig,
-    cost_model: CostModel,
+    dims: Any,
+    config: Any,
+    cost_model: Any,
     *,
-    forward_only: bool = False,
-    forest: Forest | None = None,
+    forest: Any = None,
+    **kind: Any,
 ) -> StepPlan:
     """Whole prefix trees are placed as samples are."""
     trees = [PrefixTree((sample,), ((0, n),)) for sample, n in enumerate(lengths)]
@@ -166,6 +149,6 @@ def _mixed_plan(
         config=config,
         context_parallel=sizes_by_rank,
         cost_model=cost_model,
-        forward_only=forward_only,
+        **kind,
         trees=tuple(tree for tree in trees if len(tree.samples) > 1),
     )
