@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit.patience import patience
@@ -24,11 +25,10 @@ esac
 
 
 class Machine:
-    """A folder with interpreters, and the scripts' function that makes environments in it."""
+    """A folder with interpreters, and the scripts' function that makes an environment in it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.venv = folder / "venv"
+        self.folder, self.venv = folder, folder / "venv"
 
     def python(self, version: str) -> Path:
         path = self.folder / "bin" / f"python{version}"
@@ -53,12 +53,12 @@ class Machine:
         )
         return done.returncode, (done.stdout or done.stderr).strip()
 
-    def installs(self) -> list[str]:
-        """The environments that packages were installed into, since the last call."""
-        path = self.folder / "installed"
-        lines = path.read_text().splitlines() if path.exists() else []
-        path.unlink(missing_ok=True)
-        return sorted({str(Path(line).parents[1].name) for line in lines})
+    def uses(self, expected: Path | str, *installed: str, **how: Any) -> None:
+        """Such an environment is used, after packages were installed into these."""
+        (self.folder / "installed").write_text("")
+        assert self.ensure(**how) == (0, str(expected))
+        lines = (self.folder / "installed").read_text().splitlines()
+        assert {Path(line).parents[1].name for line in lines} == {*installed}
 
 
 @pytest.fixture
@@ -77,40 +77,33 @@ def marked(environment: Path) -> Path:
 
 
 def test_an_environment_is_made_once(machine: Machine) -> None:
-    assert machine.ensure() == (0, str(machine.venv))
-    assert machine.installs() == ["venv"]
+    machine.uses(machine.venv, "venv")
     mark = marked(machine.venv)
-    assert machine.ensure() == (0, str(machine.venv))
+    machine.uses(machine.venv)
     # One of the same version fits, whichever interpreter it was made with.
-    assert machine.ensure(named=machine.python("3.12")) == (0, str(machine.venv))
-    assert machine.installs() == []
+    machine.uses(machine.venv, named=machine.python("3.12"))
     assert mark.exists()
 
 
-@pytest.mark.parametrize("has", ["3.11", "3.12"])
+@pytest.mark.parametrize(("has", "other"), [("3.11", "3.12"), ("3.12", "3.11")])
 def test_a_python_that_does_not_fit_gets_an_environment_of_its_own(
-    machine: Machine, has: str
+    machine: Machine, has: str, other: str
 ) -> None:
     """One example, run with another Python, deleted the environment of the other example."""
-    machine.ensure(named=machine.python(has))
+    machine.uses(machine.venv, "venv", named=machine.python(has))
     mark = marked(machine.venv)
-    other = {"3.11": "3.12", "3.12": "3.11"}[has]
-    beside = f"{machine.venv}-{other}"
-    machine.installs()
-    for _ in range(2):
-        assert machine.ensure(named=machine.python(other)) == (0, beside)
-    assert machine.installs() == [Path(beside).name]
+    machine.uses(f"{machine.venv}-{other}", f"venv-{other}", named=machine.python(other))
+    machine.uses(f"{machine.venv}-{other}", named=machine.python(other))
     # Without a name the first one is used, as before.
-    assert machine.ensure() == (0, str(machine.venv))
-    assert machine.installs() == []
+    machine.uses(machine.venv)
     assert mark.exists()
 
 
 def test_an_environment_of_a_version_that_will_not_do_stays(machine: Machine) -> None:
     """The fine-tuning example needs 3.12, the quickstart runs on 3.11."""
-    machine.ensure(named=machine.python("3.11"))
+    machine.uses(machine.venv, "venv", named=machine.python("3.11"))
     mark = marked(machine.venv)
-    assert machine.ensure(versions="3.12 3.13") == (0, f"{machine.venv}-3.12")
+    machine.uses(f"{machine.venv}-3.12", "venv-3.12", versions="3.12 3.13")
     assert mark.exists()
 
 
@@ -124,7 +117,6 @@ def test_changes_are_installed_into_what_is_there(
     if change == "pins":
         (machine.folder / "pins").write_text("2")
     extras = "plot" if change == "extras" else "megatron"
-    machine.installs()
     if offline:
         (machine.folder / "offline").touch()
         status, text = machine.ensure(extras=extras)
@@ -133,11 +125,9 @@ def test_changes_are_installed_into_what_is_there(
         (machine.folder / "offline").unlink()
         if change == "pins":  # nor is it taken for complete once the old pins are back
             (machine.folder / "pins").unlink()
-    assert machine.ensure(extras=extras) == (0, str(machine.venv))
-    assert machine.installs() == ["venv"]
-    assert machine.ensure() == (0, str(machine.venv))  # the extras of both are kept
-    assert machine.ensure(extras=extras) == (0, str(machine.venv))
-    assert machine.installs() == []
+    machine.uses(machine.venv, "venv", extras=extras)
+    machine.uses(machine.venv)  # the extras of both are kept
+    machine.uses(machine.venv, extras=extras)
     assert mark.exists()
 
 
@@ -154,28 +144,22 @@ def test_an_environment_that_does_not_work_is_made_anew(machine: Machine, broken
         if broken == "python replaced":  # a link to a python3 that became another version
             os.link(machine.python("3.11"), python)
     mark = marked(machine.venv)
-    machine.installs()
-    assert machine.ensure() == (0, str(machine.venv))
-    assert machine.installs() == ["venv"]
+    machine.uses(machine.venv, "venv")
     assert not mark.exists()
 
 
-def test_a_folder_of_somebody_else_is_never_touched(machine: Machine) -> None:
-    machine.venv.mkdir()
+def test_what_is_refused_stays_as_it_is(machine: Machine) -> None:
+    for named, expected in (
+        (machine.folder / "absent", "does not run"),
+        (machine.python("3.9"), "is Python 3.9; megatron-core has wheels for 3.11, 3.12 and 3.13"),
+    ):
+        status, text = machine.ensure(named=named)
+        assert (status, expected in text) == (1, True)
+    assert not machine.venv.exists()
+    machine.venv.mkdir()  # somebody else's
     mark = marked(machine.venv)
     status, text = machine.ensure()
     assert status == 1
     assert "is not an environment that these scripts made: remove it" in text
     assert mark.exists()
-    assert machine.installs() == []
-
-
-def test_a_python_that_does_not_run_or_has_no_pins_is_refused(machine: Machine) -> None:
-    for named, text in {
-        machine.folder / "absent": "does not run",
-        machine.python("3.9"): "is Python 3.9; megatron-core has wheels for 3.11, 3.12 and 3.13",
-    }.items():
-        status, found = machine.ensure(named=named)
-        assert status == 1
-        assert text in found
-    assert not machine.venv.exists()
+    assert not (machine.folder / "installed").exists()
