@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 NOTHING: frozenset[str] = frozenset()
@@ -111,7 +112,7 @@ def wrong_arrows(package: Path, layers: Mapping[str, Layer]) -> list[str]:
 
 
 def circles(package: Path) -> list[str]:
-    """Modules that reach themselves, and children of one package that do when taken as wholes.
+    """A circle of modules, and one of each package's children taken as wholes, where there is one.
 
     A module that imports from the ``__init__`` of a package that holds it is a circle, too.
     """
@@ -123,43 +124,21 @@ def circles(package: Path) -> list[str]:
         if each.module != each.target and is_within(each.module, each.target)
     ]
     arrows = {(each.module, each.target) for each in inside if each.target in modules}
-    found = {" <-> ".join(sorted(names)) for names in knots(modules, arrows)}
-    for parent, path in modules.items():
-        if path.name != "__init__.py":
-            continue
-
-        def child(name: str, parent: str = parent) -> str:
-            depth = parent.count(".") + 2
-            return ".".join(name.split(".")[:depth])
-
-        own = {pair for pair in arrows if all(is_within(name, parent) for name in pair)}
-        between = {(child(a), child(b)) for a, b in own if parent not in (a, b)}
-        children = {name for pair in between for name in pair}
-        wholes = {(a, b) for a, b in between if a != b}
-        found |= {" <-> ".join(sorted(names)) for names in knots(children, wholes)}
-    return sorted(found) + upward
+    found = circle(arrows)
+    for parent in [name for name, path in modules.items() if path.name == "__init__.py"]:
+        depth = parent.count(".") + 2
+        below = [pair for pair in arrows if all(is_within(name, parent) for name in pair)]
+        between = {tuple(".".join(name.split(".")[:depth]) for name in pair) for pair in below}
+        found += circle({(a, b) for a, b in between if a != b and parent not in (a, b)})
+    return [*dict.fromkeys(found), *upward]
 
 
-def knots(names: Iterable[str], arrows: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Groups of names that reach each other, and names that reach themselves in one step."""
-    after: dict[str, set[str]] = {name: set() for name in names}
-    for start, end in arrows:
-        after[start].add(end)
-    reached = {name: after_all(name, after) for name in after}
-    groups = {
-        frozenset({name, *(other for other in reached[name] if name in reached[other])})
-        for name in after
-        if name in reached[name]
-    }
-    return [sorted(group) for group in groups]
-
-
-def after_all(start: str, after: Mapping[str, set[str]]) -> set[str]:
-    found: set[str] = set()
-    waiting = [*after[start]]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting += after[name]
-    return found
+def circle(arrows: set[tuple[str, str]]) -> list[str]:
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for start, end in sorted(arrows):
+        sorter.add(end, start)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []

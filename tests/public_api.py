@@ -1,4 +1,4 @@
-"""The public faces of the package as text: names, signatures, fields and flags.
+"""The public faces of the package as text, read from its source: stubs of names, and flags.
 
 python tests/public_api.py      # writes tests/public_api.txt
 """
@@ -6,180 +6,109 @@ python tests/public_api.py      # writes tests/public_api.txt
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import enum
-import importlib
-import inspect
+import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SNAPSHOT = Path(__file__).with_suffix(".txt")
 COMMAND = f"python tests/{Path(__file__).name}"
-PLANNER_ALONE = ("mcore_batching", "mcore_batching.planning", "mcore_batching.tools")
-"""Faces that neither torch nor megatron is needed for, with what lies below them."""
+NO_BODY: list[ast.stmt] = [ast.Expr(ast.Constant(...))]
 
 
-def faces() -> list[str]:
-    """Every package whose ``__init__`` has an ``__all__``."""
-    files = (REPOSITORY / "mcore_batching").rglob("__init__.py")
-    return sorted(
-        ".".join(path.parent.relative_to(REPOSITORY).parts)
-        for path in files
-        if "__all__ = " in path.read_text(encoding="utf-8")
-    )
+def sections() -> dict[str, str]:
+    """Title to text: every package whose ``__init__`` has an ``__all__``, and the flags."""
+    found = {}
+    for path in sorted((REPOSITORY / "mcore_batching").rglob("__init__.py")):
+        text = path.read_text(encoding="utf-8")
+        if "\n__all__ = " in text:
+            face = ".".join(path.parent.relative_to(REPOSITORY).parts)
+            (exported,) = definitions("__all__", ast.parse(text))
+            assert isinstance(exported, ast.Assign)
+            names = ast.literal_eval(exported.value)
+            found[face] = "\n".join(stub(name, face) for name in sorted(names))
+    return found | {"flags": "\n".join(all_flags())}
 
 
-def sections() -> dict[str, Callable[[], list[str]]]:
-    """Title to what makes the lines below it."""
-    named = {name: lambda name=name: face(importlib.import_module(name)) for name in faces()}
-    return named | {
-        "flags of mcore-batching": command_flags,
-        "flags of add_dynamic_batch_arguments": library_flags,
-    }
-
-
-def face(module: ModuleType) -> list[str]:
-    """The public names of a package, those first that are another's."""
-    lines: list[str] = []
-    root = importlib.import_module("mcore_batching.planning")
-    again = [
-        name
-        for name in sorted(module.__all__)
-        if module is not root
-        and name in root.__all__
-        and getattr(module, name) is getattr(root, name)
-    ]
-    if again:
-        lines += ["from mcore_batching.planning:", *(f"    {name}" for name in again)]
-    for name in sorted(set(module.__all__) - set(again)):
-        lines += describe(name, getattr(module, name))
-    return lines
-
-
-def describe(name: str, value: Any) -> Iterator[str]:
-    """A function's signature, a class's members, a constant's keys, a schema's declarations."""
-    if inspect.isclass(value):
-        yield from describe_class(name, value)
-    elif inspect.isroutine(value):
-        yield f"def {name}{signature(value)}"
-    elif isinstance(value, str):
-        yield f"{name}: str"
-    elif hasattr(value, "declare"):
-        yield f"{name}: {type(value).__name__}"
-        for field in value.values():
-            declared = field.declaration.partition('", ')[2].rstrip(")")
-            yield f"    {field.name}: {declared}{', required' * field.required}"
-    elif isinstance(value, dict | tuple) or hasattr(value, "keys"):
-        yield f"{name}: {type(value).__name__}"
-        yield from (f"    {getattr(key, 'name', key)}" for key in value)
-    else:
-        yield f"{name}: {type(value).__name__}"
-
-
-def describe_class(name: str, kind: type) -> Iterator[str]:
-    bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    manner = ", keyword only" if fields and all(each.kw_only for each in fields) else ""
-    if fields and kind.__dataclass_params__.frozen:
-        manner = f", frozen{manner}"
-    yield f"class {name}" + (f"({bases})" if bases else "") + manner
-    if issubclass(kind, enum.Enum):
-        yield from (f"    {member.name}" for member in kind)
-        return
-    for each in fields:
-        if not each.name.startswith("_"):
-            yield f"    {each.name}: {annotation(each.type)}{default_of(each)}"
-    if not fields and "__init__" in vars(kind):
-        yield f"    def __init__{signature(kind.__init__)}"
-    known = {each.name for each in fields}
-    for member, value in sorted(vars(kind).items()):
-        if member in known or (member.startswith("_") and member != "__call__"):
-            continue
-        if isinstance(value, property):
-            yield f"    {member}: {annotation(value.fget.__annotations__['return'])} [property]"
-        elif isinstance(value, classmethod | staticmethod):
-            yield f"    def {member}{signature(value.__func__)} [{type(value).__name__}]"
-        elif inspect.isfunction(value):
-            yield f"    def {member}{signature(value)}"
+def definitions(name: str, tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements that define or import a name, those of the module itself first."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined = [node.name]
+        elif isinstance(node, ast.ImportFrom):
+            defined = [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            defined = [ast.unparse(target) for target in targets]
         else:
-            yield f"    {member}"
+            continue
+        if name in defined:
+            yield node
 
 
-def default_of(each: dataclasses.Field[Any]) -> str:
-    if each.default is not dataclasses.MISSING:
-        return f" = {default(each.default)}"
-    return "" if each.default_factory is dataclasses.MISSING else " = ..."
+def stub(name: str, module: str) -> str:
+    """The statement that defines a name, without the bodies of functions and private members."""
+    path = REPOSITORY / module.replace(".", "/")
+    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text("utf-8")
+    node = next(definitions(name, ast.parse(text)))
+    if isinstance(node, ast.ImportFrom):
+        (own,) = (alias.name for alias in node.names if name in (alias.asname, alias.name))
+        if node.module == "mcore_batching.planning":  # most of the root's names
+            return f"from {node.module} import {own}"
+        return stub(own, str(node.module)).replace(own, name, 1)
+    if isinstance(node, ast.ClassDef):
+        node.body = [each for each in map(member, node.body) if each] or NO_BODY
+    elif isinstance(node, ast.FunctionDef):
+        node.body = NO_BODY
+    else:  # a constant, and those that it is made of
+        used = [
+            each.id for each in ast.walk(node) if isinstance(each, ast.Name) and each.id != name
+        ]
+        parts = [stub(each, module) for each in used if each.startswith("_")]
+        return "\n".join([*parts, ast.get_source_segment(text, node) or ""])
+    lines = ast.unparse(node).splitlines()
+    return "\n".join(line.removesuffix(":") for line in lines if line.strip() not in ("...", ""))
 
 
-def signature(function: Callable[..., Any]) -> str:
-    """Arguments as the source has them; ``str`` of a signature differs between Pythons."""
-    parts: list[str] = []
-    has_star = False
-    found = inspect.signature(function)
-    for each in found.parameters.values():
-        if each.kind is each.VAR_POSITIONAL:
-            has_star = True
-        elif each.kind is each.KEYWORD_ONLY and not has_star:
-            has_star = True
-            parts.append("*")
-        text = {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "") + each.name
-        if each.annotation is not each.empty:
-            text += f": {annotation(each.annotation)}"
-        if each.default is not each.empty:
-            text += f" = {default(each.default)}"
-        parts.append(text)
-    returned = found.return_annotation
-    after = "" if returned is found.empty else f" -> {annotation(returned)}"
-    return f"({', '.join(parts)}){after}"
+def member(node: ast.stmt) -> ast.stmt | None:
+    """A public field or method of a class."""
+    if isinstance(node, ast.FunctionDef):
+        node.body, name = NO_BODY, node.name
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+    else:
+        return None
+    return None if name.startswith("_") and name not in ("__init__", "__call__") else node
 
 
-def annotation(value: Any) -> str:
-    return value if isinstance(value, str) else getattr(value, "__name__", str(value))
-
-
-def default(value: Any) -> str:
-    """A default value; of a schema the name, since its own text lists all fields."""
-    if isinstance(value, bool | int | float | str | tuple | None):
-        return repr(value)
-    kind = type(value).__name__
-    return {"Schema": "DEFAULT_SCHEMA", "dtype": str(value)}.get(kind, f"<{kind}>")
-
-
-def command_flags() -> list[str]:
+def all_flags() -> Iterator[str]:
+    """Those of the command line, and of training jobs."""
+    from mcore_batching.flags import add_dynamic_batch_arguments
     from mcore_batching.tools.cli import build_parser
 
     parser = build_parser()
-    lines = list(flags(parser))
+    yield from flags("mcore-batching", parser)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, command in action.choices.items():
-                lines += [f"{name}:", *(f"    {line}" for line in flags(command))]
-    return lines
+                yield from flags(f"mcore-batching {name}", command)
+    jobs = add_dynamic_batch_arguments(argparse.ArgumentParser())
+    yield from flags("add_dynamic_batch_arguments", jobs)
 
 
-def library_flags() -> list[str]:
-    from mcore_batching.megatron import add_dynamic_batch_arguments
-
-    return list(flags(add_dynamic_batch_arguments(argparse.ArgumentParser())))
-
-
-def flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+def flags(title: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     """Each argument with its type, choices and default, in the parser's order."""
+    yield f"{title}:"
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
         if action.help == argparse.SUPPRESS:  # a removed flag, which is refused
             continue
-        parts = [" ".join(action.option_strings) or action.dest]
+        parts = ["   ", *(action.option_strings or [action.dest])]
         if action.nargs != 0:
             kind = getattr(action.type, "__name__", "str")
-            choices = "|".join(map(str, action.choices or ()))
-            parts.append(choices or kind)
-            parts += [] if action.nargs is None else [f"nargs={action.nargs}"]
+            parts.append("|".join(map(str, action.choices or ())) or kind)
         if action.required:
             parts.append("required")
         elif action.default not in (None, False, argparse.SUPPRESS):
@@ -187,23 +116,13 @@ def flags(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield " ".join(parts)
 
 
-def read() -> dict[str, list[str]]:
+def read() -> dict[str, str]:
     """The snapshot's sections."""
-    found: dict[str, list[str]] = {}
-    for line in SNAPSHOT.read_text(encoding="utf-8").splitlines():
-        if line.startswith("== "):
-            found[line[3:]] = []
-        elif line:
-            found[list(found)[-1]].append(line)
-    return found
-
-
-def main() -> None:
-    """Write the snapshot; needs torch and megatron-core."""
-    sys.path.insert(0, str(REPOSITORY))
-    text = "\n".join("\n".join([f"== {title}", *make(), ""]) for title, make in sections().items())
-    SNAPSHOT.write_text(text, encoding="utf-8", newline="\n")
+    parts = SNAPSHOT.read_text(encoding="utf-8").split("== ")[1:]
+    return {title: text.strip("\n") for title, _, text in (part.partition("\n") for part in parts)}
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.insert(0, str(REPOSITORY))
+    made = "\n".join(f"== {title}\n{text}\n" for title, text in sections().items())
+    SNAPSHOT.write_text(made, encoding="utf-8", newline="\n")

@@ -6,7 +6,6 @@ module that has it under its name. Modules loaded later import the replacement.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import inspect
@@ -19,19 +18,13 @@ from mcore_batching.planning.errors import MCoreBatchingError
 
 Function = Callable[..., Any]
 
-# functools.wraps copies attributes: a wrapper of a replacement has the mark, too.
+# A replacement's attribute: a set that is empty once it is undone. functools.wraps copies
+# attributes, so wrappers of a replacement share the set.
 _MARK = "_mcore_batching_original"
 
 
 class HookError(MCoreBatchingError, ValueError):
     """A module's functions cannot be replaced: missing, of another signature, or hooked already."""
-
-
-@dataclasses.dataclass
-class _Mark:
-    """True while a replacement is ours; its wrappers share the object."""
-
-    is_ours: bool = True
 
 
 class Replacement(NamedTuple):
@@ -98,7 +91,7 @@ class Hook:
         while self._done:
             each = self._done.pop()
             # References that cannot be reached call the original from now on. A class has no mark.
-            getattr(each.ours, _MARK, _Mark()).is_ours = False
+            getattr(each.ours, _MARK, set()).clear()
             for scope in self._scopes_with(each.name, each.ours):
                 scope[each.name] = each.original
         self.hooked.clear()
@@ -110,24 +103,21 @@ class Hook:
         self.undo()
 
     def __str__(self) -> str:
-        if not self.hooked:
-            return f"mcore_batching: nothing hooked ({self._empty})"
-        return f"mcore_batching: hooked {', '.join(self.hooked)}"
+        found = f"hooked {', '.join(self.hooked)}" if self.hooked else ""
+        return f"mcore_batching: {found or f'nothing hooked ({self._empty})'}"
 
     def _scopes_with(self, name: str, function: Function) -> list[dict[str, Any]]:
         """Globals of modules, and copies of them, with this very function under this name."""
         # A copy of the list: other threads may import meanwhile.
-        loaded = [vars(each) for each in list(sys.modules.values()) if isinstance(each, ModuleType)]
-        scopes = {id(each): each for each in [*self._scopes, *loaded]}
+        scopes = [vars(each) for each in [*sys.modules.values()] if isinstance(each, ModuleType)]
+        scopes += self._scopes
         if self._copies:
             # A copy refers to the function, so the garbage collector finds the copy.
             # Only globals of functions have __builtins__; other dicts that refer to it do not.
-            scopes |= {
-                id(each): each
-                for each in gc.get_referrers(function)
-                if type(each) is dict and "__builtins__" in each
-            }
-        return [scope for scope in scopes.values() if scope.get(name) is function]
+            found = gc.get_referrers(function)
+            scopes += [each for each in found if type(each) is dict and "__builtins__" in each]
+        each_once = {id(scope): scope for scope in scopes}.values()
+        return [scope for scope in each_once if scope.get(name) is function]
 
 
 def replacing(module: Any, name: str, ours: Function) -> Replacement:
@@ -141,44 +131,43 @@ def replacing(module: Any, name: str, ours: Function) -> Replacement:
         HookError: saying what was expected and what was found.
     """
     original: Any = getattr(module, name, None)
-    bound = functools.partial(ours, original)
     owner = f"{module.__module__}.{module.__name__}" if inspect.isclass(module) else module.__name__
     # First, since a replacement has the signature that is looked for.
     if is_replacement(original):
         raise HookError(f"{owner}.{name} is hooked already: undo that hook first")
-    parameters = list(inspect.signature(bound).parameters.values())
+    bound = functools.partial(ours, original)
+    parameters = _parameters(bound)
     passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     expected = [each for each in parameters if each.kind not in passed_on]
-    found: list[inspect.Parameter] = []
-    if is_function := callable(original) and not inspect.isclass(original):
-        found = list(inspect.signature(original).parameters.values())
-    # Ours must take every call that theirs takes: a name, a default or the order may not differ,
-    # annotations may.
-    same = [
-        (theirs.name, theirs.kind, theirs.default) == (each.name, each.kind, each.default)
-        for theirs, each in zip(found, expected, strict=False)
-    ]
-    lacking = expected[len(found) :]
-    has_all = all(each.default is not each.empty for each in lacking)
-    takes_more = len(expected) < len(parameters)
-    has_no_more = takes_more or len(found) <= len(expected)
-    if not (is_function and all(same) and has_no_more and has_all):
-        shown = f"{name}{_bare(found)}" if is_function else f"a {type(original).__name__}"
+    is_function = callable(original) and not inspect.isclass(original)
+    found = _parameters(original) if is_function else []
+    # Ours must take every call that theirs takes: a name, a default or the order may not differ.
+    lacking, more = expected[len(found) :], found[len(expected) :]
+    fits = (
+        is_function
+        and found[: len(expected)] == expected[: len(found)]
+        and all(each.default is not each.empty for each in lacking)
+        and (not more or len(expected) < len(parameters))
+    )
+    if not fits:
+        shown = f"{name}{inspect.Signature(found)}"
+        if not is_function:
+            shown = f"a {type(original).__name__}"
         raise HookError(
-            f"{owner}.{name} cannot be replaced: expected {name}{_bare(parameters)}, found "
-            f"{shown}; hook a version of the framework with that signature"
+            f"{owner}.{name} cannot be replaced: expected {name}{inspect.Signature(parameters)}, "
+            f"found {shown}; hook a version of the framework with that signature"
         )
     return Replacement(name, original, in_place_of(original, bound))
 
 
 def in_place_of(original: Function, ours: Function) -> Function:
     """Our function under the original's name and signature; the original once it is undone."""
-    mark = _Mark()
+    mark = {"is ours"}
 
     # Modules that import it meanwhile keep a reference that `undo` cannot reach.
     @functools.wraps(original)
     def replacement(*arguments: Any, **keywords: Any) -> Any:
-        return (ours if mark.is_ours else original)(*arguments, **keywords)
+        return (ours if mark else original)(*arguments, **keywords)
 
     setattr(replacement, _MARK, mark)
     return replacement
@@ -186,8 +175,10 @@ def in_place_of(original: Function, ours: Function) -> Function:
 
 def is_replacement(function: Any) -> bool:
     """True for a function that `in_place_of` made, or a wrapper of one, until it is undone."""
-    return getattr(function, _MARK, _Mark(is_ours=False)).is_ours
+    return bool(getattr(function, _MARK, ()))
 
 
-def _bare(parameters: Sequence[inspect.Parameter]) -> inspect.Signature:
-    return inspect.Signature([each.replace(annotation=each.empty) for each in parameters])
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    """A function's parameters without annotations, which may differ."""
+    found = inspect.signature(function).parameters.values()
+    return [each.replace(annotation=each.empty) for each in found]

@@ -54,21 +54,17 @@ def build_parser() -> CommandParser:
     )
     parser.add_argument("--version", action="version", version=f"mcore-batching {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, help_text, add_arguments, run in (
+    others = "compare with plainer modes and other frameworks' rules"
+    for name, text, add_arguments, run in (
         ("plan", "plan a batch", plan.add_arguments, plan.run),
         ("check", "check a plan", add_check_arguments, run_check),
-        (
-            "compare",
-            "compare with plainer modes and other frameworks' rules",
-            compare.add_arguments,
-            compare.run,
-        ),
+        ("compare", others, compare.add_arguments, compare.run),
         ("replay", "show predictions of a recorded job", replay.add_arguments, replay.run),
         ("flags", "print the flags of training jobs", describe_flags, run_flags),
     ):
         # No abbreviations: a script's flag must not change its meaning when another is added.
         command = commands.add_parser(
-            name, help=help_text, allow_abbrev=False, formatter_class=HelpWithDefaults
+            name, help=text, allow_abbrev=False, formatter_class=HelpWithDefaults
         )
         add_arguments(command)
         command.set_defaults(run=run)
@@ -84,7 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a locale without UTF-8 has no "²"
     try:
         try:
-            return _run(arguments)
+            options = build_parser().parse_args(arguments)
+            return int(options.run(options))
+        except MCoreBatchingError as error:
+            if isinstance(error.__cause__, BrokenPipeError):  # --out /dev/stdout
+                return NO_READER
+            complain(str(error))
+            return INPUT_OUTPUT if isinstance(error.__cause__, OSError) else BAD_INPUT
         finally:
             # Errors of a later flush, when Python exits, would change the exit status.
             sys.stdout.flush()
@@ -92,28 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain("interrupted")
         return INTERRUPTED
     except OSError as error:  # of standard output
-        _discard_output()
+        # What could not be written is dropped: Python would try to write it again on exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # `mcore-batching … | head`
             return NO_READER
         complain(f"cannot write standard output: {error}")
         return INPUT_OUTPUT
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    options = build_parser().parse_args(arguments)
-    try:
-        status: int = options.run(options)
-    except MCoreBatchingError as error:
-        if isinstance(error.__cause__, BrokenPipeError):  # --out /dev/stdout
-            return NO_READER
-        complain(str(error))
-        return INPUT_OUTPUT if isinstance(error.__cause__, OSError) else BAD_INPUT
-    return status
-
-
-def _discard_output() -> None:
-    """Drop output that could not be written: Python would try to write it again on exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def add_check_arguments(parser: CommandParser) -> None:

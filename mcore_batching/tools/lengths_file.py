@@ -13,7 +13,6 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -31,7 +30,6 @@ from mcore_batching.tools.options import UsageError
 MAX_LINES = 2**23
 # Fewer digits than Python refuses to convert, and more than any length has.
 _INTEGER = re.compile(r"[+-]?[0-9]{1,100}")
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _COLUMN = "column (--column)"
 _Value = TypeVar("_Value", int, str)
 
@@ -44,34 +42,47 @@ def read_lengths(source: str, column: str | None = None) -> list[int]:
             `.ndjson`) or text with one integer per line; `-` for text on standard input.
         column: the CSV column or JSON key; may be left out for a CSV with a single column.
     """
-    return _values(source, column, _length)
+    return _read(source, column, _length, f"a length of 0 to {MAX_LENGTH_TOKENS} tokens")
 
 
 def read_groups(source: str, column: str) -> list[str]:
     """The group of each sample, in file order, from a column of the file of lengths; arguments as
     of `read_lengths`."""
-    return _values(source, column, _group)
+    return _read(source, column, _group, "a group, text or an integer")
 
 
-def _values(
-    source: str, column: str | None, read: Callable[[Any, str, int], _Value]
+def _read(
+    source: str, column: str | None, convert: Callable[[Any], _Value | None], expected: str
 ) -> list[_Value]:
+    """The file's values as `convert` makes them; it returns None for one that is not `expected`."""
     suffix = Path(source).suffix.lower()
     name = "<stdin>" if source == "-" else source
-    if column is not None and suffix not in (".csv", *_JSON_SUFFIXES):
-        raise UsageError(f"{_COLUMN} is for .csv and .jsonl files; leave it out for {name}")
+    found: list[_Value] = []
     try:
         # newline="": the csv module splits lines itself, as a quoted cell may hold line ends.
         opened = open_text(source, newline="") if source != "-" else _standard_input()
         with opened as file:
-            lines, values = _bounded(file, name), _filled
-            if suffix == ".csv":
-                values = partial(_csv_values, name=name, column=column)
-            elif suffix in _JSON_SUFFIXES:
-                values = partial(_json_values, name=name, column=column)
-            return [read(value, name, number) for number, value in values(lines)]
+            for number, raw in _VALUES.get(suffix, _text_values)(
+                _bounded(file, name), name, column
+            ):
+                value = convert(raw)
+                if value is None:
+                    raise UsageError(f"{name}:{number}: expected {expected}, got {raw!r:.60}")
+                found.append(value)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"cannot read {name}: {error}") from error
+    return found
+
+
+def _length(raw: Any) -> int | None:
+    # A JSON number, of which true and 1.0 are none, or digits.
+    is_text = isinstance(raw, str) and _INTEGER.fullmatch(raw.strip())
+    number = int(raw) if is_text else raw
+    return number if type(number) is int and 0 <= number <= MAX_LENGTH_TOKENS else None
+
+
+def _group(raw: Any) -> str | None:
+    return str(raw) if isinstance(raw, str | int) and raw != "" else None
 
 
 def _standard_input() -> contextlib.AbstractContextManager[TextIO]:
@@ -98,8 +109,9 @@ def _bounded(file: TextIO, name: str) -> Iterator[str]:
         yield line
 
 
-def _filled(lines: Iterable[str]) -> Iterator[tuple[int, Any]]:
-    """The lines that are not blank, with their numbers."""
+def _text_values(lines: Iterable[str], name: str, column: str | None) -> Iterator[tuple[int, str]]:
+    if column is not None:
+        raise UsageError(f"{_COLUMN} is for .csv and .jsonl files; leave it out for {name}")
     for number, line in enumerate(lines, start=1):
         if text := line.strip():
             yield number, text
@@ -123,7 +135,7 @@ def _csv_values(lines: Iterable[str], name: str, column: str | None) -> Iterator
 
 def _json_values(lines: Iterable[str], name: str, column: str | None) -> Iterator[tuple[int, Any]]:
     # Line by line: a bad one is named, and a file of a million lines is never whole in memory.
-    for number, text in _filled(lines):
+    for number, text in _text_values(lines, name, None):
         place = f"{name}:{number}"
         try:
             record = parse_json(text)
@@ -145,21 +157,5 @@ def _no_column(place: str, column: str | None, known: Iterable[str]) -> UsageErr
     return UsageError(f"{place}: {missing}; set {_COLUMN}{choices}")
 
 
-def _group(value: Any, name: str, line: int) -> str:
-    if not isinstance(value, str | int) or value == "":
-        raise UsageError(f"{name}:{line}: expected a group, text or an integer, got {value!r:.60}")
-    return str(value)
-
-
-def _length(value: Any, name: str, line: int) -> int:
-    number: int | None = None
-    if type(value) is int:  # a JSON number; true and 1.0 are none
-        number = value
-    elif isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
-        number = int(value)
-    if number is None or not 0 <= number <= MAX_LENGTH_TOKENS:
-        raise UsageError(
-            f"{name}:{line}: expected a length of 0 to {MAX_LENGTH_TOKENS} tokens, got "
-            f"{value!r:.60}"
-        )
-    return number
+_VALUES = dict.fromkeys((".jsonl", ".json", ".ndjson"), _json_values) | {".csv": _csv_values}
+"""The numbered values of a table, by the ending of its name."""
