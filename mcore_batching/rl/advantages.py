@@ -179,76 +179,51 @@ def _advantages(
 ) -> list[Tensor]:
     if not (isinstance(estimator, str) and estimator in ESTIMATORS):
         raise BatchError(f"unknown estimator {estimator!r:.60}; set one of {', '.join(ESTIMATORS)}")
-    groups, trajectories = _trajectories(batch, step_wise)
-    found = outcome_advantages(_outcomes(batch, trajectories, outcome), groups, estimator)
-    # Each turn gets the trajectory's advantage through its own mask.
+    require_choice("outcome", outcome, get_args(Outcome), BatchError)
     advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
-    for turns, advantage in zip(trajectories, found, strict=True):
-        for turn in turns:
-            advantages[turn] = masks[turn].float() * advantage
+    # By group first: some frameworks number the trajectories of each prompt from 0.
+    for group, members in indices_by_group(batch, "uids", real_indices(batch)).items():
+        trajectories = _trajectories(batch, members, step_wise)
+        rewards = [_reward(batch, turns, outcome) for turns in trajectories]
+        for reward, turns in zip(rewards, trajectories, strict=True):
+            if not math.isfinite(reward):
+                raise BatchError(
+                    f"reward {reward} of the trajectory of sample {shortened(turns)}, group "
+                    f"{group!r}, is not finite; correct it, or drop the trajectory"
+                )
+        if len(rewards) < 2:  # nothing to compare with
+            continue
+        for turns, found in zip(trajectories, ESTIMATORS[estimator](rewards), strict=True):
+            for turn in turns:
+                advantages[turn] = masks[turn].float() * found
     return advantages
 
 
 def _trajectories(
-    batch: Mapping[str, Any], step_wise: bool
-) -> tuple[list[Hashable], list[list[int]]]:
-    """The group of each trajectory, and indices of its real samples [trajectories][turns]."""
-    found = []
-    # By group first: some frameworks number the trajectories of each prompt from 0.
-    for group, members in indices_by_group(batch, "uids", real_indices(batch)).items():
-        if not step_wise and batch.get("trajectory_ids") is None:
-            found += [(group, [index]) for index in members]
-            continue
-        for trajectory, turns in indices_by_group(batch, "trajectory_ids", members).items():
-            if len(turns) > 1 and not step_wise:
-                raise BatchError(
-                    f"trajectory {trajectory!r} has {len(turns)} samples ({shortened(turns)}); if "
-                    "a sample is one turn, set step_wise=True"
-                )
-            found.append((group, turns))
-    return [group for group, _ in found], [turns for _, turns in found]
+    batch: Mapping[str, Any], members: Sequence[int], step_wise: bool
+) -> list[list[int]]:
+    """The samples of each trajectory of a group [trajectories][turns]."""
+    if not step_wise and batch.get("trajectory_ids") is None:
+        return [[index] for index in members]
+    found = indices_by_group(batch, "trajectory_ids", members)
+    for trajectory, turns in found.items():
+        if len(turns) > 1 and not step_wise:
+            raise BatchError(
+                f"trajectory {trajectory!r} has {len(turns)} samples ({shortened(turns)}); if "
+                "a sample is one turn, set step_wise=True"
+            )
+    return list(found.values())
 
 
-def _outcomes(
-    batch: Mapping[str, Any], trajectories: Sequence[Sequence[int]], outcome: Outcome
-) -> list[float]:
-    """The reward of each trajectory [trajectories]."""
-    require_choice("outcome", outcome, get_args(Outcome), BatchError)
+def _reward(batch: Mapping[str, Any], turns: Sequence[int], outcome: Outcome) -> float:
     if outcome == "sum":
-        return [sum(numbers_of(batch, "rewards", turns)) for turns in trajectories]
-    last = [turns[-1] for turns in trajectories]
+        return sum(numbers_of(batch, "rewards", turns))
+    last = turns[-1]
     # Batches may be shuffled: the number shows which turn came last, not the place.
     if batch.get("round_number") is not None:
-        rounds = [numbers_of(batch, "round_number", turns) for turns in trajectories]
         # Of equal numbers the last in the batch: where all are 0, none were numbered.
-        last = [
-            max(zip(numbers, turns, strict=True))[1]
-            for numbers, turns in zip(rounds, trajectories, strict=True)
-        ]
-    return numbers_of(batch, "rewards", last)
-
-
-def outcome_advantages(
-    rewards: Sequence[float], groups: Sequence[Hashable], estimator: str
-) -> list[float]:
-    """The advantage of each trajectory; 0 for one that is alone in its group.
-
-    outcome_advantages([1, 0, 0], ["a", "a", "a"], "rloo")    [1.0, -0.5, -0.5]
-    """
-    advantages = [0.0] * len(rewards)
-    for index, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise BatchError(
-                f"reward {reward} of trajectory {index}, group {groups[index]!r}, is not finite; "
-                "correct it, or drop the trajectory"
-            )
-    for indices in indices_by_group({"groups": groups}, "groups", range(len(rewards))).values():
-        if len(indices) < 2:  # nothing to compare with
-            continue
-        found = ESTIMATORS[estimator]([rewards[index] for index in indices])
-        for index, advantage in zip(indices, found, strict=True):
-            advantages[index] = advantage
-    return advantages
+        last = max(zip(numbers_of(batch, "round_number", turns), turns, strict=True))[1]
+    return numbers_of(batch, "rewards", [last])[0]
 
 
 def _minus_mean(rewards: Sequence[float]) -> list[float]:

@@ -40,12 +40,12 @@ def real_samples(batch: Mapping[str, Any]) -> dict[str, Any]:
     positions, count = real_indices(batch), num_samples(batch)
     taken: dict[str, Any] = {}
     for key, values in batch.items():
-        if values is not None:
-            require_one_per_sample(key, values, count)
-        if values is None or hasattr(values, "shape"):  # tensors and arrays take a list of indices
-            taken[key] = None if values is None else values[positions]
-        else:
-            taken[key] = [values[position] for position in positions]
+        if values is None:
+            taken[key] = None
+            continue
+        require_one_per_sample(key, values, count)
+        is_array = hasattr(values, "shape")  # it takes a list of indices
+        taken[key] = values[positions] if is_array else [values[index] for index in positions]
     return taken
 
 

@@ -256,19 +256,15 @@ def run(options: argparse.Namespace) -> int:
     sizes = sorted({len(step) for step in steps})  # the last step may hold fewer
     samples = " to ".join([*map(str, sizes[:-1]), counted(sizes[-1], "sample")])
     print(f"{counted(len(steps), 'step')} of {samples}, {report.dims_line(dims, config)}")
-    print(as_table(outcomes))
+    print(report.Table(columns=COLUMNS, rows=tuple(map(table_row, outcomes))))
     print(LEGEND)
     for line in summary(outcomes):
         print(line)
     return 0
 
 
-def as_table(outcomes: Sequence[Outcome]) -> report.Table:
-    """One row per planner."""
-    return report.Table(columns=COLUMNS, rows=tuple(map(_row, outcomes)))
-
-
-def _row(outcome: Outcome) -> tuple[str, ...]:
+def table_row(outcome: Outcome) -> tuple[str, ...]:
+    """The cells of a planner."""
     seconds = outcome.planning_seconds
     figures = (
         ("{:.3f}", outcome.time_over_ours),

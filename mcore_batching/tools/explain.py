@@ -99,7 +99,15 @@ def explain(step: StepPlan, lengths: Sequence[int], *, advice_seconds: float = m
     # Advice plans anew with samples on any rank, which a local plan may not do, and without what
     # samples share.
     if step.scope == "global" and advice_seconds > 0 and not step.trees:
-        lines.append(f"would help: {_advice(step, lengths, advice_seconds)}")
+        found, untried = suggestions(step, lengths, advice_seconds)
+        helps = [f"{changes} ({gain:.2f} x as fast)" for changes, gain in found]
+        if untried:
+            left = ", ".join(untried)
+            helps.append(f"not tried, as it would take longer than planning did: {left}")
+        none = (
+            "none of the other caps, context-parallel sizes and numbers of stages that were tried"
+        )
+        lines.append(f"would help: {_NEXT_LINE.join(helps) or none}")
     return "\n  ".join(lines)
 
 
@@ -194,16 +202,6 @@ def _what_holds_back(
         f"filling and draining {stages} with {step.num_microbatches} micro-batches of "
         f"{per_rank:.0f} samples per rank"
     )
-
-
-def _advice(step: StepPlan, lengths: Sequence[int], seconds: float) -> str:
-    found, untried = suggestions(step, lengths, seconds)
-    helps = [f"{changes} ({gain:.2f} x as fast)" for changes, gain in found]
-    if untried:
-        names = ", ".join(untried)
-        helps.append(f"not tried, as it would take longer than planning did: {names}")
-    none = "none of the other caps, context-parallel sizes and numbers of stages that were tried"
-    return _NEXT_LINE.join(helps) or none
 
 
 def suggestions(

@@ -120,10 +120,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_steps(steps: Sequence[ReplayedStep]) -> None:
-    """Steps of one setting: their times, and how far predictions are off."""
+    """Steps of one setting, of many the first and the last few: their times, and how far
+    predictions are off."""
     plan, factor = steps[0].record.plan, seconds_per_unit(steps)
     print(f"{counted(len(steps), 'recorded step')}, {report.dims_line(plan.dims, plan.config)}")
-    print(step_table(steps, factor))
+    rows = report.both_ends([_row(step, factor) for step in steps])
+    print(report.Table(columns=STEP_COLUMNS, rows=rows))
     shared = total_statistics([step.statistics for step in steps]).sharing
     if shared:
         print(shared)
@@ -137,13 +139,6 @@ def _print_steps(steps: Sequence[ReplayedStep]) -> None:
         off = f"; predictions are off by {sum(errors) / len(errors):.1%} on average, "
         off += f"{max(errors):.1%} at worst"
     print(f"a unit of cost took {factor:.3e} s ({how}){off}")
-
-
-def step_table(steps: Sequence[ReplayedStep], factor: float | None) -> report.Table:
-    """One row per step; of many steps only the first and the last few."""
-    return report.Table(
-        columns=STEP_COLUMNS, rows=report.both_ends([_row(step, factor) for step in steps])
-    )
 
 
 def _row(step: ReplayedStep, factor: float | None) -> tuple[str, ...]:

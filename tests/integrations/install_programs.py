@@ -56,23 +56,21 @@ def refused(text: str, words: list[str]) -> None:
         install(words)
 
 
-def without_the_flag() -> None:
-    before = names()
-    installation = install(["--num-layers", "4"])
-    assert changed(before, names()) == [], changed(before, names())
-    assert installation.hooked == []
-    assert "nothing hooked" in str(installation)
+def hooking() -> None:
+    """What is hooked by which flags, once, all or nothing, and put back."""
+    before, log = names(), training.training_log
+    assert install(["--num-layers", "4"]).hooked == []
+    assert "nothing hooked" in str(install([]))
+    without_log_function(log)
+    assert names() == before
+    # Of other flags the parser alone learns; a later call hooks the rest.
     installation = install(["--max-tokens-per-gpu=64"])
     assert changed(before, names()) == sorted(installation.hooked)
     assert all(name.startswith("megatron.training.arguments.") for name in installation.hooked)
-    initialize.validate_args = arguments.validate_args  # as until 0.17
-    (late,) = install(["--max-tokens-per-gpu=64"]).hooked[2:]
-    assert late == "megatron.training.initialize.validate_args"
-
-
-def with_the_flag() -> None:
-    before = names()
-    installation = install([FLAG])
+    of_flags = names()
+    without_log_function(log)
+    assert names() == of_flags
+    assert install([FLAG]) is installation
     expected = [
         "megatron.core.models.backends.DotProductAttention",
         "megatron.training.arguments.add_megatron_arguments",
@@ -85,39 +83,26 @@ def with_the_flag() -> None:
     assert changed(before, names()) == sorted(installation.hooked) == expected
     assert all(name in str(installation) for name in installation.hooked)
     hooked = names()
-    assert install([]) is installation  # the second call changes nothing
-    assert install([FLAG]) is installation
-    assert changed(hooked, names()) == []
-    installation.undo()
-    installation.undo()
-    assert changed(before, names()) == []
-    assert install([]).hooked == []
-
-
-def what_raises() -> None:
-    before, log = names(), training.training_log
-    flags = install(["--max-tokens-per-gpu", "64"])
-    of_flags = names()
-    assert changed(before, of_flags)
+    assert install([]) is install([FLAG]) is installation
+    assert names() == hooked
     for _ in range(2):
-        del training.training_log
-        refused("has no training_log: use Megatron-LM 0", [FLAG])
-        training.training_log = log
-        assert changed(of_flags, names()) == []
-        assert changed(before, names()) == sorted(flags.hooked)
-    assert install([FLAG]) is flags
-    assert changed(before, names()) == sorted(flags.hooked)
-    assert "megatron.training.training.train" in flags.hooked
-    flags.undo()
-    assert changed(before, names()) == []
-    del training.training_log
-    refused("has no training_log", [FLAG])
-    training.training_log = log
-    assert changed(before, names()) == []
+        installation.undo()
+        assert names() == before
     for word in ("--yaml-cfg", "--yaml-cfg=job.yaml"):
         refused("--yaml-cfg overrides", [FLAG, word])
-        assert changed(before, names()) == []
         assert install([word]).hooked == []  # without the flag it is not read
+    assert names() == before
+    initialize.validate_args = arguments.validate_args  # as until 0.17
+    (late,) = install(["--max-tokens-per-gpu=64"]).hooked[2:]
+    assert late == "megatron.training.initialize.validate_args"
+
+
+def without_log_function(log: Any) -> None:
+    """Twice: the second call returned what the first had hooked until it raised."""
+    del training.training_log
+    for _ in range(2):
+        refused("has no training_log: use Megatron-LM 0", [FLAG])
+    training.training_log = log
 
 
 def lines(given: str) -> dict[str, Any]:

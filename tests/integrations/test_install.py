@@ -47,21 +47,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @needs_training
-def test_without_the_flag_the_parser_knows_its_other_flags_and_nothing_else_changes(
-    run: Runs,
-) -> None:
-    run("without_the_flag")
-
-
-@needs_training
-def test_with_the_flag_it_says_what_it_hooked_and_undo_puts_it_back(run: Runs) -> None:
-    run("with_the_flag")
-
-
-@needs_training
-def test_what_raises_hooks_nothing_and_a_later_call_hooks_the_rest(run: Runs) -> None:
-    """A second call returned what the first had hooked, until it raised or altogether."""
-    run("what_raises")
+def test_flags_hook_what_they_need_once_and_undo_puts_it_back(run: Runs) -> None:
+    run("hooking")
 
 
 BASE = [

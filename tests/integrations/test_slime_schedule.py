@@ -1,7 +1,5 @@
 """``build_dp_schedule`` in slime's and miles' rollout managers: the contract of its result, and who
-plans.
-
-Their own functions and their own tests of it take part in test_own_schedules.
+plans. Their own tests of it take part where environment variables name their checkouts.
 """
 
 from __future__ import annotations
@@ -17,15 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from frameworks import rewrite
+from frameworks import rewrite, source_of
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kit.stand_ins import forget
+from kit.stand_ins import forget, module_of
 from planning_cases import examples
 
+from mcore_batching.integrations.dims import job_dims
 from mcore_batching.integrations.slime import HookError, hook_schedule
 from mcore_batching.integrations.slime.learning import chosen_costs
 from mcore_batching.integrations.slime.rollout_manager import build_dp_schedule
+from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.costs.layers_of import first_guess
 
 Small = Callable[..., Path]
@@ -298,3 +298,101 @@ def test_all_plans_there_are_are_replaced(small: Small, monkeypatch: pytest.Monk
     forget("slime", "miles")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert hook_schedule() is None
+
+
+def test_parallel_dims_of_arguments() -> None:
+    args = SimpleNamespace(
+        data_parallel_size=6,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=3,
+        context_parallel_size=4,
+        tensor_model_parallel_size=5,
+        expert_model_parallel_size=8,
+    )
+    rest = {"pipeline_parallel": 2, "context_parallel": 4, "tensor_parallel": 5}
+    chunks = {"virtual_pipeline": 3, "microbatch_group_size": 7}
+    assert job_dims(args, microbatch_group_size=7) == ParallelDims(
+        data_parallel=6, expert_parallel=8, **rest, **chunks
+    )
+    args.virtual_pipeline_model_parallel_size = None  # Megatron sets a group size all the same
+    assert job_dims(args, microbatch_group_size=7, data_parallel=8) == ParallelDims(
+        data_parallel=8, expert_parallel=8, **rest
+    )
+
+
+OWN_TESTS = {
+    "slime": ("tests/test_dp_schedule.py", 6),
+    "miles": ("tests/fast/utils/test_dp_schedule.py", 15),
+}
+"""By framework: its own tests of the function, and their least number."""
+
+
+@pytest.fixture(params=OWN_TESTS)
+def checkout(request: pytest.FixtureRequest, own: Callable[[str], Path]) -> str:
+    """The framework, read from its checkout."""
+    framework: str = request.param
+    own(framework)
+    importlib.import_module(f"{framework}.utils.dp_schedule")
+    return framework
+
+
+def test_their_own_tests_of_the_function_pass_with_ours(
+    checkout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(pytest.mark), "unit", lambda test: test)
+    tests, least = OWN_TESTS[checkout]
+    path = source_of(checkout) / tests
+    if not path.exists():
+        pytest.skip(f"{path} is not in the checkout")
+    hooked = hook_schedule()
+    assert hooked is not None
+    with hooked:
+        own = [test for name, test in vars(module_of(path)).items() if name.startswith("test_")]
+        assert len(own) >= least
+        for test in own:
+            test()
+
+
+def batch_of(lengths: list[int], rollouts: list[int]) -> dict[str, Any]:
+    """What miles' manager splits."""
+    return {
+        "tokens": [[1] * length for length in lengths],
+        "response_lengths": [1] * len(lengths),
+        "rewards": [0.0] * len(lengths),
+        "raw_reward": [0.0] * len(lengths),
+        "truncated": [0] * len(lengths),
+        "loss_masks": [[1]] * len(lengths),
+        "sample_indices": list(range(len(lengths))),
+        "rollout_ids": rollouts,
+        "rollout_mask_sums": [1] * len(lengths),
+    }
+
+
+@pytest.mark.parametrize("checkout", ["miles"], indirect=True)
+@pytest.mark.usefixtures("checkout")
+def test_miles_manager_splits_a_batch_by_our_plan_unless_the_trainer_plans() -> None:
+    """Three samples of 12 tokens for four micro-batches: the fourth is a placeholder."""
+    manager = importlib.import_module("miles.ray.rollout.train_data_conversion")
+    args = arguments(12, global_batch_size=3)
+    data = batch_of([12, 12, 12], [0, 1, 2])
+    config = unpartitioned(2)
+    assert manager.can_schedule_on_rollout_side(args, data, config)
+    with pytest.raises(AssertionError, match="dynamic path"):
+        manager.split_train_data_by_dp_scheduled_raw(args, dict(data), train_parallel_config=config)
+    hooked = hook_schedule()
+    assert hooked is not None
+    with hooked:
+        shards = manager.split_train_data_by_dp_scheduled_raw(
+            args, dict(data), train_parallel_config=config
+        )
+        images = data | {"multimodal_train_inputs": [{}] * 3}
+        assert not manager.can_schedule_on_rollout_side(args, images, config)
+        args.multi_lora = True
+        assert not manager.can_schedule_on_rollout_side(args, data, config)
+    assert sorted(i for shard in shards for i in shard["sample_indices"]) == [0, 1, 2]
+    for shard in shards:
+        assert shard["num_microbatches"] == [2]
+        assert shard["num_rollouts"] == [3]
+        assert shard["partition"] == shard["sample_indices"]
+        assert len(shard["micro_batch_indices"]) == 2
+    assert sum(not each for shard in shards for each in shard["micro_batch_indices"]) == 1

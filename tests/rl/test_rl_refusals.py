@@ -17,7 +17,6 @@ from torch import tensor
 from mcore_batching import batch, rl
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.rl import LeftPadded, compute_advantages, left_pad, sample_metrics
-from mcore_batching.rl import advantages as advantage_estimators
 from mcore_batching.rl.real_samples import real_indices
 
 ONE = make_samples([(2, 1)])
@@ -55,9 +54,7 @@ def metrics_of(values: Any) -> Any:
     return sample_metrics({"total_lengths": [2, 2], "rewards": values}, ["rewards"])
 
 
-REFUSALS = batch_cases.refusals(
-    __file__, torch, batch, rl, advantage_estimators, batch_cases, globals()
-)
+REFUSALS = batch_cases.refusals(__file__, torch, batch, rl, batch_cases, globals())
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSALS)

@@ -120,7 +120,7 @@ def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
         compare.compare([[5] * 3], ParallelDims(data_parallel=2), CONFIG_OF_100), "verl 0.9"
     )
     assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
-    assert compare.as_table([never]).rows == (("verl 0.9", "0/1", *["-"] * 6),)
+    assert compare.table_row(never) == ("verl 0.9", "0/1", *["-"] * 6)
 
 
 def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(

@@ -203,13 +203,6 @@ def check_model_of_engine() -> None:
         check_model(engine.module, Consensus(dist.group.WORLD))
 
 
-def _lengths(batch: Any) -> list[int]:
-    input_ids = batch["input_ids"]
-    if input_ids.is_nested:
-        return [int(length) for length in input_ids.offsets().diff().tolist()]
-    return [int(length) for length in batch["attention_mask"].sum(dim=1).tolist()]
-
-
 def _padded_dims(**known: Any) -> ParallelDims:
     dims = job_dims(**known)
     # verl pads samples to a multiple of the tensor-parallel size, with or without it.
@@ -234,7 +227,9 @@ def _checked_lengths(batch: Any, max_token_len: int, consensus: Consensus) -> tu
     """Tokens of this rank's samples, none over the cap on any rank, and the fewest samples that a
     rank has: at least one."""
     with consensus.agreement("reading lengths") as agree:
-        lengths = _lengths(batch)
+        ids = batch["input_ids"]
+        counts = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
+        lengths = [int(count) for count in counts.tolist()]
         longest = agree.max("longest", max(lengths, default=0))
         fewest = agree.min("fewest", len(lengths))
     if not fewest.value:
