@@ -11,16 +11,15 @@ Under dynamic CP beside ``--context-parallel-size``, the context-parallel ranks 
 rank all bring its samples, and each runs rows of its own: fields come from the ranks at the same
 place, outputs go back to all.
 
-Any value travels as one flat tensor of bytes, for a single transfer; tensors in it are not pickled:
+Any value travels as a pickle without its tensors, and the bytes of these end to end:
 
     serialize({"tokens": [tensor([5, 6])], "total_lengths": [2]})
-    8 bytes, how long the second part is
-    the value pickled, "tensor of int64, [2], at byte 0" in place of the tensor
-    5 6, as 16 bytes
+    header    the value pickled, "tensor of int64, [2], at byte 0" in place of the tensor
+    body      5 6, as 16 bytes
 
-What the tensors hold is copied once on the way in, from the device in one piece, and once on the
-way out. They arrive on the host. Tensors that have no bytes of their own in a row (sparse, nested,
-quantised, those of wrapping classes) are pickled, as PyTorch does it.
+What the tensors hold is copied once on the way in, between devices in one piece, and once on the
+way out. Those that were on the host arrive there. Tensors that have no bytes of their own in a row
+(sparse, nested, quantised, those of wrapping classes) are pickled, as PyTorch does it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.errors import described
 from mcore_batching.megatron.job import Job
 
-_LENGTH_BYTES = 8  # of the pickled part's length: 64 bits
+Packed = tuple[bytes, Tensor]
+"""A value's header and body, the latter uint8 ``[bytes]``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,27 +148,18 @@ class SampleMoves:
         names, place = sorted(columns), self.places
         device = torch.device(torch.cuda.current_device())
         group = parallel_state.get_data_parallel_group(with_context_parallel=self.sharing > 1)
+        ranks = range(len(self.runs_on))
         # Types and shapes are the function's own and differ by sample, so they travel as well.
-        headers: list[bytes] = []
-        bodies: list[Tensor] = []
-        for rank in range(len(self.runs_on)):
-            values = [columns[n][place[i]] for i in self._sent(self.own, rank) for n in names]
-            header, parts = taken_apart(values)
-            headers.append(header)
-            # Some rank may be sent nothing, of which `cat` makes no tensor.
-            empty = torch.empty(0, dtype=torch.uint8, device=device)
-            bodies.append(torch.cat([empty, *(part.to(device) for part in parts)]))
-        # One copy to the device and one back for those of all ranks: the host waits for each.
-        joined = sent(torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8), device)
-        parts = exchanged(torch.split(joined, [*map(len, headers)]), group)
-        arriving = torch.split(torch.cat(parts).cpu(), [part.numel() for part in parts])
-        arrived = [part.numpy().tobytes() for part in arriving]
-        data = exchanged(bodies, group)
+        outgoing = [
+            [columns[name][place[i]] for i in self._sent(self.own, rank) for name in names]
+            for rank in ranks
+        ]
+        arrived = exchanged([serialize(values, device) for values in outgoing], group)
         # Which samples came is not sent: every rank has the plan, and so the sender of each.
         found: dict[tuple[int, str], Tensor] = {}
-        for rank, (header, body) in enumerate(zip(arrived, data, strict=True)):
+        for rank, packed in zip(ranks, arrived, strict=True):
             keys = [(number, name) for number in self._sent(rank, self.own) for name in names]
-            found |= zip(keys, put_together(header, body), strict=True)
+            found |= zip(keys, deserialize(packed), strict=True)
         # Copies: one value must not keep those of all samples in memory.
         return {name: [found[n, name].clone() for n in self.brought] for name in names}
 
@@ -184,7 +175,7 @@ class SampleMoves:
         return [n for n in self.runs_on[source] if n in brought and runner[n] == source]
 
 
-def leaving(moves: SampleMoves, columns: Columns) -> tuple[Columns, list[Tensor]]:
+def leaving(moves: SampleMoves, columns: Columns) -> tuple[Columns, list[Packed]]:
     """The samples brought here that stay, and those for each data-parallel rank, serialized."""
     if moves.stay:
         return columns, []
@@ -195,7 +186,7 @@ def leaving(moves: SampleMoves, columns: Columns) -> tuple[Columns, list[Tensor]
 
 
 def receive_columns(
-    job: Job, moves: SampleMoves, staying: Columns, leaving: Sequence[Tensor], operation: str
+    job: Job, moves: SampleMoves, staying: Columns, leaving: Sequence[Packed], operation: str
 ) -> Columns:
     """The samples that run here, from what stays here and what each other rank hands over. A
     collective among the ranks at the same place in their replicas, so that all ranks of a replica
@@ -205,9 +196,8 @@ def receive_columns(
     with job.watch.reporting(operation):
         arrived = exchanged(leaving, job.consensus.counterpart_group)
     with job.agreement(f"{operation}, received"):
-        own, parts = moves.own // moves.sharing, []
-        for rank, data in enumerate(arrived):
-            parts.append(staying if rank == own else deserialize(data))
+        parts = [*map(deserialize, arrived)]
+        parts[moves.own // moves.sharing] = staying
         made, schema = moves.arranged(parts), staying.schema
         # Fields that were added by other ranks alone.
         for name in made.keys() - schema.keys():
@@ -225,14 +215,19 @@ def handed(
     Returns:
         gives the value; to be called in an agreement, since it may not be readable here.
     """
-    consensus, own = job.consensus, torch.empty(0, dtype=torch.uint8)
+    consensus, header, body = job.consensus, b"", torch.empty(0, dtype=torch.uint8)
     source = sources.get(consensus.rank)
     with job.agreement("sharing data") as agree:
         if source == consensus.rank:
-            own = serialize(value)
-        size = agree.max("bytes", own.numel())
-    arrived = consensus.broadcast("sharing data", own, size.value, source, to_all=to_all)
-    return lambda: value if source in (None, consensus.rank) else deserialize(arrived)
+            header, body = serialize(value)
+        sizes = agree.max("bytes", [len(header), body.numel()])
+    # A pickle marks its end: headers may be of one length.
+    end, size = sizes.value[0], sum(sizes.value)
+    data = torch.cat([_tensor_of(header.ljust(end)), body])
+    arrived = consensus.broadcast("sharing data", data, size, source, to_all=to_all)
+    if source in (None, consensus.rank):
+        return lambda: value
+    return lambda: deserialize((arrived[:end].numpy().tobytes(), arrived[end:]))
 
 
 def copied_output(name: str, value: Any) -> Tensor:
@@ -254,47 +249,40 @@ def copied_output(name: str, value: Any) -> Tensor:
     )
 
 
-def serialize(value: Any) -> Tensor:
-    """The value as uint8 ``[bytes]`` on the host.
+def serialize(value: Any, device: torch.device | None = None) -> Packed:
+    """The value as a header and a body on a device, by default the host.
 
     Raises:
         TypeError: something in it that is no tensor cannot be pickled.
     """
+    text = io.BytesIO()
+    pickler = _Pickler(text)
     try:
-        pickled, parts = taken_apart(value)
+        pickler.dump(value)
     # Any of them: a function in a function is the second to pickle, a generator the third.
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"values cannot be pickled: {described(error)}; give others, or leave their field out"
         ) from error
-    head = bytearray(len(pickled).to_bytes(_LENGTH_BYTES, "little") + pickled)
-    # One copy from the device in place of one for each tensor.
+    target, parts = device or torch.device("cpu"), pickler.parts
+    # One copy between devices in place of one for each tensor.
     if len({part.device for part in parts}) == 1:
-        parts = [torch.cat(parts)]
-    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *(part.cpu() for part in parts)])
+        return text.getvalue(), torch.cat(parts).to(target)
+    # Of no tensors `cat` makes none.
+    empty = torch.empty(0, dtype=torch.uint8, device=target)
+    return text.getvalue(), torch.cat([empty, *(part.to(target) for part in parts)])
 
 
-def deserialize(data: Tensor) -> Any:
-    """The value. Inverse of `serialize`."""
-    length = int.from_bytes(data[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    end = _LENGTH_BYTES + length
-    return put_together(data[_LENGTH_BYTES:end].numpy().tobytes(), data[end:])
+def deserialize(packed: Packed) -> Any:
+    """The value. Inverse of `serialize`; its tensors are where the body is, but on the host if they
+    were there."""
+    header, body = packed
+    return _Unpickler(io.BytesIO(header), body).load()
 
 
-def taken_apart(value: Any) -> tuple[bytes, list[Tensor]]:
-    """The value pickled without its tensors, and the bytes of these, each on its device."""
-    text = io.BytesIO()
-    pickler = _Pickler(text)
-    pickler.dump(value)
-    return text.getvalue(), pickler.parts
-
-
-def put_together(pickled: bytes, data: Tensor) -> Any:
-    """The value. Inverse of `taken_apart`, of uint8 ``[bytes]`` one behind the other.
-
-    Its tensors are where the bytes are, but on the host if they were there.
-    """
-    return _Unpickler(io.BytesIO(pickled), data).load()
+def _tensor_of(text: bytes) -> Tensor:
+    # PyTorch makes no tensor of an empty buffer.
+    return torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
 
 
 def has_bytes(tensor: Tensor) -> bool:
@@ -304,28 +292,28 @@ def has_bytes(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not elsewhere and not wraps_others
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    held = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A tensor of one value is contiguous at any stride, but has bytes at a stride of 1 alone.
-    return held.as_strided((held.numel(),), (1,)).view(torch.uint8)
-
-
-def exchanged(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The bytes that each rank of a group had for this one. A collective over the ranks.
+def exchanged(leaving: Sequence[Packed], group: dist.ProcessGroup | None) -> list[Packed]:
+    """What each rank of a group had for this one. A collective over the ranks.
 
     Args:
-        parts: uint8 ``[bytes]`` for each rank, on a device that the group communicates for.
+        leaving: for each rank, with a body on a device that the group communicates for.
         group: of the ranks.
     """
+    headers, bodies = zip(*leaving, strict=True)
+    device = bodies[0].device
     # Sizes first: who receives must have the room before the bytes come.
-    sizes = [part.numel() for part in parts]
-    leaving = sent(torch.tensor(sizes), parts[0].device)
-    arriving = torch.empty_like(leaving)
-    dist.all_to_all_single(arriving, leaving, group=group)
-    counts = arriving.tolist()  # waits for the device, once per exchange
-    received = parts[0].new_empty(sum(counts))
-    dist.all_to_all_single(received, torch.cat(list(parts)), counts, sizes, group=group)
-    return list(torch.split(received, counts))
+    sizes = torch.tensor([[*map(len, headers)], [body.numel() for body in bodies]], device="cpu")
+    going = sent(sizes.T.contiguous(), device)
+    arriving = torch.empty_like(going)
+    dist.all_to_all_single(arriving, going, group=group)
+    coming = arriving.T.tolist()  # waits for the device, as the headers below: twice in all
+    outgoing = sent(_tensor_of(b"".join(headers)), device), torch.cat(bodies)
+    arrived = []
+    for data, counts, own in zip(outgoing, coming, sizes.tolist(), strict=True):
+        arrived.append(data.new_empty(sum(counts)))
+        dist.all_to_all_single(arrived[-1], data, counts, own, group=group)
+    texts, parts = torch.split(arrived[0].cpu(), coming[0]), torch.split(arrived[1], coming[1])
+    return [(text.numpy().tobytes(), part) for text, part in zip(texts, parts, strict=True)]
 
 
 def digest_of(value: Any) -> str:
@@ -344,22 +332,20 @@ class _Pickler(pickle.Pickler):
         # their bytes begin among all parts.
         if isinstance(value, Tensor):
             return self._note(value, tuple(value.shape)) if has_bytes(value) else None
-        if type(value) is not list or not _are_alike(value):
+        is_of_tensors = type(value) is list and {*map(type, value)} == {Tensor}
+        if not is_of_tensors or len({(each.dtype, each.device) for each in value}) > 1:
+            return None
+        if not all(map(has_bytes, value)):
             return None
         shapes = [tuple(each.shape) for each in value]
         return self._note(torch.cat([each.detach().reshape(-1) for each in value]), shapes)
 
     def _note(self, value: Tensor, shape: Any) -> tuple[Any, ...]:
-        part = _as_bytes(value)
-        self.parts.append(part)
-        self._end += part.numel()
-        return value.dtype, shape, self._end - part.numel(), value.is_cpu
-
-
-def _are_alike(values: list[Any]) -> bool:
-    return {*map(type, values)} == {Tensor} and (
-        len({(each.dtype, each.device) for each in values}) == 1 and all(map(has_bytes, values))
-    )
+        start, held = self._end, value.detach().resolve_conj().resolve_neg().contiguous()
+        # A tensor of one value is contiguous at any stride, but has bytes at a stride of 1 alone.
+        self.parts.append(held.as_strided((held.numel(),), (1,)).view(torch.uint8))
+        self._end += held.nbytes
+        return value.dtype, shape, start, value.is_cpu
 
 
 class _Unpickler(pickle.Unpickler):

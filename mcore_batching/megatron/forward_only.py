@@ -24,11 +24,7 @@ from mcore_batching.megatron.iterator import DataIterator, rollout_of
 from mcore_batching.megatron.job import Job, job_of
 from mcore_batching.megatron.loss_shares import same_names
 from mcore_batching.megatron.plan import plan_forward_passes, planned
-from mcore_batching.megatron.prepare import (
-    PreparedStep,
-    collated,
-    collating,
-)
+from mcore_batching.megatron.prepare import PreparedStep, collated, collating
 from mcore_batching.megatron.run_pipeline import run_for_losses, run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -55,11 +51,17 @@ def logits_function(f: Callable[..., Any], args: Any, schedule: MicroBatchSchedu
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
     drops_padding = False
     if "micro_batch" not in takes:
-        size = schedule.dims.context_parallel
+        size, fault, mend = schedule.dims.context_parallel, "", ""
         padded_to = sample_multiple_tokens(schedule.dims, schedule.config)
         # A row that is not cut can have its padding taken out.
         drops_padding = size == 1 and padded_to > 1
-        fault, mend = _why_no_plain_layout(schedule, size, padded_to)
+        if schedule.has_sizes_of_rows:
+            fault, mend = "rows are cut in other ways", "unset --dynamic-batch-context-parallel"
+        elif schedule.forest is not None:
+            fault, mend = "samples share tokens", "unset --dynamic-batch-share-prefixes"
+        elif size > 1 and padded_to != 2 * size:
+            fault = f"samples are padded to {padded_to}, not {2 * size}"
+            mend = "turn off sequence parallelism and --dynamic-batch-pad-each-to"
         if fault:
             raise ValueError(
                 f"{getattr(f, '__name__', f)} does not take micro_batch, but {fault}; let it take "
@@ -77,7 +79,11 @@ def logits_function(f: Callable[..., Any], args: Any, schedule: MicroBatchSchedu
             "micro_batch": row,
         }
         given = {name: value for name, value in offered.items() if takes_all or name in takes}
-        outputs = f(_without_padding(logits, row) if drops_padding else logits, **given)
+        if drops_padding:
+            held = zip(row.host_cu_seqlens_padded, row.total_lengths, strict=False)
+            # Not by a mask: the host would wait for the device to count.
+            logits = torch.cat([logits[:, start : start + length] for start, length in held], dim=1)
+        outputs = f(logits, **given)
         return {
             # None of a placeholder's: its one sample is fabricated.
             key: [copied_output(key, value) for value in values[: row.num_samples]]
@@ -85,28 +91,6 @@ def logits_function(f: Callable[..., Any], args: Any, schedule: MicroBatchSchedu
         }
 
     return outputs_of
-
-
-def _why_no_plain_layout(
-    schedule: MicroBatchSchedule, size: int, padded_to: int
-) -> tuple[str, str]:
-    """Why rows do not hold sample behind sample as slime's do, and the mend; empty if they do."""
-    if schedule.has_sizes_of_rows:
-        return "rows are cut in other ways", "unset --dynamic-batch-context-parallel"
-    if schedule.forest is not None:
-        return "samples share tokens", "unset --dynamic-batch-share-prefixes"
-    if size > 1 and padded_to != 2 * size:
-        mend = "turn off sequence parallelism and --dynamic-batch-pad-each-to"
-        return f"samples are padded to {padded_to}, not {2 * size}", mend
-    return "", ""
-
-
-def _without_padding(logits: Any, row: PackedMicroBatch) -> Tensor:
-    """Logits of the samples' tokens alone, of a row that is not cut."""
-    starts = row.host_cu_seqlens_padded
-    held = zip(starts, row.total_lengths, strict=False)
-    # Not by a mask: the host would wait for the device to count.
-    return torch.cat([logits[:, start : start + length] for start, length in held], dim=1)
 
 
 def checked_outputs(made: Any, num_samples: int) -> dict[str, list[Tensor]]:

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, overload
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Field, Schema, SchemaError
+from mcore_batching.batch import DEFAULT_SCHEMA, Schema, SchemaError
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.fields import require_one_per_sample
 from mcore_batching.batch.prefix_tree import require_shared
@@ -244,7 +244,11 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     """
     job = job_of()
     with job.agreement(_ADDING) as agree:
-        _require_dict(fields)
+        if not isinstance(fields, Mapping):
+            raise TypeError(
+                f"fields must be a dict of lists, got {type(fields).__name__}; give one value per "
+                "sample, or {} where there are none"
+            )
         schedule = rollout_of(data_iterator)
         agree.same("plan (sha256)", schedule.plan_digest)
     planned(schedule)
@@ -254,21 +258,19 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     with job.agreement(f"{_ADDING}, their kinds") as agree:
         fields = _without_lengths(fields, brought)
         # Those that were there have been compared, and keep their kind where they are replaced.
-        new = fields.keys() - present.schema.keys()
-        own: dict[str, Field] = {}
-        if brought.total_lengths:
-            resolved = present.schema.resolve(_with_lengths(fields, brought))
-            own = {name: resolved[name] for name in new}
+        schema, new = present.schema, fields.keys() - present.schema.keys()
+        has_samples = bool(brought.total_lengths)
+        if has_samples:
+            schema = schema.resolve({name: getattr(brought, name) for name in _LENGTHS} | fields)
         # A rank without samples takes the kinds of those that have some.
-        kinds = agree.every("kinds", own, wanted=bool(new) and not brought.total_lengths)
-    inferred = {name: field for each in kinds.by_rank.values() for name, field in each.items()}
+        own = {name: schema[name] for name in new if has_samples}
+        kinds = agree.every("kinds", own, wanted=bool(new) and not has_samples)
     # Another agreement: values can be checked once the kinds are there, and no rank may go on with
     # a field that another one refused.
     with job.agreement(f"{_ADDING}, their values") as agree:
-        schema = present.schema
-        for name in new & (own or inferred).keys():
-            schema = schema.with_field((own or inferred)[name])
-        schema = schema.resolve(_with_lengths(fields, brought))
+        inferred = {name: field for each in kinds.by_rank.values() for name, field in each.items()}
+        for name in new & inferred.keys() - schema.keys():
+            schema = schema.with_field(inferred[name])
         added = brought.extended(fields, schema)
         if "tokens" in added:
             require_known_tokens(added, schedule.samples.vocabulary_size)
@@ -285,7 +287,7 @@ def add_fields(data_iterator: Sequence[DataIterator], fields: Mapping[str, Seque
     schedule.replace_fields(data, template)
 
 
-def _without_lengths(fields: Fields, brought: Columns) -> Fields:
+def _without_lengths(fields: Fields, brought: Columns) -> dict[str, list[Any]]:
     """The fields that are not None, each with one value per sample; lengths stay as they are."""
     present = {name: values for name, values in fields.items() if values is not None}
     for name, values in present.items():
@@ -297,18 +299,4 @@ def _without_lengths(fields: Fields, brought: Columns) -> Fields:
                 expected="the lengths that were planned",
                 found="others; give them to get_data_iterator",
             )
-    return {name: values for name, values in present.items() if name not in _LENGTHS}
-
-
-def _with_lengths(fields: Fields, brought: Columns) -> dict[str, Any]:
-    """The fields beside the lengths of their samples."""
-    lengths = {name: getattr(brought, name) for name in _LENGTHS}
-    return lengths | {name: list(values) for name, values in fields.items()}
-
-
-def _require_dict(fields: Any) -> None:
-    if not isinstance(fields, Mapping):
-        raise TypeError(
-            f"fields must be a dict of lists, got {type(fields).__name__}; give one value per "
-            "sample, or {} where there are none"
-        )
+    return {name: [*values] for name, values in present.items() if name not in _LENGTHS}

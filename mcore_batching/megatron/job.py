@@ -190,25 +190,22 @@ class Job:
         """Agreement between all ranks. A collective over them where it has to be made."""
         world, connection = dist.group.WORLD, self.memory.connection
         # After an abort there is no group, and the next call is to raise the same error.
-        if connection is None or (world is not None and connection[0]() is not world):
-            self.memory.disconnect()
-            made = self._connected()  # raises where there is no group
-            connection = self.memory.connection = weakref.ref(world), made
-        return connection[1]
-
-    def _connected(self) -> JobConsensus:
-        options, seconds = self.options, DEFAULT_TIMEOUT_SECONDS
+        if connection is not None and (world is None or connection[0]() is world):
+            return connection[1]
+        self.memory.disconnect()
+        seconds = DEFAULT_TIMEOUT_SECONDS
         # With a wrong one this rank has yet to reach the others, to report it.
         with contextlib.suppress(DynamicBatchArgumentError):
-            seconds = options.checked_timeout_seconds()
+            seconds = self.options.checked_timeout_seconds()
         watch = watch_of_world()
         try:
-            made = JobConsensus(seconds, watch)
+            made = JobConsensus(seconds, watch)  # raises where there is no group
             with made.agreement("reading the arguments"):
-                options.checked_timeout_seconds()
+                self.options.checked_timeout_seconds()
         except BaseException:
             watch.stop()  # the next call makes another
             raise
+        self.memory.connection = weakref.ref(world), made
         return made
 
     @property
@@ -250,11 +247,9 @@ class Job:
         micro-batch, `row` where rows may have sizes of their own, have not raised.
         """
         failed.append(exception)
-        size = (
-            parallel_state.get_context_parallel_world_size()
-            if row is None
-            else row.context_parallel_size
-        )
+        size = parallel_state.get_context_parallel_world_size()
+        if row is not None:
+            size = row.context_parallel_size
         # A loss communicates with the ranks of its row: unless all of them raised, one may be
         # waiting for this one, and the exception must leave the pipeline at once.
         sharing = size * parallel_state.get_tensor_model_parallel_world_size()
@@ -265,12 +260,7 @@ class Job:
     def agreement(
         self, operation: str, *, failure: type[CollectiveError] = PlanningFailedError
     ) -> AbstractContextManager[Agreement]:
-        """A block that all ranks pass or none (`batch.consensus`). A collective.
-
-        Args:
-            operation: what is being done, in words.
-            failure: raised on every rank if the body raised on any.
-        """
+        """A block that all ranks pass or none, as `Consensus.agreement`. A collective."""
         return self.consensus.agreement(operation, failure=failure)
 
     @contextlib.contextmanager

@@ -172,7 +172,7 @@ def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) ->
             "the loss function never reads the step's totals: a mean over its own micro-batch is "
             "too large by their number; return token_mean(values, micro_batch, totals), "
             "sample_mean(...), or a sum divided by totals.token_weight",
-            stacklevel=4,  # the line that calls train_step
+            stacklevel=3,  # the line that calls train_step
         )
 
 

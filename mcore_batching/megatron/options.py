@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +25,10 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
-    OversizeSampleError,
     ParallelDims,
     PlannerConfig,
-    PlanningError,
     at_least,
 )
-from mcore_batching.planning.errors import named
 from mcore_batching.planning.files import read_document
 from mcore_batching.planning.integers import as_integer
 
@@ -173,22 +168,6 @@ class Options:
         if self.planner["pad_total_to"] is None and multiple is not None:
             multiple = _default_row_multiple(cap, dims)  # CUDA's, as it divides this cap
         return dataclasses.replace(training, max_tokens_per_gpu=cap, pad_total_to=multiple)
-
-    @contextlib.contextmanager
-    def naming_the_cap(self, *, forward_only: bool, samples: Sequence[int]) -> Iterator[None]:
-        """Let errors of planning name the cap that was planned with, and the sample by its number
-        in the batch, which `samples` has of each one planned."""
-        try:
-            yield
-        except PlanningError as error:
-            raised = error
-            if isinstance(error, OversizeSampleError):
-                # The planner counts samples of the step that have segments of their own.
-                raised = OversizeSampleError(**vars(error) | {"index": samples[error.index]})
-            if forward_only and self.has_own_forward_cap:
-                cap, own = named("max_tokens_per_gpu"), named("forward_only_max_tokens_per_gpu")
-                raised.args = (str(raised).replace(cap, own),)
-            raise raised from error.__cause__
 
     def given_cost_model(self) -> CostModel | None:
         """The cost model in the file of ``--dynamic-batch-cost-model``; None if it names none."""

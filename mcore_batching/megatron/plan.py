@@ -33,11 +33,7 @@ from mcore_batching.megatron.samples import Samples
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import make_row_groups, model_chunks
 from mcore_batching.megatron.watch import POLL_SECONDS
-from mcore_batching.planning import (
-    Problem,
-    StepPlan,
-    validate_plan,
-)
+from mcore_batching.planning import Problem, StepPlan, validate_plan
 from mcore_batching.planning.forest import Forest, PrefixTree, most_tokens_of_part, parts_of
 from mcore_batching.planning.integers import as_integer
 from mcore_batching.planning.local import fill_local, least_count, pack_local
@@ -95,9 +91,8 @@ def begin_plan(job: Job, request: PlanRequest) -> PlanTicket | None:
 
 def _planner(job: Job) -> Planner:
     """The job's, made at the first call."""
-    if job.memory.planner is None:
-        job.memory.planner = Planner()
-    planner: Planner = job.memory.planner
+    planner: Planner = job.memory.planner or Planner()
+    job.memory.planner = planner
     return planner
 
 
@@ -161,13 +156,13 @@ def plan_forward_passes(schedule: MicroBatchSchedule, job: Job, model: Any) -> M
     samples, chunks = schedule.samples, model_chunks(model)
     with job.agreement("reading settings of forward passes") as agree:
         config = job.options.forward_only_config(schedule.config, schedule.dims)
-        settings = dataclasses.replace(schedule.settings, config=config)
+        settings = dataclasses.replace(schedule.settings, config=config, forward_only=True)
         # Perhaps another model than was trained, such as a reference model.
         prepare_model(chunks, settings.dims, settings.config)
         for name, value in settings.comparable().items():
             agree.same(name, value)
     again = MicroBatchSchedule(
-        samples=dataclasses.replace(samples, settings=settings, forward_only=True),
+        samples=dataclasses.replace(samples, settings=settings),
         moves=schedule.moves,
         parts=[schedule.rollout_data],
         template=schedule.template,
@@ -221,7 +216,7 @@ def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> by
         if is_planning_rank(job):
             # Later steps were begun with these samples: their request, forest included, is there.
             request = ticket.request if ticket is not None and step else samples.request(step)
-            with samples.naming(samples.steps[step]):
+            with samples.settings.naming(samples.steps[step]):
                 data = _planner(job).plan(job, request, ticket)
         size = agree.max("bytes of the plan", len(data))
     own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
@@ -295,7 +290,7 @@ def _pack_here(schedule: MicroBatchSchedule) -> None:
             config=settings.config,
             scope="local",
             cost_model=settings.cost_model,
-            forward_only=samples.forward_only,
+            forward_only=settings.forward_only,
             trees=tuple(tree for _, trees in ranks.values for tree in trees[step]),
         )
         schedule.add_plan(plan)
@@ -311,8 +306,8 @@ def _local_units(
     given = settings.dims, settings.config, settings.cost_model
     places = [place for place, number in enumerate(numbers) if number in moves.places]
     lengths = [samples.lengths[numbers[place]] for place in places]
-    with samples.naming([moves.origin(numbers[place])[1] for place in places]):
-        problem = Problem.of(lengths, *given, forward_only=samples.forward_only)
+    with samples.settings.naming([moves.origin(numbers[place])[1] for place in places]):
+        problem = Problem.of(lengths, *given, forward_only=settings.forward_only)
     if samples.beginnings is None:
         single = zip(places, lengths, strict=True)
         return [PrefixTree((place,), ((0, length),)) for place, length in single], problem
@@ -322,4 +317,4 @@ def _local_units(
     parts += [(at,) for at, leaf in enumerate(forest.last) if leaf < 0]
     units = [forest.tree(part).renumbered(places) for part in sorted(map(sorted, parts))]
     sizes = [unit.size for unit in units]
-    return units, Problem.of(sizes, *given, forward_only=samples.forward_only, trees=units)
+    return units, Problem.of(sizes, *given, forward_only=settings.forward_only, trees=units)

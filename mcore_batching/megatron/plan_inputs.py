@@ -7,10 +7,11 @@ rank that runs some samples makes it anew of their tokens, with which everything
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.utils import get_model_config, unwrap_model
@@ -27,7 +28,15 @@ from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.prefix_attention import why_no_branches
 from mcore_batching.megatron.timing import learner_of
 from mcore_batching.megatron.topology import current_dims, first_guess, prediction_depths
-from mcore_batching.planning import CostModel, ParallelDims, PlannerConfig, Problem
+from mcore_batching.planning import (
+    CostModel,
+    OversizeSampleError,
+    ParallelDims,
+    PlannerConfig,
+    PlanningError,
+    Problem,
+)
+from mcore_batching.planning.errors import named
 from mcore_batching.planning.forest import Forest, PrefixTree, find_forest
 from mcore_batching.planning.learn import LearntCosts
 from mcore_batching.planning.worker import PlanRequest
@@ -50,6 +59,7 @@ class PlanInputs:
     cost_model: CostModel
     # Where costs are learnt: `cost_model` is a part of it.
     learnt: LearntCosts | None = dataclasses.field(default=None, compare=False)
+    forward_only: bool = False  # under the cap that forward passes have of their own
 
     @classmethod
     def of(
@@ -73,22 +83,36 @@ class PlanInputs:
         dims = current_dims(chunks)
         config = job.options.planner_config(dims)
         if forward_only:
-            # Activations of forward passes alone are not kept, so their cap may be larger.
             config = job.options.forward_only_config(config, dims)
         # A file that the user named is never corrected by what is learnt.
-        given = cost_model or job.options.given_cost_model()
-        if given is not None:
-            return cls(dims, config, given)
-        model = unwrap_model(chunks[0])
-        guess = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
-        if not job.options.learns_cost_model:
-            return cls(dims, config, guess)
-        learnt = learner_of(job, chunks).begin(guess, dims)
-        return cls(dims, config, learnt.cost_model, learnt)
+        costs, learnt = cost_model or job.options.given_cost_model(), None
+        if costs is None:
+            model = unwrap_model(chunks[0])
+            costs = first_guess(job.options.padded_vocab_size, get_model_config(chunks[0]), model)
+            if job.options.learns_cost_model:
+                learnt = learner_of(job, chunks).begin(costs, dims)
+                costs = learnt.cost_model
+        return cls(dims, config, costs, learnt, forward_only)
 
-    def request(self, lengths: tuple[int, ...], *, forward_only: bool = False) -> PlanRequest:
+    def request(self, lengths: tuple[int, ...]) -> PlanRequest:
         """The planner's whole input."""
-        return PlanRequest(lengths, self.dims, self.config, self.cost_model, forward_only)
+        return PlanRequest(lengths, self.dims, self.config, self.cost_model, self.forward_only)
+
+    @contextlib.contextmanager
+    def naming(self, samples: Sequence[int]) -> Iterator[None]:
+        """Let errors of planning name the cap that was planned with, and the sample by its number
+        in the batch, which `samples` has of each one planned."""
+        try:
+            yield
+        except PlanningError as error:
+            raised = error
+            if isinstance(error, OversizeSampleError):
+                # The planner counts samples of the step that have segments of their own.
+                raised = OversizeSampleError(**vars(error) | {"index": samples[error.index]})
+            if self.forward_only:
+                cap, own = named("max_tokens_per_gpu"), named("forward_only_max_tokens_per_gpu")
+                raised.args = (str(raised).replace(cap, own),)
+            raise raised from error.__cause__
 
     def comparable(self) -> dict[str, Any]:
         """Each setting by its own name, so that an error names the one that differs."""

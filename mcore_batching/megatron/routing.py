@@ -15,8 +15,7 @@ model chunk take turns as its forward passes did, for which Megatron keeps the e
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,14 +49,29 @@ def check_replay(model: Sequence[Any], schedule: MicroBatchSchedule, step: int) 
     if name is None:
         return
     config, values = get_model_config(model[0]), schedule.rollout_data[name]
+    top_k, experts = config.moe_router_topk, config.num_moe_experts
+    depths = sorted({len(each) for each in _columns(config)}, reverse=True)
     # The fused kernel chooses experts itself, and would train on without a word.
     if getattr(config, "moe_router_fusion", False):
         raise DynamicBatchArgumentError(
             "fused routers do not replay; unset --moe-router-fusion or --moe-enable-routing-replay"
         )
-    for row in schedule.steps[step]:
-        for index in row:
-            _check(name, values[index], config, functools.partial(schedule.names_of, [index]))
+    for index in (i for row in schedule.steps[step] for i in row):
+        value = values[index]
+        if tuple(value.shape[1:]) not in [(depth, top_k) for depth in depths]:
+            raise SchemaError(
+                name,
+                expected=f"experts of {' or '.join(map(str, depths))} layers, {top_k} for each "
+                "token (--moe-router-topk)",
+                found=f"shape {list(value.shape)} of {schedule.names_of([index])}",
+            )
+        # On a GPU an expert that is not there is a failed kernel, without the sample's name.
+        if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < experts:
+            raise SchemaError(
+                name,
+                expected=f"experts from 0 to {experts - 1} (--num-experts)",
+                found=f"{int(value.min())} to {int(value.max())} of {schedule.names_of([index])}",
+            )
 
 
 def _columns(config: Any) -> list[dict[int, int]]:
@@ -78,26 +92,6 @@ def _field_of(fields: Columns) -> str | None:
             "Kind.ROUTED_EXPERTS, the other ones as Kind.METADATA"
         )
     return names[0] if names else None
-
-
-def _check(name: str, value: Tensor, config: Any, whose: Callable[[], str]) -> None:
-    top_k, experts = config.moe_router_topk, config.num_moe_experts
-    depths = sorted({len(each) for each in _columns(config)}, reverse=True)
-    shape = tuple(value.shape[1:])
-    if shape not in [(depth, top_k) for depth in depths]:
-        raise SchemaError(
-            name,
-            expected=f"experts of {' or '.join(map(str, depths))} layers, {top_k} for each token "
-            "(--moe-router-topk)",
-            found=f"shape {list(value.shape)} of {whose()}",
-        )
-    # On a GPU an expert that is not there is a failed kernel, without the sample's name.
-    if value.numel() and not 0 <= int(value.min()) <= int(value.max()) < experts:
-        raise SchemaError(
-            name,
-            expected=f"experts from 0 to {experts - 1} (--num-experts)",
-            found=f"{int(value.min())} to {int(value.max())} of {whose()}",
-        )
 
 
 @contextlib.contextmanager

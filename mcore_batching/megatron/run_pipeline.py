@@ -25,17 +25,12 @@ from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
-from mcore_batching.megatron.logits import (
-    noting_use,
-    output_layer,
-    why_not_fused,
-)
+from mcore_batching.megatron.logits import noting_use, output_layer, why_not_fused
 from mcore_batching.megatron.mtp import LaterLosses, predict_later_tokens
 from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.prefix_attention import Paths
 from mcore_batching.megatron.prepare import PreparedStep
 from mcore_batching.megatron.routing import replayed, replayed_step
-from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.timing import learner_of
 from mcore_batching.megatron.topology import context_parallel_group, row_group
 from mcore_batching.planning import ParallelDims
@@ -147,10 +142,10 @@ def run_for_losses(
     a product.
     """
     config = get_model_config(chunk)  # once: it is looked up through all wrappers
-    in_model_dtype, dtype = job.options.keeps_logits_in_model_dtype, None
+    copies, dtype = _makes_float32_copy(chunk), None
+    in_model_dtype = job.options.keeps_logits_in_model_dtype
     if fused and not why_not_fused(chunk):
-        casts = not in_model_dtype and has_half_precision_wrapper(chunk)
-        dtype = torch.float32 if casts else config.params_dtype
+        dtype = torch.float32 if copies and not in_model_dtype else config.params_dtype
         in_model_dtype = in_model_dtype or hasattr(unwrap_model(chunk), "output_layer")
     arguments: dict[str, Any] = {
         "input_ids": row.tokens,
@@ -162,7 +157,7 @@ def run_for_losses(
         "packed_seq_params": row_params(config, row, later),
     }
     # Else the wrapper copies logits to float32. The model inside would refuse the argument.
-    if in_model_dtype and has_half_precision_wrapper(chunk):
+    if copies and in_model_dtype:
         arguments["fp32_output"] = False
     multimodal = joined_multimodal_inputs(row.fields.get("multimodal_train_inputs") or [])
     when_made = functools.partial(job.say_once, "logits made", _ALL_LOGITS)
@@ -182,23 +177,16 @@ def row_params(config: Any, row: PackedMicroBatch, later: LaterLosses | None) ->
     )
     if row.nodes.has_branches:
         params.attention_geometry = Paths(row, context_parallel_group(row))
-    # Routers balance experts by the tokens they count: padding must not be among them.
+    # Routers balance experts by the tokens they count: padding, of which a placeholder consists,
+    # must not be among them.
     if config.num_moe_experts:
-        params.own_padding_mask = _own_padding_mask(config, row)
+        mask = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
+        if config.sequence_parallel:  # a tensor-parallel rank holds its part between layers
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            mask = mask.chunk(size, 1)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
+        params.own_padding_mask = mask  # bool [1, tokens], True for padding
     predict_later_tokens(params, config, row, later)
     return params
-
-
-def _own_padding_mask(config: Any, row: PackedMicroBatch) -> Tensor:
-    """Bool ``[1, tokens]`` of the tokens that this tensor-parallel rank holds between layers, True
-    for padding, of which a placeholder consists."""
-    mask = torch.ones_like(row.padding_mask) if row.is_placeholder else row.padding_mask
-    if not config.sequence_parallel:
-        return mask
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    own: Tensor = mask.chunk(size, dim=1)[rank].contiguous()
-    return own
 
 
 def joined_multimodal_inputs(inputs: Sequence[Mapping[str, Tensor] | None]) -> dict[str, Tensor]:
@@ -226,8 +214,8 @@ def _longest(config: Any, row: PackedMicroBatch) -> int:
     return -(-row.max_seqlen // step) * step
 
 
-def has_half_precision_wrapper(chunk: Any) -> bool:
-    """True if a chunk is, or wraps, Megatron's `Float16Module`."""
+def _makes_float32_copy(chunk: Any) -> bool:
+    """True if a chunk is, or wraps, Megatron's `Float16Module`, which casts logits."""
     # Megatron wraps several times over: data parallelism around half precision.
     module = chunk
     while module is not None and not isinstance(module, Float16Module):
@@ -261,19 +249,21 @@ def run_pipeline(
         what the last stage's loss function returned by row; temperatures that it used.
     """
     rows = prepared.iterators(len(model)) if rows is None else rows
-    around: list[contextlib.AbstractContextManager[Any]] = [
-        # Outermost the watch: it reports to the other ranks whatever raises inside of it.
-        job.watch.reporting(operation),
-        *([] if forward_only else _timed(job, model, prepared)),
-        planned_transfers(job.options, model, prepared, forward_only=forward_only),
-        # Around all passes: the backward ones recompute with the experts of the forward ones.
-        replayed_step(model),
-        *inside,
-    ]
     with contextlib.ExitStack() as stack:
-        for each in around:
-            stack.enter_context(each)
-        use = stack.enter_context(noting_use())
+        enter = stack.enter_context
+        # Outermost the watch: it reports to the other ranks whatever raises inside of it.
+        enter(job.watch.reporting(operation))
+        if not forward_only:  # forward passes alone teach no costs
+            enter(_recorded(job, prepared))
+            if job.options.learns_cost_model:
+                passes = prepared.schedule.rows_alone(prepared.step)
+                enter(learner_of(job, model).timing(passes, prepared.schedule.dims))
+        enter(planned_transfers(job.options, model, prepared, forward_only=forward_only))
+        # Around all passes: the backward ones recompute with the experts of the forward ones.
+        enter(replayed_step(model))
+        for each in inside:
+            enter(each)
+        use = enter(noting_use())
         # Here, as the model may have been built after rows were planned.
         compat.end_states_with_samples()
         for chunk in model:
@@ -291,18 +281,8 @@ def run_pipeline(
     return made, use.temperatures
 
 
-def _timed(
-    job: Job, model: list[Any], prepared: PreparedStep
-) -> Iterator[contextlib.AbstractContextManager[Any]]:
-    """Contexts that record and time a training step; forward passes alone teach no costs."""
-    yield _recorded(job, prepared.schedule, prepared.step)
-    if job.options.learns_cost_model:
-        rows = prepared.schedule.rows_alone(prepared.step)
-        yield learner_of(job, model).timing(rows, prepared.schedule.dims)
-
-
 @contextlib.contextmanager
-def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[None]:
+def _recorded(job: Job, prepared: PreparedStep) -> Iterator[None]:
     """Record the step that runs inside."""
     recorder = job.recorder
     if recorder is None:
@@ -313,9 +293,10 @@ def _recorded(job: Job, schedule: MicroBatchSchedule, step: int) -> Iterator[Non
     started = time.monotonic()
     yield
     torch.cuda.synchronize()
-    seconds, learnt = time.monotonic() - started, schedule.settings.learnt
+    seconds, schedule = time.monotonic() - started, prepared.schedule
+    learnt = schedule.settings.learnt
     recorder.append(
-        *schedule.step_plan(step),
+        *schedule.step_plan(prepared.step),
         seconds,
         seconds_per_unit=None if learnt is None else learnt.seconds_per_unit,
     )

@@ -70,7 +70,6 @@ class Samples:
         first: number of each data-parallel rank's first sample, and the number of all samples.
         steps: numbers of each step's samples, ascending.
         beginnings: what samples have in common; None: they share no tokens.
-        forward_only: they are planned for forward passes alone.
     """
 
     job: Job
@@ -83,7 +82,6 @@ class Samples:
     first: Sequence[int]
     steps: Sequence[Sequence[int]]
     beginnings: Beginnings | None = None
-    forward_only: bool = False
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
@@ -116,16 +114,11 @@ class Samples:
 
     def request(self, step: int, *, plans: bool = True) -> PlanRequest:
         """A step's part of the planner's input; without ``plans`` as far as its plan is read."""
-        lengths = tuple(self.step_lengths(step))
-        made = self.settings.request(lengths, forward_only=self.forward_only)
+        made = self.settings.request(tuple(self.step_lengths(step)))
         if self.beginnings is None or not plans:
             return made
         forest = self.beginnings.forest(self.lengths, self.steps[step])
         return dataclasses.replace(made, forest=forest)
-
-    def naming(self, samples: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Let the planner's errors name samples by these numbers."""
-        return self.job.options.naming_the_cap(forward_only=self.forward_only, samples=samples)
 
 
 class Brought(NamedTuple):
@@ -134,10 +127,6 @@ class Brought(NamedTuple):
     data: Columns  # without samples as they were given
     template: dict[str, list[Any]]  # empty without samples to copy it from
     share: Share
-
-
-_Found = tuple[Gathered[Share | None], Gathered[bool]]
-"""The share of each data-parallel rank, and which ranks have data, if some have none."""
 
 
 def read_samples(
@@ -188,7 +177,8 @@ def read_samples(
         if learns:
             own = learner_of(job, chunks).evidence(settings.dims)
             evidence = agree.sum_over_ranks("pass times", own)
-        found = _find(agree, job, settings, brought, forward_only=forward_only)
+        gathered = _gather(agree, settings, brought)
+        has_data = agree.every("has data", brought is not None, wanted=brought is None)
         following = agree.gather(
             "lengths of the next step", None if read_next is None else read_next()
         )
@@ -197,21 +187,60 @@ def read_samples(
         # Where the next plan is begun ahead, it alone is by these costs.
         if read_next is None:
             settings = dataclasses.replace(settings, cost_model=learnt.cost_model, learnt=learnt)
-    samples = _numbered(job, settings, chunks, brought, found, forward_only=forward_only)
+    # By what all ranks have gathered, not by this one's data: the others are in the same
+    # collectives.
+    if not all(has_data.values):
+        received = handed(job, brought, _sources(job, has_data))
+        with job.agreement("reading shared samples") as agree:
+            brought = received()
+            gathered = _gather(agree, settings, brought)
+    assert brought is not None
+    shares = [each for each in gathered.values if each is not None]
+    if not all(each.lengths for each in shares):
+        brought = _with_fields(job, brought, shares)
+
+    lengths = [length for each in shares for length in each.lengths]
+    counts = [len(each.lengths) for each in shares]
+    first = [0, *itertools.accumulate(counts)]
+    given = [each.steps for each in shares if each.steps is not None]
+    if given:
+        # Ranks that gave other numbers of steps differ in what `Samples.compare` names.
+        steps = [
+            sorted(
+                start + index
+                for start, each in zip(first, shares, strict=False)
+                for indices in (each.steps or [])[step : step + 1]
+                for index in indices
+            )
+            for step in range(len(given[0]))
+        ]
+    else:
+        steps = steps_by_size(counts, brought.share.samples_per_step)
+    if options.exchange:
+        job.say_once("exchange", f"{FLAGS['exchange']} is the default: leave it out")
+    if not forward_only:
+        say_oversize(job, settings, max(lengths, default=0))
+    beginnings = None
     if options.share_prefixes:
-        samples = _with_beginnings(samples, chunks)
+        rank = parallel_state.get_data_parallel_rank()
+        start, end = first[rank], first[rank + 1]
+        own_steps = [[n - start for n in step if start <= n < end] for step in steps]
+        beginnings = find_beginnings(job, chunks, brought.data, own_steps, sum(lengths))
+    samples = Samples(
+        job=job,
+        settings=settings,
+        share=brought.share,
+        data=brought.data,
+        template=brought.template,
+        vocabulary_size=vocabulary_size(chunks),
+        lengths=lengths,
+        first=first,
+        steps=steps,
+        beginnings=beginnings,
+    )
     if None in following.values:
         return samples, None
     return samples, [length for each in following.values for length in each or ()]
-
-
-def _with_beginnings(samples: Samples, chunks: list[Any]) -> Samples:
-    rank = parallel_state.get_data_parallel_rank()
-    own = range(samples.first[rank], samples.first[rank + 1])
-    own_steps = [[number - own.start for number in step if number in own] for step in samples.steps]
-    tokens = sum(samples.lengths)
-    beginnings = find_beginnings(samples.job, chunks, samples.data, own_steps, tokens)
-    return dataclasses.replace(samples, beginnings=beginnings)
 
 
 def read_rollout(
@@ -254,83 +283,16 @@ def brought_by(data: Columns, share: Share | None = None) -> Brought:
     return Brought(data, template_of(data) if share.lengths else {}, share)
 
 
-def _find(
-    agree: Agreement,
-    job: Job,
-    settings: PlanInputs,
-    brought: Brought | None,
-    *,
-    forward_only: bool = False,
-) -> _Found:
+def _gather(
+    agree: Agreement, settings: PlanInputs, brought: Brought | None
+) -> Gathered[Share | None]:
     """Check this rank's samples against the cap, and gather those of all."""
-    lengths = [] if brought is None else brought.share.lengths
     # Here, so that the error for a length or a sample over the cap names the rank that brings it.
-    with job.options.naming_the_cap(forward_only=forward_only, samples=range(len(lengths))):
+    share = None if brought is None else brought.share
+    lengths = share.lengths if share else []
+    with settings.naming(range(len(lengths))):
         Problem.of(lengths, settings.dims, settings.config)
-    return (
-        agree.gather("samples", None if brought is None else brought.share),
-        agree.every("has data", brought is not None, wanted=brought is None),
-    )
-
-
-def _numbered(
-    job: Job,
-    settings: PlanInputs,
-    chunks: list[Any],
-    brought: Brought | None,
-    found: _Found,
-    *,
-    forward_only: bool = False,
-) -> Samples:
-    """The samples of all ranks, cut into steps, once ranks without data have their replica's, and
-    ranks without samples the fields. A collective where any lacks them."""
-    gathered, has_data = found
-    # By what all ranks have gathered, not by this one's data: the others are in the same
-    # collectives.
-    if not all(has_data.values):
-        received = handed(job, brought, _sources(job, has_data))
-        with job.agreement("reading shared samples") as agree:
-            brought = received()
-            gathered, _ = _find(agree, job, settings, brought, forward_only=forward_only)
-    assert brought is not None
-    shares = [each for each in gathered.values if each is not None]
-    vocabulary = vocabulary_size(chunks)
-    if not all(each.lengths for each in shares):
-        brought = _with_fields(job, brought, shares, vocabulary)
-    data, template, share = brought
-
-    lengths = [length for each in shares for length in each.lengths]
-    first = list(itertools.accumulate((len(each.lengths) for each in shares), initial=0))
-    if job.options.exchange:
-        job.say_once("exchange", f"{FLAGS['exchange']} is the default: leave it out")
-    if not forward_only:
-        say_oversize(job, settings, max(lengths, default=0))
-    given = [each.steps for each in shares if each.steps is not None]
-    if given:
-        # Ranks that gave other numbers of steps differ in what `Samples.compare` names.
-        steps = [
-            sorted(
-                start + index
-                for start, each in zip(first, shares, strict=False)
-                for indices in (each.steps or [])[step : step + 1]
-                for index in indices
-            )
-            for step in range(len(given[0]))
-        ]
-    else:
-        steps = steps_by_size([len(each.lengths) for each in shares], share.samples_per_step)
-    return Samples(
-        job=job,
-        settings=settings,
-        share=share,
-        data=data,
-        template=template,
-        vocabulary_size=vocabulary,
-        lengths=lengths,
-        first=first,
-        steps=steps,
-        forward_only=forward_only,
-    )
+    return agree.gather("samples", share)
 
 
 def _sources(job: Job, has_data: Gathered[bool]) -> dict[int, int]:
@@ -351,9 +313,7 @@ def _sources(job: Job, has_data: Gathered[bool]) -> dict[int, int]:
     return sources
 
 
-def _with_fields(
-    job: Job, brought: Brought, shares: Sequence[Share], vocabulary: int | None
-) -> Brought:
+def _with_fields(job: Job, brought: Brought, shares: Sequence[Share]) -> Brought:
     """The samples; on ranks without any with the fields, and the batch size, of the first rank that
     has some. A collective over all ranks."""
     data, template, share = brought
@@ -361,7 +321,7 @@ def _with_fields(
     first = next(((ranks[0], each) for ranks, each in replicas if each.lengths), None)
     if first is None:
         with job.agreement("reading fields"):
-            data = _resolved(data, vocabulary)
+            data = Columns.read(data, data.schema.resolve(data))
             return brought._replace(data=data, template=template_of(data))
     source, usual = first
     sources = dict.fromkeys(job.consensus.ranks, source)
@@ -430,12 +390,9 @@ def read_fields(
         require_one_per_sample(name, values, len(lengths[0]))
     # Of tuples, arrays and tensors, too: what is no list in columns is one flat tensor.
     data = Columns(schema, {name: [*values] for name, values in given.items()}, *lengths)
-    return _resolved(data, vocabulary) if data.total_lengths else data
-
-
-def _resolved(given: Columns, vocabulary: int | None) -> Columns:
-    data = Columns.read(given, given.schema.resolve(given))
-    require_known_tokens(data, vocabulary)
+    if data.total_lengths:
+        data = Columns.read(data, schema.resolve(data))
+        require_known_tokens(data, vocabulary)
     return data
 
 

@@ -44,11 +44,7 @@ from mcore_batching.megatron.loss_shares import (
 )
 from mcore_batching.megatron.mtp import LaterLosses
 from mcore_batching.megatron.plan import planned
-from mcore_batching.megatron.prepare import (
-    PreparedStep,
-    collated,
-    collating,
-)
+from mcore_batching.megatron.prepare import PreparedStep, collated, collating
 from mcore_batching.megatron.run_pipeline import run_for_losses, run_pipeline
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
@@ -144,7 +140,36 @@ def train_step(
         prepared = collated(agree, job, model, schedule, step)
         agree.same("increment", update.samples_counted(schedule))
     # Only now: what is no model has been refused above, on every rank.
-    return _trained(loss_function, job, model_chunks(model), prepared, update)
+    chunks = model_chunks(model)
+    gradients = Gradients(chunks) if is_checked(job.options, optimizer) else None
+    # Hooks first: measuring wraps the one that adds up gradients over ranks.
+    inside = [update.hooks_set(chunks)]
+    if gradients is not None:
+        inside.append(gradients.measured())
+    made = _forward_backward(loss_function, job, chunks, prepared, inside)
+    # Where warnings are errors it raises, and the other ranks wait for this one below.
+    with job.watch.reporting(_OPERATION):
+        warn_of_unread_totals(made, prepared)
+
+    # Before the update, which no rank may do if another one's loss or gradient is at fault.
+    names, are_finite = agreed_shares(job, _OPERATION, made, prepared, gradients)
+    with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
+        sums = summed_over_ranks(made.shares, names) if is_last_stage() else {}
+        values = torch.stack([*sums.values()]).tolist() if sums else []
+        # Without a sample there is no gradient, but weight decay and momentum would move weights,
+        # and a step of padding alone is no step of the scheduler's.
+        has_samples = prepared.totals.num_samples > 0
+        counted = update.samples_counted(schedule) if has_samples else 0
+        is_skipped = not (has_samples and are_finite)
+        update_successful, grad_norm = update.apply(chunks, counted, skip=is_skipped)
+    return TrainStepResult(
+        metrics=dict(zip(sums, values, strict=True)),
+        grad_norm=grad_norm,
+        update_successful=update_successful,
+        totals=prepared.totals,
+        num_microbatches=prepared.num_rows,
+        consumed_samples=counted,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,45 +249,6 @@ class WeightUpdate:
         self.optimizer.zero_grad()
 
 
-def _trained(
-    loss_function: LossFunction,
-    job: Job,
-    model: list[Any],
-    prepared: PreparedStep,
-    update: WeightUpdate,
-) -> TrainStepResult:
-    """Run a step after every rank has its rows, and update or leave alone the weights."""
-    gradients = Gradients(model) if is_checked(job.options, update.optimizer) else None
-    # Hooks first: measuring wraps the one that adds up gradients over ranks.
-    inside = [update.hooks_set(model)]
-    if gradients is not None:
-        inside.append(gradients.measured())
-    made = _forward_backward(loss_function, job, model, prepared, inside)
-    # Where warnings are errors it raises, and the other ranks wait for this one below.
-    with job.watch.reporting(_OPERATION):
-        warn_of_unread_totals(made, prepared)
-
-    # Before the update, which no rank may do if another one's loss or gradient is at fault.
-    names, are_finite = agreed_shares(job, _OPERATION, made, prepared, gradients)
-    with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
-        sums = summed_over_ranks(made.shares, names) if is_last_stage() else {}
-        values = torch.stack([*sums.values()]).tolist() if sums else []
-        # Without a sample there is no gradient, but weight decay and momentum would move weights,
-        # and a step of padding alone is no step of the scheduler's.
-        has_samples = prepared.totals.num_samples > 0
-        counted = update.samples_counted(prepared.schedule) if has_samples else 0
-        is_skipped = not (has_samples and are_finite)
-        update_successful, grad_norm = update.apply(model, counted, skip=is_skipped)
-    return TrainStepResult(
-        metrics=dict(zip(sums, values, strict=True)),
-        grad_norm=grad_norm,
-        update_successful=update_successful,
-        totals=prepared.totals,
-        num_microbatches=prepared.num_rows,
-        consumed_samples=counted,
-    )
-
-
 def _forward_backward(
     loss_function: LossFunction,
     job: Job,
@@ -274,8 +260,15 @@ def _forward_backward(
     failed: list[Exception] = []
     # Made anew for each step, so that reading them is noticed once a step.
     totals = WatchedTotals(**vars(prepared.totals))
+    # Megatron's divisors of losses and of those of later tokens; multiplied in, they cancel.
     per_token = bool(get_model_config(model[0]).calculate_per_token_loss)
-    undo, undo_later = _divisors(prepared, per_token=per_token)
+    # A step without trainable tokens has shares of 0, whatever they are multiplied by.
+    undo = undo_later = max(prepared.totals.num_tokens, 1)
+    if not per_token:
+        # The wrapper averages over context-parallel ranks, too, but the schedule has already
+        # multiplied losses, and losses alone, by their number.
+        undo = prepared.num_rows * parallel_state.get_data_parallel_world_size()
+        undo_later = undo * parallel_state.get_context_parallel_world_size()
     is_fused = job.options.fuse_output_layer
 
     def forward_step(
@@ -317,15 +310,3 @@ def _forward_backward(
         job, model, prepared, _OPERATION, forward_step, forward_only=False, inside=inside
     )
     return CollectedShares(collected, failed, temperatures, totals.were_read)
-
-
-def _divisors(prepared: PreparedStep, *, per_token: bool) -> tuple[int, int]:
-    """Megatron's divisors of losses and of those of later tokens; multiplied in, they cancel."""
-    if per_token:
-        # A step without trainable tokens has shares of 0, whatever they are multiplied by.
-        tokens = max(prepared.totals.num_tokens, 1)
-        return tokens, tokens
-    # The wrapper averages over context-parallel ranks, too, but the schedule has already multiplied
-    # losses, and losses alone, by their number.
-    undo = prepared.num_rows * parallel_state.get_data_parallel_world_size()
-    return undo, undo * parallel_state.get_context_parallel_world_size()

@@ -26,7 +26,7 @@ MEGATRONS_OWN = {
 
 OURS = {
     ("get_data_iterator", "mcore_batching.batch.values"): 2,  # fields that are on the device
-    ("forward_only", "mcore_batching.megatron.exchange"): 3,
+    ("forward_only", "mcore_batching.megatron.exchange"): 2,  # sizes, headers
     ("add_fields", "mcore_batching.batch.values"): 1,
     ("train_step", "mcore_batching.megatron.loss_shares"): 2,  # losses, gradients
     ("train_step", "mcore_batching.megatron.train_step"): 1,  # metrics

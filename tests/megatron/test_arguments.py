@@ -17,6 +17,7 @@ from mcore_batching.flags import REMOVED_FLAGS, add_dynamic_batch_arguments
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.options import Options
+from mcore_batching.megatron.plan_inputs import PlanInputs
 from mcore_batching.planning import (
     ConfigError,
     CostModel,
@@ -26,7 +27,6 @@ from mcore_batching.planning import (
 )
 from mcore_batching.planning.config import row_capacity_tokens
 from mcore_batching.planning.errors import FLAG_OF as PLANNING_FLAGS
-from mcore_batching.planning.errors import named
 from mcore_batching.planning.problem import Problem
 from mcore_batching.tools.options import (
     CommandParser,
@@ -73,20 +73,6 @@ def test_every_argument_in_the_table_has_its_flag() -> None:
     assert settings <= set(FLAG_OF)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("max_tokens_per_gpu", None, "max_tokens_per_gpu (--max-tokens-per-gpu)"),
-        ("pad_total_to", 16, "pad_total_to=16 (--dynamic-batch-pad-total-to 16)"),
-        ("balance", "cost", "balance='cost' (--dynamic-batch-balance cost)"),
-        ("capacity", 8, "capacity=8"),
-        ("lengths", None, "lengths"),
-    ],
-)
-def test_errors_name_an_argument_and_its_flag(name: str, value: object, text: str) -> None:
-    assert named(name, value) == text
-
-
 def test_flags_that_errors_name_are_those_of_jobs_or_of_the_command_line() -> None:
     command = CommandParser()
     add_lengths(command)
@@ -107,22 +93,16 @@ def test_cost_model_from_a_file(tmp_path: Path) -> None:
     from_file = parse("--dynamic-batch-cost-model", str(path))
     assert Options.of(from_file).given_cost_model() == model
     assert not Options.of(from_file).learns_cost_model
-    for of_no_file in (parse(), parse("--dynamic-batch-cost-model", "fixed"), SimpleNamespace()):
+    fixed, learnt = (parse("--dynamic-batch-cost-model", each) for each in ("fixed", "auto"))
+    for of_no_file in (parse(), fixed, learnt, SimpleNamespace()):
         assert Options.of(of_no_file).given_cost_model() is None
+        assert Options.of(of_no_file).learns_cost_model == (of_no_file is learnt)
     other = tmp_path / "other.json"
     other.write_text("[]")
     for wrong in (other, tmp_path / "missing.json"):
         said = f"--dynamic-batch-cost-model {wrong}: .*a job writes under --dynamic-batch-record"
         with pytest.raises(DynamicBatchArgumentError, match=said):
             Options.of(parse("--dynamic-batch-cost-model", str(wrong))).given_cost_model()
-
-
-def test_costs_are_learnt_where_that_is_asked_for() -> None:
-    packs, flag = "--use-dynamic-batch-size", "--dynamic-batch-cost-model"
-    assert not Options.of(SimpleNamespace()).learns_cost_model
-    assert not Options.of(parse(packs)).learns_cost_model
-    assert not Options.of(parse(packs, flag, "fixed")).learns_cost_model
-    assert Options.of(parse(packs, flag, "auto")).learns_cost_model
 
 
 def test_planner_config_from_flags() -> None:
@@ -221,7 +201,8 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
     training = Options.of(args).planner_config(ParallelDims())
     forward = Options.of(args).forward_only_config(training, ParallelDims())
     for forward_only, config in ((False, training), (True, forward)):
-        naming = Options.of(args).naming_the_cap(forward_only=forward_only, samples=[4, 7])
+        inputs = PlanInputs(ParallelDims(), config, CostModel(), forward_only=forward_only)
+        naming = inputs.naming([4, 7])
         if forward_only:
             with pytest.raises(OversizeSampleError) as caught, naming:
                 Problem.of([30, 5], ParallelDims(), config)

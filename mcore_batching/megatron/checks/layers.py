@@ -23,7 +23,7 @@ from mcore_batching.megatron.attention import CAUSAL, PackedAttention
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, one_of_each_problem, refuse
 from mcore_batching.megatron.prefix_attention import why_no_branches
 from mcore_batching.megatron.topology import prediction_depths
-from mcore_batching.planning import ParallelDims, PlannerConfig
+from mcore_batching.planning import ParallelDims
 
 _EXCHANGES = {"p2p": (0, 0), "a2a": (2, 10), "all_gather": (2, 18), "a2a+p2p": (2, 19)}
 """By ``cp_comm_type`` the first Transformer Engine that exchanges a packed row's keys."""
@@ -246,33 +246,6 @@ def let_rows_have_groups(chunks: list[Any]) -> None:
             compat.let_rows_have_groups(module)
 
 
-def shared_row_problems(
-    config: Any, planner: PlannerConfig, *, has_auxiliary_loss: bool
-) -> Iterator[str]:
-    """Settings that do not go with a context-parallel size for every row."""
-    if planner.max_context_parallel is None:
-        return
-    # Megatron divides by ranks or by micro-batches, which rows of several sizes count unevenly.
-    if not config.calculate_per_token_loss:
-        yield (
-            f"under {_DYNAMIC_CP} Megatron averages over a fixed number of ranks: set "
-            "--calculate-per-token-loss"
-        )
-    if config.multi_latent_attention:
-        yield (
-            "Megatron's multi-latent attention asserts that rows have no context-parallel group "
-            "of their own (0.16 to 0.19 and main at d98e8a64d; its dev branch follows one, which "
-            f"is untried here): unset {_DYNAMIC_CP}"
-        )
-    # Experts that are computed anew by themselves no longer have the row's group.
-    is_selective = config.recompute_granularity == "selective"
-    if has_auxiliary_loss and is_selective and "moe" in config.recompute_modules:
-        yield (
-            "auxiliary losses of recomputed experts have a fixed context-parallel group: leave "
-            f"moe out of --recompute-modules, or unset {_DYNAMIC_CP}"
-        )
-
-
 _POSITIONS = ("rope", "mrope", "yarn", "learned_absolute", "none")
 """Embeddings by a token's place alone. YaRN and RoPE's scalings read configured lengths."""
 
@@ -375,29 +348,25 @@ def unfit_for_later_tokens(chunks: list[Any]) -> Iterator[str]:
         return
     model = unwrap_model(chunks[0])
     overlaps = getattr(getattr(chunks[0], "ddp_config", None), "overlap_grad_reduce", False)
-    # With this function later stages reduce when it is called, whatever gradients they have.
+    # Weights without a gradient, for which Megatron waits: it asserts in the second step. With this
+    # function later stages reduce when it is called, whatever gradients they have.
     if overlaps and config.grad_sync_func is None:
-        yield from _weights_without_gradient(model, config)
+        mend = "set --align-grad-reduce (config.grad_sync_func), unset --overlap-grad-reduce or"
+        lacks = "without the gradient that overlapped reduction waits for"
+        if getattr(model, "share_embeddings_and_output_weights", False):
+            # The layer reads later tokens' embedding instead of its own weight.
+            yield (
+                f"tied embeddings leave the last stage's output layer {lacks}: {mend} "
+                "set --untie-embeddings-and-output-weights"
+            )
+        elif getattr(config, "mtp_detach_heads", False):
+            yield (
+                f"detached heads leave the last stage's embedding {lacks}: {mend} "
+                "unset --mtp-detach-heads"
+            )
     if getattr(model, "position_embedding_type", None) == "learned_absolute":
         # The first stage has one, and the last stage one for later tokens.
         yield (
             "Megatron-LM leaves gradients of two stages' position embeddings apart: set "
             "--position-embedding-type rope"
-        )
-
-
-def _weights_without_gradient(model: Any, config: Any) -> Iterator[str]:
-    """Weights without a gradient that overlapped reduction waits for (Megatron asserts, step 2)."""
-    mend = "set --align-grad-reduce (config.grad_sync_func), unset --overlap-grad-reduce or"
-    lacks = "without the gradient that overlapped reduction waits for"
-    if getattr(model, "share_embeddings_and_output_weights", False):
-        # The layer reads later tokens' embedding instead of its own weight.
-        yield (
-            f"tied embeddings leave the last stage's output layer {lacks}: {mend} "
-            "set --untie-embeddings-and-output-weights"
-        )
-    elif getattr(config, "mtp_detach_heads", False):
-        yield (
-            f"detached heads leave the last stage's embedding {lacks}: {mend} "
-            "unset --mtp-detach-heads"
         )

@@ -10,14 +10,13 @@ from typing import Any
 
 from megatron.core.utils import get_model_config
 
-from mcore_batching.flags import PREFIX
+from mcore_batching.flags import FLAGS, PREFIX
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.layers import (
     check_shared_prefixes,
     layer_problems,
     let_rows_have_groups,
     multi_token_problems,
-    shared_row_problems,
     unfit_for_later_tokens,
 )
 from mcore_batching.megatron.errors import DynamicBatchArgumentError, refuse
@@ -31,6 +30,7 @@ from mcore_batching.planning import (
     sample_multiple_tokens,
 )
 
+_DYNAMIC_CP = FLAGS["max_context_parallel"]
 _PACKED_ROWS = "dynamic micro-batches"
 """The subject of messages about settings that packed rows cannot run with."""
 _REFUSED = {
@@ -130,9 +130,8 @@ def check_model_config(config: Any, dims: ParallelDims, planner: PlannerConfig) 
 def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) -> Iterator[str]:
     yield from _row_problems(config, dims)
     yield from multi_token_problems(config)
-    has_loss = has_auxiliary_loss(config)
+    has_loss, mend = has_auxiliary_loss(config), "set --calculate-per-token-loss"
     if not config.calculate_per_token_loss:
-        mend = "set --calculate-per-token-loss"
         if has_loss:
             yield f"auxiliary losses of experts would be means over micro-batches: {mend}"
         if config.dsa_indexer_loss_coeff:
@@ -145,8 +144,24 @@ def _config_problems(config: Any, dims: ParallelDims, planner: PlannerConfig) ->
             f"{ranks} tensor- and context-parallel ranks: unset --moe-z-loss-coeff, or install "
             "megatron-core 0.19 or later"
         )
-    yield from shared_row_problems(config, planner, has_auxiliary_loss=has_loss)
     most = planner.max_context_parallel
+    if most is not None:
+        # Megatron divides by ranks or by micro-batches, which rows of several sizes count unevenly.
+        if not config.calculate_per_token_loss:
+            yield f"under {_DYNAMIC_CP} Megatron averages over a fixed number of ranks: {mend}"
+        if config.multi_latent_attention:
+            yield (
+                "Megatron's multi-latent attention asserts that rows have no context-parallel "
+                "group of their own (0.16 to 0.19 and main at d98e8a64d; its dev branch follows "
+                f"one, which is untried here): unset {_DYNAMIC_CP}"
+            )
+        # Experts that are computed anew by themselves no longer have the row's group.
+        is_selective = config.recompute_granularity == "selective"
+        if has_loss and is_selective and "moe" in config.recompute_modules:
+            yield (
+                "auxiliary losses of recomputed experts have a fixed context-parallel group: leave "
+                f"moe out of --recompute-modules, or unset {_DYNAMIC_CP}"
+            )
     # By each size that a row may have: what a rank holds of it depends on it.
     for size in (dims.context_parallel,) if most is None else dims.row_sizes(most):
         yield from _low_precision_problems(config, dims.for_rows_on(size), planner)

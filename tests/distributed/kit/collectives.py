@@ -28,8 +28,8 @@ COUNTED: list[tuple[Any, str]] = [
     (dist, "new_group"),
 ]
 
-# Sizes, then samples.
-EXCHANGE = {"all_to_all_single": 2}
+# Sizes, then samples: pickled, and their tensors' bytes.
+EXCHANGE = {"all_to_all_single": 3}
 # Reading, with all lengths; the plan, and its broadcast; its arrival; that all samples are here.
 PLAN = {"reduce": 4, "gather": 1, "broadcast": 1, **EXCHANGE}
 # Collating, and after the pipeline; the next step's lengths, where there are any, are gathered too.
@@ -112,6 +112,6 @@ def phases_make_the_collectives_that_are_listed(dims: dict[str, Any]) -> None:
             stock_step(stock, model, data, forward_only=True)
         with counted() as phases["stock step, data on some ranks"]:
             stock_step(stock, model, data, has_data=on_one is not None)
-    if is_last_stage():  # what outputs are and their bytes go back, each behind its sizes
-        assert phases["forward_only"].pop("all_to_all_single") == 4
+    if is_last_stage():  # outputs go back, behind their sizes
+        assert phases["forward_only"].pop("all_to_all_single") == 3
     assert phases == EXPECTED, phases

@@ -1,11 +1,15 @@
-"""Where samples go, by the numbers; on real processes in `tests/distributed/test_exactness.py`."""
+"""Where samples go, by the numbers, and values as bytes and back; on real processes in
+`tests/distributed/test_exactness.py`."""
 
 from __future__ import annotations
 
 import itertools
+import pickle
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batch_cases import equal
@@ -13,8 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
-from mcore_batching.batch.columns import Columns
-from mcore_batching.megatron.exchange import SampleMoves, copied_output, deserialize, leaving
+from mcore_batching.batch.columns import Columns, map_tensors
+from mcore_batching.megatron.exchange import (
+    SampleMoves,
+    copied_output,
+    deserialize,
+    leaving,
+    serialize,
+)
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 
 # Rank 0 brought 0 1 2, rank 1 brought 3 4, rank 2 nothing; 1 is shared by ranks 0 and 1.
@@ -134,21 +144,86 @@ def pair(rank: int) -> SampleMoves:
     return SampleMoves(rank, [0, 3, 4], PAIRS, sharing=2)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        0.5,
-        None,
-        torch.ones(2).to_sparse(),
-        torch.nested.nested_tensor([torch.ones(2)]),
-        torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
-        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-        torch.ones(2, device="meta"),
-    ],
-    ids=lambda value: f"{type(value).__name__}-{getattr(value, 'layout', '')}",
-)
-def test_outputs_that_cannot_travel_are_refused(value: Any) -> None:
+VALUES: dict[str, Any] = {
+    "nothing": None,
+    "numbers": {"total_lengths": [3, 5], "rewards": [0.5, -1.0], "names": ["a", "b"]},
+    "no tensors": [],
+    "tensors": [torch.arange(3), torch.tensor(2.5), torch.zeros(0, 4), torch.tensor([True])],
+    "alike": [torch.arange(3.0), torch.tensor(2.5), torch.zeros(0, 4), torch.ones(2, 3).t()],
+    "alike for a time": [torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j, 3 - 4j])],
+    "alike, some negative": [torch.tensor([1 + 2j]).conj().imag, torch.ones(1)],
+    "nested, alike": [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])] * 2,
+    "quantised, alike": [torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)] * 2,
+    "kinds": [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64)],
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "inside": ([1, 2], {"tokens": [torch.arange(5)], "images": [{"pixels": torch.rand(2, 2)}]}),
+    "an array": np.arange(6).reshape(2, 3),
+    "twice": [torch.arange(2)] * 2,
+    # Contiguous at any stride, but no bytes at another than 1.
+    "one of a column": torch.arange(6.0).view(3, 2)[1:2, 1],
+    "one for all": torch.tensor([3, 4])[1].expand(2, 3),
+    "negative in passing": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    "conjugate in passing": torch.tensor([1 + 2j]).conj(),
+    "eight bits": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
+    "sparse": torch.eye(3).to_sparse(),
+    "sparse with a gradient": torch.eye(3, requires_grad=True).to_sparse(),
+    "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "nested and ragged": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "meta": [torch.ones(2), torch.empty(3, 4, device="meta")],
+    "a gradient": torch.ones(2, requires_grad=True),
+    "quantised": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
+}
+
+UNSENT = ("sparse", "nested", "nested and ragged", "quantised", "nothing")
+
+
+@pytest.mark.parametrize("name", [*UNSENT, "meta"])
+def test_outputs_that_cannot_travel_are_refused(name: str) -> None:
     for dtype in (torch.float32, torch.float8_e4m3fn, torch.complex64):
         assert copied_output("log_probs", torch.ones(3, dtype=dtype)[1:2].expand(4)).shape == (4,)
+    value = VALUES[name][1] if name == "meta" else VALUES[name]
     with pytest.raises(OrderError, match="'log_probs', which cannot go back to the sample's rank"):
         copied_output("log_probs", value)
+
+
+def kept(tensor: torch.Tensor) -> Any:
+    """What has to arrive of a tensor, as a value that `==` compares."""
+    if tensor.is_nested:
+        values: Any = [*map(kept, tensor.unbind())]
+    elif tensor.is_meta:
+        values = tensor.shape
+    else:
+        plain = tensor.dequantize() if tensor.is_quantized else tensor
+        values = (plain if plain.layout == torch.strided else plain.to_dense()).tolist()
+    return tensor.dtype, tensor.layout, tensor.device, tensor.is_quantized, values
+
+
+def comparable(value: Any) -> Any:
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    return map_tensors(value, kept)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_arrives_is_what_was_sent(name: str) -> None:
+    """Also where the bytes of its tensors begin at any byte, and the header is longer."""
+    header, body = serialize(VALUES[name])
+    shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), body, body])[1:]
+    found = deserialize((header + b"  ", shifted))
+    assert comparable(found) == comparable(VALUES[name])
+    if name == "a gradient":
+        assert not found.requires_grad
+
+
+def test_tensors_are_not_pickled() -> None:
+    tensor = torch.arange(1000)
+    text = pickle.dumps(tensor)
+    header, body = serialize(tensor)
+    assert len(header) + len(body) < tensor.nbytes + 200 < len(text)
+    part = torch.ones(2, 10**6)[:, :2]  # of a storage that is not to be sent
+    assert sum(map(len, serialize(part))) < 1000
+
+
+@pytest.mark.parametrize("value", [lambda: None, (each for each in ()), threading.Lock()])
+def test_what_cannot_be_pickled_is_said_with_what_to_do(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"values cannot be pickled: .*; give others, or leave"):
+        serialize({"tokens": [torch.ones(2)], "judge": [value]})
