@@ -57,7 +57,7 @@ class Columns(Mapping[str, list[Any]]):
         self.total_lengths, self.response_lengths = total_lengths, response_lengths
         self._spans: dict[tuple[bool, int], Span] = {}
         self._views: dict[str, list[Any]] = {}
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[tuple[int, bool], Tensor] = {}
         # Columns of all samples of the flat tensors, and which of them these are; None: these are
         # all. A reference to themselves would keep the tensors until the garbage collector runs.
         self._source: tuple[Columns, list[int]] | None = None
@@ -177,15 +177,45 @@ class Columns(Mapping[str, list[Any]]):
         """Which of the samples are padding samples."""
         return self["is_padding"] if "is_padding" in self else [False] * len(self.total_lengths)
 
-    def sums(self, name: str) -> Tensor:
-        """Sum of each sample's rows of a field with one number in each, and how many of them are
-        not 0: float64 ``[2, samples]``. Added up once for all samples of the flat tensor."""
+    def loss_weights(self, depth: int = 0, *, has_labels: bool = False) -> Tensor:
+        """Loss weights of the response tokens, float32 ``[R]``: all ones if ``loss_masks`` is
+        absent; 0 in padding samples, and in what nothing predicts at a depth of multi-token
+        prediction, such as the first token of a sample without a prompt. With labels of the
+        samples' own those of all tokens, by ``loss_mask``."""
+        span = self.token_span if has_labels else self.response_span
+        name = "loss_mask" if has_labels else "loss_masks"
+        if name in self:
+            weights = self.compact([name]).flat(name)[:-1].float()
+        else:
+            weights = torch.ones(span.total, device="cpu")
+        # Response token j of a sample with p prompt tokens is predicted at place p - 1 + j - depth.
+        skipped = depth + 1 - self.token_span.lengths + span.lengths
+        if has_labels:
+            skipped = torch.full_like(span.lengths, depth)
+        elif any(self.is_padding):
+            is_padding = torch.tensor(self.is_padding, dtype=torch.bool, device="cpu")
+            skipped = torch.where(is_padding, span.lengths, skipped)
+        if span.total and skipped.max() > 0:
+            weights = weights.masked_fill(span.within < skipped.index_select(0, span.samples), 0.0)
+        return weights
+
+    def weight_sums(self, depth: int = 0, *, has_labels: bool = False) -> Tensor:
+        """Sum of each sample's `loss_weights`, and how many of them are not 0: float64
+        ``[2, samples]``. Added up once for all samples of the flat tensors."""
         if self._source is not None:
             source, samples = self._source
-            return source.sums(name).index_select(1, integers(samples))
-        if name not in self._sums:
-            self._sums[name] = _sums_of(self.flat(name)[:-1].float(), self.span(name))
-        return self._sums[name]
+            return source.weight_sums(depth, has_labels=has_labels)[:, integers(samples)]
+        key = depth, has_labels
+        if key not in self._sums:
+            weights = self.loss_weights(depth, has_labels=has_labels)
+            lengths = (self.token_span if has_labels else self.response_span).lengths
+            is_set = weights.sign().abs_()
+            counts = _added_up(is_set, lengths)
+            # Of most masks, which are 0 or 1, the sums are as many.
+            is_same = torch.equal(weights, is_set)
+            sums = counts if is_same else _added_up(weights, lengths)
+            self._sums[key] = torch.stack((sums, counts))
+        return self._sums[key]
 
     def taken(self, samples: Sequence[int]) -> Columns:
         """The fields of some samples, in this order; nothing is copied."""
@@ -265,22 +295,9 @@ def _joined(field: Field, rows: list[Tensor], counts: list[int]) -> Tensor:
     )
 
 
-def _sums_of(values: Tensor, span: Span) -> Tensor:
-    """Sum of each sample's ``[rows]`` values, and how many are not 0; float64 ``[2, samples]``."""
-    least, most = values.aminmax() if len(values) else (values.new_zeros(()),) * 2
-    if least == most:  # all ones, as in most masks
-        return torch.stack((most, most != 0)).double()[:, None] * span.lengths
-    sums = _added_up(values, span)
-    # Of numbers up to 1 only ones add up to how many are not 0. Others are added up in double:
-    # micro-batches, and so packing, should not show in the sum.
-    if least >= 0 and most <= 1 and float(sums.sum()) == int(values.count_nonzero()):
-        return torch.stack((sums, sums))
-    counts = _added_up((values != 0).float(), span)
-    return torch.stack((_added_up(values.double(), span), counts))
-
-
-def _added_up(values: Tensor, span: Span) -> Tensor:
-    return torch.segment_reduce(values, "sum", lengths=span.lengths, unsafe=True).double()
+def _added_up(values: Tensor, lengths: Tensor) -> Tensor:
+    # In double: micro-batches, and so packing, should not show in the sum.
+    return torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -32,7 +32,6 @@ from torch import Tensor
 from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.errors import BatchError
 from mcore_batching.batch.row import PackedMicroBatch, flat_values
-from mcore_batching.batch.row_block import weight_sums
 from mcore_batching.planning import LengthError
 from mcore_batching.planning.groups import group_key
 
@@ -74,13 +73,13 @@ def step_totals(
     Args:
         columns: the samples.
         depths: of multi-token prediction.
-        has_labels: as of `Layout`.
+        has_labels: as of `RowBlock`.
 
     Returns:
         their totals; sums of their loss weights, and of those of tokens that are predicted at each
         depth of multi-token prediction.
     """
-    by_depth = [weight_sums(columns, depth, has_labels=has_labels) for depth in range(depths + 1)]
+    by_depth = [columns.weight_sums(depth, has_labels=has_labels) for depth in range(depths + 1)]
     weights, counts = by_depth[0]
     groups: list[dict[Hashable, float]] = []
     for keys_of in (trajectory_keys, prompt_keys):

@@ -206,9 +206,13 @@ def packed_field(index: RowIndex, fields: Columns, field: Field, later: int = 0)
     values, span = fields.flat(field.name), fields.span(field.name)
     device, places = values.device, index.places(span, later)
     made = values.index_select(0, sent(places, device))
-    if field.kind is Kind.ROUTED_EXPERTS:
-        experts = _experts_of_padding(values, sent(index.positions, device))
-        made = torch.where(sent(places == span.end, device).view(-1, 1, 1), experts, made)
+    if field.kind is Kind.ROUTED_EXPERTS and made.dim() == 3 and made.numel():
+        # Padding has experts that take turns. A tensor: for a number the host would wait.
+        top_k, num_experts = made.shape[2], values.max().long() + 1
+        positions = sent(index.positions, device)
+        experts = spread_experts(positions, top_k, num_experts.clamp(min=top_k)).to(made.dtype)
+        is_padding = sent(places == span.end, device)
+        made = torch.where(is_padding[:, None, None], experts[:, None], made)
     return made[None]
 
 
@@ -218,18 +222,6 @@ def spread_experts(positions: Tensor, top_k: int, num_experts: Tensor | int) -> 
     # top_k consecutive numbers modulo num_experts >= top_k all differ.
     slots = positions[:, None] * top_k + torch.arange(top_k, device=positions.device)
     return slots.remainder(num_experts)
-
-
-def _experts_of_padding(values: Tensor, positions: Tensor) -> Tensor:
-    """``[positions, layers, top_k]`` experts for padding. `values` are all rows of the field, and
-    one of zeros behind them."""
-    layers, top_k = values.shape[1:] if values.dim() == 3 else (0, 0)
-    # It stays a tensor: with .item() the host would wait for the device.
-    num_experts = (
-        values.max().long() + 1 if values.numel() else values.new_ones((), dtype=torch.int64)
-    )
-    slots = spread_experts(positions, top_k, num_experts.clamp(min=max(top_k, 1)))
-    return slots.to(values.dtype)[:, None].expand(-1, layers, top_k)
 
 
 def gather_response(
@@ -267,26 +259,21 @@ def gather_response(
         )
     positions = micro_batch.responses.owned_positions.to(local_stream.device)
     own = local_stream.index_select(0, positions)
-    return per_sample(gather_own_values(own, micro_batch, group=group), micro_batch)
+    return PerSample(gather_own_values(own, micro_batch, group=group), micro_batch)
 
 
-class _PerSample(list[Tensor]):
-    """Values of each sample's response tokens: views of one flat tensor."""
-
-    def __init__(self, flat: Tensor, lengths: list[int]) -> None:
-        super().__init__(flat.split_with_sizes(lengths))
-        self.flat, self.lengths, self.views = flat, lengths, [*self]
-
-
-def per_sample(flat: Tensor, micro_batch: PackedMicroBatch) -> list[Tensor]:
+class PerSample(list[Tensor]):
     """``[R, ...]`` values of a row's response tokens as one view for each sample."""
-    return _PerSample(flat, micro_batch.response_lengths)
+
+    def __init__(self, flat: Tensor, micro_batch: PackedMicroBatch) -> None:
+        super().__init__(flat.split_with_sizes(micro_batch.response_lengths))
+        self.flat, self.lengths, self.views = flat, micro_batch.response_lengths, [*self]
 
 
 def flat_values(values: Sequence[Tensor], lengths: list[int]) -> Tensor | None:
-    """The ``[R]`` values that `per_sample` made these views of, for samples of these response
+    """The ``[R]`` values that `PerSample` made these views of, for samples of these response
     lengths; None if they are others."""
-    if type(values) is not _PerSample or values.flat.dim() != 1 or values.lengths != lengths:
+    if type(values) is not PerSample or values.flat.dim() != 1 or values.lengths != lengths:
         return None
     # A list may have been changed since.
     is_as_made = len(values) == len(lengths) and all(map(operator.is_, values, values.views))

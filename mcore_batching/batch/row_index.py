@@ -67,8 +67,7 @@ class Span:
     """Places of samples' rows in a flat field; on the host.
 
     Attributes:
-        counts: rows of each sample.
-        lengths: `counts`, int64 ``[samples]``.
+        counts, lengths: rows of each sample, as a list and as int64 ``[samples]``.
         starts: place of each sample's first row in the field, int64 ``[samples]``.
         end: the field's place that stands for padding.
         firsts: rows of the samples before each one, int64 ``[samples]``.
@@ -99,82 +98,56 @@ class Span:
         return pad(torch.arange(self.total, device="cpu") + moved, (0, 1), value=self.end)
 
 
-def predicted_within(totals: Span, responses: Span) -> Tensor:
-    """Place in its sample at which each response token is predicted, int64 ``[R]``; -1 for the
-    first of a sample without a prompt, which nothing predicts."""
-    # Response token j of a sample with p prompt tokens is predicted at place p − 1 + j.
-    first = totals.lengths - responses.lengths - 1
-    return first.index_select(0, responses.samples) + responses.within
-
-
 class Slice:
     """Positions of a context-parallel rank's slice of a row, by segment. Tensors are on the host.
 
     Attributes:
         offsets: of the full row's segments ``[segments + 1]``.
         size: ranks that share the row.
-        rank: this one of them.
         num_local: tokens of the slice, T_local.
+        chunks: positions at which the segment starts, and at which the chunk starts and ends, of
+            each chunk of this slice; of one rank each segment is one.
 
     Raises:
         BatchError: the rank is none of the size's, or a segment cannot be cut.
     """
 
     def __init__(self, offsets: Sequence[int], size: int = 1, rank: int = 0) -> None:
-        self.offsets, self.size, self.rank = tuple(offsets), size, rank
+        self.offsets, self.size, self.num_local = offsets, size, offsets[-1] // size
         if not 0 <= rank < size:
             raise BatchError(f"expected a rank below context_parallel_size={size}, got {rank}")
-        for start, end in pairwise(self.offsets) if size > 1 else ():
+        self.chunks = [(start, start, end) for start, end in pairwise(offsets) if size == 1]
+        for start, end in pairwise(offsets) if size > 1 else ():
             chunk, rest = divmod(end - start, 2 * size)
             if rest:
                 raise BatchError(
                     f"{end - start} tokens cannot be cut into {2 * size} equal chunks "
                     f"(2 * context_parallel_size); pad them to {(chunk + 1) * 2 * size}"
                 )
-        self.num_local = self.offsets[-1] // size
-        self._starts = integers(self.offsets)
-        self._lengths = self._starts.diff()
-        self._local_starts = self._starts if size == 1 else self._starts // size
+            for first in (start + rank * chunk, end - (rank + 1) * chunk):
+                self.chunks.append((start, first, first + chunk))
+        starts = integers([first for _, first, _ in self.chunks])
+        self._chunks = Span([end - first for _, first, end in self.chunks], starts)
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Positions of the full row that this rank holds, int64 ``[T_local]``, ascending."""
+        return self._chunks.places[:-1]
 
     @functools.cached_property
     def segment(self) -> Tensor:
         """The segment of each position, int64 ``[T_local]``."""
-        return torch.repeat_interleave(self._local_starts.diff(), output_size=self.num_local)
+        return self._chunks.samples if self.size == 1 else self._chunks.samples // 2
 
     @functools.cached_property
     def within(self) -> Tensor:
         """Place of each position in its segment, int64 ``[T_local]``."""
-        within = torch.arange(self.num_local, device="cpu")
-        within -= self._local_starts.index_select(0, self.segment)
-        if self.size > 1:
-            chunk = (self._lengths // (2 * self.size)).index_select(0, self.segment)
-            # Rank r holds chunks r and 2·size − 1 − r: before the second one are as many of others.
-            others = 2 * (self.size - 1) - self.rank
-            within += torch.where(within < chunk, self.rank, others) * chunk
-        return within
-
-    @property
-    def chunks(self) -> list[tuple[int, int, int]]:
-        """Positions at which the segment starts, and at which the chunk starts and ends, of each
-        chunk of this slice; of one rank each segment is one."""
-        held, size = [], self.size
-        for start, end in pairwise(self.offsets):
-            chunk = (end - start) // (2 * size) if size > 1 else end - start
-            for place in (self.rank, 2 * size - 1 - self.rank)[: 2 if size > 1 else 1]:
-                held.append((start, start + place * chunk, start + (place + 1) * chunk))
-        return held
-
-    @property
-    def positions(self) -> Tensor:
-        """Positions of the full row that this rank holds, int64 ``[T_local]``, ascending."""
-        return self._starts.index_select(0, self.segment) + self.within
+        return self.positions - integers(self.offsets).index_select(0, self.segment)
 
     def local(self, positions: Tensor) -> Tensor:
         """Places in the slice of positions of the full row: int64, -1 where another rank holds
-        them, or where a position is negative."""
-        if self.size == 1:
-            return positions.clamp(min=-1)
-        return self._places.index_select(0, positions.clamp(min=-1) + 1)
+        them, or where a position is -1."""
+        return positions if self.size == 1 else self._places.index_select(0, positions + 1)
 
     @functools.cached_property
     def _places(self) -> Tensor:
@@ -241,20 +214,19 @@ class Nodes:
         Raises:
             BatchError: the row is too long.
         """
-        count, alignments = len(samples), (sample_alignment_tokens, row_alignment_tokens)
-        if forest is None:
-            offsets = padded_offsets([total_lengths[sample] for sample in samples], *alignments)
-            nodes = len(offsets) - 1  # the one after `count`, if there is one, is the row's padding
-            paths = (*zip(range(count), strict=True),)
-            return cls((*range(nodes),), (0,) * nodes, (-1,) * nodes, offsets, paths, offsets)
-        place = {sample: own for own, sample in enumerate(samples)}
-        found = [forest.path(sample) for sample in samples]
-        number = {node: own for own, node in enumerate(sorted({*chain(*found)}))}
-        paths_of = [tuple([number[node] for node in path]) for path in found]
-        held = [forest.nodes[node] for node in number]
-        owners, starts = [place[node.sample] for node in held], [node.start for node in held]
-        parents = [number.get(node.parent, -1) for node in held]
-        lengths = [node.end - node.start for node in held]
+        alignments = sample_alignment_tokens, row_alignment_tokens
+        owners, lengths = [*range(len(samples))], [total_lengths[sample] for sample in samples]
+        starts, parents = [0] * len(samples), [-1] * len(samples)
+        paths: list[tuple[int, ...]] = [(own,) for own in owners]
+        if forest is not None:
+            of_samples = [forest.path(sample) for sample in samples]
+            number = {node: own for own, node in enumerate(sorted({*chain(*of_samples)}))}
+            nodes = [forest.nodes[node] for node in number]
+            place = {sample: own for own, sample in enumerate(samples)}
+            owners, starts = [place[node.sample] for node in nodes], [node.start for node in nodes]
+            parents = [number.get(node.parent, -1) for node in nodes]
+            lengths = [node.end - node.start for node in nodes]
+            paths = [tuple([number[node] for node in path]) for path in of_samples]
         has_branches = max(parents, default=-1) >= 0
         if has_branches:
             offsets = (*accumulate(lengths, initial=0),)
@@ -262,16 +234,15 @@ class Nodes:
             offsets += (end,) if end > offsets[-1] else ()
         else:
             # A sample without tokens, of which a forest has no node, takes an alignment unit.
-            for own in [own for own, path in enumerate(paths_of) if not path]:
-                paths_of[own] = (len(owners),)
+            for own in [own for own, path in enumerate(paths) if not path]:
+                paths[own] = (len(owners),)
                 owners, starts, parents = [*owners, own], [*starts, 0], [*parents, -1]
                 lengths.append(0)
             offsets = padded_offsets(lengths, *alignments)
         if len(offsets) - 1 > len(owners):  # the row's own padding
-            owners, starts, parents = [*owners, count], [*starts, 0], [*parents, -1]
+            owners, starts, parents = [*owners, len(samples)], [*starts, 0], [*parents, -1]
         segments = (0, offsets[-1]) if has_branches else offsets
-        of_nodes = tuple(owners), tuple(starts), tuple(parents)
-        return cls(*of_nodes, offsets, tuple(paths_of), segments)
+        return cls(tuple(owners), tuple(starts), tuple(parents), offsets, tuple(paths), segments)
 
 
 class RowIndex(Slice):
@@ -291,52 +262,42 @@ class RowIndex(Slice):
     def __init__(
         self, totals: Span, responses: Span, rows: Sequence[Nodes], size: int = 1, rank: int = 0
     ) -> None:
-        samples, starts, path = list[int](), list[int](), list[int]()  # of nodes; nodes of samples
-        segments, offsets, counts, sample = [0], [0], list[int](), 0
-        self._has_branches = any(row.has_branches for row in rows)
+        self._totals, self._responses = totals, responses
+        samples, starts, path, counts = list[int](), list[int](), list[int](), list[int]()
+        offsets, segments = [0], [0]
         for row in rows:
-            node, start, padding = len(samples), offsets[-1], len(row.paths)
+            node, sample, start, padding = len(samples), len(counts), offsets[-1], len(row.paths)
             # Place 0 stands for no sample, of which the row's own padding is.
             samples += [0 if i == padding else sample + i + 1 for i in row.samples]
-            sample += padding
+            starts += row.starts
+            counts += map(len, row.paths)
             path += [node + each for nodes in row.paths for each in nodes]
             offsets += [start + offset for offset in row.offsets[1:]]
-            if self._has_branches:
-                starts += row.starts
-                counts += map(len, row.paths)
-                segments += [start + offset for offset in row.segments[1:]]
-        super().__init__(segments if self._has_branches else offsets, size, rank)
-        self._totals, self._responses = totals, responses
-        self._samples, self._path = integers(samples), integers(path)
-        self._offsets = self._starts
-        if self._has_branches:
-            self._offsets, self._first = integers(offsets), integers(starts)
-            self._counts = integers(counts)
+            segments += [start + offset for offset in row.segments[1:]]
+        super().__init__(segments, size, rank)
+        self._has_branches = offsets != segments
+        self._samples, self._path, self._counts = map(integers, (samples, path, counts))
+        self._offsets, self._first = integers(offsets), integers(starts)
         self._spans: dict[Span, tuple[Tensor, Tensor]] = {}
-        self._held: dict[int, tuple[Tensor, Tensor]] = {}
-        self._absent: dict[int, Tensor] = {}
+        self._predicting: dict[int, tuple[Tensor, Tensor]] = {}
 
     def places(self, span: Span, later: int = 0) -> Tensor:
         """Places of the values ``later`` tokens on in a field with these rows, int64 ``[T_local]``;
         ``span.end`` where the sample has none."""
         base, left = self._of_span(span)
-        absent = self.is_absent(later) if span is self._totals else left <= later
-        return (base + later if later else base).masked_fill(absent, span.end)
+        return (base + later).masked_fill(left <= later, span.end)
 
     def is_absent(self, later: int = 0) -> Tensor:
         """Bool ``[T_local]``: True where the sample has no token ``later`` places on."""
-        if later not in self._absent:
-            self._absent[later] = self._of_span(self._totals)[1] <= later
-        return self._absent[later]
+        return self._of_span(self._totals)[1] <= later
 
-    def is_padding(self, is_fabricated: Tensor | None = None) -> Tensor:
+    def is_padding(self, is_fabricated: Tensor) -> Tensor:
         """Bool ``[T_local]``: True for padding, and for all tokens of ``is_fabricated`` samples."""
-        absent = self.is_absent()
-        return absent if is_fabricated is None else absent | self._of_positions(is_fabricated)
+        return self.is_absent() | self._of_positions(is_fabricated)
 
     def counted(self, later: int) -> Tensor:
         """Place in its sample of the token ``later`` places on, int64 ``[T_local]``; 0 if none."""
-        return (self._depth + later if later else self._depth).masked_fill(self.is_absent(later), 0)
+        return (self._depth + later).masked_fill(self.is_absent(later), 0)
 
     def is_beyond(self, later: int) -> Tensor:
         """Bool ``[T_local]``: True where the place ``later`` tokens on is neither of the sample nor
@@ -352,36 +313,29 @@ class RowIndex(Slice):
             int64 ``[held]`` places among the rows' response tokens, ascending; those positions,
             some of them several times where samples share tokens.
         """
-        if later not in self._held:
-            prompts = self._totals.lengths - self._responses.lengths
-            has_all = not bool((prompts <= later).any())
-            at = self._predicted_at(later)
-            if not has_all:
-                at.masked_fill_(predicted_within(self._totals, self._responses) < later, -1)
-            if has_all and self.size == 1:  # as in most rows
-                self._held[later] = torch.arange(len(at), device="cpu"), at
-            else:
-                places = self.local(at)
-                held = (places >= 0).nonzero().squeeze(1)
-                self._held[later] = held, places.index_select(0, held)
-        return self._held[later]
+        if later not in self._predicting:
+            totals, responses = self._totals, self._responses
+            # Response token j of a sample with p prompt tokens is predicted at place p - 1 + j.
+            first = totals.lengths - responses.lengths - 1 - later
+            within = first.index_select(0, responses.samples) + responses.within
+            node = self._path.index_select(0, self._on_path(within))
+            at = (self._offsets[:-1] - self._first).index_select(0, node) + within
+            places = self.local(at.masked_fill_(within < 0, -1))
+            held = (places >= 0).nonzero().squeeze(1)
+            self._predicting[later] = held, places.index_select(0, held)
+        return self._predicting[later]
 
-    def _predicted_at(self, later: int) -> Tensor:
-        """Position of the full row ``later`` places before the one that predicts each response
-        token, int64 ``[R]``; any where the sample has no token there."""
-        totals, responses, path = self._totals, self._responses, self._path
+    def _on_path(self, within: Tensor) -> Tensor:
+        """Place among all samples' paths of the node that has a place within the sample of each
+        response token, int64 ``[R]``."""
         if not self._has_branches:  # of each sample one node
-            first = self._offsets.index_select(0, path) + totals.lengths - responses.lengths
-            first -= responses.firsts + (1 + later)
-            at = first.index_select(0, responses.samples)
-            return at.add_(torch.arange(responses.total, device="cpu"))
+            return self._responses.samples
         # Sorted by sample and by start: the last node that starts at or before the place.
-        within = predicted_within(totals, responses) - later
-        scale = int(totals.lengths.max()) + 1
-        of_path = torch.repeat_interleave(self._counts) * scale + self._first.index_select(0, path)
-        wanted = responses.samples * scale + within.clamp(min=0)
-        node = path.index_select(0, torch.searchsorted(of_path, wanted, right=True) - 1)
-        return self._offsets.index_select(0, node) + within - self._first.index_select(0, node)
+        scale = int(self._totals.lengths.max()) + 1
+        starts = self._first.index_select(0, self._path)
+        of_path = torch.repeat_interleave(self._counts) * scale + starts
+        wanted = self._responses.samples * scale + within.clamp(min=0)
+        return torch.searchsorted(of_path, wanted, right=True) - 1
 
     @functools.cached_property
     def _node(self) -> tuple[Tensor, Tensor]:
@@ -396,7 +350,7 @@ class RowIndex(Slice):
     def _depth(self) -> Tensor:
         """Place of each position in its sample, int64 ``[T_local]``."""
         node, within = self._node
-        return within + self._first.index_select(0, node) if self._has_branches else within
+        return within + self._first.index_select(0, node)
 
     def _of_span(self, span: Span) -> tuple[Tensor, Tensor]:
         """At each position the place of its own value, and how many the sample has from there."""

@@ -175,7 +175,7 @@ def forward_only(
     # Ends in a collective: what one rank raises here, as out of memory, leaves the others waiting.
     with job.watch.reporting(f"{_OPERATION}, returning outputs"):
         by_name = {name: [value for each in outputs for value in each[name]] for name in names}
-        ran, count = [i for row in schedule.micro_batches for i in row], schedule.num_samples
+        ran, count = [i for row in schedule.micro_batches for i in row], len(schedule.own_lengths)
         found = {name: restore_order(values, ran, count) for name, values in by_name.items()}
         found = schedule.moves.returned(found)
     return {f"{store_prefix}{name}": values for name, values in found.items()}

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mcore_batching.batch import BatchError, PackedMicroBatch
-from mcore_batching.batch.row import gather_own_values, per_sample
+from mcore_batching.batch.row import PerSample, gather_own_values
 from mcore_batching.batch.values import as_number, describe, shape_of
 from mcore_batching.megatron.logits import FusedLogits, present_use, whole_hidden
 from mcore_batching.megatron.topology import context_parallel_group
@@ -271,7 +271,7 @@ def response_log_probs(
     """
     options = Options(temperature, chunk_tokens, with_entropy=False)
     found = _gathered(logits, row, options, overwrite_logits)
-    return per_sample(found.squeeze(1), row)
+    return PerSample(found.squeeze(1), row)
 
 
 def response_log_probs_and_entropy(
@@ -294,7 +294,7 @@ def response_log_probs_and_entropy(
     """
     options = Options(temperature, chunk_tokens, with_entropy=True)
     found = _gathered(logits, row, options, overwrite_logits)
-    return per_sample(found[:, 0], row), per_sample(found[:, 1], row)
+    return PerSample(found[:, 0], row), PerSample(found[:, 1], row)
 
 
 def log_probs_of_all(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

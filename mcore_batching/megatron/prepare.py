@@ -36,6 +36,7 @@ from mcore_batching.megatron.routing import check_replay
 from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import model_chunks, prediction_depths
 
+_COUNTS = ("num_samples", "num_trained_samples", "num_tokens")
 _GROUPS = ("trajectory_weights", "prompt_weights")
 """Fields of `StepTotals` by group."""
 _ALIKE = ("no_planned_shapes", "fuse_output_layer")
@@ -49,28 +50,28 @@ class PreparedStep:
     schedule: MicroBatchSchedule
     step: int
     depths: int  # of multi-token prediction
-    has_labels: bool  # as of `Layout`
-    sums: Mapping[str, Reduction[Any]]  # fields of `StepTotals`; there after the agreement
-    weights: Reduction[list[float]]
+    has_labels: bool  # as of `RowBlock`
+    # Fields of `StepTotals`, and token weights by depth; there after the agreement.
+    sums: Reduction[list[float]]
     groups: Gathered[tuple[Mapping[Hashable, float], ...] | None]
 
     @functools.cached_property
     def totals(self) -> StepTotals:
         """Sums over all samples of the step on all ranks."""
-        counts = {name: each.value for name, each in self.sums.items()}
-        groups: dict[str, Any] = {}
+        counts = self.sums.value[: len(_COUNTS)]
+        made: dict[str, Any] = dict(zip(_COUNTS, map(int, counts), strict=True))
         for place, name in enumerate(_GROUPS):
-            groups[name] = {}
+            made[name] = {}
             # The turns of a trajectory may run on several ranks.
-            for of_rank in self.groups.values:
-                for key, weight in (of_rank[place] if of_rank else {}).items():
-                    groups[name][key] = groups[name].get(key, 0.0) + weight
-        return StepTotals(**counts, token_weight=self.token_weights[0], **groups)
+            for of_rank in filter(None, self.groups.values):
+                for key, weight in of_rank[place].items():
+                    made[name][key] = made[name].get(key, 0.0) + weight
+        return StepTotals(**made, token_weight=self.token_weights[0])
 
     @property
     def token_weights(self) -> Sequence[float]:
         """Sums of the samples' loss weights, over all ranks, by depth."""
-        return self.weights.value
+        return self.sums.value[len(_COUNTS) :]
 
     @property
     def num_rows(self) -> int:
@@ -134,7 +135,7 @@ def collated(
 
     Args:
         forward_only: leave out the losses of multi-token prediction.
-        has_labels: as of `Layout`.
+        has_labels: as of `RowBlock`.
     """
     chunks = model_chunks(model)
     config = get_model_config(chunks[0])  # raises for what is no model of Megatron's
@@ -143,7 +144,8 @@ def collated(
     if schedule.forest is not None:
         check_shared_prefixes(chunks)
         if schedule.forest.has_branches:
-            check_branches(chunks, schedule.spare)
+            assert schedule.samples.beginnings is not None
+            check_branches(chunks, schedule.samples.beginnings.spare)
             attend_to_paths(chunks)
     if schedule.has_sizes_of_rows:
         let_rows_have_groups(chunks)
@@ -159,17 +161,15 @@ def collated(
     for name in _ALIKE:
         agree.same(FLAGS[name], getattr(job.options, name))
     # What losses divide by, over all ranks, without a collective of its own.
-    sums: dict[str, Reduction[Any]] = {}
-    for name in ("num_samples", "num_trained_samples", "num_tokens"):
-        value = getattr(totals, name)
-        sums[name] = agree.sum(name, value)
-        # Weights are sums of floats, which another device adds up in another order.
-        agree.same(name, value, within="replica")
-    of_all = agree.sum("token weights by depth", weights)
+    counts = [getattr(totals, name) for name in _COUNTS]
+    for name, count in zip(_COUNTS, counts, strict=True):
+        # Not weights: they are sums of floats, which another device adds up in another order.
+        agree.same(name, count, within="replica")
+    sums = agree.sum("what losses divide by", [*counts, *weights])
     by_group = tuple(getattr(totals, name) for name in _GROUPS)
     groups = agree.gather(
         "weights of trajectories and prompts", by_group if any(by_group) else None
     )
-    made = PreparedStep(schedule, step, depths, has_labels, sums, of_all, groups)
+    made = PreparedStep(schedule, step, depths, has_labels, sums, groups)
     made.block(0).tensor("tokens")  # which the pipeline begins with
     return made

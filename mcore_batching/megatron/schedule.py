@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron.core import parallel_state
 from mcore_batching.batch import StepTotals, make_placeholder
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import step_totals
-from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.batch.row_index import Nodes
 from mcore_batching.megatron.exchange import SampleMoves, digest_of
 from mcore_batching.megatron.plan_inputs import PlanInputs
@@ -70,6 +69,7 @@ class MicroBatchSchedule:
     # For further epochs over the same samples, by step, depths and origin of the labels.
     made_totals: dict[Any, tuple[StepTotals, list[float]]] = dataclasses.field(default_factory=dict)
     made_rows: dict[Any, RowBlock] = dataclasses.field(default_factory=dict)
+    _nodes: dict[Any, Nodes] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.own_lengths = [length for part in self.parts for length in part.total_lengths]
@@ -78,8 +78,8 @@ class MicroBatchSchedule:
 
     def _add_up_masks(self) -> None:
         """Add up the loss masks that came last: steps need the sums while the device idles."""
-        if isinstance(self.parts[-1].fields.get("loss_masks"), torch.Tensor):
-            self.parts[-1].sums("loss_masks")
+        if self.parts[-1].total_lengths:
+            self.parts[-1].weight_sums()
 
     @property
     def rollout_data(self) -> Columns:
@@ -113,11 +113,6 @@ class MicroBatchSchedule:
         return self.settings.config
 
     @property
-    def spare(self) -> int:
-        """Further tokens that shared nodes end short, as of `find_forest`."""
-        return 0 if self.samples.beginnings is None else self.samples.beginnings.spare
-
-    @property
     def pad_token_id(self) -> Any:
         """The id of padding."""
         return self.samples.job.options.checked_pad_token_id()
@@ -131,11 +126,6 @@ class MicroBatchSchedule:
     def is_planned(self) -> bool:
         """True if all steps are."""
         return len(self.steps) == self.num_steps
-
-    @property
-    def num_samples(self) -> int:
-        """Samples on this rank, over all steps."""
-        return len(self.own_lengths)
 
     @property
     def num_microbatches(self) -> list[int]:
@@ -277,17 +267,11 @@ class MicroBatchSchedule:
             # Paddings depend on the context-parallel size, which here is the row's.
             is_usual = size == self.dims.context_parallel
             dims = self.dims if is_usual else self.dims.for_rows_on(size)
-            alignments = (
-                sample_multiple_tokens(dims, self.config),
-                row_multiple_tokens(dims, self.config),
-            )
             of_row = (self.own_lengths, indices, self.forest) if indices else ([1], [0], None)
+            multiples = sample_multiple_tokens, row_multiple_tokens
+            alignments = (multiple(dims, self.config) for multiple in multiples)
             self._nodes[key] = Nodes.of(*of_row, *alignments)
         return self._nodes[key]
-
-    @functools.cached_property
-    def _nodes(self) -> dict[tuple[tuple[int, ...], int], Nodes]:
-        return {}
 
     @property
     def has_sizes_of_rows(self) -> bool:
@@ -305,21 +289,12 @@ class MicroBatchSchedule:
     def rows_alone(self, step: int) -> list[tuple[int, ...]]:
         """Lengths of the sequences of each of this rank's rows; () where ranks share the row, or
         samples tokens: what such a row costs is not a matter of lengths."""
-        rows = self.steps[step]
-        sizes = self.row_sizes(step) if self.has_sizes_of_rows else [1] * len(rows)
-        return [
-            tuple(self.own_lengths[i] for i in indices)
-            if size == 1 and not self.nodes(indices, size).is_shared
-            else ()
-            for indices, size in zip(rows, sizes, strict=True)
-        ]
-
-    def _rank_in_row(self, size: int) -> int:
-        if self.has_sizes_of_rows:
-            # Ranks that share a row are a block of consecutive ones: the place in it is the slice.
-            return self.moves.own % size
-        rank: int = parallel_state.get_context_parallel_rank()
-        return rank
+        found = list[tuple[int, ...]]()
+        for indices, size in zip(self.steps[step], self.row_sizes(step), strict=True):
+            is_cut = self.has_sizes_of_rows and size > 1
+            has_more = is_cut or self.nodes(indices, size).is_shared
+            found.append(() if has_more else tuple(self.own_lengths[i] for i in indices))
+        return found
 
     def block(self, step: int, slots: Sequence[int], depths: int, *, has_labels: bool) -> RowBlock:
         """This rank's slices of some micro-batches, one of `slots_at_once`, with as many depths of
@@ -331,32 +306,26 @@ class MicroBatchSchedule:
         these.
         """
         key = step, slots[0], depths, has_labels
-        if key not in self.made_rows:
-            self.made_rows[key] = self._block(step, slots, depths, has_labels=has_labels)
-        return self.made_rows[key]
-
-    def _block(self, step: int, slots: Sequence[int], depths: int, *, has_labels: bool) -> RowBlock:
+        if key in self.made_rows:
+            return self.made_rows[key]
         indices, size = [self.steps[step][slot] for slot in slots], self.row_sizes(step)[slots[0]]
-        is_placeholder = not indices[0]
-        layout = Layout(
+        if indices[0]:
+            columns, places = self._part_of([sample for row in indices for sample in row])
+        else:
+            columns, places = self._placeholder, [0] * len(slots)
+        # Ranks that share a row are a block of consecutive ones: the place in it is the slice.
+        has_own = self.has_sizes_of_rows
+        rank = self.moves.own % size if has_own else parallel_state.get_context_parallel_rank()
+        made = RowBlock(
+            fields=columns.taken(places),
+            nodes=[self.nodes(row, size) for row in indices],
+            sample_indices=indices,
             context_parallel_size=size,
-            context_parallel_rank=self._rank_in_row(size),
+            context_parallel_rank=rank,
             pad_token_id=self.pad_token_id,
             depths=depths,
             has_labels=has_labels,
-        )
-        if is_placeholder:
-            columns, rows = self._placeholder, [[0]] * len(slots)
-        else:
-            columns, places = self._part_of([sample for row in indices for sample in row])
-            rest = iter(places)
-            rows = [[*itertools.islice(rest, len(row))] for row in indices]
-        return RowBlock(
-            columns,
-            rows,
-            [self.nodes(row, size) for row in indices],
-            layout,
-            sample_indices=indices,
-            is_placeholder=is_placeholder,
             device=torch.device(torch.cuda.current_device()),
         )
+        self.made_rows[key] = made
+        return made

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.batch.row_index import Nodes
 
 PAD, LAYERS, TOP_K, AXES = 999, 2, 4, 3
@@ -129,7 +129,8 @@ def block_of(
     """Rows of some of the samples, packed at once."""
     nodes = [Nodes.of(columns.total_lengths, row, None, align, row_align) for row in rows]
     indices = [tuple(row) for row in rows]
-    return RowBlock(columns, rows, nodes, Layout(**layout), sample_indices=indices)
+    fields = columns.taken([*itertools.chain(*rows)])
+    return RowBlock(fields=fields, nodes=nodes, sample_indices=indices, **layout)
 
 
 def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:

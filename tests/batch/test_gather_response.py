@@ -65,7 +65,7 @@ def test_every_rank_has_values_and_gradients_of_the_unsliced_row(
     options: dict[str, Any] = {"row_alignment_tokens": 14 * size}
     if not shapes:
         samples = make_placeholder(DEFAULT_SCHEMA, samples, samples)
-        options |= {"sample_indices": (), "is_placeholder": True}
+        options |= {"sample_indices": ()}
     rows = pack_on_all_ranks(samples, size, **options)
     stream = full_stream(rows[0].host_cu_seqlens_padded[-1], trailing)
     expected = plain_responses(stream, rows[0])

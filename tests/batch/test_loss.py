@@ -53,9 +53,7 @@ def make_row(
         chosen = {key: [values[i] for i in indices] for key, values in samples.items()}
     else:
         chosen = make_placeholder(DEFAULT_SCHEMA, list(samples), samples)
-    return batch_cases.pack_on_all_ranks(
-        chosen, size, sample_indices=indices, is_placeholder=not indices
-    )[rank]
+    return batch_cases.pack_on_all_ranks(chosen, size, sample_indices=indices)[rank]
 
 
 def plain_means(samples: dict[str, list[Any]], values: list[torch.Tensor]) -> dict[str, float]:

@@ -137,7 +137,7 @@ def test_boundary_lengths(size: int) -> None:
 def test_a_placeholder_trains_nothing(size: int) -> None:
     samples = make_samples([(5, 3)]) | {"rewards": [1.5], "position_ids": [torch.arange(5)]}
     placeholder = make_placeholder(DEFAULT_SCHEMA, samples, samples, pad_token_id=7)
-    rows = pack_on_all_ranks(placeholder, size, sample_indices=(), is_placeholder=True)
+    rows = pack_on_all_ranks(placeholder, size, sample_indices=())
     for row in rows:
         assert (row.num_samples, row.sample_indices, row.is_placeholder) == (0, (), True)
         assert (row.total_lengths, row.response_lengths) == ([1], [0])
@@ -159,7 +159,7 @@ def test_whatever_a_placeholder_or_padding_sample_holds_its_mask_is_zero() -> No
     assert again.loss_mask.tolist() == [[1, 1, 1, 0, 0, 0, 0, 1, 1, 0]]
     # Nor does a router count its tokens.
     assert row.padding_mask.tolist() == [[True] * 4 + [False] * 6]
-    (row,) = pack_on_all_ranks(samples, sample_indices=(), is_placeholder=True)
+    (row,) = pack_on_all_ranks(samples, sample_indices=())
     assert row.loss_mask.sum() == 0
 
 

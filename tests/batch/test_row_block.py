@@ -16,8 +16,7 @@ from kit.packing import pack
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
 from mcore_batching.batch.columns import Columns, sent
-from mcore_batching.batch.row_block import Layout, RowBlock
-from mcore_batching.batch.row_index import Nodes
+from mcore_batching.batch.row_block import RowBlock
 
 CPU = torch.device("cpu")
 TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, torch.complex64)
@@ -177,8 +176,7 @@ def test_each_type_moves_to_a_device_once_and_its_tensors_not_again() -> None:
     columns = Columns.read(make_samples([(1, 0)]), DEFAULT_SCHEMA)
     values = [torch.ones(2), torch.ones(3), torch.ones(2).long()]
     meta = torch.device("meta")
-    nodes = [Nodes.of(columns.total_lengths, [0], None, 1, 1)]
-    block = RowBlock(columns, [[0]], nodes, Layout(), sample_indices=[(0,)], device=meta)
+    block = block_of(columns, [[0]], device=meta)
     with torch.profiler.profile() as profile:
         moved = block.copied_all(values)
     assert [each.name for each in profile.events()].count("aten::_to_copy") == 2

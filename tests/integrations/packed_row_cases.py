@@ -9,7 +9,7 @@ import torch
 
 from mcore_batching.batch import PackedMicroBatch, make_placeholder
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.batch.row_index import Nodes
 from mcore_batching.integrations.megatron_lm.script_batches import PackedRows
 from mcore_batching.integrations.megatron_lm.stock_steps import STOCK_SCHEMA
@@ -29,14 +29,12 @@ def prepared(samples: dict[str, list[Any]], *, is_placeholder: bool = False) -> 
     """The samples as one row, each padded to a multiple of 4."""
     columns = Columns.read(samples, STOCK_SCHEMA)
     count = len(columns.total_lengths)
-    layout = Layout(pad_token_id=PAD, has_labels=True)
     block = RowBlock(
-        columns,
-        [range(count)],
-        [Nodes.of(columns.total_lengths, range(count), None, 4, 1)],
-        layout,
+        fields=columns,
+        nodes=[Nodes.of(columns.total_lengths, range(count), None, 4, 1)],
         sample_indices=[() if is_placeholder else tuple(range(count))],
-        is_placeholder=is_placeholder,
+        pad_token_id=PAD,
+        has_labels=True,
     )
     (row,) = block.rows()
     return row

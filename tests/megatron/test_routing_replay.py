@@ -91,7 +91,7 @@ def test_a_placeholder_gets_as_many_layers_as_the_model() -> None:
     """A rank that has no sample has not seen any."""
     fields = ("tokens", "total_lengths", "response_lengths", FIELD)
     fabricated = make_placeholder(DEFAULT_SCHEMA, fields, None)
-    placeholder = pack(fabricated, sample_indices=(), is_placeholder=True, row_alignment_tokens=6)
+    placeholder = pack(fabricated, sample_indices=(), row_alignment_tokens=6)
     found = routing._experts(placeholder, FIELD, model()[0].config)
     assert found.shape == (6, 4, 2)
     assert bool((found[..., 0] != found[..., 1]).all())

@@ -53,7 +53,7 @@ def schedule(*, in_parts: bool = True) -> Any:
 
 
 def prepared(of: MicroBatchSchedule, step: int = 0) -> PreparedStep:
-    return PreparedStep(of, step, 0, False, {}, None, None)  # type: ignore[arg-type]
+    return PreparedStep(of, step, 0, False, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [0, 1])

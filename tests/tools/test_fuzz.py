@@ -33,7 +33,7 @@ from mcore_batching import batch as batching
 from mcore_batching import planning
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import step_totals
-from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.batch.row_index import Nodes
 from mcore_batching.planning import (
     CostModel,
@@ -179,16 +179,16 @@ def packs(rng: random.Random) -> None:
     given = keywords(spoiled(samples(), rng))
     schema = batching.DEFAULT_SCHEMA.resolve(given)
     columns = Columns.read(given, schema)
-    rows = [[2, 0, 1][: len(columns.total_lengths)]]
-    nodes = [Nodes.of(columns.total_lengths, rows[0], None, 4, 8)]
-    (row,) = RowBlock(columns, rows, nodes, Layout(), sample_indices=[tuple(rows[0])]).rows()
-    for start, index in zip(row.host_cu_seqlens_padded, rows[0], strict=False):
+    order = [2, 0, 1][: len(columns.total_lengths)]
+    nodes = [Nodes.of(columns.total_lengths, order, None, 4, 8)]
+    block = RowBlock(fields=columns.taken(order), nodes=nodes, sample_indices=[tuple(order)])
+    (row,) = block.rows()
+    for start, index in zip(row.host_cu_seqlens_padded, order, strict=False):
         each = torch.as_tensor(given["tokens"][index]).long()
         assert torch.equal(row.tokens[0, start : start + len(each)], each)
     weights = step_totals(row.fields)[1][0]
     assert math.isfinite(weights)
     assert weights >= 0
-    order = list(row.sample_indices)
     values = [f"output {index}" for index in order]
     restored = batching.restore_order(values, order, len(order))
     assert restored == [f"output {index}" for index in range(len(order))]

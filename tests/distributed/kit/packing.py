@@ -9,7 +9,7 @@ import torch
 
 from mcore_batching.batch import DEFAULT_SCHEMA, PackedMicroBatch, Schema
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.row_block import Layout, RowBlock
+from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.batch.row_index import Nodes
 from mcore_batching.planning.forest import Forest
 
@@ -22,7 +22,6 @@ def pack(
     sample_alignment_tokens: int = 1,
     row_alignment_tokens: int = 1,
     forest: Forest | None = None,
-    is_placeholder: bool = False,
     device: str = "cpu",
     **layout: int,
 ) -> PackedMicroBatch:
@@ -31,12 +30,10 @@ def pack(
     places = range(len(columns.total_lengths))
     alignments = sample_alignment_tokens, row_alignment_tokens
     block = RowBlock(
-        columns,
-        [places],
-        [Nodes.of(columns.total_lengths, places, forest, *alignments)],
-        Layout(**layout),
+        fields=columns,
+        nodes=[Nodes.of(columns.total_lengths, places, forest, *alignments)],
         sample_indices=[tuple(sample_indices)],
-        is_placeholder=is_placeholder,
         device=torch.device(device),
+        **layout,  # type: ignore[arg-type]
     )
     return block.rows()[0]
