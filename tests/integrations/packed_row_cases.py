@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,12 +48,12 @@ def rows(counts_flops: bool = True, is_placeholder: bool = False) -> PackedRows:
 
 
 EXPECTED = {
-    "tokens": [[1, 2, 3, PAD, 4, 5, PAD, PAD]],
-    "labels": [[2, 3, 7, 0, 5, 8, 0, 0]],
-    "loss_mask": [[0, 1, 1, 0, 1, 1, 0, 0]],
-    "position_ids": [[0, 1, 2, 0, 0, 1, 0, 0]],
+    "tokens": (torch.int64, [[1, 2, 3, PAD, 4, 5, PAD, PAD]]),
+    "labels": (torch.int64, [[2, 3, 7, 0, 5, 8, 0, 0]]),
+    "loss_mask": (torch.float32, [[0, 1, 1, 0, 1, 1, 0, 0]]),
+    "position_ids": (torch.int64, [[0, 1, 2, 0, 0, 1, 0, 0]]),
+    "cu_seqlens": (torch.int32, [[0, 3, 5]]),
+    "cu_seqlens_padded": (torch.int32, [[0, 4, 8]]),
+    "max_seqlen": (torch.int32, 4),
 }
-
-
-def found(values: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    return dict(zip(names, values, strict=True))
+"""Type and values of each field of `rows` in a script's batch; others are None."""

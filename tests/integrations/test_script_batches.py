@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_row_cases import EXPECTED, SAMPLES, found, prepared, rows
+from packed_row_cases import EXPECTED, SAMPLES, prepared, rows
 
 from mcore_batching.integrations.megatron_lm import next_batch, script_batches
 from mcore_batching.integrations.megatron_lm.script_batches import (
@@ -26,7 +26,6 @@ from mcore_batching.integrations.megatron_lm.script_batches import (
     installation,
     use_packed_batches,
 )
-from mcore_batching.integrations.megatron_lm.stock_steps import FIELDS
 from mcore_batching.megatron import DynamicBatchArgumentError
 
 
@@ -116,7 +115,7 @@ def test_get_batch_takes_packed_rows_and_ordinary_iterators(
     ours, iterator = module.get_batch, rows()
     tokens, params = module.forward_step(iterator, None)
     assert tokens is iterator.current.tokens
-    assert tokens.tolist() == EXPECTED["tokens"]
+    assert tokens.tolist() == EXPECTED["tokens"][1]
     assert params.qkv_format == "thd"
     with pytest.raises(StopIteration):
         module.forward_step(iterator, None)
@@ -147,7 +146,7 @@ def test_a_script_that_calls_next_batch_itself_is_left_alone(tmp_path: Path) -> 
     original = module.get_batch
     use_packed_batches(module.forward_step)
     assert module.get_batch is original
-    assert module.forward_step(rows(), None).tolist() == EXPECTED["tokens"]
+    assert module.forward_step(rows(), None).tolist() == EXPECTED["tokens"][1]
 
 
 @pytest.mark.parametrize(
@@ -191,33 +190,19 @@ def test_scripts_whose_get_batch_cannot_be_read_are_refused() -> None:
 @pytest.mark.parametrize("names", [SIX_FIELDS, SEVEN_FIELDS, TEN_FIELDS], ids=["6", "7", "10"])
 @pytest.mark.parametrize("by", ["number", "names", "names backwards"])
 def test_fields_come_in_the_order_of_the_script(names: tuple[str, ...], by: str) -> None:
+    """With parameters, or offsets of which scripts make them."""
     if by == "names backwards":
         names = names[::-1]
     values = next_batch(rows(), len(names) if by == "number" else names)
     assert values is not None
-    got = found(values, names)
-    for name in FIELDS:
-        assert torch.equal(got[name], torch.tensor(EXPECTED[name]).to(got[name].dtype)), name
-    assert got["tokens"].dtype == got["labels"].dtype == torch.int64
-    assert got["loss_mask"].dtype == torch.float32
-    assert got["attention_mask"] is None
-
-
-def test_rows_are_told_apart_by_parameters_or_by_offsets_where_scripts_make_them() -> None:
-    values = next_batch(rows(), 6)
-    assert values is not None
-    params = found(values, SIX_FIELDS)["packed_seq_params"]
-    assert params.qkv_format == "thd"
-    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 8]
-    assert params.max_seqlen_q == params.max_seqlen_kv == 4
-    values = next_batch(rows(), 10)
-    assert values is not None
-    got = found(values, TEN_FIELDS)
-    assert got["cu_seqlens_padded"].tolist() == [[0, 4, 8]]
-    assert got["cu_seqlens_padded"].dtype == torch.int32
-    assert int(got["max_seqlen"]) == 4
-    assert got["hybrid_cp_group"] is None
-    assert got["local_cp_size"] is None
+    for name, value in zip(names, values, strict=True):
+        if name == "packed_seq_params":
+            assert value.qkv_format == "thd"
+            assert value.cu_seqlens_q.tolist() == value.cu_seqlens_kv.tolist() == [0, 4, 8]
+            assert value.max_seqlen_q == value.max_seqlen_kv == 4
+        else:
+            found = (value.dtype, value.tolist()) if torch.is_tensor(value) else None
+            assert found == EXPECTED.get(name), name
 
 
 @pytest.mark.parametrize(
@@ -228,9 +213,7 @@ def test_statistics_of_lengths_count_real_samples_of_training_alone(
     counts_flops: bool, is_placeholder: bool, lengths: list[int]
 ) -> None:
     """Stock code takes lengths from ``cu_seqlens``; with fewer than two offsets it counts none."""
-    values = next_batch(rows(counts_flops, is_placeholder), TEN_FIELDS)
-    assert values is not None
-    offsets = found(values, TEN_FIELDS)["cu_seqlens"]
+    (offsets,) = rows(counts_flops, is_placeholder).next_fields(["cu_seqlens"])
     assert offsets.dtype == torch.int32
     assert offsets.shape == (1, len(lengths) + 1)
     assert offsets[0].diff().tolist() == lengths

@@ -55,15 +55,21 @@ def rollout_data(*micro_batches: list[int]) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def hooked(small: Small) -> Iterator[Any]:
+    """The modules of a small slime, hooked."""
+    small("slime")
+    found = modules()
+    with mcore_batching.hook(found.data, found.model):
+        yield found
+
+
 KEYS = [key for key in rollout_data() if key != "micro_batch_indices"]
 KEYS += ["packed_seq_params", "multimodal_train_inputs"]
 
 
-def test_a_placeholder_is_a_sample_of_one_token_with_an_empty_response(small: Small) -> None:
-    small("slime")
-    found = modules()
-    with mcore_batching.hook(found.data, found.model):
-        (iterator,) = found.data.get_data_iterator(rollout_data([1], [], [0, 2]))
+def test_a_placeholder_is_a_sample_of_one_token_with_an_empty_response(hooked: Any) -> None:
+    (iterator,) = hooked.data.get_data_iterator(rollout_data([1], [], [0, 2]))
     first, empty, last = (iterator.get_next(KEYS) for _ in range(3))
     assert first["partition"] == [8]
     assert [int(each) for each in last["rollout_mask_sums"]] == [1, 1]
@@ -89,35 +95,26 @@ def sums(logits: str, *, total_lengths: list[int], tokens: list[torch.Tensor]) -
     return logits, {"sums": [int(each.sum()) for each in tokens]}
 
 
-def test_forward_only_leaves_out_what_placeholders_put_out(small: Small) -> None:
-    small("slime")
-    found = modules()
-    with mcore_batching.hook(found.data, found.model):
-        iterators = found.data.get_data_iterator(rollout_data([], [1], [], [0, 2]))
-        made = found.model.forward_only(
-            sums, None, None, iterators, [4], "old_", use_rollout_top_p_replay=True
-        )
+def test_forward_only_leaves_out_what_placeholders_put_out(hooked: Any) -> None:
+    iterators = hooked.data.get_data_iterator(rollout_data([], [1], [], [0, 2]))
+    made = hooked.model.forward_only(
+        sums, None, None, iterators, [4], "old_", use_rollout_top_p_replay=True
+    )
     assert made == {"old_sums": [3, 10, 1], "replay": True}
 
 
-def test_another_number_of_outputs_is_refused_where_each_rank_runs_by_itself(small: Small) -> None:
+def test_another_number_of_outputs_is_refused_where_each_rank_runs_by_itself(hooked: Any) -> None:
     """As in slime's server of log-probs: its forward pass is no collective over all ranks."""
 
     def other_sums(logits: str, **batch: Any) -> Any:
         _, made = sums(logits, **batch)
         return logits, {"sums": made["sums"][1:]}
 
-    folder = small("slime")
-    found = modules()
-    with mcore_batching.hook(found.data, found.model):
-        iterators = found.data.get_data_iterator(rollout_data([1, 0], [2]))
-        with pytest.raises(OrderError, match=r"1 values for 'sums' in a micro-batch of 2 samples"):
-            found.model.forward_only(other_sums, None, None, iterators, [2])
-    rewrite(f"{BACKENDS}.model", folder, "total_lengths=batch", "lengths=batch")
-    found = modules()
-    hooked = mcore_batching.hook(found.data, found.model)
-    with hooked, pytest.raises(HookError, match="no total_lengths"):
-        found.model.forward_only(sums, None, None, iterators, [2])
+    iterators = hooked.data.get_data_iterator(rollout_data([1, 0], [2]))
+    with pytest.raises(OrderError, match=r"1 values for 'sums' in a micro-batch of 2 samples"):
+        hooked.model.forward_only(other_sums, None, None, iterators, [2])
+    with pytest.raises(HookError, match="no total_lengths"):
+        trainer._Guarded(sums, None)("logits", lengths=[1])
 
 
 def test_a_function_that_fails_has_a_value_of_any_name_for_each_sample_until_all_raise() -> None:
@@ -265,27 +262,23 @@ ARGS = {
 
 
 class Ray:
-    """Actors in this process, by name; calls return what they made."""
+    """One actor in this process; calls return what they made."""
 
-    def __init__(self) -> None:
-        self.actors: dict[str, Any] = {}
+    def remote(self, kind: type) -> Any:
+        self.kind = kind
+        return self
+
+    def options(self, **given: Any) -> Any:
+        assert given.items() >= {"get_if_exists": True, "num_cpus": 0}.items()
+        return SimpleNamespace(remote=self.actor)
+
+    def actor(self, *given: Any) -> Any:
+        self.own = own = self.kind(*given)
+        calls = {"add": own.add, "cost_model": own.cost_model}
+        return SimpleNamespace(**{k: SimpleNamespace(remote=call) for k, call in calls.items()})
 
     def get(self, made: Any) -> Any:
         return made
-
-    def remote(self, kind: type) -> Any:
-        def options(*, name: str, get_if_exists: bool, num_cpus: int) -> Any:
-            assert (get_if_exists, num_cpus) == (True, 0)
-            return SimpleNamespace(remote=lambda *given: self._actor(name, kind, *given))
-
-        return SimpleNamespace(options=options)
-
-    def _actor(self, name: str, kind: type, *given: Any) -> Any:
-        own = self.actors.setdefault(name, kind(*given))
-        methods = ("add", "cost_model")
-        return SimpleNamespace(
-            **{each: SimpleNamespace(remote=getattr(own, each)) for each in methods}
-        )
 
 
 class Clock:
@@ -368,7 +361,7 @@ def test_costs_are_learnt_from_what_the_trainer_times_and_change_the_plan(
         run(lengths, plans[-1])
     fixed = [planned(lengths, dynamic_batch_cost_model="fixed") for lengths in rollouts]
     shape = shape_costs(args)
-    learnt = sys.modules["ray"].actors["mcore_batching learnt costs"].cost_model()
+    learnt = sys.modules["ray"].own.cost_model()
     assert shape.per_micro_batch / shape.linear != pytest.approx(50, rel=0.5)
     assert learnt.per_micro_batch / learnt.linear == pytest.approx(50, rel=0.15)
     assert plans[:2] == fixed[:2]

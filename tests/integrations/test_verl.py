@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from kit.patience import patience
 from kit.stand_ins import module_of
 from planning_cases import examples, plan_locally
-from rank_workers import CAP, VERL, batch_of, rearrange_all
+from rank_workers import CAP, CASES, batch_of, rearrange_all, selected
 from spawned import reports_of_group
 
 from mcore_batching.batch import OrderError
@@ -48,10 +48,6 @@ def rearranged(
     batch = batch_of(lengths) | (fields or {})
     with mock.patch.object(micro_batches, "_select", selected):
         return micro_batches.rearrange_micro_batches(None, batch, cap, **options)
-
-
-def selected(batch: dict[str, torch.Tensor], samples: list[int]) -> dict[str, torch.Tensor]:
-    return {name: values[samples] for name, values in batch.items()}
 
 
 @examples(150)
@@ -165,7 +161,7 @@ def test_ranks_have_equally_many(reports: list[dict[str, Any]]) -> None:
     for case, count in {"one rank needs more": 4, "groups of four": 8}.items():
         assert [len(report[case]) for report in reports] == [count, count]
     assert [len(report["alone"]) for report in reports] == [3, 1]
-    for report, lengths in zip(reports, VERL["groups of four"][0], strict=True):
+    for report, lengths in zip(reports, CASES["groups of four"][0], strict=True):
         flat = sorted(itertools.chain.from_iterable(report["groups of four"]))
         shortest = lengths.index(min(lengths))
         assert flat == sorted([*range(5), *[shortest] * 3])

@@ -200,37 +200,26 @@ def test_files_that_are_no_records(tmp_path: Path, content: str | None, message:
         read_records(tmp_path)
 
 
-def test_steps_by_learnt_costs_are_one_job(tmp_path: Path) -> None:
-    steps = []
-    for step in range(6):
-        lengths, costs = lengths_of(step), replace(COSTS, per_micro_batch=7.0 + step)
-        plan = plan_step(lengths, DIMS, CONFIG, costs)
-        unit = 1e-3 if step > 1 else None
-        steps.append((plan, lengths, 1e-3 * predicted_step_time(plan, lengths), unit))
-    changes, groups = zip(*by_setting(replay(recorded(tmp_path, *steps))), strict=True)
-    assert [len(alike) for alike in groups] == [1, 1, 4]
-    assert changes[1:] == ({"per_micro_batch": 8.0}, {"cost_model": "auto"})
-    assert seconds_per_unit(groups[-1]) == pytest.approx(1e-3)
-
-
 def test_learnt_units_that_change_are_each_step_s_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The median is of all in one unit, and holds what no pass of a mean stage does: a fourth."""
+    """Steps by learnt costs are of one setting. Their median is of all in one unit, and holds what
+    no pass of a mean stage does: a fourth."""
     coefficients = ("linear", "quadratic", "per_micro_batch", "context_parallel_fixed")
     given, expected = [], []
-    for step, (unit, seconds) in enumerate([(37.0, 1e-3), (1.0, 2e-2), (0.5, 5e-2), (1.0, None)]):
+    units = [(9.0, 0.0), (8.0, 0.0), (37.0, 1e-3), (1.0, 2e-2), (0.5, 5e-2), (1.0, 0.0)]
+    for step, (unit, seconds) in enumerate(units):
         costs = {name: unit * getattr(COSTS, name) for name in coefficients}
         plan = plan_step(lengths_of(step), DIMS, CONFIG, replace(COSTS, **costs))
-        expected.append((seconds or 0) * predicted_step_time(plan, lengths_of(step)))
-        measured = 1.25 * expected[-1] if seconds else None
-        given.append((plan, lengths_of(step), measured, seconds or 2e-2))
-    records = recorded(tmp_path, *given)
-    steps = replay(records)
-    assert [len(alike) for _, alike in by_setting(steps)] == [4]
-    factor = seconds_per_unit(steps)
+        expected.append(seconds * predicted_step_time(plan, lengths_of(step)))
+        measured = 1.25 * expected[-1] or None
+        given.append((plan, lengths_of(step), measured, None if step < 2 else seconds or 2e-2))
+    changes, groups = zip(*by_setting(replay(recorded(tmp_path, *given))), strict=True)
+    assert [len(alike) for alike in groups] == [1, 1, 4]
+    assert (changes[1]["linear"], changes[2]) == (8.0, {"cost_model": "auto"})
+    steps, factor = groups[2], seconds_per_unit(groups[2])
     assert factor == pytest.approx(1.25 * 2e-2)
-    assert [factor * step.predicted / 1.25 for step in steps[:3]] == pytest.approx(expected[:3])
+    assert [factor * step.predicted / 1.25 for step in steps[:3]] == pytest.approx(expected[2:5])
     assert [step.error(factor) for step in steps[:3]] == pytest.approx([0.0] * 3, abs=1e-9)
     assert steps[3].error(factor) is None
     assert main(["replay", str(tmp_path)]) == 0
