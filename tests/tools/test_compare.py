@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 import re
 from dataclasses import replace
@@ -16,6 +18,7 @@ from mcore_batching.planning import (
     OversizeSampleError,
     ParallelDims,
     PlannerConfig,
+    PlanningError,
     plan_step,
     predicted_step_time,
     step_statistics,
@@ -23,109 +26,131 @@ from mcore_batching.planning import (
 )
 from mcore_batching.tools import compare
 from mcore_batching.tools.cli import main
-from mcore_batching.tools.rules import RULES, rule_plan
+from mcore_batching.tools.rules import RULES
 
 GENERATOR = random.Random(0)
 LENGTHS = [min(900, round(GENERATOR.lognormvariate(5, 1))) for _ in range(64)]
 STEPS = [LENGTHS[:32], LENGTHS[32:]]
-DIMS = ParallelDims(data_parallel=2, pipeline_parallel=2)
+DIMS, DP2 = ParallelDims(data_parallel=2, pipeline_parallel=2), ParallelDims(data_parallel=2)
+CP4 = ParallelDims(data_parallel=2, pipeline_parallel=4, context_parallel=4)
 CONFIG = PlannerConfig(max_tokens_per_gpu=1000, plan_effort=100)
-COSTS = CostModel()
-CONFIG_OF_100 = PlannerConfig(max_tokens_per_gpu=100, plan_effort=10)
+SMALL = PlannerConfig(max_tokens_per_gpu=100, plan_effort=10)
+LONG = PlannerConfig(max_tokens_per_gpu=40_000, plan_effort=1)
+SHARED = ParallelDims(data_parallel=4, pipeline_parallel=2)
+DYNAMIC = PlannerConfig(max_tokens_per_gpu=20_000, max_context_parallel=4, plan_effort=30)
+SHARED_LENGTHS = [*LENGTHS[:40], 20_000]
+MODEL = CostModel(per_micro_batch=200.0)
+
+CASES = {
+    "usual": (STEPS, DIMS, CONFIG),
+    "a high cap": (STEPS, DIMS, replace(CONFIG, max_tokens_per_gpu=4000)),
+    # Under a cap below 4000 verl has no plan for the second step, and ends the first sooner.
+    "no plan below": (
+        [[1000] * 32, [1000] * 14 + [4000] * 2],
+        DIMS,
+        replace(SMALL, max_tokens_per_gpu=10_000),
+    ),
+    "no plan for one": ([[20, 30, 40], [20, 30, 40, 50]], DP2, SMALL),
+    "no plan": ([[5] * 3], DP2, SMALL),
+    # A micro-batch holds the cap on each of its ranks: a best one may be below the mean length.
+    "long rows": ([[4000] * 64], CP4, LONG),
+    "long shared rows": ([[4000] * 64], CP4, replace(LONG, max_context_parallel=8)),
+    "shared rows": ([SHARED_LENGTHS], SHARED, DYNAMIC),
+} | {
+    # The rule's own size is above the largest, or no row can have it on so many ranks.
+    f"{ranks} x {context} ranks, rows on {most}": (
+        [[5000, 1091, 590, 554, 1131, 524]],
+        ParallelDims(data_parallel=ranks, context_parallel=context),
+        PlannerConfig(max_tokens_per_gpu=4096, max_context_parallel=most, plan_effort=1),
+    )
+    for ranks, context, most in [(2, 4, 2), (4, 3, 2), (3, 1, 3)]
+}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[compare.Outcome]:
-    return compare.compare(STEPS, DIMS, CONFIG)
+@functools.cache
+def outcomes_of(name: str) -> dict[str, compare.Outcome]:
+    return {each.name: each for each in compare.compare(*CASES[name], MODEL)}
 
 
-def by_name(outcomes: list[compare.Outcome], name: str) -> compare.Outcome:
-    return next(outcome for outcome in outcomes if outcome.name == name)
+def ends_of(planner: compare.Planner, name: str, cap: int | None) -> list[float]:
+    """Predicted ends of a case's steps as planned under a cap; infinite where there is no plan."""
+    (steps, _, config), ends = CASES[name], []
+    for lengths in steps:
+        try:
+            plan = planner.plan(lengths, replace(config, max_tokens_per_gpu=cap))
+            ends.append(predicted_step_time(plan, lengths, planner.cost_model))
+        except PlanningError:
+            ends.append(math.inf)
+    return ends
 
 
-def test_everyone_is_on_the_table_once_and_none_ends_before_ours(
-    outcomes: list[compare.Outcome],
-) -> None:
-    modes = [f"mcore_batching, balance {balance}" for balance in ("cost", "tokens", "none")]
-    assert [outcome.name for outcome in outcomes] == ["mcore_batching", *modes, *RULES]
-    assert [outcome.is_rule for outcome in outcomes] == [False] * 4 + [True] * len(RULES)
-    assert {outcome.steps for outcome in outcomes} == {2}
-    assert len({by_name(outcomes, mode).time_over_floor for mode in modes}) == 3
-    ours, *others = outcomes
-    made = [step_statistics(plan_step(each, DIMS, CONFIG), each) for each in STEPS]
+@pytest.mark.parametrize("name", CASES)
+def test_outcomes_are_those_of_the_planners_own_plans(name: str) -> None:
+    """At the given cap, and at the best below, under which it has as many; all weighed alike."""
+    (_, dims, config), found = CASES[name], outcomes_of(name)
+    cap, every = config.max_tokens_per_gpu, list(compare.planners(dims, config, MODEL, RULES))
+    assert list(found) == [planner.name for planner in every]
+    ours = ends_of(every[0], name, cap)
+    for planner in every:
+        outcome, given = found[planner.name], ends_of(planner, name, cap)
+        assert outcome.planned == sum(map(math.isfinite, given))
+        assert outcome.is_rule == (planner.name in RULES)
+        if not outcome.planned:
+            continue
+        best = ends_of(planner, name, outcome.best_cap)
+        for ends, over in (
+            (given, outcome.time_over_ours),
+            (best, outcome.time_over_ours_at_best_cap),
+        ):
+            both = [end / own for end, own in zip(ends, ours, strict=True) if math.isfinite(end)]
+            assert len(both) == outcome.planned
+            assert over == pytest.approx(sum(both) / len(both))
+            assert over >= 1 - 1e-9 or name != "usual"
+        assert sum(best) <= sum(given)
+        # A search takes fewer tokens than the cap allows anyway: no smaller one is tried.
+        fills_up = planner.rule is not None or not replace(config, **planner.changes).searches
+        assert fills_up or outcome.best_cap == cap
+
+
+def test_what_caps_are_best_and_what_figures_of_our_own_plans_are() -> None:
+    theirs = outcomes_of("a high cap")["first-fit in order"]
+    assert theirs.time_over_ours
+    assert theirs.time_over_ours_at_best_cap
+    assert theirs.time_over_ours_at_best_cap < 0.9 * theirs.time_over_ours
+    assert max(LENGTHS) <= (theirs.best_cap or 0) < 4000
+    for name in ("long rows", "long shared rows"):
+        assert (outcomes_of(name)["first-fit in order"].best_cap or math.inf) < 4000
+    assert (outcomes_of("no plan below")["verl 0.9"].best_cap or 0) >= 4000
+    ours = outcomes_of("usual")[compare.OURS]
+    made = [step_statistics(plan_step(each, DIMS, CONFIG, MODEL), each) for each in STEPS]
     assert ours.time_over_floor == pytest.approx(sum(s.time_over_floor for s in made) / 2)
     assert ours.num_microbatches == sum(s.num_microbatches for s in made) / 2
-    assert (ours.time_over_ours, ours.best_cap, ours.time_over_ours_at_best_cap) == (1, 1000, 1)
     assert (ours.planning_seconds or 0) > 0
-    assert all(other.time_over_ours >= 1 for other in others if other.time_over_ours)
-
-
-def test_a_rule_is_shown_at_the_given_cap_and_at_its_own_best_below() -> None:
-    """Weighed under the given cap, whatever cap it was planned under."""
-    config = replace(CONFIG, max_tokens_per_gpu=4000)
-    found = compare.compare(STEPS, DIMS, config)
-    ends = [predicted_step_time(plan_step(step, DIMS, config), step) for step in STEPS]
-
-    def over_ours(cap: int) -> float:
-        under = replace(config, max_tokens_per_gpu=cap)
-        plans = [rule_plan(RULES["first-fit in order"], step, DIMS, under) for step in STEPS]
-        both = zip(plans, STEPS, ends, strict=True)
-        return sum(predicted_step_time(plan, step) / end for plan, step, end in both) / 2
-
-    theirs = by_name(found, "first-fit in order")
-    assert theirs.time_over_ours == pytest.approx(over_ours(4000))
-    assert theirs.best_cap is not None
-    assert theirs.time_over_ours_at_best_cap == pytest.approx(over_ours(theirs.best_cap))
-    assert max(LENGTHS) <= theirs.best_cap < 4000
-    assert theirs.time_over_ours_at_best_cap < 0.9 * over_ours(4000)
-    assert all(
-        o.time_over_ours_at_best_cap <= o.time_over_ours * (1 + 0.01)
-        for o in found
-        if o.time_over_ours and o.time_over_ours_at_best_cap
-    )
-
-
-@pytest.mark.parametrize("most", [None, 8])
-def test_the_best_cap_of_shared_rows_may_be_below_the_mean_length(most: int | None) -> None:
-    """A micro-batch holds it on each of its ranks."""
-    dims = ParallelDims(data_parallel=2, pipeline_parallel=4, context_parallel=4)
-    config = PlannerConfig(max_tokens_per_gpu=40_000, max_context_parallel=most, plan_effort=1)
-    best_cap = by_name(compare.compare([[4000] * 64], dims, config), "first-fit in order").best_cap
-    assert best_cap is not None
-    assert best_cap < 4000
-
-
-def test_no_cap_is_a_rules_best_under_which_it_lacks_a_plan() -> None:
-    """Under a cap below 40 it has none for the second step, and an end sooner for the first."""
-    steps = [[10] * 32, [10] * 14 + [40] * 2]
-    found = compare.compare(steps, DIMS, CONFIG_OF_100)
-    theirs = by_name(found, "verl 0.9")
-    assert (theirs.planned, theirs.failure) == (2, None)
-    assert theirs.best_cap is not None
-    assert theirs.best_cap >= 40
 
 
 def test_a_rule_without_a_plan_is_listed_with_its_reason() -> None:
-    found = compare.compare(
-        [[20, 30, 40], [20, 30, 40, 50]], ParallelDims(data_parallel=2), CONFIG_OF_100
-    )
-    verl = by_name(found, "verl 0.9")
-    assert (verl.steps, verl.planned) == (2, 1)
-    assert str(verl.failure) == "3 samples do not divide by 2; pass a multiple of 2"
-    assert verl.time_over_floor is not None
-    lines = compare.summary(found)
-    (line,) = [line for line in lines if line.startswith("verl 0.9")]
-    assert line == f"verl 0.9 has no plan for 1 of 2 steps: {verl.failure}"
-    never = by_name(
-        compare.compare([[5] * 3], ParallelDims(data_parallel=2), CONFIG_OF_100), "verl 0.9"
-    )
-    assert (never.planned, never.time_over_floor, never.planning_seconds) == (0, None, None)
+    found = outcomes_of("no plan for one")
+    reason = "3 samples do not divide by 2; pass a multiple of 2"
+    assert str(found["verl 0.9"].failure) == reason
+    assert found["verl 0.9"].time_over_floor is not None
+    lines = compare.summary([*found.values()])
+    assert f"verl 0.9 has no plan for 1 of 2 steps: {reason}" in lines
+    assert not lines[0].startswith("of the other frameworks' rules at their own best caps verl")
+    never = outcomes_of("no plan")["verl 0.9"]
     assert compare.table_row(never) == ("verl 0.9", "0/1", *["-"] * 6)
+    # A plan with too many samples in a micro-batch is none.
+    bounded = compare.compare([[10] * 24], DP2, replace(SMALL, max_samples_per_row=3))
+    assert [each.name for each in bounded if not each.is_rule and each.planned == 0] == []
+    (verl,) = (each for each in bounded if each.name == "verl 0.9")
+    assert (verl.planned, str(verl.failure)) == (
+        0,
+        "its plan has 6 samples in a micro-batch, max_samples_per_row "
+        "(--dynamic-batch-max-samples-per-row) is 3",
+    )
 
 
-def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
-    outcomes: list[compare.Outcome],
-) -> None:
+def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own() -> None:
+    outcomes = [*outcomes_of("usual").values()]
     peers = [o for o in outcomes if o.is_rule and o.time_over_ours]
     best = min(peers, key=lambda o: (o.time_over_ours, o.name))
     tuned = min(peers, key=lambda o: (o.time_over_ours_at_best_cap, o.name))
@@ -133,18 +158,6 @@ def test_summary_names_the_best_rule_at_the_given_cap_and_at_its_own(
     at = f"at {tuned.time_over_ours_at_best_cap:.3f} x the time"
     assert f"{tuned.name} under {tuned.best_cap} ends soonest, {at}" in line
     assert f"at the given cap {best.name}, at {best.time_over_ours:.3f} x" in line
-
-
-@pytest.mark.parametrize(("ranks", "context", "most"), [(2, 4, 2), (4, 3, 2), (3, 1, 3)], ids=str)
-def test_every_planner_is_shown_where_dynamic_cp_lacks_a_rules_size(
-    ranks: int, context: int, most: int
-) -> None:
-    """The rule's own size is above the largest, or no row can have it on so many ranks."""
-    dims = ParallelDims(data_parallel=ranks, context_parallel=context)
-    config = PlannerConfig(max_tokens_per_gpu=4096, max_context_parallel=most, plan_effort=1)
-    found = compare.compare([[5000, 1091, 590, 554, 1131, 524]], dims, config)
-    assert by_name(found, compare.OURS).planned
-    assert len(found) == len(list(compare.planners(dims, config, CostModel(), RULES)))
 
 
 def test_steps_are_cut_in_order_and_settings_that_have_no_plan_are_no_ones_failure() -> None:
@@ -155,6 +168,26 @@ def test_steps_are_cut_in_order_and_settings_that_have_no_plan_are_no_ones_failu
     for options in ({"max_tokens_per_gpu": 1}, {"max_tokens_per_gpu": 9, "plan_effort": 10**9}):
         with pytest.raises(ConfigError, match=[*options][-1]):
             compare.compare([[5]], ParallelDims(context_parallel=2), PlannerConfig(**options))
+
+
+def test_planners_under_dynamic_cp_have_one_size_for_all() -> None:
+    """The rules the largest that rows may have up to the dims'."""
+    made = {each.name: each for each in compare.planners(SHARED, DYNAMIC, MODEL, {})}
+    for size in (1, 2, 4):
+        planner = made[f"CP {size} for all"]
+        fixed = planner.plan(SHARED_LENGTHS, DYNAMIC)
+        validate_plan(fixed, SHARED_LENGTHS)
+        assert (fixed.dims, fixed.cost_model) == (SHARED.for_rows_on(size), MODEL.on_ranks(size))
+        validate_plan(planner.plan([5], DYNAMIC), [5])
+        if size < 4:
+            with pytest.raises(OversizeSampleError):
+                planner.plan(SHARED_LENGTHS, replace(DYNAMIC, max_tokens_per_gpu=5000))
+    for dims, most, size in ((CP4, 2, 2), (SHARED, 4, 1)):
+        config = replace(DYNAMIC, max_context_parallel=most)
+        *_, rule = compare.planners(dims, config, MODEL, RULES)
+        assert (rule.dims, rule.cost_model) == (dims.for_rows_on(size), MODEL.on_ranks(size))
+        assert rule.plan([500] * 64, config).config.max_context_parallel is None
+    assert not any("CP" in name for name in outcomes_of("usual"))
 
 
 COMMAND = "--max-tokens-per-gpu 1000 --dp 2 --pp 2 --samples-per-step 16 --plan-effort 20"
@@ -181,57 +214,3 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed("--max-tokens-per-gpu", "500", "--cp", "2")[0] == heading
     refused = "set max_tokens_per_gpu (--max-tokens-per-gpu) so that every sample fits"
     assert refused in "\n".join(printed("--max-tokens-per-gpu", "800"))
-
-
-def test_plans_with_too_many_samples_in_a_micro_batch_are_no_plans() -> None:
-    config = PlannerConfig(max_tokens_per_gpu=100, max_samples_per_row=3, plan_effort=100)
-    found = compare.compare([[10] * 24], ParallelDims(data_parallel=2), config)
-    assert [each.name for each in found if not each.is_rule and each.planned == 0] == []
-    verl = by_name(found, "verl 0.9")
-    assert (verl.planned, str(verl.failure)) == (
-        0,
-        "its plan has 6 samples in a micro-batch, max_samples_per_row "
-        "(--dynamic-batch-max-samples-per-row) is 3",
-    )
-
-
-SHARED = (
-    ParallelDims(data_parallel=4, pipeline_parallel=2),
-    PlannerConfig(max_tokens_per_gpu=20_000, max_context_parallel=4, plan_effort=30),
-)
-SHARED_LENGTHS = [*LENGTHS[:40], 20_000]
-
-
-def test_one_size_for_all() -> None:
-    dims, config = SHARED
-    made = [each for each in compare.planners(*SHARED, COSTS, {}) if each.name.endswith("for all")]
-    for planner, size in zip(made, (1, 2, 4), strict=True):
-        fixed = planner.plan(SHARED_LENGTHS, config)
-        validate_plan(fixed, SHARED_LENGTHS)
-        assert (fixed.dims, fixed.cost_model) == (dims.for_rows_on(size), COSTS.on_ranks(size))
-        validate_plan(planner.plan([5], config), [5])
-        if size < 4:
-            with pytest.raises(OversizeSampleError):
-                planner.plan(SHARED_LENGTHS, replace(config, max_tokens_per_gpu=5000))
-
-
-def test_compare_has_every_size() -> None:
-    outcomes = {o.name: o for o in compare.compare([SHARED_LENGTHS], *SHARED)}
-    for name in ("CP 1 for all", "CP 2 for all", "CP 4 for all"):
-        other = outcomes[name].time_over_ours
-        assert other is not None
-        assert other >= 1 - 1e-9
-        # The search takes fewer tokens than the cap allows anyway: no smaller one is tried.
-        assert outcomes[name].best_cap == SHARED[1].max_tokens_per_gpu
-    # The rules have the largest size of rows up to the dims'.
-    model, dims = CostModel(per_micro_batch=7.0), ParallelDims(context_parallel=4)
-    config, lengths = replace(SHARED[1], max_context_parallel=2), SHARED_LENGTHS[:40]
-    found = {o.name: o for o in compare.compare([lengths], dims, config, model)}
-    end = predicted_step_time(plan_step(lengths, dims, config, model), lengths)
-    fixed, shared = replace(config, max_context_parallel=None), dims.for_rows_on(2)
-    for name, rule in RULES.items():
-        plan = rule_plan(rule, lengths, shared, fixed)
-        theirs = predicted_step_time(plan, lengths, model.on_ranks(2))
-        assert found[name].time_over_ours == pytest.approx(theirs / end)
-    without = {o.name for o in compare.compare([[5, 6]], DIMS, CONFIG)}
-    assert not any("CP" in name for name in without)
