@@ -63,11 +63,13 @@ def test_iterators_of_all_model_chunks_are_read_and_the_first_given() -> None:
     assert iterators[2].iterable.next_values(2) == [{"number": 0}, {"number": 1}]
     assert numbers(draw_batches(iterators, 2)) == [0, 1]
     assert numbers(draw_batches(iterators, 2)) == [2, 3]
+    assert [next(each, None) for each in iterators[::2]] == [None, None]
 
 
 @pytest.mark.parametrize("iterator", [None, [None, None], iter([{"number": 0}])])
 def test_others_than_megatrons_iterators_are_left_alone(iterator: Any) -> None:
     assert batches_ahead(iterator, 1) is None
+    assert not isinstance(iterator, list | None) or draw_batches(iterator, 1) is None
 
 
 def test_the_end_of_the_data_is_an_error_where_it_is_drawn() -> None:

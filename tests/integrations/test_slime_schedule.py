@@ -126,6 +126,7 @@ def problems(draw: Any) -> tuple[dict[str, int], list[int], list[int], int]:
 
 @examples(250)
 @given(problems(), st.booleans())
+@example((parallel(8, 1, 2, 4), [60] * 17, [*range(17)], 17), False)  # mostly placeholders
 @example((parallel(2), [5] * 6, [*range(6)], 4), True)  # as many samples left as ranks
 @example((parallel(4, 1, 2, 2), [40, 24, 28, 45], [*range(4)], 4), False)  # ends first if one idles
 def test_the_contract_holds(
@@ -151,21 +152,13 @@ def test_the_contract_holds(
     check(result, config, lengths, rollouts, size, 64, partial)
 
 
-def test_fewer_samples_than_ranks_times_group_is_no_error() -> None:
-    args = arguments(16384, pipeline_model_parallel_size=4, data_pad_size_multiplier=128)
-    for config in (parallel(8), parallel(8, chunks=2, group=4)):
-        lengths, rollouts = [12000] * 17, list(range(17))
-        result = plan(args, config, lengths, rollouts, 17)
-        check(result, config, lengths, rollouts, 17, 16384)
-        assert sum(not samples for rank in result[1] for samples in rank) == 8 * result[2][0] - 17
-
-
 def test_the_cap_counts_what_get_batch_pads() -> None:
     """Three samples of 6 fill 18 of 20 tokens, in a row that is padded to 24."""
     unpadded = plan(arguments(20), parallel(1), [6] * 3, [0, 1, 2], 3)
     assert unpadded[2] == [1]
     padded = arguments(20, data_pad_size_multiplier=4, tensor_model_parallel_size=2)
     assert plan(padded, parallel(1), [6] * 3, [0, 1, 2], 3)[2] == [2]
+    assert plan(padded, parallel(1, context=2), [4] * 9, [*range(9)], 9)[2] == [2]
 
 
 def test_the_planners_options_are_read_from_the_arguments() -> None:

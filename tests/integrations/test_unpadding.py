@@ -19,7 +19,6 @@ from mcore_batching.integrations.megatron_lm.stock_steps import (
     FIELDS,
     STOCK_SCHEMA,
     StockDataError,
-    draw_batches,
     num_truncated,
     unpadded_samples,
 )
@@ -177,15 +176,3 @@ def test_schema_takes_labels_and_masks_ready_made() -> None:
     STOCK_SCHEMA.resolve(data).validate(data)
     columns = Columns.read(SAMPLES, STOCK_SCHEMA)
     assert step_totals(columns, depths=1, has_labels=True)[1] == [4, 3]
-
-
-def test_as_many_batches_are_drawn_as_asked_for_from_all_model_chunks() -> None:
-    draw: Any = draw_batches
-    chunks = [iter(range(5)) for _ in range(3)]
-    assert draw(chunks[0], 2) == [0, 1]
-    assert draw(chunks[0], 0) == []
-    assert next(chunks[0]) == 2
-    assert draw([None, *chunks[1:]], 3) == [0, 1, 2]
-    assert [next(iterator) for iterator in chunks] == [3] * 3
-    for reads_nothing in (None, [None, None], []):
-        assert draw(reads_nothing, 3) is None
