@@ -27,10 +27,7 @@ from mcore_batching.megatron.iterator import (
     get_data_iterator,
     schedule_of,
 )
-from mcore_batching.megatron.log_probs import (
-    response_log_probs,
-    response_log_probs_and_entropy,
-)
+from mcore_batching.megatron.log_probs import response_log_probs, response_log_probs_and_entropy
 from mcore_batching.megatron.logits import FusedLogits
 from mcore_batching.megatron.specs import hybrid_spec as _hybrid_spec
 from mcore_batching.megatron.specs import (

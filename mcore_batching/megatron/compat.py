@@ -173,13 +173,9 @@ def multiplies_by_ranks() -> bool:
 
 
 def scale_moe_metrics(micro_batches: int, *, rows: float, passes: int) -> None:
-    """Turn the losses that routers have recorded since the last report into means.
-
-    Args:
-        micro_batches: that stock code divides these sums by.
-        rows: run by each replica, by which losses that ranks of a row add up are divided.
-        passes: of each rank, by which losses are divided that each rank has of its own tokens.
-    """
+    """Turn the losses that routers have recorded since the last report into means, though stock
+    code divides them by `micro_batches`: those that ranks of a row add up by a replica's `rows`,
+    those that each rank has of its own tokens by its `passes`."""
     for recorded in _moe_metrics().values():
         entry = recorded if isinstance(recorded, dict) else vars(recorded)
         is_added_up = entry["reduce_group"] is not None
@@ -375,12 +371,9 @@ _PARAMETERS_OF_EXCHANGE = ["self", "tensor_send_next", "tensor_send_prev", "recv
 
 @contextlib.contextmanager
 def shapes_of_transfers(known: Callable[..., tuple[list[int], list[int]]]) -> Iterator[None]:
-    """Take the shapes of what stages receive from a function, in place of an exchange.
-
-    Args:
-        known: ``(tensor to the next stage or None, to the previous one or None, whether one comes
-            from the previous stage, from the next) -> (shape from the previous, from the next)``;
-            called before every transfer.
+    """Take the shapes of what stages receive from a function, called before every transfer, in
+    place of an exchange: ``(tensor to the next stage or None, to the previous one or None, whether
+    one comes from the previous stage, from the next) -> (shape from the previous, from the next)``.
     """
     exchange = getattr(P2PCommunicator, "_communicate_shapes", None)
     # The exchange is slow, but never wrong.

@@ -293,12 +293,8 @@ def has_bytes(tensor: Tensor) -> bool:
 
 
 def exchanged(leaving: Sequence[Packed], group: dist.ProcessGroup | None) -> list[Packed]:
-    """What each rank of a group had for this one. A collective over the ranks.
-
-    Args:
-        leaving: for each rank, with a body on a device that the group communicates for.
-        group: of the ranks.
-    """
+    """What each rank of a group had for this one, of what this one has for each: bodies on a device
+    that the group communicates for. A collective over the ranks."""
     headers, bodies = zip(*leaving, strict=True)
     device = bodies[0].device
     # Sizes first: who receives must have the room before the bytes come.

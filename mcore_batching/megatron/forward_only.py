@@ -167,48 +167,33 @@ def forward_only(
         # Ranks that differ in this would wait in different planning agreements.
         agree.same("plan of its own", job.options.has_own_forward_cap)
     schedule = plan_forward_passes(rollout, job, chunks)
-    counts = num_microbatches if schedule is rollout else None
+    outputs: list[Outputs] = []
+    names: list[str] = []
     with _evaluation_mode(chunks):
-        outputs, names = _outputs_of_steps(function, job, chunks, schedule, counts)
+        for step in range(schedule.num_steps):
+            planned(schedule, step)
+            with collating(job, _OPERATION) as agree:
+                if schedule is rollout:
+                    schedule.check_step(step, num_microbatches)
+                prepared = collated(agree, job, chunks, schedule, step, forward_only=True)
+            made, failed, temperatures = _run(function, job, chunks, prepared)
+            outputs += made
+            # After each step, of all outputs so far: a name that comes late is an error, too.
+            with job.agreement_after_pipeline(_OPERATION, failed) as agree:
+                names = same_names("f", outputs, OrderError)
+                if outputs:  # stages without logits have no names to compare
+                    agree.same("names that f returned", sorted(names))
+                agree.same("temperature", sorted(temperatures), within="stage")
     if not is_last_stage():
         return {}
     # Ends in a collective: what one rank raises here, as out of memory, leaves the others waiting.
     with job.watch.reporting(f"{_OPERATION}, returning outputs"):
-        by_name = {name: [value for each in outputs for value in each[name]] for name in names}
-        ran, count = [i for row in schedule.micro_batches for i in row], len(schedule.own_lengths)
-        found = {name: restore_order(values, ran, count) for name, values in by_name.items()}
+        ran, found = [i for row in schedule.micro_batches for i in row], {}
+        for name in names:
+            values = [value for each in outputs for value in each[name]]
+            found[name] = restore_order(values, ran, len(schedule.own_lengths))
         found = schedule.moves.returned(found)
     return {f"{store_prefix}{name}": values for name, values in found.items()}
-
-
-def _outputs_of_steps(
-    function: OutputsOf,
-    job: Job,
-    chunks: list[Any],
-    schedule: MicroBatchSchedule,
-    counts: Sequence[int] | None,
-) -> tuple[list[Outputs], list[str]]:
-    """Outputs of ``f`` for each micro-batch, on the last stage, and their names.
-
-    ``counts`` are the caller's micro-batches of each step, to be compared; None: of another plan.
-    """
-    outputs: list[Outputs] = []
-    names: list[str] = []
-    for step in range(schedule.num_steps):
-        planned(schedule, step)
-        with collating(job, _OPERATION) as agree:
-            if counts is not None:
-                schedule.check_step(step, counts)
-            prepared = collated(agree, job, chunks, schedule, step, forward_only=True)
-        made, failed, temperatures = _run(function, job, chunks, prepared)
-        outputs += made
-        # After each step, of all outputs so far: a name that comes late is an error, too.
-        with job.agreement_after_pipeline(_OPERATION, failed) as agree:
-            names = same_names("f", outputs, OrderError)
-            if outputs:  # stages without logits have no names to compare
-                agree.same("names that f returned", sorted(names))
-            agree.same("temperature", sorted(temperatures), within="stage")
-    return outputs, names
 
 
 @contextlib.contextmanager

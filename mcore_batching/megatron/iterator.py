@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, overload
+from typing import Any, Self
 
 from mcore_batching.batch import DEFAULT_SCHEMA, Schema, SchemaError
 from mcore_batching.batch.columns import Columns
@@ -202,11 +202,7 @@ class NumMicroBatches(Sequence[int]):
     def __len__(self) -> int:
         return self._schedule.num_steps
 
-    @overload
-    def __getitem__(self, step: int) -> int: ...
-    @overload
-    def __getitem__(self, step: slice) -> list[int]: ...
-    def __getitem__(self, step: int | slice) -> int | list[int]:
+    def __getitem__(self, step: Any) -> Any:
         if isinstance(step, slice):
             return self._all()[step]
         number = range(len(self))[step]

@@ -118,16 +118,9 @@ class JobConsensus(Consensus):
     def broadcast(
         self, operation: str, data: Tensor, size: int, source: int | None, *, to_all: bool = True
     ) -> Tensor:
-        """The bytes of global rank ``source`` on every rank, or on those of its replica; this
-        rank's own where it has no source. A collective over all ranks.
-
-        Args:
-            operation: what is being done, in words.
-            data: uint8 ``[bytes]`` on the host, on the source.
-            size: the most bytes of any source, which all ranks have agreed on.
-            source: the same on all ranks that it sends to; None: nothing travels here.
-            to_all: False: to the ranks of the replica.
-        """
+        """The bytes, uint8 ``[bytes]`` on the host, of global rank ``source`` on every rank, or on
+        those of its replica; this rank's own where it has no source. A collective over all ranks,
+        which have agreed on ``size``, the most bytes of any source."""
         # The others count as many of these where nothing travels.
         with self.watch.reporting(operation):
             among = self.group if to_all else self._replica_group

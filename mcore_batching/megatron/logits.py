@@ -26,15 +26,10 @@ from mcore_batching.megatron import compat
 
 @dataclasses.dataclass
 class UseOfLogits:
-    """Uses of a pipeline's logits by its losses, or by the functions of `forward_only`.
+    """Uses of a pipeline's logits by its losses, or by the functions of `forward_only`."""
 
-    Attributes:
-        temperatures: by which they divided them.
-        vocabulary: entries that this rank has of them, once the model has returned some.
-    """
-
-    temperatures: set[float] = dataclasses.field(default_factory=set)
-    vocabulary: int | None = None
+    temperatures: set[float] = dataclasses.field(default_factory=set)  # by which they divided them
+    vocabulary: int | None = None  # of this rank, once the model has returned some
 
 
 # A context variable, not an argument: losses call what computes log-probs, and are the user's.

@@ -91,15 +91,11 @@ def attached(share: Tensor, *tensors: Tensor) -> Tensor:
 
 
 def check_trains(share: Tensor, owned_num_tokens: int, *tensors: Tensor) -> None:
-    """Refuse a detached share of the loss in a micro-batch with trainable tokens.
+    """Refuse a detached share of the loss in a micro-batch of which this rank predicts trainable
+    tokens; the loss function was given the tensors.
 
     Nothing would be trained, and the optimizer's momentum would still move the weights. A constant
     0 is no mistake: it is the share of what a loss function leaves out.
-
-    Args:
-        share: as the loss function returned it.
-        owned_num_tokens: trainable tokens that this rank predicts.
-        tensors: what the loss function was given.
     """
     if share.requires_grad or not owned_num_tokens:
         return

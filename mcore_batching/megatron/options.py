@@ -22,13 +22,7 @@ from mcore_batching.flags import (
 )
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.megatron.errors import DynamicBatchArgumentError
-from mcore_batching.planning import (
-    ConfigError,
-    CostModel,
-    ParallelDims,
-    PlannerConfig,
-    at_least,
-)
+from mcore_batching.planning import ConfigError, CostModel, ParallelDims, PlannerConfig, at_least
 from mcore_batching.planning.files import read_document
 from mcore_batching.planning.integers import as_integer
 
@@ -93,11 +87,6 @@ class Options:
         """True if the samples of all data-parallel ranks are planned together, and move to the
         ranks that run them."""
         return self.exchange is not False
-
-    @property
-    def keeps_logits_in_model_dtype(self) -> bool:
-        """True if losses get logits (or `FusedLogits`) in the model's type, not float32 copies."""
-        return bool(self.logits_in_model_dtype or self.fuse_output_layer)
 
     @property
     def has_own_forward_cap(self) -> bool:

@@ -59,7 +59,11 @@ class Planner:
     def plan(self, job: Job, request: PlanRequest, ticket: PlanTicket | None) -> bytes:
         """The plan of a request, in bytes: the worker's if `ticket` is of the same one."""
         if ticket is not None and ticket.request == request:
-            plan = self._awaited(job, ticket)
+            seconds = SECONDS_LATE + 2 * self._seconds_in_line
+            ends = time.monotonic() + seconds
+            while time.monotonic() < ends and not ticket.wait(POLL_SECONDS):
+                job.watch.raise_reported()
+            plan = ticket.result(seconds)
             complaint = self.worker.complaint()
             if complaint is not None:
                 say(f"{complaint}; the planning rank plans in line")
@@ -68,15 +72,6 @@ class Planner:
         plan = request.plan()
         self._seconds_in_line = max(self._seconds_in_line, time.monotonic() - started)
         return plan
-
-    def _awaited(self, job: Job, ticket: PlanTicket) -> bytes:
-        seconds = SECONDS_LATE + 2 * self._seconds_in_line
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
-            job.watch.raise_reported()
-            if ticket.wait(POLL_SECONDS):
-                break
-        return ticket.result(seconds)
 
 
 def is_planning_rank(job: Job) -> bool:
@@ -134,10 +129,7 @@ def plan_rollout(samples: Samples, ticket: PlanTicket | None = None) -> MicroBat
 def planned(schedule: MicroBatchSchedule, step: Any = None) -> MicroBatchSchedule:
     """The schedule, with its steps planned up to this one at least, by default all.
 
-    A collective over all ranks if some of them is not planned yet.
-
-    Raises:
-        PlanningFailedError: on every rank, if a step cannot be planned.
+    A collective over all ranks if some of them is not planned yet; raises as `plan_rollout`.
     """
     last = schedule.num_steps - 1 if step is None else as_integer(step)
     if last is not None and last in range(schedule.num_steps):  # else `check_step` refuses it
@@ -173,25 +165,30 @@ def plan_forward_passes(schedule: MicroBatchSchedule, job: Job, model: Any) -> M
 
 
 def plan_next_step(schedule: MicroBatchSchedule, ticket: PlanTicket | None) -> None:
-    """Plan a step of all ranks' samples, and exchange these. A collective.
-
-    `ticket` is of a plan that was begun, if one was; of another request's it is not taken.
-
-    Raises:
-        PlanningFailedError: on every rank, if the planning rank could not plan, the plan is broken,
-            or values cannot move.
-        PlanMismatchError: on every rank, if they have other lengths.
-    """
+    """Plan a step of all ranks' samples, and exchange these. A collective; raises as
+    `plan_rollout`. `ticket` is of a plan that was begun; of another request it is not taken."""
     samples, step = schedule.samples, len(schedule.steps)
     job, settings, numbers = samples.job, samples.settings, samples.steps[step]
     if settings.config.max_context_parallel is not None:
         # All sizes that a row may have, before the plan: making a group is a collective over all
         # ranks, and a plan may give some size to rows of some ranks alone.
         make_row_groups(job, settings.dims.row_sizes(settings.config.max_context_parallel))
-    data = _plan_together(samples, step, ticket)
+    made, first = b"\0", job.consensus.ranks[0]
+    with job.agreement("planning") as agree:
+        agree.same("step to plan", step)
+        samples.compare(agree)
+        if is_planning_rank(job):
+            # Later steps were begun with these samples: their request, forest included, is there.
+            request = ticket.request if ticket is not None and step else samples.request(step)
+            with settings.naming(numbers):
+                made = _planner(job).plan(job, request, ticket)
+        size = agree.max("bytes of the plan", len(made))
+    data = torch.frombuffer(bytearray(made), dtype=torch.uint8)
+    data = job.consensus.broadcast("broadcasting the plan", data, size.value, first)
     with job.agreement(_EXCHANGING):
-        plan = samples.request(step, plans=False).read(data)
-        validate_plan(plan, samples.step_lengths(step))
+        lengths = samples.step_lengths(step)
+        plan = settings.request(tuple(lengths)).read(data.numpy().tobytes())
+        validate_plan(plan, lengths)
         runs_on = [sorted(numbers[i] for row in rows for i in row) for rows in plan.micro_batches]
         moves = dataclasses.replace(schedule.moves, runs_on=runs_on)
         staying, parts = leaving(moves, samples.data)
@@ -204,25 +201,6 @@ def plan_next_step(schedule: MicroBatchSchedule, ticket: PlanTicket | None) -> N
         lengths_alone = samples.data.replaced({})
         schedule.samples = dataclasses.replace(samples, data=lengths_alone)
     _say_shared(schedule)
-
-
-def _plan_together(samples: Samples, step: int, ticket: PlanTicket | None) -> bytes:
-    """The plan of a step of all ranks' samples, in bytes. A collective."""
-    job = samples.job
-    with job.agreement("planning") as agree:
-        agree.same("step to plan", step)
-        samples.compare(agree)
-        data = b""
-        if is_planning_rank(job):
-            # Later steps were begun with these samples: their request, forest included, is there.
-            request = ticket.request if ticket is not None and step else samples.request(step)
-            with samples.settings.naming(samples.steps[step]):
-                data = _planner(job).plan(job, request, ticket)
-        size = agree.max("bytes of the plan", len(data))
-    own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-    first = job.consensus.ranks[0]
-    received = job.consensus.broadcast("broadcasting the plan", own, size.value, first)
-    return received.numpy().tobytes()
 
 
 def _forest_here(

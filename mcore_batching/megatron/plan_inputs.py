@@ -70,11 +70,8 @@ class PlanInputs:
         *,
         forward_only: bool = False,
     ) -> PlanInputs:
-        """The inputs for one of a job's models, given as this rank's chunks.
-
-        Costs that are not given are read from the arguments: if these name none, they are what was
-        learnt by now, or of the model's shape.
-        """
+        """The inputs for one of a job's models. Costs that are not given are read from the
+        arguments: if these name none, they are what was learnt by now, or of the model's shape."""
         if cost_model is not None and not isinstance(cost_model, CostModel):
             raise TypeError(
                 f"cost_model must be a CostModel or None, got {type(cost_model).__name__}; pass "
@@ -138,19 +135,12 @@ def say_oversize(job: Job, settings: PlanInputs, longest: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Beginnings:
-    """Common beginnings of all ranks' samples.
+    """Common beginnings of all ranks' samples."""
 
-    Attributes:
-        hashes: of each sample [samples], as `hashes_of_beginnings` gives them.
-        block: tokens between two hashes.
-        spare: further tokens that shared nodes end short.
-        branches: False: only a sample that begins another shares its tokens.
-    """
-
-    hashes: Sequence[bytes]
-    block: int
-    spare: int
-    branches: bool
+    hashes: Sequence[bytes]  # of each sample, as `hashes_of_beginnings` gives them
+    block: int  # tokens between two hashes
+    spare: int  # further tokens that shared nodes end short
+    branches: bool  # False: only a sample that begins another shares its tokens
 
     @property
     def digest(self) -> str:
@@ -186,16 +176,9 @@ class Beginnings:
 def find_beginnings(
     job: Job, chunks: list[Any], data: Columns, steps: Sequence[Sequence[int]], tokens: int
 ) -> Beginnings:
-    """Find common beginnings of samples. A collective; what keeps samples that begin alike apart is
-    printed once a job.
-
-    Args:
-        job: the present one.
-        chunks: of this rank's model.
-        data: this rank's samples.
-        steps: local indices of its samples of each step.
-        tokens: of all samples of all ranks.
-    """
+    """Find common beginnings of samples: of this rank's, by their local indices in each step, and
+    of all ranks', which have so many tokens. A collective; what keeps samples that begin alike
+    apart is printed once a job."""
     spare, reason = prediction_depths(get_model_config(chunks[0])), why_no_branches(chunks)
     with job.agreement("which prefixes are shared") as agree:
         agree.same("further tokens that are predicted", spare)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,11 +95,13 @@ class Paths(RowGeometry):
     def __init__(self, row: PackedMicroBatch, group: dist.ProcessGroup | None) -> None:
         nodes, device = row.nodes, row.tokens.device
         size = row.context_parallel_size
-        held = Slice(nodes.segments, size, row.context_parallel_rank).chunks
-        runs = [
-            (end - first, self._path(nodes.offsets, nodes.parents, node, end))
-            for node, first, end in _pieces(nodes.offsets, held)
-        ]
+        runs = []
+        for _, first, end in Slice(nodes.segments, size, row.context_parallel_rank).chunks:
+            for node, (start, stop) in enumerate(itertools.pairwise(nodes.offsets)):
+                queries = min(end, stop) - max(first, start)  # of the chunk in the node
+                if queries > 0:
+                    path = self._path(nodes.offsets, nodes.parents, node, min(end, stop))
+                    runs.append((queries, path))
         super().__init__(nodes.segments, group, device, runs)
         lengths = torch.tensor(nodes.offsets, device="cpu").diff()
         firsts = torch.tensor(nodes.starts, device="cpu") - torch.tensor(nodes.offsets[:-1])
@@ -135,16 +137,6 @@ class Paths(RowGeometry):
         )
         params.local_cp_size = 1  # without a group: it gathers nothing itself
         return params
-
-
-def _pieces(
-    offsets: Sequence[int], chunks: Sequence[tuple[int, int, int]]
-) -> Iterator[tuple[int, int, int]]:
-    """Node, first and last position of each stretch of a slice's chunks that lies in one node."""
-    for _, first, end in chunks:
-        for node, (start, stop) in enumerate(itertools.pairwise(offsets)):
-            if max(first, start) < min(end, stop):
-                yield node, max(first, start), min(end, stop)
 
 
 def attend_to_paths(chunks: Sequence[Any]) -> None:

@@ -27,7 +27,6 @@ from mcore_batching.megatron.errors import DynamicBatchArgumentError
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.logits import noting_use, output_layer, why_not_fused
 from mcore_batching.megatron.mtp import LaterLosses, predict_later_tokens
-from mcore_batching.megatron.options import Options
 from mcore_batching.megatron.prefix_attention import Paths
 from mcore_batching.megatron.prepare import PreparedStep
 from mcore_batching.megatron.routing import replayed, replayed_step
@@ -37,27 +36,6 @@ from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.schedule import Schedule
 
 Shape = list[int]
-
-
-@contextlib.contextmanager
-def planned_transfers(
-    options: Options, model: Sequence[Any], prepared: PreparedStep, *, forward_only: bool
-) -> Iterator[None]:
-    """Let the pipeline of a step run without exchanges of shapes, if it has stages."""
-    dims = prepared.schedule.dims
-    # Without other stages nothing is sent.
-    if dims.pipeline_parallel == 1 or options.no_planned_shapes:
-        yield
-        return
-    config = get_model_config(model[0])
-    # Under sequence parallelism a tensor-parallel rank holds, and sends, its part of the tokens.
-    shards = dims.tensor_parallel if config.sequence_parallel else 1
-    tokens = prepared.schedule.row_tokens(prepared.step)
-    shapes = [[of_row // shards, 1, config.hidden_size] for of_row in tokens]
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    transfers = PlannedTransfers(shapes, dims, stage, forward_only=forward_only)
-    with compat.shapes_of_transfers(transfers):
-        yield
 
 
 class PlannedTransfers:
@@ -143,7 +121,7 @@ def run_for_losses(
     """
     config = get_model_config(chunk)  # once: it is looked up through all wrappers
     copies, dtype = _makes_float32_copy(chunk), None
-    in_model_dtype = job.options.keeps_logits_in_model_dtype
+    in_model_dtype = job.options.logits_in_model_dtype or job.options.fuse_output_layer
     if fused and not why_not_fused(chunk):
         dtype = torch.float32 if copies and not in_model_dtype else config.params_dtype
         in_model_dtype = in_model_dtype or hasattr(unwrap_model(chunk), "output_layer")
@@ -239,7 +217,6 @@ def run_pipeline(
     """Run a step's rows forward, and backward unless ``forward_only``.
 
     Args:
-        operation: the call, in words.
         inside: context managers of the caller's around the passes; the first is the outermost.
         rows: one iterator per model chunk; None: over the prepared rows.
         schedule: from ``get_forward_backward_func``; None: that which it gives now.
@@ -258,7 +235,16 @@ def run_pipeline(
             if job.options.learns_cost_model:
                 passes = prepared.schedule.rows_alone(prepared.step)
                 enter(learner_of(job, model).timing(passes, prepared.schedule.dims))
-        enter(planned_transfers(job.options, model, prepared, forward_only=forward_only))
+        dims, config = prepared.schedule.dims, get_model_config(model[0])
+        # Without other stages nothing is sent.
+        if dims.pipeline_parallel > 1 and not job.options.no_planned_shapes:
+            # Under sequence parallelism a tensor-parallel rank holds, and sends, its part.
+            shards = dims.tensor_parallel if config.sequence_parallel else 1
+            tokens = prepared.schedule.row_tokens(prepared.step)
+            shapes = [[of_row // shards, 1, config.hidden_size] for of_row in tokens]
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            transfers = PlannedTransfers(shapes, dims, stage, forward_only=forward_only)
+            enter(compat.shapes_of_transfers(transfers))
         # Around all passes: the backward ones recompute with the experts of the forward ones.
         enter(replayed_step(model))
         for each in inside:

@@ -57,31 +57,18 @@ class Share(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Samples of all ranks by number, and the values of those that this rank brought.
+    """Samples of all ranks by number, and the values of those that this rank brought."""
 
-    Attributes:
-        job: of the call.
-        settings: the same on every rank.
-        share: this replica's part of what all ranks gathered.
-        data: the fields of this replica's samples; the lengths alone once all have moved.
-        template: values of one sample, from a rank that has any: what a placeholder looks like.
-        vocabulary_size: entries of the model's vocabulary; None: not known.
-        lengths: of all samples, in tokens.
-        first: number of each data-parallel rank's first sample, and the number of all samples.
-        steps: numbers of each step's samples, ascending.
-        beginnings: what samples have in common; None: they share no tokens.
-    """
-
-    job: Job
-    settings: PlanInputs
-    share: Share
-    data: Columns
-    template: dict[str, list[Any]]
-    vocabulary_size: int | None
-    lengths: Sequence[int]
-    first: Sequence[int]
-    steps: Sequence[Sequence[int]]
-    beginnings: Beginnings | None = None
+    job: Job  # of the call
+    settings: PlanInputs  # the same on every rank
+    share: Share  # this replica's part of what all ranks gathered
+    data: Columns  # of this replica's samples; the lengths alone once all have moved
+    template: dict[str, list[Any]]  # of one sample, from a rank that has any: a placeholder's
+    vocabulary_size: int | None  # of the model; None: not known
+    lengths: Sequence[int]  # of all samples, in tokens
+    first: Sequence[int]  # of each data-parallel rank's samples, and the number of all samples
+    steps: Sequence[Sequence[int]]  # numbers of each step's samples, ascending
+    beginnings: Beginnings | None = None  # None: samples share no tokens
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
@@ -112,10 +99,10 @@ class Samples:
         """Total length of each sample of a step, in tokens."""
         return [self.lengths[number] for number in self.steps[step]]
 
-    def request(self, step: int, *, plans: bool = True) -> PlanRequest:
-        """A step's part of the planner's input; without ``plans`` as far as its plan is read."""
+    def request(self, step: int) -> PlanRequest:
+        """A step's part of the planner's input."""
         made = self.settings.request(tuple(self.step_lengths(step)))
-        if self.beginnings is None or not plans:
+        if self.beginnings is None:
             return made
         forest = self.beginnings.forest(self.lengths, self.steps[step])
         return dataclasses.replace(made, forest=forest)
@@ -141,8 +128,6 @@ def read_samples(
     """Read settings and samples of a batch. A collective.
 
     Args:
-        job: the present one.
-        model: this rank's model chunks.
         read: gives this rank's samples, or None; what it raises is raised on every rank.
         read_next: gives the lengths of the next batch's samples, as far as they can be read.
         cost_model: costs; None: by the arguments.
@@ -250,20 +235,9 @@ def read_rollout(
     rollout_data: Mapping[str, Any] | None,
     steps: Iterable[Iterable[int]] | None = None,
 ) -> Brought | None:
-    """This rank's samples of a rollout; None if it was given nothing.
-
-    Args:
-        job: the present one.
-        model: this rank's model chunks.
-        schema: declared fields.
-        rollout_data: as for `get_data_iterator`.
-        steps: local sample indices of each step; None: by the global batch size.
-
-    Raises:
-        DynamicBatchArgumentError: forward passes have a cap of their own beside shared rows.
-        TypeError, KeyError, SchemaError: see `read_fields`.
-        ConfigError, ValueError: see `read_share`.
-    """
+    """This rank's samples of a rollout, given as to `get_data_iterator`; None if it was given
+    nothing. Raises as `read_fields` and `read_share`, and a `DynamicBatchArgumentError` if forward
+    passes have a cap of their own beside shared rows."""
     options = job.options
     if options.max_context_parallel is not None and options.has_own_forward_cap:
         raise DynamicBatchArgumentError(

@@ -46,7 +46,6 @@ from mcore_batching.megatron.mtp import LaterLosses
 from mcore_batching.megatron.plan import planned
 from mcore_batching.megatron.prepare import PreparedStep, collated, collating
 from mcore_batching.megatron.run_pipeline import run_for_losses, run_pipeline
-from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.megatron.topology import is_last_stage, model_chunks
 from mcore_batching.planning import ConfigError, at_least
 
@@ -126,24 +125,32 @@ def train_step(
         PipelineFailedError: the model, the schedule or the optimizer raised; on all ranks that can
             be reached.
     """
-    job, update = job_of(args), WeightUpdate(optimizer, opt_param_scheduler, increment)
-
+    job = job_of(args)
     # What these iterators are not is refused below, as an error of all ranks.
     with contextlib.suppress(TypeError):
         planned(rollout_of(data_iterator), step)
     with collating(job, _OPERATION) as agree:
         if not callable(loss_function):
             raise TypeError(f"loss_function must be a function, got {type(loss_function).__name__}")
-        update.check(model_chunks(model))
+        _require_megatrons(model_chunks(model), optimizer)
         schedule = rollout_of(data_iterator)
         schedule.check_step(step, num_microbatches)
         prepared = collated(agree, job, model, schedule, step)
-        agree.same("increment", update.samples_counted(schedule))
+        counted = schedule.samples.share.samples_per_step
+        if increment is not None:
+            counted = at_least("increment", increment, 1, ConfigError)
+        elif counted is None and opt_param_scheduler is not None:
+            raise ConfigError(
+                "no global_batch_size (--global-batch-size) says how many samples a step is; set "
+                "increment to what lr_decay_steps counts a step as: prompts times trajectories of "
+                "each, or 1 where it counts steps"
+            )
+        agree.same("increment", counted)
     # Only now: what is no model has been refused above, on every rank.
     chunks = model_chunks(model)
     gradients = Gradients(chunks) if is_checked(job.options, optimizer) else None
     # Hooks first: measuring wraps the one that adds up gradients over ranks.
-    inside = [update.hooks_set(chunks)]
+    inside = [_hooks_set(chunks, optimizer)]
     if gradients is not None:
         inside.append(gradients.measured())
     made = _forward_backward(loss_function, job, chunks, prepared, inside)
@@ -158,95 +165,65 @@ def train_step(
         values = torch.stack([*sums.values()]).tolist() if sums else []
         # Without a sample there is no gradient, but weight decay and momentum would move weights,
         # and a step of padding alone is no step of the scheduler's.
-        has_samples = prepared.totals.num_samples > 0
-        counted = update.samples_counted(schedule) if has_samples else 0
-        is_skipped = not (has_samples and are_finite)
-        update_successful, grad_norm = update.apply(chunks, counted, skip=is_skipped)
+        if not prepared.totals.num_samples:
+            counted = 0
+        update_successful, grad_norm = False, None
+        if prepared.totals.num_samples and are_finite:
+            update_successful, grad_norm, _ = optimizer.step()
+            if update_successful and opt_param_scheduler is not None:
+                opt_param_scheduler.step(increment=counted)
+        else:  # not left behind: a later step must not use them by mistake
+            _zero_gradients(chunks, optimizer)
+        grad_norm = None if grad_norm is None else float(grad_norm)
     return TrainStepResult(
         metrics=dict(zip(sums, values, strict=True)),
         grad_norm=grad_norm,
-        update_successful=update_successful,
+        update_successful=bool(update_successful),
         totals=prepared.totals,
         num_microbatches=prepared.num_rows,
         consumed_samples=counted,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightUpdate:
-    """The update that ends a train step."""
+def _require_megatrons(model: list[Any], optimizer: Any) -> None:
+    """Refuse a model or optimizer over which Megatron would fail in the middle of a step."""
+    if not all(hasattr(chunk, "zero_grad_buffer") for chunk in model):
+        kinds = ", ".join(type(chunk).__name__ for chunk in model)
+        raise TypeError(f"model must be wrapped in Megatron's DistributedDataParallel, got {kinds}")
+    # By what a step calls: Megatron has several optimizers without a base of their own.
+    if not all(hasattr(optimizer, name) for name in ("zero_grad", "scale_loss", "step")):
+        kind = type(optimizer).__name__
+        raise TypeError(f"optimizer must be Megatron's, from get_megatron_optimizer, got {kind}")
 
-    optimizer: Any
-    scheduler: Any  # None: none
-    increment: int | None  # samples that the step counts as; None: the schedule's
 
-    def check(self, model: list[Any]) -> None:
-        """Refuse a model or optimizer over which Megatron would fail in the middle of a step."""
-        if not all(hasattr(chunk, "zero_grad_buffer") for chunk in model):
-            kinds = ", ".join(type(chunk).__name__ for chunk in model)
-            raise TypeError(
-                f"model must be wrapped in Megatron's DistributedDataParallel, got {kinds}"
-            )
-        # By what a step calls: Megatron has several optimizers without a base of their own.
-        if not all(hasattr(self.optimizer, name) for name in ("zero_grad", "scale_loss", "step")):
-            kind = type(self.optimizer).__name__
-            raise TypeError(
-                f"optimizer must be Megatron's, from get_megatron_optimizer, got {kind}"
-            )
+@contextlib.contextmanager
+def _hooks_set(model: list[Any], optimizer: Any) -> Iterator[None]:
+    """Gradients zeroed and, inside the block, the hooks of ``megatron.training`` set where they are
+    not set."""
+    _zero_gradients(model, optimizer)
+    config = get_model_config(model[0])
+    hooks = {
+        "grad_scale_func": optimizer.scale_loss,
+        # Without it no gradient is added up over ranks: the schedule leaves that to this hook.
+        "finalize_model_grads_func": finalize_model_grads,
+    }
+    # Else the overlapping reduction starts after the first micro-batch, without the others'.
+    if getattr(getattr(model[0], "ddp_config", None), "overlap_grad_reduce", False):
+        no_sync = [chunk.no_sync for chunk in model]
+        hooks["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
+    with contextlib.ExitStack() as stack:
+        for name, hook in hooks.items():
+            # For the step alone: the next may be another optimizer's, with another scale.
+            if getattr(config, name) is None:
+                stack.enter_context(compat.replaced(config, name, hook))
+        yield
 
-    def samples_counted(self, schedule: MicroBatchSchedule) -> int | None:
-        """Samples that a step counts as; None without a given number and a scheduler."""
-        if self.increment is not None:
-            return at_least("increment", self.increment, 1, ConfigError)
-        if schedule.samples.share.samples_per_step is None and self.scheduler is not None:
-            raise ConfigError(
-                "no global_batch_size (--global-batch-size) says how many samples a step is; set "
-                "increment to what lr_decay_steps counts a step as: prompts times trajectories of "
-                "each, or 1 where it counts steps"
-            )
-        return schedule.samples.share.samples_per_step
 
-    @contextlib.contextmanager
-    def hooks_set(self, model: list[Any]) -> Iterator[None]:
-        """Gradients zeroed and, inside the block, the hooks of ``megatron.training`` set where
-        they are not set."""
-        self._zero_gradients(model)
-        config = get_model_config(model[0])
-        hooks = {
-            "grad_scale_func": self.optimizer.scale_loss,
-            # Without it no gradient is added up over ranks: the schedule leaves that to this hook.
-            "finalize_model_grads_func": finalize_model_grads,
-        }
-        # Else the overlapping reduction starts after the first micro-batch, without the others'.
-        if getattr(getattr(model[0], "ddp_config", None), "overlap_grad_reduce", False):
-            no_sync = [chunk.no_sync for chunk in model]
-            hooks["no_sync_func"] = no_sync if len(no_sync) > 1 else no_sync[0]
-        with contextlib.ExitStack() as stack:
-            for name, hook in hooks.items():
-                # For the step alone: the next may be another optimizer's, with another scale.
-                if getattr(config, name) is None:
-                    stack.enter_context(compat.replaced(config, name, hook))
-            yield
-
-    def apply(
-        self, model: list[Any], samples: int | None, *, skip: bool
-    ) -> tuple[bool, float | None]:
-        """Step optimizer and scheduler, or drop the gradients; update successful, and the
-        gradients' norm."""
-        if skip:
-            # Not left behind: a later step must not use them by mistake.
-            self._zero_gradients(model)
-            return False, None
-        update_successful, grad_norm, _ = self.optimizer.step()
-        if update_successful and self.scheduler is not None:
-            self.scheduler.step(increment=samples)
-        return bool(update_successful), None if grad_norm is None else float(grad_norm)
-
-    def _zero_gradients(self, model: list[Any]) -> None:
-        # Two places: the wrapper's buffers, in which gradients are made, and the optimizer's.
-        for chunk in model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+def _zero_gradients(model: list[Any], optimizer: Any) -> None:
+    # Two places: the wrapper's buffers, in which gradients are made, and the optimizer's.
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
 
 
 def _forward_backward(

@@ -108,7 +108,7 @@ class FailureWatch:
     def waiting(self) -> Iterator[None]:
         """A part of the program in which this rank may wait for others; raises
         `PipelineFailedError` if a pipeline has failed on some rank."""
-        self._raise_known(None)
+        self._raise_known()
         is_outermost = not self._inside.is_set()
         self._inside.set()
         try:
@@ -117,14 +117,12 @@ class FailureWatch:
             # A rank that ends closes its connections: what this one sees is not the first cause.
             if _is_lost_connection(exception):
                 self._is_explained()
-            with contextlib.suppress(RuntimeError):
-                self._read()
-            self._raise_known(exception)
+            self.raise_reported(exception)
             raise
         finally:
             if is_outermost:
                 self._inside.clear()
-        self._raise_known(None)
+        self._raise_known()
 
     @contextlib.contextmanager
     def reporting(self, operation: str) -> Iterator[None]:
@@ -166,7 +164,12 @@ class FailureWatch:
         """Report a failure on this rank to all ranks; any thread may."""
         if self._store is None or (_is_lost_connection(exception) and self._is_explained()):
             return
-        text = f"{operation}: {_described(exception)}"
+        try:
+            text = readable("".join(traceback.format_exception_only(exception)).strip())
+        except Exception:  # its own attributes are no texts
+            text = described(exception)
+        frame = traceback.extract_tb(exception.__traceback__)[-1]
+        text = f"{operation}: {text} ({frame.filename}:{frame.lineno}, in {frame.name})"
         note = json.dumps({"rank": self._rank, "text": text})
         try:
             # The first one stays: others that fail after it most likely fail for it.
@@ -176,11 +179,11 @@ class FailureWatch:
             refused = f"; the job's store took no note of it: {described(error)}"
             self._failure = {self._rank: text + refused}
 
-    def raise_reported(self) -> None:
+    def raise_reported(self, cause: Exception | None = None) -> None:
         """Raise `PipelineFailedError` if a rank has failed, as far as is known now."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             self._read()
-        self._raise_known(None)
+        self._raise_known(cause)
 
     def _is_explained(self) -> bool:
         """True once another rank has reported why this one lost a connection."""
@@ -218,7 +221,7 @@ class FailureWatch:
                 time.sleep(0.02)
         self._hosted = None  # once
 
-    def _raise_known(self, cause: Exception | None) -> None:
+    def _raise_known(self, cause: Exception | None = None) -> None:
         if self._failure is not None:
             self._abort()
             self._linger()
@@ -315,13 +318,3 @@ def _is_lost_connection(exception: BaseException) -> bool:
         return False
     is_of_store = isinstance(exception, dist.DistNetworkError)
     return is_of_store or bool(_LOST_CONNECTION.search(described(exception)))
-
-
-def _described(exception: BaseException) -> str:
-    """Type, message and the line that raised, shortened to what the job's store takes."""
-    try:
-        text = readable("".join(traceback.format_exception_only(exception)).strip())
-    except Exception:  # its own attributes are no texts
-        text = described(exception)
-    frame = traceback.extract_tb(exception.__traceback__)[-1]
-    return f"{text} ({frame.filename}:{frame.lineno}, in {frame.name})"

@@ -41,6 +41,16 @@ def parse(*words: str) -> argparse.Namespace:
     return add_dynamic_batch_arguments(argparse.ArgumentParser()).parse_args(words)
 
 
+ONE = ParallelDims()
+FORWARD_CAP = "--dynamic-batch-forward-only-max-tokens-per-gpu"
+MOST_RANKS = "--dynamic-batch-context-parallel"
+
+
+def options(cap: int, *words: str) -> Options:
+    """Of a job with this cap."""
+    return Options.of(parse("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(cap), *words))
+
+
 @pytest.mark.parametrize("flag", REMOVED_FLAGS)
 @pytest.mark.parametrize("values", [[], ["1"], ["a", "b"]])
 def test_removed_flags_are_refused_in_one_line(
@@ -106,20 +116,23 @@ def test_cost_model_from_a_file(tmp_path: Path) -> None:
 
 
 def test_planner_config_from_flags() -> None:
-    args = parse(
-        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100"),
-        *("--dynamic-batch-fill", "placeholder"),
-        *("--dynamic-batch-on-oversize", "error", "--dynamic-batch-pad-total-to", "20"),
-    )
-    assert Options.of(args).planner_config(ParallelDims()) == PlannerConfig(
+    flags = ("fill placeholder", "on-oversize error", "pad-total-to 20")
+    words = [word for flag in flags for word in f"--dynamic-batch-{flag}".split()]
+    assert options(100, *words).planner_config(ONE) == PlannerConfig(
         max_tokens_per_gpu=100, fill="placeholder", on_oversize="error", pad_total_to=20
     )
-    args = parse("--use-dynamic-batch-size", "--max-tokens-per-gpu", "9")
-    assert Options.of(args).planner_config(ParallelDims()) == PlannerConfig(max_tokens_per_gpu=9)
-    bare = SimpleNamespace(max_tokens_per_gpu=9)  # a framework's own arguments
-    assert Options.of(bare).planner_config(ParallelDims()) == PlannerConfig(max_tokens_per_gpu=9)
-    # What these lack is what the flags are by default.
-    assert Options.of(bare) == Options.of(args)
+    bare = Options.of(SimpleNamespace(max_tokens_per_gpu=9))  # a framework's own arguments
+    assert bare.planner_config(ONE) == PlannerConfig(max_tokens_per_gpu=9)
+    assert bare == options(9)  # what these lack is what the flags are by default
+
+
+@pytest.fixture
+def emulates(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """Whether the CPU stands for the CUDA device that there is."""
+    state = {"cuda": False}
+    monkeypatch.setattr(cpu_emulation, "is_enabled", lambda: not state["cuda"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return state
 
 
 @pytest.mark.parametrize(
@@ -132,85 +145,59 @@ def test_planner_config_from_flags() -> None:
     ],
 )
 def test_rows_have_a_multiple_on_cuda_that_leaves_the_cap_what_it_is(
-    cap: int, dims: ParallelDims, multiple: int, monkeypatch: pytest.MonkeyPatch
+    cap: int, dims: ParallelDims, multiple: int, emulates: dict[str, bool]
 ) -> None:
-    args = parse("--use-dynamic-batch-size", "--max-tokens-per-gpu", str(cap))
-    on_cpu = Options.of(args).planner_config(dims)
+    # A sample of 19,990 tokens was over a forward cap of 20,000, as 128 do not divide it.
+    plain, own = options(cap), options(cap, FORWARD_CAP, str(cap + 32))
+    on_cpu = plain.planner_config(dims)
     assert on_cpu.pad_total_to is None
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_emulation, "is_enabled", lambda: False)
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        on_cuda = Options.of(args).planner_config(dims)
-        assert on_cuda == dataclasses.replace(on_cpu, pad_total_to=multiple)
-        assert row_capacity_tokens(dims, on_cuda) == row_capacity_tokens(dims, on_cpu)
-        # A sample of 19,990 tokens was over a forward cap of 20,000, as 128 do not divide it.
-        args.dynamic_batch_forward_only_max_tokens_per_gpu = cap + 32
-        alone, plain = (
-            Options.of(args).forward_only_config(each, dims) for each in (on_cuda, on_cpu)
-        )
-        kernels = math.gcd(128 * dims.tensor_parallel, cap + 32)
-        assert alone.pad_total_to == dims.context_parallel * kernels
-        assert row_capacity_tokens(dims, alone) == row_capacity_tokens(dims, plain)
-        args.dynamic_batch_pad_total_to = 1
-        assert Options.of(args).planner_config(dims).pad_total_to == 1
-        patch.setattr(cpu_emulation, "is_enabled", lambda: True)
-        args.dynamic_batch_pad_total_to = None
-        assert Options.of(args).planner_config(dims) == on_cpu
+    emulates["cuda"] = True
+    on_cuda = plain.planner_config(dims)
+    assert on_cuda == dataclasses.replace(on_cpu, pad_total_to=multiple)
+    assert row_capacity_tokens(dims, on_cuda) == row_capacity_tokens(dims, on_cpu)
+    alone, of_cpu = (own.forward_only_config(each, dims) for each in (on_cuda, on_cpu))
+    kernels = math.gcd(128 * dims.tensor_parallel, cap + 32)
+    assert alone.pad_total_to == dims.context_parallel * kernels
+    assert row_capacity_tokens(dims, alone) == row_capacity_tokens(dims, of_cpu)
+    given = options(cap, "--dynamic-batch-pad-total-to", "1")
+    assert given.planner_config(dims).pad_total_to == 1
 
 
-def test_rows_of_one_rank_keep_their_cap_under_dynamic_cp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_rank_keep_their_cap_under_dynamic_cp(emulates: dict[str, bool]) -> None:
     """Their multiple is theirs, not that of as many ranks as the model's size."""
-    words = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "8320"]
-    args = parse(*words, "--dynamic-batch-context-parallel", "4")
+    emulates["cuda"] = True
     dims = ParallelDims(data_parallel=2, context_parallel=2)
-    monkeypatch.setattr(cpu_emulation, "is_enabled", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert Options.of(args).planner_config(dims).pad_total_to == 128
+    config = options(8320, MOST_RANKS, "4").planner_config(dims)
+    assert config.pad_total_to == 128
     for size in (1, 2, 4):
-        rows = dims.for_rows_on(size)
-        assert row_capacity_tokens(rows, Options.of(args).planner_config(dims)) == 8320 * size
-
-
-FORWARD_CAP = "--dynamic-batch-forward-only-max-tokens-per-gpu"
+        assert row_capacity_tokens(dims.for_rows_on(size), config) == 8320 * size
 
 
 def test_forward_passes_have_the_cap_of_training_unless_they_are_given_one() -> None:
-    words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
-    words += ("--dynamic-batch-pad-total-to", "20")
-    shared, own = parse(*words), parse(*words, FORWARD_CAP, "400")
-    training = Options.of(own).planner_config(ParallelDims())
-    assert training == Options.of(shared).planner_config(ParallelDims())
-    assert training == Options.of(shared).forward_only_config(training, ParallelDims())
-    assert Options.of(own).forward_only_config(training, ParallelDims()) == dataclasses.replace(
-        training, max_tokens_per_gpu=400
-    )
-    assert not Options.of(shared).has_own_forward_cap
-    assert Options.of(own).has_own_forward_cap
-    assert not Options.of(SimpleNamespace(max_tokens_per_gpu=9)).has_own_forward_cap
-
-
-def test_a_cap_of_forward_passes_out_of_range_is_refused_before_training() -> None:
-    words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100", FORWARD_CAP, "0")
+    words = "--dynamic-batch-pad-total-to", "20"
+    shared, own = options(100, *words), options(100, *words, FORWARD_CAP, "400")
+    training = own.planner_config(ONE)
+    assert training == shared.planner_config(ONE) == shared.forward_only_config(training, ONE)
+    larger = dataclasses.replace(training, max_tokens_per_gpu=400)
+    assert own.forward_only_config(training, ONE) == larger
+    assert (shared.has_own_forward_cap, own.has_own_forward_cap) == (False, True)
+    # Before training.
     with pytest.raises(ConfigError, match=rf"\({FORWARD_CAP}\) must be 1 or more, got 0; increase"):
-        Options.of(parse(*words)).planner_config(ParallelDims())
+        options(100, FORWARD_CAP, "0").planner_config(ONE)
 
 
 def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
-    words = ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "100")
-    args = parse(*words, FORWARD_CAP, "20", "--dynamic-batch-on-oversize", "error")
-    training = Options.of(args).planner_config(ParallelDims())
-    forward = Options.of(args).forward_only_config(training, ParallelDims())
-    for forward_only, config in ((False, training), (True, forward)):
-        inputs = PlanInputs(ParallelDims(), config, CostModel(), forward_only=forward_only)
-        naming = inputs.naming([4, 7])
-        if forward_only:
-            with pytest.raises(OversizeSampleError) as caught, naming:
-                Problem.of([30, 5], ParallelDims(), config)
-            assert str(caught.value).startswith("sample 4 has 30 tokens")
-            assert f"({FORWARD_CAP}) to 30 or more, or" in str(caught.value)
-        else:
-            with naming:
-                Problem.of([30, 5], ParallelDims(), config)
+    given = options(100, FORWARD_CAP, "20", "--dynamic-batch-on-oversize", "error")
+    training = given.planner_config(ONE)
+    inputs = PlanInputs(ONE, training, CostModel())
+    with inputs.naming([4, 7]):
+        Problem.of([30, 5], ONE, training)
+    forward = given.forward_only_config(training, ONE)
+    inputs = dataclasses.replace(inputs, config=forward, forward_only=True)
+    with pytest.raises(OversizeSampleError) as caught, inputs.naming([4, 7]):
+        Problem.of([30, 5], ONE, forward)
+    assert str(caught.value).startswith("sample 4 has 30 tokens")
+    assert f"({FORWARD_CAP}) to 30 or more, or" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -222,20 +209,14 @@ def test_a_sample_over_the_cap_of_forward_passes_alone_names_that_cap() -> None:
 )
 def test_a_loop_of_ones_own_without_a_cap_is_refused(words: list[str], expected: str) -> None:
     with pytest.raises(DynamicBatchArgumentError, match=expected):
-        Options.of(parse(*words)).planner_config(ParallelDims())
+        Options.of(parse(*words)).planner_config(ONE)
 
 
 def test_most_ranks_of_a_row_are_read_from_the_flag() -> None:
-    words = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"]
-    args = parse(*words, "--dynamic-batch-context-parallel", "2")
-    assert Options.of(args).planner_config(ParallelDims(data_parallel=4)).max_context_parallel == 2
-    assert Options.of(args).exchanges_samples
-    assert Options.of(parse(*words)).exchanges_samples
-    stays = parse(*words, "--no-dynamic-batch-exchange")
-    assert not Options.of(stays).exchanges_samples
-    stays.dynamic_batch_context_parallel = 2
+    dims, stay = ParallelDims(data_parallel=4), "--no-dynamic-batch-exchange"
+    assert options(64, MOST_RANKS, "2").planner_config(dims).max_context_parallel == 2
+    assert [options(64, *words).exchanges_samples for words in ([], [stay])] == [True, False]
     with pytest.raises(DynamicBatchArgumentError, match="unset --no-dynamic-batch-exchange"):
-        Options.of(stays).planner_config(ParallelDims(data_parallel=4))
-    args = parse(*words, "--dynamic-batch-context-parallel", "3")
-    with pytest.raises(ConfigError, match=r"\(--dynamic-batch-context-parallel\) to 2"):
-        Options.of(args).planner_config(ParallelDims(data_parallel=4))
+        options(64, MOST_RANKS, "2", stay).planner_config(dims)
+    with pytest.raises(ConfigError, match=rf"\({MOST_RANKS}\) to 2"):
+        options(64, MOST_RANKS, "3").planner_config(dims)

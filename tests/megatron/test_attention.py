@@ -249,19 +249,26 @@ def test_layers_of_several_kinds_are_no_one_spec(every: Any) -> None:
         megatron.packed_layer_spec(config)
 
 
+@pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_layers_of_several_kinds_make_a_block(sequence_parallel: bool) -> None:
+def test_layers_of_several_kinds_make_a_block(
+    sequence_parallel: bool, has_norms: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With norms, also those of heads, that sequence parallelism takes."""
+    monkeypatch.setattr(transformer_block, "LayerNormImpl", None)
     shape: dict[str, Any] = {"num_layers": 3, "hidden_size": 8, "num_attention_heads": 1}
-    config = TransformerConfig(**shape, num_moe_experts=2, moe_layer_freq=[0, 1, 1])
+    shape |= {"num_moe_experts": 2, "moe_layer_freq": [0, 1, 1], "qk_layernorm": has_norms}
+    config = TransformerConfig(**shape)
     config.sequence_parallel = sequence_parallel
     plain = get_gpt_decoder_block_spec(config, False, pp_rank=0)
     block = megatron.use_packed_attention(plain, config)
+    ours = SequenceParallelNorm if sequence_parallel else plain.layer_norm
     for layer, local in zip(block.layer_specs, plain.layer_specs, strict=True):
-        attention = layer.submodules.self_attention.submodules.core_attention
-        assert attention is megatron.PackedAttention
-        assert local.submodules.self_attention.submodules.core_attention is not attention
-    norm = SequenceParallelNorm if sequence_parallel else plain.layer_norm
-    assert block.layer_norm is norm
+        made, given = (each.submodules.self_attention.submodules for each in (layer, local))
+        assert made.core_attention is megatron.PackedAttention is not given.core_attention
+        assert made.q_layernorm is made.k_layernorm is (ours if has_norms else IdentityOp)
+    assert block.layer_norm is ours
+    assert transformer_block.LayerNormImpl is (ours if sequence_parallel else None)
 
 
 def test_every_hybrid_layer_has_the_norm_that_transformer_engine_fuses(
@@ -341,21 +348,6 @@ def test_learnt_sinks_start_where_the_config_says(
     )
     sinks = _sinks(config, 2)
     assert [each is sinks for each in drawn] == [True] * starts
-
-
-@pytest.mark.parametrize(
-    ("has_norms", "expected"), [(True, SequenceParallelNorm), (False, IdentityOp)]
-)
-def test_norms_of_heads_are_replaced_where_there_are_some(
-    has_norms: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformer_block, "LayerNormImpl", None)
-    shape: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1}
-    config = TransformerConfig(**shape, qk_layernorm=has_norms)
-    config.sequence_parallel = True
-    attention = megatron.packed_layer_spec(config).submodules.self_attention.submodules
-    assert attention.q_layernorm is attention.k_layernorm is expected
-    assert transformer_block.LayerNormImpl is SequenceParallelNorm
 
 
 @pytest.mark.parametrize(("name", "count"), [("LayerNorm", 2), ("RMSNorm", 1)])

@@ -18,7 +18,6 @@ from mcore_batching.megatron import compat
 from mcore_batching.megatron.checks.layers import (
     check_shared_prefixes,
     layer_problems,
-    multi_token_problems,
     unfit_for_later_tokens,
 )
 from mcore_batching.megatron.checks.settings import check_model_config
@@ -80,11 +79,8 @@ LATENT = "transformer.multi_latent_attention.MLASelfAttention"
 GDN, NO_GDN = "ssm.gated_delta_net.GatedDeltaNet", later((0, 18), "a GatedDeltaNet")
 DSA = "transformer.experimental_attention_variant.dsa.DSAttention"
 NO_DSA = later((0, 19), "sparse attention")
-SILU, GELU, LOSS_OF_INDEXER = (
-    {"activation": "silu"},
-    {"activation": "gelu"},
-    "dsa_indexer_loss_coeff",
-)
+SILU, GELU = {"activation": "silu"}, {"activation": "gelu"}
+LOSS_OF_INDEXER = "dsa_indexer_loss_coeff"
 LAYERS: list[tuple[str, dict[str, Any], ParallelDims, dict[str, Any], str]] = [
     # They mix samples, or cut positions that are cut already.
     (LOCAL, {}, ONE, {}, "mcore_batching.megatron.packed_layer_spec(config)"),
@@ -101,13 +97,7 @@ LAYERS: list[tuple[str, dict[str, Any], ParallelDims, dict[str, Any], str]] = [
     # Weights that all heads share, with gradients that tensor-parallel ranks do not add up.
     (GDN, SILU, TP2, {}, "output norm under tensor parallelism without sequence parallelism"),
     (GDN, SILU, TP2_SP, {}, NO_GDN),
-    (
-        LATENT,
-        latent(10),
-        TP2,
-        {},
-        "or build the model with Transformer Engine's spec and set --seq",
-    ),
+    (LATENT, latent(10), TP2, {}, "with Transformer Engine's spec and set --sequence-parallel"),
     (LATENT, latent(10), TP2_SP, {}, "set --tensor-model-parallel-size 1, or build the model with"),
     (LATENT, latent(20), TP2, {}, "without sequence parallelism: set --sequence-parallel"),
     (LATENT, latent(20), TP2_SP, {}, ""),
@@ -283,9 +273,11 @@ def config(**changes: Any) -> TransformerConfig:
 
 
 PER_TOKEN = {"calculate_per_token_loss": True}
-EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
-FLEX = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
-HYBRID_EP = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
+DISPATCHER, BACKEND = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"
+EXPERTS = {"num_moe_experts": 4, DISPATCHER: "alltoall"}
+FLEX = EXPERTS | {DISPATCHER: "flex"}
+HYBRID_EP = FLEX | {BACKEND: "hybridep"}
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 LOSS = {**EXPERTS, "moe_aux_loss_coeff": 0.01}
 Z_LOSS = {**EXPERTS, "moe_z_loss_coeff": 0.01}
 DEPTH = {"mtp_num_layers": 1}
@@ -315,21 +307,13 @@ REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
     (ONE, routed("sinkhorn"), f"sinkhorn {ALL_TOKENS}"),
     (ONE, routed("none", "sinkhorn"), ROUTING),
     (ONE, routed("quantile_balancing"), f"quantile_balancing {ALL_TOKENS}"),
-    (
-        ONE,
-        {"num_moe_experts": 4, "moe_token_dispatcher_type": "allgather"},
-        "set --moe-token-dispatcher-type alltoall",
-    ),
+    (ONE, EXPERTS | {DISPATCHER: "allgather"}, "set --moe-token-dispatcher-type alltoall"),
     (ONE, {**EXPERTS, "moe_expert_capacity_factor": 0.0}, "unset --moe-expert-capacity-factor"),
     (CP2_TP2_SP, {"fp8": "hybrid"}, f"{PAD} 64"),
     (ONE, {"fp8": "hybrid", "fp8_recipe": "mxfp8"}, f"{PAD} 32"),
     (ONE, {"fp4": "e2m1"}, f"{PAD} 32"),
-    (
-        TP2_SP,
-        {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-        "FP8 rows must divide by 128 on each rank, so by 256 in all",
-    ),
-    (TP2, {"fp8": "e4m3", "fp8_recipe": "blockwise"}, f"{PAD} 16"),
+    (TP2_SP, BLOCKWISE, "FP8 rows must divide by 128 on each rank, so by 256 in all"),
+    (TP2, BLOCKWISE, f"{PAD} 16"),
     (CP2_TP2_SP, {"fp4": "e2m1"}, "FP4 rows must divide by 32 on each rank, so by 128 in all"),
     (ONE, {"tp_comm_overlap": True}, "unset --tp-comm-overlap"),
     (
@@ -339,11 +323,7 @@ REFUSED: list[tuple[ParallelDims, dict[str, Any], str]] = [
     ),
     (ONE, {"defer_embedding_wgrad_compute": True}, "unset --defer-embedding-wgrad-compute"),
     (ONE, HYBRID_EP, "set --moe-hybridep-pad-uneven-dispatch-inputs"),
-    (
-        ONE,
-        {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
-        "set --moe-flex-dispatcher-backend deepep",
-    ),
+    (ONE, FLEX | {BACKEND: "ncclep"}, "set --moe-flex-dispatcher-backend deepep"),
     (ONE, {"overlap_moe_expert_parallel_comm": True}, "unset --overlap-moe-expert-parallel-comm"),
     (ONE, {"sequence_packing_scheduler": "dp_balanced"}, "unset --sequence-packing-scheduler"),
 ]
@@ -354,8 +334,8 @@ ACCEPTED: list[tuple[ParallelDims, dict[str, Any]]] = [
     (VIRTUAL, {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
     (ONE, EXPERTS),  # a load-balancing loss with coefficient 0
     (ONE, {**LOSS, **PER_TOKEN}),
-    (ONE, {**FLEX, "moe_flex_dispatcher_backend": "deepep"}),
-    (ONE, {**EXPERTS, "moe_flex_dispatcher_backend": "hybridep"}),
+    (ONE, FLEX | {BACKEND: "deepep"}),
+    (ONE, EXPERTS | {BACKEND: "hybridep"}),
     (ONE, {**HYBRID_EP, "moe_hybridep_pad_uneven_dispatch_inputs": True}),
 ]
 PLANNER = PlannerConfig(max_tokens_per_gpu=128)
@@ -402,40 +382,35 @@ def test_all_problems_are_listed_at_once() -> None:
     assert str(caught.value).count("\n  - ") == 3
 
 
-@pytest.mark.parametrize("dims", [CP2, TP2])
-def test_a_z_loss_that_megatron_makes_too_weak_is_refused(
-    dims: ParallelDims, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before 0.19 by the number of ranks that share a row, with or without this package."""
-    made = config(**Z_LOSS, **PER_TOKEN)
-    monkeypatch.setattr(compat, "multiplies_by_ranks", lambda: True)
-    check_model_config(made, dims, PLANNER)
-    monkeypatch.setattr(compat, "multiplies_by_ranks", lambda: False)
-    check_model_config(made, ONE, PLANNER)
-    with pytest.raises(DynamicBatchArgumentError, match=r"2 times too weak .*, or install"):
-        check_model_config(made, dims, PLANNER)
-    with pytest.raises(DynamicBatchArgumentError, match="4 times too weak on 4 tensor- and"):
-        check_model_config(made, ONE, SHARED)
-    made.moe_z_loss_coeff = None
-    check_model_config(made, dims, PLANNER)
+Z_LOSS_PER_TOKEN, NO_Z_LOSS = Z_LOSS | PER_TOKEN, EXPERTS | PER_TOKEN
+WHOLE = {**DEPTH, "recompute_granularity": "full", "recompute_method": "uniform"}
+BLOCKS = WHOLE | {"recompute_method": "block"}  # these layers ignore it
+BY_VERSION: list[tuple[bool, PlannerConfig, ParallelDims, dict[str, Any], str]] = [
+    (False, PLANNER, CP2, Z_LOSS_PER_TOKEN, "2 times too weak on 2 tensor- and context-parallel"),
+    (False, PLANNER, TP2, Z_LOSS_PER_TOKEN, "unset --moe-z-loss-coeff, or install megatron-core"),
+    (False, SHARED, ONE, Z_LOSS_PER_TOKEN, "4 times too weak on 4 tensor- and"),
+    (False, PLANNER, ONE, Z_LOSS_PER_TOKEN, ""),
+    (False, PLANNER, CP2, NO_Z_LOSS, ""),
+    (True, PLANNER, CP2, Z_LOSS_PER_TOKEN, ""),
+    (False, PLANNER, ONE, WHOLE, "set --recompute-granularity selective"),
+    (False, PLANNER, ONE, BLOCKS, NO_DEPTHS),
+    (True, PLANNER, ONE, WHOLE, NO_DEPTHS),
+]
 
 
-@pytest.mark.parametrize(
-    ("method", "recomputes", "mend"),
-    [
-        ("uniform", False, "set --recompute-granularity selective"),
-        ("uniform", True, ""),
-        ("block", False, ""),  # these layers ignore it
-    ],
-)
-def test_later_tokens_that_cannot_be_recomputed_are_refused(
-    method: str, recomputes: bool, mend: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_later", "planner", "dims", "changes", "expected"), BY_VERSION)
+def test_what_versions_before_019_do_wrong_is_refused(
+    is_later: bool,
+    planner: PlannerConfig,
+    dims: ParallelDims,
+    changes: dict[str, Any],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = config(**DEPTH, recompute_granularity="full", recompute_method=method)
-    monkeypatch.setattr(compat, "recomputes_multi_token_rows", lambda: recomputes)
-    said = "".join(multi_token_problems(made))
-    assert mend in said
-    assert ("recomputed" in said) == bool(mend)
+    """Z-losses that are too weak, and recomputed layers that break."""
+    for name in ("multiplies_by_ranks", "recomputes_multi_token_rows"):
+        monkeypatch.setattr(compat, name, lambda: is_later)
+    test_refused_combination_says_what_to_set(planner, dims, changes, expected)
 
 
 ROPE, LEARNED = {"position_embedding_type": "rope"}, {"position_embedding_type": "learned_absolute"}

@@ -31,52 +31,36 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize(
-    ("config", "published"),
-    [
-        ({}, {}),
-        (
-            {"gated_linear_unit": True, "num_query_groups": 1, "kv_channels": 3},
-            {"hidden_act": "silu", "num_key_value_heads": 1, "head_dim": 3},
-        ),
-        (
-            {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            },
-            {"recompute_granularity": "full"},
-        ),
-        ({"window_size": (7, 0)}, {"sliding_window": 8}),
-        (
-            {"window_size": (7, 0), "window_attn_skip_freq": 2},
-            {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
-        ),
-        ({"window_size": (-1, -1)}, {}),
-        (
-            {
-                "num_moe_experts": 8,
-                "moe_router_topk": 2,
-                "moe_ffn_hidden_size": 6,
-                "moe_shared_expert_intermediate_size": 4,
-                "expert_model_parallel_size": 2,
-                "moe_layer_freq": [0, 1, 1, 1],
-            },
-            {
-                "num_experts": 8,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 6,
-                "shared_expert_intermediate_size": 4,
-                "expert_model_parallel_size": 2,
-                "first_k_dense_replace": 1,
-            },
-        ),
-        ({"mtp_num_layers": 2}, {"num_nextn_predict_layers": 2}),
-    ],
-    ids=("dense", "grouped", "recomputed", "window", "windows", "no-window", "experts", "mtp"),
-)
-def test_costs_of_a_transformer(config: dict[str, Any], published: dict[str, Any]) -> None:
+WINDOW, FULL = {"window_size": (7, 0)}, {"recompute_granularity": "full"}
+SHARED = {"expert_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 4}
+EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 6} | SHARED
+PUBLISHED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+PUBLISHED |= {"expert_model_parallel_size": 2, "shared_expert_intermediate_size": 4}
+TRANSFORMERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({}, {}),
+    "grouped": (
+        {"gated_linear_unit": True, "num_query_groups": 1, "kv_channels": 3},
+        {"hidden_act": "silu", "num_key_value_heads": 1, "head_dim": 3},
+    ),
+    "recomputed": (FULL | {"recompute_method": "uniform", "recompute_num_layers": 1}, FULL),
+    "window": (WINDOW, {"sliding_window": 8}),
+    "windows": (
+        WINDOW | {"window_attn_skip_freq": 2},
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8},
+    ),
+    "no-window": ({"window_size": (-1, -1)}, {}),
+    "experts": (
+        EXPERTS | {"moe_layer_freq": [0, 1, 1, 1]},
+        PUBLISHED | {"first_k_dense_replace": 1},
+    ),
+    "mtp": ({"mtp_num_layers": 2}, {"num_nextn_predict_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_costs_of_a_transformer(name: str) -> None:
     """The same from Megatron's config as from the model's published one."""
+    config, published = TRANSFORMERS[name]
     guess = first_guess(VOCABULARY, TransformerConfig(**SHAPE, **config))
     assert guess == layers_of.first_guess(SAME | published)
 

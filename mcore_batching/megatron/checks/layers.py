@@ -41,11 +41,8 @@ def layer_problems(
 ) -> list[str]:
     """Reasons why layers cannot run packed rows, one of each kind, with the setting that mends it.
 
-    Args:
-        chunks: this rank's model chunks.
-        dims: of the job.
-        pads_rows: samples, or rows, are padded.
-        row_ranks: most ranks that share a row; None: the context-parallel ones.
+    ``pads_rows``: samples, or rows, are padded; ``row_ranks``: most ranks that share a row, by
+    default the context-parallel ones.
     """
     row_ranks = row_ranks or dims.context_parallel
     found = (
