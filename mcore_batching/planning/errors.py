@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Collection
+from dataclasses import KW_ONLY, InitVar, dataclass
 from itertools import islice
 from typing import Any
 
@@ -106,68 +107,53 @@ class LengthError(PlanningError):
         self.index = index
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class OversizeSampleError(PlanningError):
-    """A sample longer than the cap, under `on_oversize="error"`.
+    """A sample longer than the cap, under `on_oversize="error"`."""
 
-    Attributes: `index`, `length` and `padded_length` and `cap` in tokens,
-    `needed_max_tokens_per_gpu` the least value under which it fits.
-    """
+    index: int
+    length: int
+    """Its tokens."""
+    padded_length: int
+    cap: int
+    """Most padded tokens."""
+    needed_max_tokens_per_gpu: int
+    """The least value under which it fits."""
+    num_oversize: int
+    """Samples over the cap, this one among them."""
 
-    def __init__(
-        self,
-        *,
-        index: int,
-        length: int,
-        padded_length: int,
-        cap: int,
-        needed_max_tokens_per_gpu: int,
-        num_oversize: int,
-    ) -> None:
-        others = f" (and {num_oversize - 1} more samples)" if num_oversize > 1 else ""
+    def __post_init__(self) -> None:
+        """Make the message."""
+        others = f" (and {self.num_oversize - 1} more samples)" if self.num_oversize > 1 else ""
         super().__init__(
-            f"sample {index} has {length} tokens, {padded_length} after padding, the cap is "
-            f"{cap}{others}; set {named('max_tokens_per_gpu')} to {needed_max_tokens_per_gpu} or "
-            f"more, or {named('on_oversize', 'own-bin')}"
+            f"sample {self.index} has {self.length} tokens, {self.padded_length} after padding, "
+            f"the cap is {self.cap}{others}; set {named('max_tokens_per_gpu')} to "
+            f"{self.needed_max_tokens_per_gpu} or more, or {named('on_oversize', 'own-bin')}"
         )
-        self.index = index
-        self.length = length
-        self.padded_length = padded_length
-        self.cap = cap
-        self.needed_max_tokens_per_gpu = needed_max_tokens_per_gpu
-        self.num_oversize = num_oversize
 
 
+@dataclass(eq=False, repr=False)
 class InvariantError(PlanningError):
-    """A plan that breaks one of the invariants.
+    """A plan that breaks one of the invariants."""
 
-    Attributes: `invariant`, its name ("exact cover", "cap", "equal count", "split before
-    placeholder", "prefix trees" or, under dynamic CP, "blocks"); `indices` of the samples
-    concerned; `step`, `rank` and `slot`, each None where the fault is not in one place.
-    """
+    invariant: str
+    """"exact cover", "cap", "equal count", "split before placeholder", "prefix trees" or, under
+    dynamic CP, "blocks"."""
+    message: InitVar[str]
+    _: KW_ONLY
+    indices: tuple[int, ...] = ()
+    """The samples concerned."""
+    step: int | None = None
+    """This, `rank` and `slot` are None where the fault is not in one place."""
+    rank: int | None = None
+    slot: int | None = None
 
-    def __init__(
-        self,
-        invariant: str,
-        message: str,
-        *,
-        indices: tuple[int, ...] = (),
-        step: int | None = None,
-        rank: int | None = None,
-        slot: int | None = None,
-    ) -> None:
-        where = [
-            f"{name} {value}"
-            for name, value in (("step", step), ("rank", rank), ("slot", slot))
-            if value is not None
-        ]
-        # In the message for people, and as attributes for programs.
+    def __post_init__(self, message: str) -> None:
+        """Make the message: for people what the attributes are for programs."""
+        found = {"step": self.step, "rank": self.rank, "slot": self.slot}
+        where = [f"{name} {value}" for name, value in found.items() if value is not None]
         place = f" at {', '.join(where)}" if where else ""
-        super().__init__(f"invariant '{invariant}' is broken{place}: {message}")
-        self.invariant = invariant
-        self.indices = indices
-        self.step = step
-        self.rank = rank
-        self.slot = slot
+        super().__init__(f"invariant '{self.invariant}' is broken{place}: {message}")
 
 
 class PlanFormatError(PlanningError):

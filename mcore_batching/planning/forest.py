@@ -241,21 +241,17 @@ def forest_of_groups(
 ) -> Forest:
     """The forest of samples with equal prompts within a group, given the total length and the
     prompt of each [samples] in tokens; responses have nothing in common."""
-    members: dict[Hashable, list[int]] = {}
-    for sample, group in enumerate(groups):
+    members: dict[tuple[Hashable, int], list[int]] = {}
+    for sample, (group, prompt) in enumerate(zip(groups, prompts, strict=True)):
         if lengths[sample]:
-            members.setdefault((group, prompts[sample]), []).append(sample)
-    nodes, last = list[Node](), [-1] * len(lengths)
-    for samples in members.values():
-        cut = max(0, prompts[samples[0]] - 1) if len(samples) > 1 else 0
-        root = -1
-        if cut:
-            root = len(nodes)
-            nodes.append(Node(samples[0], 0, cut, -1))
-        for sample in samples:
-            last[sample] = len(nodes)
-            nodes.append(Node(sample, cut, lengths[sample], root))
-    return Forest(tuple(lengths), tuple(nodes), tuple(last))
+            members.setdefault((group, prompt), []).append(sample)
+    leaves, cuts = list[int](), list[int]()
+    for (_, prompt), samples in members.items():
+        leaves += samples
+        cuts += [0, *[max(0, prompt - 1)] * (len(samples) - 1)]
+    nodes, of_leaf = _nodes(lengths, leaves, cuts)
+    last = tuple(of_leaf.get(sample, -1) for sample in range(len(lengths)))
+    return Forest(tuple(lengths), tuple(nodes), last)
 
 
 class _Piece(NamedTuple):
@@ -315,12 +311,8 @@ def parts_of(
 
 def _packed(pieces: Sequence[_Piece], path: _Piece, limits: tuple[float, float]) -> list[_Piece]:
     """Pieces that hang on one path, put together as far as they fit the most tokens and cost."""
-    least = _Piece(
-        (),
-        min(piece.tokens for piece in pieces),
-        min(piece.keys for piece in pieces),
-        min(piece.cost for piece in pieces),
-    ).beside(path)
+    _, *least_of_each = zip(*pieces, strict=True)
+    least = _Piece((), *map(min, least_of_each)).beside(path)
     made, bins = list[_Piece](), list[_Piece]()  # bins: the fullest last
     by_tokens = attrgetter("tokens")
     for piece in sorted(pieces, key=by_tokens, reverse=True):

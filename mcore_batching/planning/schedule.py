@@ -147,72 +147,46 @@ class Schedule:
         the one that needs the input. Under 1F1B these waits change nothing, except where
         micro-batches shrink during warm-up.
         """
-        if self.dims.virtual_pipeline == 1:
+        dims, last = self.dims, self.dims.pipeline_parallel - 1
+        if dims.virtual_pipeline == 1:
             return {}
-        return _SendsOfInterleaved(self, num_microbatches).waits()
-
-
-class _SendsOfInterleaved:
-    """Waits of the interleaved schedule for its sends."""
-
-    def __init__(self, schedule: Schedule, count: int) -> None:
-        dims = schedule.dims
-        self._waits_at_once = dims.waits_for_sends
-        self._last_stage, self._last_chunk = dims.pipeline_parallel - 1, dims.virtual_pipeline - 1
-        stages = range(dims.pipeline_parallel)
-        self._orders = [schedule.order(stage, count) for stage in stages]
-        self._passes = [
-            {kind: [each for each in order if each.kind == kind] for kind in "FB"}
-            for order in self._orders
-        ]
-        self._warm_ups = [schedule.warm_up(stage, count) for stage in stages]
-
-    def waits(self) -> dict[StagePass, list[StagePass]]:
-        # A stage that has sent an output waits until the transfer has ended, which takes a pass of
-        # the receiver's to end, too. In warm-up and cool-down it waits for sends and receives of
-        # both neighbours at once; in steady state after a forward pass for what it just sent, and
-        # after a backward pass, or without `waits_for_sends` after either, for what it sent one
-        # pass earlier.
+        orders = [self.order(stage, num_microbatches) for stage in range(last + 1)]
+        warm_ups = [self.warm_up(stage, num_microbatches) for stage in range(last + 1)]
+        final = {"F": dims.virtual_pipeline - 1, "B": 0}
+        # Forward passes travel from the first stage to the last, backward passes the other way.
+        passes = {
+            kind: [[(s, what) for what in orders[s] if what.kind == kind] for s in way]
+            for kind, way in (("F", range(last + 1)), ("B", range(last, -1, -1)))
+        }
         waits: dict[StagePass, list[StagePass]] = {}
-        for stage, order in enumerate(self._orders):
-            steady = len(self._passes[stage]["F"]) - self._warm_ups[stage]
-            numbers_of = {"F": 0, "B": 0}
+        for stage, order in enumerate(orders):
+            steady = len(passes["F"][stage]) - warm_ups[stage]
+            numbers = {"F": 0, "B": 0}
             unfinished: dict[str, list[StagePass]] = {"F": [], "B": []}
             for what, following in pairwise(order):
-                kind, number = what.kind, numbers_of[what.kind]
-                numbers_of[kind] += 1
-                sent = self._receiver_begins(stage, kind, number)
-                is_steady = number < steady if kind == "B" else number >= self._warm_ups[stage]
-                if not is_steady:
-                    sent = sent + self._received(stage, kind, number)
-                elif kind == "B" or not self._waits_at_once:  # wait one pass late
-                    sent, unfinished[kind] = unfinished[kind], sent
-                waits[stage, following] = sent
+                kind, number = what.kind, numbers[what.kind]
+                numbers[kind] += 1
+                place = stage if kind == "F" else last - stage
+                # The pass after which the next stage posts its receive of this one's output.
+                awaited: list[StagePass] = []
+                if place < last and number > 0:
+                    awaited = [passes[kind][place + 1][number - 1]]
+                elif place < last and kind == "B":  # begun after the last pass of warm-up
+                    awaited = [passes["F"][stage - 1][warm_ups[stage - 1] - 1]]
+                elif place == last and what.chunk != final[kind]:
+                    # At the other end, for the next chunk, Megatron receives after each pass what
+                    # was made here P - 1 passes earlier by the same count.
+                    awaited = [passes[kind][0][number + last]]
+                # A stage waits until a transfer has ended: in warm-up and cool-down at once for
+                # both neighbours'; in steady state after a forward pass for what it just sent, and
+                # after a backward pass, or without `waits_for_sends` after either, for what it
+                # sent one pass earlier.
+                if number >= steady if kind == "B" else number < warm_ups[stage]:
+                    # The first stage of a chunk receives there what a later pass of its own uses.
+                    if place == 0 and number >= last:
+                        made = passes[kind][last][number - last]
+                        awaited += [made] if made[1].chunk != final[kind] else []
+                elif kind == "B" or not dims.waits_for_sends:
+                    awaited, unfinished[kind] = unfinished[kind], awaited
+                waits[stage, following] = awaited
         return waits
-
-    def _receiver_begins(self, stage: int, kind: str, number: int) -> list[StagePass]:
-        """The pass after which the next stage posts its receive of a pass's output."""
-        last = self._last_stage
-        ahead, beyond, final = (1, last, self._last_chunk) if kind == "F" else (-1, 0, 0)
-        receiver, before = stage + ahead, number - 1
-        if stage == beyond:  # from here to the next chunk, at the other end of the pipeline
-            if self._passes[stage][kind][number].chunk == final:
-                return []
-            # Megatron's other end receives, after each of its passes, what was made here P - 1
-            # passes earlier by the same count.
-            receiver, before = last - beyond, number + last
-        if before >= 0:
-            return [(receiver, self._passes[receiver][kind][before])]
-        if kind == "B":  # begun after the last pass of warm-up
-            return [(receiver, self._passes[receiver]["F"][self._warm_ups[receiver] - 1])]
-        return []
-
-    def _received(self, stage: int, kind: str, number: int) -> list[StagePass]:
-        """The pass that makes what the first stage of a chunk receives after a pass of its own, for
-        use in a later pass."""
-        sender, final = (self._last_stage, self._last_chunk) if kind == "F" else (0, 0)
-        of_sender = number - self._last_stage
-        if stage != self._last_stage - sender or of_sender < 0:
-            return []
-        sent = self._passes[sender][kind][of_sender]
-        return [] if sent.chunk == final else [(sender, sent)]

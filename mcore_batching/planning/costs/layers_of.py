@@ -64,7 +64,7 @@ STATE_CHUNK = 64
 """Tokens that kernels of linear attention take at a time, among which they are all compared: FLA's
 delta rule 64, Mamba 128 to 256. Doubled, such a layer costs 2 % more at Qwen3-Next's sizes."""
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_TYPES = {"sliding_attention": "windowed", "linear_attention": "delta"}
+_TYPES = {"sliding_attention": "w", "linear_attention": "G"}
 """Attention by Hugging Face's `layer_types`; others attend to all tokens."""
 
 
@@ -139,71 +139,63 @@ class Layers:
         return default
 
     def read(self) -> tuple[str, dict[str, LayerCost]]:
-        """A letter for each layer, and what each letter costs."""
-        pattern = next((self._config[n] for n in _HYBRID if self._config.get(n)), None)
-        if pattern:
-            return self._of_pattern(str(pattern))
-        count = self.size("layers")
-        layers = list(zip(self._attentions(count), self._ffns(count), strict=True))
-        # One letter for each pair of attention and feed-forward part that occurs.
-        letters = dict(zip(dict.fromkeys(layers), ascii_lowercase, strict=False))
-        costs = {
-            letter: self._attention(kind) + self._ffn(ffn)
-            for (kind, ffn), letter in letters.items()
-        }
-        # A depth of multi-token prediction is one more layer of the last one's kind.
-        text = "".join(letters[layer] for layer in layers)
-        return self._with_output(text, costs, costs[text[-1]], self.size("depths", 0))
+        """A letter for each layer, and what each letter costs; the last is the output layer's."""
+        if pattern := next((self._config[n] for n in _HYBRID if self._config.get(n)), None):
+            layers, *depths = str(pattern).split("/")
+            if not depths:
+                each = str(self._config.get("mtp_hybrid_override_pattern") or "*E")
+                depths = [each] * self.size("depths", 0)
+            letters = layers.replace("|", "")
+            for unknown in sorted(set(letters + "".join(depths)) - set("MG*D+-E")):
+                raise ConfigError(
+                    f"a hybrid model's pattern has no layers {unknown!r}; take M G * D + - E"
+                )
+            parts = {each: each for each in letters}
+        else:
+            count = self.size("layers")
+            kinds = list(map("".join, zip(self._attentions(count), self._ffns(count), strict=True)))
+            # One letter for each pair of attention and feed-forward part that occurs.
+            parts = dict(zip(ascii_lowercase, dict.fromkeys(kinds), strict=False))
+            letter_of = {kind: letter for letter, kind in parts.items()}
+            layers = "".join(letter_of[kind] for kind in kinds)
+            # A depth of multi-token prediction is one more layer of the last one's kind.
+            depths = kinds[-1:] * self.size("depths", 0)
+        costs = {letter: sum_of([*map(self._part, kind)]) for letter, kind in parts.items()}
+        output = weights(self.hidden * self.size("vocab", 0))
+        # A depth has layers, a projection and the output layer anew.
+        depth = sum_of([*map(self._part, "".join(depths[:1]))])
+        depth += weights(2 * self.hidden * self.hidden) + output
+        return layers + OUTPUT, costs | {OUTPUT: sum_of([output, *[depth] * len(depths)])}
 
-    def _of_pattern(self, pattern: str) -> tuple[str, dict[str, LayerCost]]:
-        """Layers of Megatron's hybrid pattern: its letters are layers already."""
-        main, *mtp = pattern.split("/")
-        if not mtp:
-            each = str(self._config.get("mtp_hybrid_override_pattern") or "*E")
-            mtp = [each] * self.size("depths", 0)
-        costs = {each: self._of_letter(each) for each in dict.fromkeys(main) if each != "|"}
-        depth = sum_of([self._of_letter(each) for each in mtp[0]] if mtp else [])
-        return self._with_output(main, costs, depth, len(mtp))
-
-    def _of_letter(self, letter: str) -> LayerCost:
+    def _part(self, letter: str) -> LayerCost:
+        """The cost of a part of a layer, by its letter in Megatron's hybrid patterns."""
         if letter == "M":
             return self._mamba()
-        if letter in "*D+":
-            return self._attention("full")
         if letter == "G":
-            return self._attention("delta")
-        if letter in "-E":
-            return self._ffn("dense" if letter == "-" else "experts")
-        raise ConfigError(
-            f"a hybrid model's pattern has no layers {letter!r:.80}; take M G * D + - E"
-        )
-
-    def _with_output(
-        self, layers: str, costs: dict[str, LayerCost], depth: LayerCost, depths: int
-    ) -> tuple[str, dict[str, LayerCost]]:
-        """Layers with the output layer, and a layer, a projection and the output layer anew for
-        each depth of multi-token prediction."""
-        output = weights(self.hidden * self.size("vocab", 0))
-        of_depth = depth + weights(2 * self.hidden * self.hidden) + output
-        for _ in range(depths):
-            output += of_depth
-        return layers + OUTPUT, {**costs, OUTPUT: output}
+            return self._delta_net()
+        if letter == "-":
+            return self._mlp(self.size("ffn"))
+        if letter == "E":
+            return self._experts()
+        if self._config.get("multi_latent_attention", self.size("rank", 0)):
+            return self._latent_attention()
+        return self._attention(windowed=letter == "w")
 
     def _attentions(self, count: int) -> list[str]:
-        """The kind of each layer's attention."""
+        """The letter of each layer's attention; "w" with a window."""
         config = self._config
         types = config.get("layer_types")
         if types:
-            return [_TYPES.get(each, "full") for each in types][:count]
+            return [_TYPES.get(each, "*") for each in types][:count]
         every = config.get("linear_attention_freq") or config.get("full_attention_interval")
         if every:
-            return ["delta" if each else "full" for each in _pattern(every, count, last=True)]
+            return ["G" if each else "*" for each in _pattern(every, count, last=True)]
         if self.window is None or not config.get("use_sliding_window", True):
-            return ["full"] * count
+            return ["*"] * count
         skips = config.get("window_attn_skip_freq")
         if skips is None:
-            return ["windowed"] * count
-        return ["windowed" if each else "full" for each in _pattern(skips, count, last=True)]
+            return ["w"] * count
+        return ["w" if each else "*" for each in _pattern(skips, count, last=True)]
 
     @property
     def window(self) -> int | None:
@@ -222,10 +214,10 @@ class Layers:
         return self.size("shared_ffn", number and number * self.size("expert_ffn"))
 
     def _ffns(self, count: int) -> list[str]:
-        """Each layer's kind of feed-forward part: "dense", or with experts."""
+        """The letter of each layer's feed-forward part."""
         config = self._config
         if not self.size("experts", 0):
-            return ["dense"] * count
+            return ["-"] * count
         # DeepSeek's first layers are dense, whatever the pattern.
         dense = int(config.get("first_k_dense_replace") or 0)
         every = config.get("moe_layer_freq", 1)
@@ -236,23 +228,16 @@ class Layers:
                 (i + 1) % step == 0 and i not in (config.get("mlp_only_layers") or [])
                 for i in range(count)
             ]
-        return [
-            "experts" if has and i >= dense else "dense"
-            for i, has in enumerate(_pattern(every, count))
-        ]
+        return ["E" if has and i >= dense else "-" for i, has in enumerate(_pattern(every, count))]
 
-    def _attention(self, kind: str) -> LayerCost:
-        if kind == "delta":
-            return self._delta_net()
-        if self._config.get("multi_latent_attention", self.size("rank", 0)):
-            return self._latent_attention()
+    def _attention(self, *, windowed: bool) -> LayerCost:
         heads = self.size("heads")
         dim = self.size("dim", self.hidden // max(1, heads))
         # Queries and the output, and with Qwen3-Next's gate one as wide; keys and values.
         gated = self._config.get("attention_output_gate") or self._config.get("attn_output_gate")
         wide = (3 if gated else 2) * heads + 2 * self.size("groups", heads)
         projections = weights(self.hidden * dim * wide)
-        return projections + pairs(2 * heads * dim, windowed=kind == "windowed")
+        return projections + pairs(2 * heads * dim, windowed=windowed)
 
     def _latent_attention(self) -> LayerCost:
         """MLA: down to a rank and up to the heads; the rotary part of keys is one for all heads."""
@@ -294,9 +279,7 @@ class Layers:
         """A dense feed-forward layer; with a gate (SwiGLU) it has three matrices."""
         return weights((3 if self.gated else 2) * (hidden or self.hidden) * ffn)
 
-    def _ffn(self, kind: str) -> LayerCost:
-        if kind == "dense":
-            return self._mlp(self.size("ffn"))
+    def _experts(self) -> LayerCost:
         number = self.size("experts")
         # Nemotron's experts work on a smaller stream, to and from which every token is projected.
         latent = self.size("latent", 0)
