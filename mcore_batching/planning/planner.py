@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import chain
 from operator import itemgetter
 
@@ -186,11 +186,10 @@ def _plan_forest(
                 best, earliest = (micro_batches, sizes, trees), end
     assert best is not None
     micro_batches, sizes, trees = best
-    of_samples = tuple(
-        tuple(tuple(sorted(i for unit in row for i in trees[unit].samples)) for row in rank)
-        for rank in micro_batches
-    )
-    return of_samples, sizes, [tree for tree in trees if len(tree.samples) > 1]
+    of_samples = [
+        [[i for unit in row for i in trees[unit].samples] for row in rank] for rank in micro_batches
+    ]
+    return _sorted(of_samples), sizes, [tree for tree in trees if len(tree.samples) > 1]
 
 
 def _planned(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes | None]:
@@ -198,7 +197,17 @@ def _planned(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes | None]:
     _check_search(problem.config, problem.num_samples)
     if problem.config.max_context_parallel is None:
         return _plan_global(problem), None
-    return _plan_dynamic(problem)
+    plain = packed_on_least_ranks(problem)
+    if not problem.config.searches or not problem.num_samples:
+        return plain
+    # `_searched` also plans with one size for all, which is sometimes best.
+    found = search_dynamic(problem, plain, _searched)
+    return _sorted(found.ranks), tuple(map(tuple, found.sizes or []))
+
+
+def _sorted(ranks: Iterable[Iterable[Iterable[int]]]) -> tuple[MicroBatches, ...]:
+    """Micro-batches with their samples ascending."""
+    return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in ranks)
 
 
 def _check_search(config: PlannerConfig, num_samples: int) -> None:
@@ -225,10 +234,7 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
     plain = _packed_and_placed(problem)
     if not problem.config.searches or not problem.num_samples:
         return plain
-    found = tuple(
-        tuple(tuple(sorted(samples)) for samples in slots) for slots in _searched(problem, plain)
-    )
-    return largest_first(problem, found)
+    return largest_first(problem, _sorted(_searched(problem, plain)))
 
 
 def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -> list[Slots]:
@@ -237,17 +243,6 @@ def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -
     config = dataclasses.replace(problem.config, balance="tokens")
     by_tokens = _packed_and_placed(dataclasses.replace(problem, config=config))
     return search(Objective(problem), [plain or _packed_and_placed(problem), by_tokens])
-
-
-def _plan_dynamic(problem: Problem) -> tuple[tuple[MicroBatches, ...], Sizes]:
-    """Micro-batches of all ranks under dynamic CP, and their context-parallel sizes."""
-    plain = packed_on_least_ranks(problem)
-    if not problem.config.searches or not problem.num_samples:
-        return plain
-    # `_searched` also plans with one size for all, which is sometimes best.
-    found = search_dynamic(problem, plain, _searched)
-    ranks = tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in found.ranks)
-    return ranks, tuple(map(tuple, found.sizes or []))
 
 
 def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:

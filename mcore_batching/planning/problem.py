@@ -175,15 +175,12 @@ class Problem:
 
     @cached_property
     def _on_ranks(self) -> dict[int, Problem]:
-        most = self.config.max_context_parallel
-        assert most is not None
         config = dataclasses.replace(self.config, max_context_parallel=None)
-
-        def as_if(size: int) -> Problem:
-            dims, cost_model = self.dims.for_rows_on(size), self.cost_model.on_ranks(size)
-            return Problem(self.lengths, dims, config, cost_model, self.forward_only, self.trees)
-
-        return {size: as_if(size) for size in self.dims.row_sizes(most)}
+        found = {}
+        for size in self.dims.row_sizes(self.config.max_context_parallel or 1):
+            dims, model = self.dims.for_rows_on(size), self.cost_model.on_ranks(size)
+            found[size] = dataclasses.replace(self, dims=dims, config=config, cost_model=model)
+        return found
 
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:

@@ -188,8 +188,8 @@ def test_broken_lines_are_named(tmp_path: Path, key: str, value: object, message
         (None, "holds no recorded step; give a job"),
         ("", "holds no recorded step"),
         ('{"step": 0}\n', "not a record of a step: no key 'format'"),
-        ("[]\n", ":1: not a record of a step: expected a JSON object, got \\[\\]"),
-        ("3\n", ":1: not a record of a step: expected a JSON object, got 3"),
+        ("[]\n", ":1: not a record of a step: expected a record: a JSON object, got '\\[\\]"),
+        ("3\n", ":1: not a record of a step: expected a record: a JSON object, got '3"),
         ("nonsense\n", ":1: not a record of a step"),
     ],
 )

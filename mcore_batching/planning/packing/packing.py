@@ -34,19 +34,16 @@ def first_fit_decreasing(
 def _pack(
     sizes: Sequence[int], capacity: int, order: Iterable[int], max_items: int | None
 ) -> list[list[int]]:
-    if not sizes:
-        return []
-    most = len(sizes) if max_items is None else max_items
+    most = max_items or max(1, len(sizes))
     bins: list[list[int]] = []
-    # Leaves are bins, the unopened ones with full room, so that a descent always ends at a bin. The
-    # tree doubles only when all are opened: its depth follows the bins, not the items.
-    num_leaves = 1
-    free = [0, capacity]
+    # Leaves are bins, as many as there may be: two bins that are not full by their number of items
+    # hold more than one's size together. Unopened ones have full room, so that a descent always
+    # ends at a bin.
+    most_bins = 2 * sum(sizes) // capacity + len(sizes) // most + 2
+    num_leaves = 1 << (most_bins - 1).bit_length()
+    free = [capacity] * (2 * num_leaves)
     for item in order:
         size = sizes[item]
-        if free[1] < size:
-            free = _doubled(free, num_leaves, capacity)
-            num_leaves *= 2
         # Down from the root, left wherever there is room: the first bin that fits.
         node = 1
         while node < num_leaves:
@@ -71,15 +68,3 @@ def _pack(
                 break
             free[node] = room
     return bins
-
-
-def _doubled(free: list[int], num_leaves: int, capacity: int) -> list[int]:
-    """The same tree as the left half of one twice as wide, its right half all unopened bins."""
-    # Level by level from the root: each keeps its nodes on the left and has full room on the right.
-    doubled = [0, capacity]
-    width = 1
-    while width <= num_leaves:
-        doubled += free[width : 2 * width]
-        doubled += [capacity] * width
-        width *= 2
-    return doubled

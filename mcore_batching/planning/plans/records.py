@@ -31,7 +31,7 @@ from mcore_batching.planning.files import (
     MAX_JSON_CHARACTERS,
     bounded_lines,
     open_text,
-    parse_json,
+    parse_json_dict,
     write_whole,
 )
 from mcore_batching.planning.integers import at_least, check_lengths, number_up_to
@@ -155,25 +155,19 @@ def read_records(directory: str | Path) -> list[StepRecord]:
 
 
 def _read_file(file: Path) -> Iterator[StepRecord]:
-    for number, line in enumerate(_lines(file), 1):
-        if not line.endswith("\n") and len(line) <= MAX_JSON_CHARACTERS:
-            return  # cut short when the job was killed
-        try:
-            raw = parse_json(line)
-            if not isinstance(raw, dict):
-                raise ValueError(f"expected a JSON object, got {raw!r:.60}")
-            yield _record(raw)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
-            raise RecordError(f"{file}:{number}: not a record of a step: {reason}") from None
-
-
-def _lines(file: Path) -> Iterator[str]:
+    where = str(file)
     try:
         with open_text(file) as opened:
-            yield from bounded_lines(opened)
+            for number, line in enumerate(bounded_lines(opened), 1):
+                where = f"{file}:{number}"
+                if not line.endswith("\n") and len(line) <= MAX_JSON_CHARACTERS:
+                    return  # cut short when the job was killed
+                yield _record(parse_json_dict(line, "a record", RecordError))
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read {file}: {error}") from error
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        raise RecordError(f"{where}: not a record of a step: {reason}") from None
 
 
 def _record(raw: Mapping[str, Any]) -> StepRecord:
@@ -188,16 +182,15 @@ def _record(raw: Mapping[str, Any]) -> StepRecord:
     validate_plan(plan, lengths)
     if len(plan.steps) > 1:
         raise ValueError(f"its plan has {len(plan.steps)} steps, expected one")
-    measured, unit = raw["measured_seconds"], raw.get("seconds_per_unit")
+    times = {"measured_seconds": raw["measured_seconds"]}
+    times["seconds_per_unit"] = raw.get("seconds_per_unit")
+    for key, value in times.items():
+        # A float holds neither a 400-digit integer nor, as a number, 1e400 or NaN.
+        if value is not None:
+            times[key] = number_up_to(key, value, sys.float_info.max, RecordError)
     return StepRecord(
         step=at_least("step", raw["step"], 0, RecordError),
         plan=replace(plan.steps[0], cost_model=CostModel(**raw["cost_model"])),
         lengths=lengths,
-        measured_seconds=None if measured is None else _time("measured_seconds", measured),
-        seconds_per_unit=None if unit is None else _time("seconds_per_unit", unit),
+        **times,
     )
-
-
-def _time(key: str, value: Any) -> float:
-    # A float holds neither a 400-digit integer nor, as a number, 1e400 or NaN.
-    return number_up_to(key, value, sys.float_info.max, RecordError)
