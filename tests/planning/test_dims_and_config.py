@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 from planning_cases import (
     Case,
     cases,
-    dims_list,
     examples,
-    least_count,
-    megatron_runs,
     row_multiple,
     sample_multiple,
 )
@@ -34,16 +31,6 @@ from mcore_batching.planning.config import (
     placeholder_tokens,
     row_capacity_tokens,
 )
-
-
-@examples(1000)
-@given(dims_list(), st.integers(0, 60))
-def test_count_is_legal_for_megatron_and_the_least_not_below(
-    dims: ParallelDims, count: int
-) -> None:
-    rounded = dims.round_up_num_microbatches(count)
-    assert rounded == least_count(count, dims)
-    assert dims.is_legal_num_microbatches(count) == megatron_runs(count, dims)
 
 
 @examples(100)

@@ -217,17 +217,6 @@ def test_a_group_is_planned_as_one_where_that_ends_sooner() -> None:
         assert {i for tree in cut.steps[1].trees for i in tree.samples} == set(range(16, 32))
 
 
-def test_a_window_counts_in_trees() -> None:
-    lengths = [900] * 8
-    forest = forest_of_groups(lengths, [800] * 8, [0] * 8)
-    config, model = replace(CONFIG, max_tokens_per_gpu=2000), replace(MODEL, window=10)
-    wide, narrow = (
-        predicted_step_time(plan_step(lengths, PP2, config, each, forest=forest), lengths, each)
-        for each in (MODEL, model)
-    )
-    assert narrow < 0.5 * wide
-
-
 LENGTHS = [20, 21, 22, 9]
 OF_GROUPS: dict[str, Any] = {"groups": list("aaab"), "prompts": [15] * 3 + [4]}
 GROUPS = plan_batch(LENGTHS, ParallelDims(), CONFIG, MODEL, **OF_GROUPS)

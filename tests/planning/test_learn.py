@@ -64,16 +64,6 @@ def test_costs_are_known_after_one_step_and_found_out_where_they_change(truth: C
     assert error(learnt, grown, rows_of(20)) < 0.1
 
 
-def test_ranks_that_add_up_their_evidence_learn_what_one_would() -> None:
-    rows = timed(BOTH, rows_of(3, 30))
-    parts = [BEGIN.evidence(rows[rank::3], SHAPE) for rank in range(3)]
-    joined = BEGIN.after([sum(numbers) for numbers in zip(*parts, strict=True)])
-    alone = BEGIN.after(BEGIN.evidence(rows, SHAPE))
-    assert joined.cost_model.quadratic == pytest.approx(alone.cost_model.quadratic)
-    assert joined.cost_model.per_micro_batch == pytest.approx(alone.cost_model.per_micro_batch)
-    assert joined.seconds_per_unit == pytest.approx(alone.seconds_per_unit)
-
-
 def test_what_rows_cannot_tell_apart_keeps_the_shapes_proportion() -> None:
     """Rows of one length alone: fixed, linear and quadratic costs are one number."""
     truth = replace(SHAPE, linear=3.0, quadratic=3 * SHAPE.quadratic, per_micro_batch=768.0)

@@ -6,7 +6,6 @@ That its plans keep the invariants is shown with those of others, in test_plan_i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 from statistics import mean
@@ -96,11 +95,6 @@ def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie(
     assert in_order == in_order_of_index
 
 
-def test_oversize_samples_come_last_and_alone() -> None:
-    packed = pack_local(Problem.of([12, 4, 30, 6, 10], ParallelDims(), CONFIG))
-    assert packed == [[4], [1, 3], [0], [2]]
-
-
 @pytest.mark.parametrize(
     ("lengths", "packed", "options", "count", "expected"),
     [
@@ -170,6 +164,11 @@ def test_micro_batches_of_a_pipeline_are_ordered(
     assert tuple(samples[0] if samples else 0 for samples in filled) == expected
 
 
+def test_oversize_samples_come_last_and_alone() -> None:
+    packed = pack_local(Problem.of([12, 4, 30, 6, 10], ParallelDims(), CONFIG))
+    assert packed == [[4], [1, 3], [0], [2]]
+
+
 def test_samples_that_are_packed_by_a_rule_of_the_users_stay_as_packed() -> None:
     config = PlannerConfig(max_tokens_per_gpu=10, packing="first-fit")
     problem = Problem.of([5, 5, 1, 1], ParallelDims(pipeline_parallel=2), config)
@@ -192,16 +191,6 @@ PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
 
 def loads(step: StepPlan, lengths: list[int]) -> list[int]:
     return sorted(sum(lengths[s] for slot in rank for s in slot) for rank in step.micro_batches)
-
-
-def test_ranks_are_evened_out_by_cost() -> None:
-    lengths = [30, 29, 28, 27, 26, 25, 24, 23]
-    dims, config = ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=40)
-    step = plan_step(lengths, dims, config, PROPORTIONAL)
-    assert loads(step, lengths) == [106, 106]
-    dealt = plan_step(lengths, dims, replace(config, balance="none"), PROPORTIONAL)
-    assert dealt.micro_batches == (((0,), (2,), (4,), (6,)), ((1,), (3,), (5,), (7,)))
-    assert loads(dealt, lengths) == [104, 108]
 
 
 def test_a_rank_may_take_more_micro_batches_where_that_evens_out_ranks() -> None:

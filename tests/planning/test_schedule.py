@@ -73,38 +73,6 @@ def test_stage_order_is_that_of_the_reference(dims: ParallelDims, data: st.DataO
         assert [(stage, *what) for what in order] == expected
 
 
-def test_the_orders_of_two_stages_written_out() -> None:
-    """As in figures 3 and 4 of Narayanan et al. (2021), with two stages."""
-
-    def written(dims: ParallelDims, stage: int, count: int) -> str:
-        order = Schedule(dims=dims).order(stage, count)
-        return " ".join(f"{kind}{slot}.{chunk}" for kind, chunk, slot in order)
-
-    plain = ParallelDims(pipeline_parallel=2)
-    assert written(plain, 0, 3) == "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0"
-    assert written(plain, 1, 3) == "F0.0 B0.0 F1.0 B1.0 F2.0 B2.0"
-    interleaved = ParallelDims(pipeline_parallel=2, virtual_pipeline=2)
-    assert written(interleaved, 0, 2) == "F0.0 F1.0 F0.1 F1.1 B0.1 B1.1 B0.0 B1.0"
-    assert written(interleaved, 1, 2) == "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"
-
-
-@examples(200)
-@given(pipelines(), st.integers(1, 5), st.sampled_from([1.0, 2.0, 3.0]))
-def test_equal_micro_batches_take_the_textbook_s_time(
-    dims: ParallelDims, groups: int, ratio: float
-) -> None:
-    """(count + (stages - 1) / chunks) passes forth and back; the interleaved one in whole groups of
-    as many micro-batches as stages."""
-    stages, chunks = dims.pipeline_parallel, dims.virtual_pipeline
-    dims = ParallelDims(pipeline_parallel=stages, virtual_pipeline=chunks)
-    count = groups * stages
-    bubble = (stages - 1) / chunks
-    time = Clock([3.0] * count, Schedule(dims=dims, backward_ratio=ratio)).end
-    assert time == pytest.approx((count + bubble) * 3.0 * (1 + ratio), rel=1e-12)
-    forward = Clock([3.0] * count, Schedule(dims=dims, forward_only=True)).end
-    assert forward == pytest.approx((count + bubble) * 3.0, rel=1e-12)
-
-
 @examples(150)
 @given(pipelines(most_stages=6), st.booleans(), st.data())
 def test_tokens_in_flight_are_those_held_when_a_forward_pass_begins(

@@ -74,7 +74,10 @@ READS = {
     f"plan - {CAP} <endless": (2, f"<stdin>: more than {LINES} lines; give the samples of fewer"),
     "check /dev/zero lengths.txt": (2, "it is longer than the 33554432 characters"),
     f"plan lengths.txt {CAP} --cost-model /dev/zero": (2, "it is longer than the 33554432"),
-    "replay /dev/zero": (2, "/dev/zero:1: not a record of a step: it is longer than the 33554432"),
+    "replay /dev/zero": (
+        2,
+        "/dev/zero:1: not a record of a step: expected a record: it is longer than the 33554432",
+    ),
     "plan lengths.txt --max-tokens-per-gpu 0": (2, "(--max-tokens-per-gpu) must be 1"),
     "check plan.json other.txt": (1, "plan.json: invariants hold, but it was made from other"),
     # Named pipes, whose writers come later, and byte order marks.
