@@ -46,6 +46,21 @@ SIX_SAMPLES = StepPlan(
 """A sound plan of samples of `SIX_LENGTHS`, the last of them over the cap."""
 
 
+class Integer:
+    """An object that is no int but converts to one, and hashes by identity, as Torch's do."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared as an object")
+
+    def __index__(self) -> int:
+        return self.value
+
+
 @dataclass(frozen=True)
 class Case:
     """One planning problem; `owners`: the rank of each sample, None where they may move."""
@@ -107,13 +122,6 @@ def planned(case: Case, cost_model: CostModel | None = None) -> StepPlan:
     return plan_locally(*given, case.owners, cost_model)
 
 
-def renumbered(step: StepPlan, samples: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Micro-batches of a step's plan in the numbers that its samples have in a batch."""
-    return tuple(
-        tuple(tuple(samples[i] for i in held) for held in rank) for rank in step.micro_batches
-    )
-
-
 def plan_locally(
     lengths: Sequence[int],
     dims: ParallelDims,
@@ -150,21 +158,17 @@ def broken_invariants(step: StepPlan, lengths: Sequence[int]) -> set[str]:
     Under dynamic CP a step of another shape or of blocks that do not agree breaks nothing else.
     """
     dims, config, most = step.dims, step.config, step.config.max_context_parallel
-    ranks, sizes = dims.data_parallel, [[1] * len(rank) for rank in step.micro_batches]
-    if most is not None:
-        ranks *= dims.context_parallel
-    broken = set()
+    ranks = dims.data_parallel * (1 if most is None else dims.context_parallel)
+    sizes = step.context_parallel or [[1] * len(rank) for rank in step.micro_batches]
     counts = {len(rank) for rank in step.micro_batches}
     has_shape = len(step.micro_batches) == ranks and counts == {step.num_microbatches}
+    broken = set()
     if not has_shape or not megatron_runs(step.num_microbatches, dims):
         broken.add("equal count")
-    if most is not None:
-        assert step.context_parallel is not None
-        if not has_shape:
-            return broken
-        sizes = [list(of_rank) for of_rank in step.context_parallel]
-        if not blocks_agree(step, sizes):
-            return {"blocks"}
+    if most is not None and not has_shape:
+        return broken
+    if not blocks_agree(step, sizes):
+        return {"blocks"}
     shares: dict[int, float] = defaultdict(float)
     for rank, rows in enumerate(step.micro_batches):
         for samples, size in zip(rows, sizes[rank], strict=True):
@@ -173,10 +177,11 @@ def broken_invariants(step: StepPlan, lengths: Sequence[int]) -> set[str]:
                 broken.add("blocks")
             for sample in samples:
                 shares[sample] += 1 / size
+            of_sizes = (size, *dims.row_sizes(most)) if most else ()
             fits = [
                 row_tokens(samples, lengths, replace(step, dims=on_size))
                 <= config.max_tokens_per_gpu * on_size.context_parallel
-                for on_size in ([dims] if most is None else dims_of_sizes(step, size, most))
+                for on_size in map(dims.for_rows_on, of_sizes or [dims.context_parallel])
             ]
             may_be_over = config.on_oversize == "own-bin" and len(samples) == 1 and not any(fits)
             if not fits[0] and not may_be_over:
@@ -204,11 +209,6 @@ def blocks_agree(step: StepPlan, sizes: Sequence[Sequence[int]]) -> bool:
         for slot, size in enumerate(sizes[rank])
         for other in range(rank - rank % size, rank - rank % size + size)
     )
-
-
-def dims_of_sizes(step: StepPlan, size: int, most: int) -> list[ParallelDims]:
-    """The dims of a row of a size, then of all sizes that it may have."""
-    return [step.dims.for_rows_on(each) for each in (size, *step.dims.row_sizes(most))]
 
 
 @st.composite

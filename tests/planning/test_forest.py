@@ -28,8 +28,8 @@ from mcore_batching.planning import (
 from mcore_batching.planning.forest import (
     KEYS_PER_TOKEN,
     Forest,
-    Node,
     PrefixTree,
+    _nodes,
     forest_of_groups,
     parts_of,
 )
@@ -40,44 +40,23 @@ CONFIG = PlannerConfig(max_tokens_per_gpu=64, on_oversize="own-bin", plan_effort
 MODEL = CostModel(per_micro_batch=8.0, quadratic=0.01)
 
 
-def forest_of(nodes: list[tuple[int, int]], samples: list[int]) -> Forest:
-    """Nodes of (tokens, parent), one sample for each of these leaves."""
-    made: list[Node] = []
-    for tokens, parent in nodes:
-        start = 0 if parent < 0 else made[parent].end
-        leaf = len(made)
-        while leaf not in samples:  # any sample below
-            leaf = next(k for k in range(leaf + 1, len(nodes)) if nodes[k][1] == leaf)
-        made.append(Node(samples.index(leaf), start, start + tokens, parent))
-    return Forest(tuple(made[leaf].end for leaf in samples), tuple(made), tuple(samples))
-
-
-def drawn(seed: int, largest: int = 30) -> Forest:
-    """A forest that branches at several depths, with samples that begin others, and empty ones."""
-    draw = random.Random(seed)
-    nodes: list[tuple[int, int]] = []
-    leaves: list[int] = []
-
-    def grow(parent: int, depth: int) -> None:
-        number = len(nodes)
-        nodes.append((draw.randint(1, largest), parent))
-        children = draw.choice([0, 2, 2, 3]) if depth < 4 else 0
-        if not children:
-            leaves.append(number)
-        for _ in range(children):
-            grow(number, depth + 1)
-
-    for _ in range(draw.randint(1, 6)):
-        grow(-1, 0)
-    made = forest_of(nodes, leaves)
-    begun = [draw.choice(range(len(leaves))) for _ in range(draw.randint(0, 3))]
-    lengths = [draw.randint(1, made.lengths[i]) for i in begun]
-    empty = draw.choice([0, 0, 2])
+def forest_of(lengths: list[int], cuts: list[int], begun: tuple[int, ...] = ()) -> Forest:
+    """Samples that share `cuts` tokens with the one before; behind them the first half of each in
+    `begun`, and a sample of no tokens."""
+    nodes, last = _nodes(lengths, range(len(lengths)), cuts)
     return Forest(
-        (*made.lengths, *lengths, *[0] * empty),
-        made.nodes,
-        (*made.last, *(made.last[i] for i in begun), *[-1] * empty),
+        (*lengths, *(-(-lengths[i] // 2) for i in begun), 0),
+        tuple(nodes),
+        (*(last[i] for i in range(len(lengths))), *(last[i] for i in begun), -1),
     )
+
+
+def drawn(seed: int) -> Forest:
+    """A forest that branches at several depths."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 90) for _ in range(draw.randint(1, 20))]
+    cuts = [draw.choice([0, draw.randrange(min(pair))]) for pair in itertools.pairwise(lengths)]
+    return forest_of(lengths, [0, *cuts], tuple(draw.choices(range(len(lengths)), k=3)))
 
 
 def tokens_of(forest: Forest, samples: tuple[int, ...]) -> int:
@@ -106,7 +85,7 @@ def test_a_tree_costs_what_its_nodes_add() -> None:
 
 
 def test_a_part_has_the_nodes_that_its_samples_would_have_alone() -> None:
-    forest = forest_of([(3, -1), (2, 0), (4, 1), (5, 1), (6, 0)], [2, 3, 4])
+    forest = forest_of([9, 10, 9], [0, 5, 3])
     assert forest.tree((0, 1, 2)).nodes == ((0, 3), (3, 5), (5, 9), (5, 10), (3, 9))
     assert forest.tree((0, 1)).nodes == ((0, 5), (5, 9), (5, 10))
     assert forest.tree((1,)).nodes == ((0, 10),)

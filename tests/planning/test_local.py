@@ -1,12 +1,12 @@
-"""Micro-batches without a search: of samples that stay on their rank, what the rule plans and how
-soon that ends; of all ranks, where they are placed.
+"""Micro-batches without a search: packed as a scan over all bins would pack them; of samples that
+stay on their rank, what the rule plans and how soon that ends; of all ranks, where they are placed.
 
 That its plans keep the invariants is shown with those of others, in test_plan_invariants.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from statistics import mean
 from typing import Any
@@ -29,11 +29,12 @@ from mcore_batching.planning import (
     Problem,
     StepPlan,
     local,
+    micro_batch_lower_bound,
     plan_step,
     predicted_step_time,
 )
 from mcore_batching.planning.local import fill_local, pack_local
-from mcore_batching.planning.packing.packing import first_fit
+from mcore_batching.planning.packing.packing import first_fit, first_fit_decreasing
 from mcore_batching.planning.placement import largest_first, place
 
 CONFIG = PlannerConfig(max_tokens_per_gpu=10)
@@ -214,3 +215,73 @@ def test_in_lockstep_the_slot_with_the_largest_micro_batch_comes_first_on_all_ra
     problem = Problem.of([40, 50, 10, 60, 30, 45], dims, PlannerConfig(max_tokens_per_gpu=100))
     ranks = (((0,), (2,), (4,)), ((1,), (3,), (5,)))
     assert largest_first(problem, ranks) == (((2,), (0,), (4,)), ((3,), (1,), (5,)))
+
+
+def scan(
+    sizes: list[int], capacity: int, order: list[int], most: int | None = None
+) -> list[list[int]]:
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for item in order:
+        for index, room in enumerate(free):
+            if room >= sizes[item] and (most is None or len(bins[index]) < most):
+                bins[index].append(item)
+                free[index] -= sizes[item]
+                break
+        else:
+            bins.append([item])
+            free.append(capacity - sizes[item])
+    return bins
+
+
+capacities = st.sampled_from([1, 7, 20, 100, 1000])
+problems = capacities.flatmap(
+    lambda capacity: st.tuples(
+        st.lists(
+            st.integers(0, capacity)
+            | st.integers(0, max(1, capacity // 10))
+            | st.integers(capacity // 3, capacity // 2),
+            max_size=120,
+        ),
+        st.just(capacity),
+    )
+)
+
+most_items = st.none() | st.integers(1, 9)
+
+
+@examples(500)
+@given(problems, most_items)
+def test_both_rules_are_bin_for_bin_the_scan(
+    problem: tuple[list[int], int], most: int | None
+) -> None:
+    sizes, capacity = problem
+    order = list(range(len(sizes)))
+    assert first_fit(sizes, capacity, max_items=most) == scan(sizes, capacity, order, most)
+    order.sort(key=lambda index: (-sizes[index], index))
+    found = first_fit_decreasing(sizes, capacity, max_items=most)
+    assert found == scan(sizes, capacity, order, most)
+
+
+def fewest_bins(sizes: list[int], capacity: int) -> int:
+    for count in range(len(sizes) + 1):
+        for bins in product(range(count), repeat=len(sizes)):
+            room = [capacity] * count
+            for size, own in zip(sizes, bins, strict=True):
+                room[own] -= size
+            if min(room, default=0) >= 0:
+                return count
+    raise AssertionError("one bin an item always does")
+
+
+@examples(300)
+@given(st.lists(st.integers(0, 30), max_size=5), st.sampled_from([12, 13, 20]))
+def test_no_packing_takes_fewer_micro_batches_than_the_lower_bound(
+    lengths: list[int], cap: int
+) -> None:
+    problem = Problem.of(lengths, ParallelDims(), PlannerConfig(max_tokens_per_gpu=cap))
+    fitting = [tokens for tokens in problem.tokens if tokens <= cap]
+    fewest = len(problem.oversize) + fewest_bins(fitting, cap)
+    over_half, total = sum(2 * n > cap for n in problem.tokens), sum(fitting)
+    bound = micro_batch_lower_bound(problem)
+    assert max(over_half, len(problem.oversize) - (-total // cap)) <= bound <= fewest
