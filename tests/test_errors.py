@@ -44,10 +44,11 @@ def exception_classes() -> list[type[Exception]]:
             continue
         try:
             module = importlib.import_module(each.name)
-        except ModuleNotFoundError as error:
-            if str(error.name).startswith("mcore_batching"):
+        except (ModuleNotFoundError, MCoreBatchingError) as error:
+            # Here may be no torch, no Megatron, or no framework for a hook.
+            if str(getattr(error, "name", None)).startswith("mcore_batching"):
                 raise
-            continue  # without torch, Megatron or a framework
+            continue
         for kind in vars(module).values():
             is_error = isinstance(kind, type) and issubclass(kind, BaseException)
             if is_error and kind.__module__.startswith("mcore_batching"):

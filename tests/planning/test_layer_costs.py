@@ -1,7 +1,9 @@
-"""Costs of layers, read from models' configs, and the stages that they add up to."""
+"""Costs of samples and rows; of layers, read from models' configs, and the stages that they add up
+to."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -312,3 +314,42 @@ def test_stages_are_of_the_same_kinds_for_rows_of_every_size() -> None:
     config = PlannerConfig(max_tokens_per_gpu=1000, max_context_parallel=16, plan_effort=1)
     lengths = [*[900] * 8, 1900, 3900]
     validate_plan(plan_step(lengths, dims, config, model), lengths)
+
+
+def test_cost_of_samples_and_micro_batches() -> None:
+    model = CostModel()
+    assert model.sample(0) == 0
+    assert model.sample(24576) == 2 * 24576
+    assert model.micro_batch([]) == 256
+    assert model.micro_batch([24576, 12288]) == 256 + 2 * 24576 + 12288 * 1.5
+    assert model.backward_ratio == 2
+    assert CostModel(linear=2, quadratic=3, per_micro_batch=5).micro_batch([1, 10]) == 330
+    model = CostModel(quadratic=1.0, window=4, beyond_window=0.25)
+    assert [model.sample(length) for length in (2, 6)] == [2 + 4, 6 + 36 - 0.75 * 4]
+
+
+COSTS = CostModel(
+    linear=2.0, quadratic=0.5, backward_ratio=1.5, window=7, context_parallel_overhead=0.25
+)
+
+
+def test_cost_model_round_trip_with_and_without_what_a_record_notes() -> None:
+    assert CostModel.from_json(COSTS.to_json()) == COSTS
+    assert CostModel.from_json("\ufeff" + COSTS.to_json()) == COSTS
+    document = json.loads(COSTS.to_json()) | {"seconds_per_unit": 1e-6}
+    assert CostModel.from_json(json.dumps(document)) == COSTS
+    del document["window"]
+    assert CostModel.from_json(json.dumps(document)) == dataclasses.replace(COSTS, window=None)
+
+
+def test_costs_of_a_row_grow_with_each_doubling_of_its_size() -> None:
+    """By a share of its work and a fixed part; on one rank not at all."""
+    model = CostModel(context_parallel_overhead=0.25, context_parallel_fixed=40.0)
+    assert model.on_ranks(1) == model
+    alone = model.sample(8000)
+    for size, doublings in ((2, 1), (4, 2), (8, 3), (3, 2), (6, 3)):
+        rows = model.on_ranks(size)
+        assert rows.sample(8000) == pytest.approx(alone * 1.25**doublings / size, rel=1e-12)
+        assert rows.per_micro_batch == model.per_micro_batch + 40.0 * doublings
+    free = CostModel(context_parallel_overhead=0.0, context_parallel_fixed=0.0)
+    assert free.on_ranks(4).micro_batch([8000]) == pytest.approx(256 + alone / 4)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 from kit.patience import patience
 from planning_cases import (
     Case,
@@ -27,7 +28,9 @@ from planning_cases import (
     examples,
     least_count,
     planned,
+    row_multiple,
     row_tokens,
+    sample_multiple,
 )
 
 from mcore_batching.planning import (
@@ -35,10 +38,19 @@ from mcore_batching.planning import (
     ParallelDims,
     Plan,
     PlannerConfig,
+    PlanningError,
     Problem,
     pack_local,
     plan_batch,
     plan_step,
+    row_multiple_tokens,
+    sample_multiple_tokens,
+)
+from mcore_batching.planning.config import (
+    padded_row_tokens,
+    padded_sample_tokens,
+    placeholder_tokens,
+    row_capacity_tokens,
 )
 from mcore_batching.planning.plans.validation import validate_plan
 from mcore_batching.tools.explain import explain
@@ -149,12 +161,48 @@ def test_oversize_samples_are_refused_by_name(case: Case) -> None:
         validate_plan(plan_step(case.lengths, case.dims, strict), case.lengths)
         return
     with pytest.raises(OversizeSampleError) as caught:
-        plan_step(case.lengths, case.dims, strict)
+        plan_batch(case.lengths, case.dims, strict, samples_per_step=4)
     error = caught.value
     assert error.index in oversize
-    assert case.lengths[error.index] == max(case.lengths)
+    assert error.length == case.lengths[error.index] == max(case.lengths)
+    others = f" (and {len(oversize) - 1} more samples)" if len(oversize) > 1 else ""
+    assert str(error) == (
+        f"sample {error.index} has {error.length} tokens, {error.padded_length} after padding, the "
+        f"cap is {cap}{others}; set max_tokens_per_gpu (--max-tokens-per-gpu) to "
+        f"{error.needed_max_tokens_per_gpu} or more, or on_oversize='own-bin' "
+        "(--dynamic-batch-on-oversize own-bin)"
+    )
+    assert padded_sample_tokens(error.length, case.dims, strict) == error.padded_length
     enough = replace(strict, max_tokens_per_gpu=error.needed_max_tokens_per_gpu)
     validate_plan(plan_step(case.lengths, case.dims, enough), case.lengths)
+    with pytest.raises(PlanningError):
+        plan_step(
+            case.lengths,
+            case.dims,
+            replace(enough, max_tokens_per_gpu=enough.max_tokens_per_gpu - 1),
+        )
+
+
+@examples(100)
+@given(cases(), st.integers(0, 2000))
+def test_padded_sizes_are_the_least_multiples_and_fill_rows_up_to_their_capacity(
+    case: Case, length: int
+) -> None:
+    dims, config = case.dims, case.config
+    each, row = sample_multiple(dims, config), row_multiple(dims, config)
+    assert sample_multiple_tokens(dims, config) == each
+    assert row_multiple_tokens(dims, config) == row
+    padded = padded_sample_tokens(length, dims, config)
+    assert padded % each == 0
+    assert padded - each < max(length, 1) <= padded
+    total = padded_row_tokens(padded, dims, config)
+    assert total % row == 0
+    assert total - row < padded <= total
+    assert placeholder_tokens(dims, config) == -(-each // row) * row
+    # A row's capacity admits exactly the rows under the cap.
+    cap = config.max_tokens_per_gpu * dims.context_parallel
+    fits = padded_row_tokens(length, dims, config) <= cap
+    assert fits == (length <= row_capacity_tokens(dims, config))
 
 
 DIGESTS = """

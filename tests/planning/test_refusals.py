@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 import re
 from typing import Any
 
@@ -18,7 +19,6 @@ from mcore_batching.planning import (
     CostModel,
     LengthError,
     MCoreBatchingError,
-    OversizeSampleError,
     ParallelDims,
     ParallelDimsError,
     PlannerConfig,
@@ -313,21 +313,6 @@ def test_what_lies_just_beside_is_taken() -> None:
     plan([1, 2], DEEP, max_tokens_per_gpu=8, pad_total_to=16)
 
 
-def test_an_oversize_sample_is_named_by_its_index_in_the_batch() -> None:
-    strict = config(on_oversize="error", pad_total_to=3)
-    dims = ParallelDims(data_parallel=2, context_parallel=2)
-    for options in ({}, {"samples_per_step": 3}):
-        with pytest.raises(OversizeSampleError) as caught:
-            plan_batch([3, 21, 1, 2, 25, 7], dims, strict, **options)  # type: ignore[arg-type]
-        error = caught.value
-        assert str(error) == (
-            "sample 4 has 25 tokens, 28 after padding, the cap is 20 (and 1 more samples); "
-            "set max_tokens_per_gpu (--max-tokens-per-gpu) to 18 or more, or "
-            "on_oversize='own-bin' (--dynamic-batch-on-oversize own-bin)"
-        )
-        assert (error.index, error.length, error.padded_length, error.cap) == (4, 25, 28, 20)
-
-
 def test_arrays_of_other_libraries_are_read_as_integers_and_not_as_booleans() -> None:
     numpy, torch = map(pytest.importorskip, ("numpy", "torch"))
     for make in (numpy.array, torch.tensor):
@@ -355,6 +340,17 @@ def test_a_search_that_would_take_hours_is_refused_before_any_step_is_planned() 
             on_step=lambda step, _: planned.append(step),
         )
     assert not planned
+
+
+@pytest.mark.parametrize(
+    "value",
+    [ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=3), CostModel(linear=2)],
+)
+def test_options_are_frozen_hashable_and_picklable(value: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, dataclasses.fields(value)[0].name, 5)
+    assert pickle.loads(pickle.dumps(value)) == value
+    assert hash(pickle.loads(pickle.dumps(value))) == hash(value)
 
 
 def test_a_long_list_is_cut_in_a_message() -> None:
