@@ -16,6 +16,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def rows_of(name: str, seconds_per_unit: float) -> Iterator[tuple[str, ...]]:
     """The rows of every plan of one layout, and how much sooner the second ends."""
-    dims = LAYOUTS[name]
-    parameters = {"dims": dims, "seconds_per_unit": seconds_per_unit, "repeats": 2}
-    job = Job("asleep", "kit.operations:asleep", 4, dims, parameters, seconds=300.0)
+    given = {"seconds_per_unit": seconds_per_unit, "repeats": 2}
+    job = Job.of("asleep", "kit.operations:asleep", LAYOUTS[name], **given)
+    job = replace(job, seconds=300.0)
     with tempfile.TemporaryDirectory() as scratch:
         ranks = results(run_jobs([job], Path(scratch))[job.name])
     first: tuple[float, float] | None = None

@@ -55,23 +55,27 @@ RECOMPUTED = {
 }
 
 
-def job(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
-    return Job(name, "steps:whole_step", 2 if dims else 1, dims or {}, {"dims": dims, **parameters})
-
-
+STEP = "steps:whole_step"
 STEPS = [
-    job("large", {}, model=LAYERS_OF_7B, **LARGE),
-    job("large-model-type", {}, model=LAYERS_OF_7B, logits_in_model_dtype=True, **LARGE),
-    job("large-fused-output", {}, model=LAYERS_OF_7B, fuse_output_layer=True, **LARGE),
-    job("large-recomputed", {}, model=LAYERS_OF_7B | RECOMPUTED, **LARGE),
-    job("trees", {}, share_prefixes=True),
-    job("fp16-on-device", {}, dtype="float16", on_device=True),
-    job("pp2", {"pipeline_parallel": 2}),
-    job("pp2-vpp2", {"pipeline_parallel": 2, "virtual_pipeline": 2}, fuse_output_layer=True),
-    job("tp2-sp", {"tensor_parallel": 2, "sequence_parallel": True}, logits_in_model_dtype=True),
-    job("cp2-on-device", {"context_parallel": 2}, on_device=True),
-    job("cp2-trees", {"context_parallel": 2}, cap_tokens=64, share_prefixes=True),
-    job("dp2", {"data_parallel": 2}, distributed_optimizer=True),
+    Job.of("large", STEP, {}, model=LAYERS_OF_7B, **LARGE),
+    Job.of("large-model-type", STEP, {}, model=LAYERS_OF_7B, logits_in_model_dtype=True, **LARGE),
+    Job.of("large-fused-output", STEP, {}, model=LAYERS_OF_7B, fuse_output_layer=True, **LARGE),
+    Job.of("large-recomputed", STEP, {}, model=LAYERS_OF_7B | RECOMPUTED, **LARGE),
+    Job.of("trees", STEP, {}, share_prefixes=True),
+    Job.of("fp16-on-device", STEP, {}, dtype="float16", on_device=True),
+    Job.of("pp2", STEP, {"pipeline_parallel": 2}),
+    Job.of(
+        "pp2-vpp2", STEP, {"pipeline_parallel": 2, "virtual_pipeline": 2}, fuse_output_layer=True
+    ),
+    Job.of(
+        "tp2-sp",
+        STEP,
+        {"tensor_parallel": 2, "sequence_parallel": True},
+        logits_in_model_dtype=True,
+    ),
+    Job.of("cp2-on-device", STEP, {"context_parallel": 2}, on_device=True),
+    Job.of("cp2-trees", STEP, {"context_parallel": 2}, cap_tokens=64, share_prefixes=True),
+    Job.of("dp2", STEP, {"data_parallel": 2}, distributed_optimizer=True),
 ]
 OTHERS = [
     Job(name, f"steps:{name}", 1, {}, parameters)

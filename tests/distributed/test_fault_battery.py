@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import re
 import time
 from collections.abc import Iterator
@@ -43,11 +42,10 @@ def ends(
     chosen |= {("none", layout): None for fault, layout in chosen if FAULTS[fault].where == "0"}
     jobs = []
     for fault, layout in chosen:
-        dims = LAYOUTS[layout]
-        nproc = math.prod(size for name, size in dims.items() if name != "virtual_pipeline")
-        given = {"dims": dims, "fault": fault, "layout": layout}
-        name, agent = name_of(fault, layout), "no agent" not in layout
-        jobs.append(Job(name, "kit.battery:train", nproc, dims, given, SECONDS + 60, agent))
+        given = {"fault": fault, "layout": layout}
+        each = Job.of(name_of(fault, layout), "kit.battery:train", LAYOUTS[layout], **given)
+        agent = "no agent" not in layout
+        jobs.append(dataclasses.replace(each, seconds=SECONDS + 60, agent=agent))
     found = run_forked(jobs, tmp_path_factory.mktemp("battery"))
     yield found
     lines = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from importlib.metadata import version
 from typing import Any
@@ -16,16 +15,12 @@ SECONDS = 45.0  # an error that came by a collective's timeout would take 60
 
 
 def job(name: str, function: str, dims: dict[str, Any], *, long: bool = False, **given: Any) -> Any:
-    """A job of every rank of a layout, called with the layout and the model's weights."""
-    ranks = [size for name, size in dims.items() if name in PARALLEL]
-    parameters = {"dims": dims, **given}
-    made = Job(name, f"kit.{function}", math.prod(ranks), dims, parameters)
+    made = Job.of(name, f"kit.{function}", dims, **given)
     return pytest.param(made, marks=pytest.mark.long if long else (), id=name)
 
 
-PARALLEL = ("data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel")
-DP4 = {"data_parallel": 4}
-DP2, PP2, CP2, TP2 = ({name: 2} for name in PARALLEL)
+DP1, DP2, DP4 = ({"data_parallel": size} for size in (1, 2, 4))
+PP2, CP2, TP2 = ({f"{name}_parallel": 2} for name in ("pipeline", "context", "tensor"))
 TP2_SP = {**TP2, "sequence_parallel": True}
 DP2_EP2, TP2_EP2 = DP2 | {"expert_parallel": 2}, TP2_SP | {"expert_parallel": 2}
 SHARED = {"dynamic_batch_context_parallel": 2}
@@ -65,6 +60,7 @@ EXPERTS = "set --expert-tensor-parallel-size 2, or --expert-model-parallel-size 
 MROPE = {"kind": "mrope", "mrope_section": [2, 1, 1]}
 # Megatron raised in mid-forward.
 MROPE_CUT = "cuts positions that are cut for context-parallel ranks already"
+REFUSED = "guarantees:model_is_refused"
 ROUTER = "guarantees:router_counts_real_tokens"
 OVERSIZE = "guarantees:over_the_cap_is_said_once"
 COLLECTIVES = "collectives:phases_make_the_collectives_that_are_listed"
@@ -72,38 +68,27 @@ MEMORY = "losses:memory_is_shared"
 NONFINITE = "losses:nonfinite_loss"
 JOBS = [
     *(job(f"gradient-over-logits-{n}", MEMORY, d) for n, d in (("dp2", DP2), ("tp2", TP2))),
-    job("constant-loss", "losses:constants_fire_every_hook", {"data_parallel": 1}),
+    job("constant-loss", "losses:constants_fire_every_hook", DP1),
     job("collectives", COLLECTIVES, DP2 | PP2),
     job("silent-placeholders", "shared_rows:silent_placeholders", CP2),
     job("own-weights", "guarantees:replicas_begin_alike", DP2),
     job("later-steps", "guarantees:later_steps", DP2 | PP2),
     job("padding-alone", "guarantees:padding_moves_nothing", DP2_EP2),
     job("prefixes-printed-and-reported", "prefixes:said_and_reported", DP2),
-    job("models-of-shared-rows", "shared_rows:refused_models", {"data_parallel": 1}),
+    job("models-of-shared-rows", "shared_rows:refused_models", DP1),
     job("time-outs", "guarantees:wrong_time_outs_are_named", DP2),
-    job(
-        "experts-tp2",
-        "guarantees:model_is_refused",
-        TP2_SP,
-        kind="moe",
-        text=EXPERTS if VERSION < (0, 19) else "",
-    ),
-    job("mrope-cp2", "guarantees:model_is_refused", CP2, text=MROPE_CUT, **MROPE),
-    job("mrope-dp2", "guarantees:model_is_refused", DP2, text="", **MROPE),
+    job("experts-tp2", REFUSED, TP2_SP, text=EXPERTS if VERSION < (0, 19) else "", kind="moe"),
+    job("mrope-cp2", REFUSED, CP2, text=MROPE_CUT, **MROPE),
+    job("mrope-dp2", REFUSED, DP2, text="", **MROPE),
     job("over-the-cap", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10),
     job("over-the-cap-stays", OVERSIZE, DP2, row=10, needed=200, max_tokens_per_gpu=10, **STAY),
     job("over-the-cap-shared", OVERSIZE, DP4, row=10, needed=100, max_tokens_per_gpu=5, **SHARED),
     job("averaged-loss", "guarantees:averaged_loss_is_told", DP2),
     *(
-        job(
-            f"nonfinite-{name}",
-            NONFINITE,
-            DP2 | PP2,
-            fault=name.partition("-")[0],
-            overlap="-" in name,
-        )
-        for name in ("loss", "gradient", "gradient-overlapped", "field")
+        job(f"nonfinite-{name}", NONFINITE, DP2 | PP2, fault=name, overlap=False)
+        for name in ("loss", "gradient", "field")
     ),
+    job("nonfinite-overlapped", NONFINITE, DP2 | PP2, fault="gradient", overlap=True),
     job("nonfinite-loss-scaling", "losses:loss_scaling", PP2),
     job("names", "guarantees:names_of_outputs_and_metrics", DP2 | PP2),
     job("by-lengths-dp2", "guarantees:found_by_lengths", DP2, pad_each_to=8),
@@ -122,26 +107,21 @@ JOBS = [
         if VERSION >= (0, 18)
     ),
     *(
-        job(f"slime-plans-{name}", "hooking:slime_plans_where_it_trains", dims, spread=spread)
-        for name, dims, spread in (
-            ("dp2", DP2, "uneven"),
-            ("dp2-empty", DP2, "empty"),
-            ("pp2", PP2, "uneven"),
-            ("cp2", CP2, "uneven"),
-            ("tp2-sp", TP2_SP, "uneven"),
-        )
+        job(f"slime-plans-{name}", "hooking:slime_plans_where_it_trains", dims)
+        for name, dims in (("dp2", DP2), ("pp2", PP2), ("cp2", CP2), ("tp2-sp", TP2_SP))
     ),
+    job("slime-plans-dp2-empty", "hooking:slime_plans_where_it_trains", DP2, spread="empty"),
     job("framework-shows-model", "hooking:framework_shows_model", PP2),
     job("framework-holds-model", "hooking:framework_holds_model", PP2),
 ]
 PP4 = {"pipeline_parallel": 4}
-NEIGHBOURS = "kit.blocking_p2p:neighbours_send_first"
+NEIGHBOURS = "blocking_p2p:neighbours_send_first"
 NEEDS_GLOO = [
     job("groups-remade", "guarantees:groups_made_anew", DP2),
-    pytest.param(Job("neighbours-send-first", NEIGHBOURS, 4, PP4, {"blocking": False})),
-    pytest.param(Job("neighbours-send-first-blocking", NEIGHBOURS, 4, PP4, {"blocking": True})),
-    pytest.param(Job("timeouts", "kit.guarantees:groups_have_the_jobs_time_out", 2, PP2)),
-    pytest.param(Job("freed-while-sending", "kit.guarantees:freed_outputs_arrive_whole", 2, PP2)),
+    job("neighbours-send-first", NEIGHBOURS, PP4, blocking=False),
+    job("neighbours-send-first-blocking", NEIGHBOURS, PP4, blocking=True),
+    job("timeouts", "guarantees:groups_have_the_jobs_time_out", PP2),
+    job("freed-while-sending", "guarantees:freed_outputs_arrive_whole", PP2),
 ]
 
 

@@ -47,8 +47,8 @@ def test_slime_and_miles_equal_themselves(job: Job, ranks: list[dict[str, Any]])
 
 
 def verl(name: str, dims: dict[str, Any], **parameters: Any) -> Job:
-    parameters = {"dims": dims, "source": source_of("verl")} | parameters
-    return Job(f"verl-{name}", "kit.verl_engine:compare", 2, dims, parameters)
+    parameters["source"] = source_of("verl")
+    return Job.of(f"verl-{name}", "kit.verl_engine:compare", dims, **parameters)
 
 
 INTERLEAVED = {"pipeline_parallel": 2, "virtual_pipeline": 2}

@@ -122,7 +122,7 @@ def learn(dims: dict[str, int], name: str) -> list[dict[str, Any]]:
 
 def job(name: str, **more: int) -> Job:
     dims = {"data_parallel": 2, "pipeline_parallel": 2, **more}
-    return Job(f"learn-{name}", "test_learnt_costs:learn", 4, dims, {"dims": dims, "name": name})
+    return Job.of(f"learn-{name}", "test_learnt_costs:learn", dims, name=name)
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,10 @@ def steps_of(dims: dict[str, int]) -> list[tuple[int, bool]]:
 
 
 def order_of(name: str) -> Any:
-    dims = LAYOUTS[name]
-    given, nproc = {"dims": dims, "steps": steps_of(dims)}, dims["pipeline_parallel"]
-    job = Job(f"order-{name}", "kit.operations:operations", nproc, dims, given)
+    steps = steps_of(LAYOUTS[name])
+    job = Job.of(f"order-{name}", "kit.operations:operations", LAYOUTS[name], steps=steps)
     # Three processes are a launch of their own.
-    return pytest.param(job, marks=pytest.mark.long if nproc == 3 else ())
+    return pytest.param(job, marks=pytest.mark.long if job.nproc == 3 else ())
 
 
 @pytest.mark.parametrize("job", map(order_of, LAYOUTS), ids=str)
@@ -65,7 +64,7 @@ BEFORE_0_18 = tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 18)
 def asleep(name: str, *, is_long: bool = True, **dims: int) -> Any:
     # As many rows as samples; passes sleep for longer than they compute.
     flags = {"seconds_per_unit": 5e-4, "dynamic_batch_max_samples_per_row": 1}
-    job = Job(f"asleep-{name}", "kit.operations:asleep", 4, dims, {"dims": dims, **flags})
+    job = Job.of(f"asleep-{name}", "kit.operations:asleep", dims, **flags)
     return pytest.param(job, marks=pytest.mark.long if is_long else ())
 
 

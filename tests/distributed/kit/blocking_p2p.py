@@ -20,7 +20,8 @@ import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -88,14 +89,14 @@ class _Stream:
             work.wait()
 
 
-class _Request:
+class _Request(NamedTuple):
     """What Megatron waits on."""
 
-    def __init__(self, posted: concurrent.futures.Future[None], seconds: float) -> None:
-        self._posted, self._seconds = posted, seconds
+    posted: concurrent.futures.Future[None]
+    seconds: float
 
     def wait(self) -> bool:
-        self._posted.result(self._seconds)
+        self.posted.result(self.seconds)
         return True
 
 
@@ -152,10 +153,8 @@ class _Device:
 def blocking_p2p(seconds: float = 20.0) -> Iterator[None]:
     """Let this process's point-to-point transfers block as NCCL's do. On the CPU stand-in alone.
 
-    Megatron's `P2PCommunicator` and the stand-in's copies of what is sent go through it.
-
-    Args:
-        seconds: a rank that is held up for longer raises a `TimeoutError`.
+    Megatron's `P2PCommunicator` and the stand-in's copies of what is sent go through it. A rank
+    that is held up for longer than so many seconds raises a `TimeoutError`.
     """
     assert cpu_emulation.is_enabled()
     device = _Device(seconds)
@@ -168,38 +167,30 @@ def blocking_p2p(seconds: float = 20.0) -> Iterator[None]:
         (distributed_c10d, "irecv", device.irecv),
         (torch.cuda, "synchronize", device.synchronize),
     ]
-    before = [getattr(module, name) for module, name, _ in replaced]
-    for module, name, function in replaced:
-        setattr(module, name, function)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(device.close)
+        for each in replaced:
+            stack.enter_context(mock.patch.object(*each))
         yield
         device.synchronize()
-    finally:
-        for (module, name, _), function in zip(replaced, before, strict=True):
-            setattr(module, name, function)
-        device.close()
 
 
-def neighbours_send_first(blocking: bool) -> None:
+def neighbours_send_first(dims: dict[str, Any], blocking: bool) -> None:
     """Four stages in pairs, of which both post what they send before what they receive: a deadlock
     on GPUs, which hangs under `blocking_p2p` and passes on plain gloo.
 
     With fixed shapes and overlapped communication: for each pair of neighbours one stream, on which
     each of the two would first have to send.
     """
-    config = transformer_config(
-        "dense",
-        **pipeline_config(ParallelDims(pipeline_parallel=4))
-        | {"variable_seq_lengths": False, "batch_p2p_comm": False},
-    )
+    settings = pipeline_config(ParallelDims(**dims))
+    settings |= {"variable_seq_lengths": False, "batch_p2p_comm": False}
+    config = transformer_config("dense", **settings)
     neighbours = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config)
     sent = torch.ones(2, 1, 4)
     shared: dict[str, Any] = {"tensor_shape": (2, 1, 4), "overlap_p2p_comm": True}
-    forwards, backwards = (
-        neighbours.send_forward_recv_forward,
-        neighbours.send_backward_recv_backward,
-    )
-    send, receive = (forwards, backwards) if dist.get_rank() % 2 == 0 else (backwards, forwards)
+    send, receive = neighbours.send_forward_recv_forward, neighbours.send_backward_recv_backward
+    if dist.get_rank() % 2:
+        send, receive = receive, send
     try:
         with blocking_p2p(seconds=2.0) if blocking else contextlib.nullcontext():
             _, sending = send(sent, False, **shared)

@@ -297,7 +297,7 @@ def _is_said_again(args: Any, model: Any) -> bool:
     return "over the cap of 8" in said.getvalue()
 
 
-def freed_outputs_arrive_whole() -> None:
+def freed_outputs_arrive_whole(dims: dict[str, Any]) -> None:
     """The sender frees a message before the receiver is ready, as the interleaved schedule does.
 
     Of 20 such messages gloo delivers 19 wrong, if it reads the freed memory.
@@ -324,7 +324,7 @@ def freed_outputs_arrive_whole() -> None:
         dist.barrier()
 
 
-def groups_have_the_jobs_time_out() -> None:
+def groups_have_the_jobs_time_out(dims: dict[str, Any]) -> None:
     """Seconds after which collectives give up; Megatron's own default is half an hour."""
     for group in (
         dist.group.WORLD,

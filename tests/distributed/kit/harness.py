@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import select
 import signal
@@ -54,6 +55,13 @@ class Job:
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = JOB_SECONDS
     agent: bool = True
+
+    @classmethod
+    def of(cls, name: str, function: str, dims: dict[str, Any], **parameters: Any) -> Job:
+        """A job of every rank of a layout, whose function gets ``dims`` as well."""
+        sizes = ("data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel")
+        nproc = math.prod(dims.get(size, 1) for size in sizes)
+        return cls(name, function, nproc, dims, {"dims": dims, **parameters})
 
     def __str__(self) -> str:
         return self.name

@@ -67,11 +67,11 @@ COMPARED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def compared_jobs(of: str, source: str) -> list[Job]:
     """A job of two ranks for each of `COMPARED`, with this framework's checkout."""
-    jobs = []
-    for name, (dims, settings) in COMPARED.items():
-        parameters = {"dims": dims, "of": of, "source": source, **settings}
-        jobs.append(Job(f"{of.replace(' ', '-')}-{name}", "kit.slime:compare", 2, dims, parameters))
-    return jobs
+    given, name = {"of": of, "source": source}, of.replace(" ", "-")
+    return [
+        Job.of(f"{name}-{case}", "kit.slime:compare", dims, **given, **settings)
+        for case, (dims, settings) in COMPARED.items()
+    ]
 
 
 def check_equal(job: Job, ranks: list[dict[str, Any]]) -> None:
