@@ -23,7 +23,7 @@ from kit.harness import Job
 from kit.model import adam, quick_model
 from kit.objective import packed_objective
 from kit.operations import passes_of
-from kit.samples import samples_of
+from kit.samples import rollout_of
 from megatron.core import parallel_state
 
 from mcore_batching.megatron import cpu_emulation, get_data_iterator, schedule_of, train_step
@@ -53,7 +53,7 @@ def samples(seed: int) -> dict[str, list[Any]]:
     draw = random.Random(seed)
     lengths = [max(2, min(CAP, round(draw.lognormvariate(2.7, 0.8)))) for _ in range(24)]
     lengths[::8] = [draw.randint(CAP // 2, 2 * CAP) for _ in lengths[::8]]
-    return samples_of(lengths)
+    return rollout_of([(length, 1) for length in lengths])
 
 
 def learn(dims: dict[str, int], name: str) -> list[dict[str, Any]]:

@@ -68,30 +68,28 @@ def model_of(job: dict[str, Any]) -> set[str]:
 def features_of(job: dict[str, Any]) -> set[str]:
     """Settings of a job, its loss, its samples and their steps."""
     planner, objective, rollouts = job["planner"], job["objective"], job["rollouts"]
-    found = {
-        name
-        for name in ("mixed_sizes", "turns", "blocking", "bfloat16", "fields", "recorded")
-        if job[name]
-    }
-    found |= {f"worker {job['worker']}"} if job["worker"] else set()
-    found |= {f"banned {job['banned']}"} if job["banned"] else set()
+    flags = ("mixed_sizes", "turns", "blocking", "bfloat16", "fields", "recorded")
+    found = {name for name in flags if job[name]}
+    found |= {f"{name} {job[name]}" for name in ("worker", "banned") if job[name]}
     found |= {name for name, value in job["ddp"].items() if value}
     found |= {f"masks {job['loss_masks']}", f"mean of each {objective['policy']}"}
     found |= {f"{name} term" for name in ("kl", "entropy") if objective[name]}
     found |= {f"log-probs {objective['forward_only']}", f"holders {job['holders']}"}
     found |= {name for name, value in planner.items() if value is True}
-    found |= {"samples stay"} if not planner["dynamic_batch_exchange"] else set()
-    found |= {"means over micro-batches"} if not job["ddp"]["per_token_loss"] else set()
-    found |= {"rows padded"} if any("pad_" in name for name in planner) else set()
     others = ("context_parallel", "forward_only_max_tokens_per_gpu", "max_samples_per_row")
-    names = (f"dynamic_batch_{name}" for name in (*others, "packing"))
-    found |= {name for name in names if name in planner}
-    found |= {"costs learnt"} if planner["dynamic_batch_cost_model"] == "auto" else set()
+    found |= {f"dynamic_batch_{name}" for name in (*others, "packing")} & planner.keys()
     recompute = job["model"]["settings"].get("recompute_granularity")
-    found |= {f"recompute_{recompute}"} if recompute else set()
-    found |= {"rollouts"} if len(rollouts) > 1 else set()
+    for name, is_so in {
+        "samples stay": not planner["dynamic_batch_exchange"],
+        "means over micro-batches": not job["ddp"]["per_token_loss"],
+        "rows padded": any("pad_" in name for name in planner),
+        "costs learnt": planner["dynamic_batch_cost_model"] == "auto",
+        f"recompute_{recompute}": recompute,
+        "rollouts": len(rollouts) > 1,
+    }.items():
+        found |= {name} if is_so else set()
     for rollout in rollouts:
-        found |= {name for name in ("padded_to", "steps", "global_batch_size") if name in rollout}
+        found |= {"padded_to", "steps", "global_batch_size"} & rollout.keys()
         owners = {rank for _, _, rank in rollout["samples"]}
         found |= {"ranks without samples"} if len(owners) < job["dims"]["data_parallel"] else set()
         found |= {"lopsided"} if len(rollout["samples"]) > 40 else set()

@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 from kit.exactness import arguments, log_probs_of
 from kit.model import adam, quick_model
 from kit.objective import packed_objective
-from kit.samples import samples_of
+from kit.samples import rollout_of
 from mcore_batching.megatron import forward_only, get_data_iterator, schedule_of, train_step
 from mcore_batching.planning import CostModel, ParallelDims
 from mcore_batching.planning.schedule import Pass
@@ -49,7 +49,7 @@ def operations(dims: dict[str, Any], steps: list[tuple[int, bool]]) -> list[list
     )
     found = []
     for count, has_no_backward in steps:
-        data = samples_of([2 + slot % 5 for slot in range(count)])
+        data = rollout_of([(2 + slot % 5, 1) for slot in range(count)])
         planned = get_data_iterator(args, model, data)
         with passes_of(model) as passes:
             if has_no_backward:
@@ -79,7 +79,7 @@ def asleep(
     optimizer = adam(model, distributed=False)
     rank = parallel_state.get_data_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    data = samples_of(list(LENGTHS[rank :: shape.data_parallel]))
+    data = rollout_of([(length, 1) for length in LENGTHS[rank :: shape.data_parallel]])
     found = {}
     flags["max_tokens_per_gpu"] = 2 * max(LENGTHS)
     shared = {"dynamic_batch_context_parallel": shape.data_parallel}

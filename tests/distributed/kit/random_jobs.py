@@ -32,7 +32,7 @@ from kit.model import ROUTING
 from kit.random_comparison import Comparison
 from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
-from kit.samples import ALLOWED, VOCABULARY, multimodal_positions
+from kit.samples import ALLOWED, VOCABULARY, multimodal_positions, rollout_of
 from kit.shared_rows import mixed_sizes
 from kit.workers import FAULTS, is_planning_rank, worker_with
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, cpu_emulation
@@ -183,19 +183,8 @@ def _samples(job: Mapping[str, Any], number: int) -> Samples:
     uniform = functools.partial(torch.rand, generator=generator, device="cpu")
     lengths = [(total, response) for total, response, _ in job["rollouts"][number]["samples"]]
     entries = ALLOWED if job["banned"] else VOCABULARY
-    samples: Samples = {
-        "tokens": [
-            torch.randint(entries, (total,), generator=generator, device="cpu")
-            for total, _ in lengths
-        ],
-        "total_lengths": [total for total, _ in lengths],
-        "response_lengths": [response for _, response in lengths],
-        "sample_indices": list(range(len(lengths))),
-        "rewards": [float(i % 3) for i in range(len(lengths))],
-        "advantages": [uniform(response) - 0.3 for _, response in lengths],
-        "rollout_log_probs": [-4.0 - uniform(response) for _, response in lengths],
-        "ref_log_probs": [-4.0 - uniform(response) for _, response in lengths],
-    }
+    samples: Samples = rollout_of(lengths, entries, generator)
+    samples["sample_indices"] = list(range(len(lengths)))
     masks = {
         "some": lambda response: (uniform(response) > 0.3).int(),
         "all 0": lambda response: torch.full((response,), int(uniform(1) > 0.6)),

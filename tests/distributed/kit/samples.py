@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,52 +35,37 @@ CHAINS = [[12, 9, 1, 8, 4], [0, 5, 3], [6, 2]]
 """Samples as the turns of trajectories, the last turn first: each begins the one before it."""
 
 
-def in_chains(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Values per token of the samples, where those of a chain begin with the same."""
-    made = list(values)
-    for last, *others in CHAINS:
-        for turn in others:
-            made[turn] = made[last][: len(made[turn])].clone()
-    return made
+def rollout_of(
+    lengths: Sequence[tuple[int, int]],
+    vocabulary: int = VOCABULARY,
+    generator: torch.Generator | None = None,
+) -> dict[str, list[Any]]:
+    """Random samples of these total and response lengths, with what the losses here read."""
+    uniform = functools.partial(torch.rand, generator=generator, device="cpu")
+    integers = functools.partial(torch.randint, generator=generator, device="cpu")
+    return {
+        "tokens": [integers(vocabulary, (total,)) for total, _ in lengths],
+        "total_lengths": [total for total, _ in lengths],
+        "response_lengths": [response for _, response in lengths],
+        "rewards": [float(i % 3) for i in range(len(lengths))],
+        "advantages": [uniform(response) - 0.3 for _, response in lengths],
+        "rollout_log_probs": [-4.0 - uniform(response) for _, response in lengths],
+        "ref_log_probs": [-4.0 - uniform(response) for _, response in lengths],
+    }
 
 
 def make_samples() -> dict[str, list[Any]]:
     """The same samples on every rank, as rollout data; those of `CHAINS` begin others."""
     generator = torch.Generator(device="cpu").manual_seed(20)
-
-    def uniform(length: int) -> torch.Tensor:
-        return torch.rand(length, generator=generator, device="cpu")
-
-    totals = [total for total, _ in SHAPES]
-    responses = [response for _, response in SHAPES]
-    return {
-        "tokens": in_chains(
-            [
-                torch.randint(VOCABULARY, (total,), generator=generator, device="cpu")
-                for total in totals
-            ]
-        ),
-        "total_lengths": totals,
-        "response_lengths": responses,
-        "loss_masks": [(uniform(response) > 0.2).int() for response in responses],
-        "rewards": [float(i % 3) for i in range(len(SHAPES))],
-        "advantages": [uniform(response) - 0.2 for response in responses],
-        "rollout_log_probs": [-4.0 - uniform(response) for response in responses],
-        "ref_log_probs": [-4.0 - uniform(response) for response in responses],
-    }
-
-
-def samples_of(lengths: list[int]) -> dict[str, list[Any]]:
-    """Random tokens of these lengths, the last one a response."""
-    count = len(lengths)
-    return {
-        "tokens": [torch.randint(VOCABULARY, (length,)) for length in lengths],
-        "total_lengths": lengths,
-        "response_lengths": [1] * count,
-        "advantages": [torch.ones(1)] * count,
-        "rollout_log_probs": [torch.zeros(1)] * count,
-        "ref_log_probs": [torch.zeros(1)] * count,
-    }
+    made = rollout_of(SHAPES, generator=generator)
+    for last, *others in CHAINS:
+        for turn in others:
+            made["tokens"][turn] = made["tokens"][last][: SHAPES[turn][0]].clone()
+    made["loss_masks"] = [
+        (torch.rand(response, generator=generator, device="cpu") > 0.2).int()
+        for _, response in SHAPES
+    ]
+    return made
 
 
 def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> list[int]:

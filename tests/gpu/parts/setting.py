@@ -24,6 +24,7 @@ from bootstrap import (
 )
 from kit import exactness
 from kit.model import transformer_config
+from kit.samples import rollout_of
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.utils import unwrap_model
 
@@ -133,14 +134,8 @@ def arguments(cap_tokens: int, **changes: Any) -> SimpleNamespace:
 
 def samples(lengths: Sequence[int], vocabulary: int) -> dict[str, list[Any]]:
     """Random tokens, three quarters of each sample a response; the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    responses = [length * 3 // 4 for length in lengths]
-    return {
-        "tokens": [torch.randint(vocabulary, (n,), generator=generator) for n in lengths],
-        "total_lengths": list(lengths),
-        "response_lengths": responses,
-        "advantages": [torch.randn(r, generator=generator) for r in responses],
-    }
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    return rollout_of([(n, n * 3 // 4) for n in lengths], vocabulary, generator)
 
 
 def real_lengths(path: str | None, count: int, longest: int) -> list[int]:
