@@ -72,31 +72,22 @@ def learn(dims: dict[str, int], name: str) -> list[dict[str, Any]]:
         dynamic_batch_record=tempfile.mkdtemp(),  # the first rank's alone is written to
     )
     optimizer, seen = adam(model, distributed=False), []
-    now = 1000.0 * dist.get_rank()  # no two clocks agree
-    clock = SimpleNamespace(perf_counter=lambda: now)
+    now = [1000.0 * dist.get_rank()]  # no two clocks agree
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
     for step in range(NUM_STEPS):
         data = samples(1000 * step + parallel_state.get_data_parallel_rank())
         iterators, counts = get_data_iterator(args, model, data)
         schedule, costs = schedule_of(iterators), hidden_costs(name, step)
         sizes = schedule.row_sizes(0)
-        rows = [
-            [end - start for start, end in pairwise(nodes.offsets)][: len(nodes.paths)]
-            for nodes in map(schedule.nodes, schedule.steps[0], sizes)
-        ]
+        seconds = []
+        for nodes, size in zip(map(schedule.nodes, schedule.steps[0], sizes), sizes, strict=True):
+            row = [end - start for start, end in pairwise(nodes.offsets)][: len(nodes.paths)]
+            units = costs.on_ranks(size).micro_batch(row) / shape.virtual_pipeline
+            slower = (1 if step else 50) * (10 if size > 1 else 1)
+            seconds.append(slower * SECONDS_PER_UNIT * units)
 
-        def takes(
-            backward: bool,
-            slot: int,
-            step: int = step,
-            costs: CostModel = costs,
-            sizes: Any = sizes,
-            rows: Any = rows,
-        ) -> None:
-            nonlocal now
-            units = costs.on_ranks(sizes[slot]).micro_batch(rows[slot]) / shape.virtual_pipeline
-            units *= costs.backward_ratio if backward else 1.0
-            slower = (1 if step else 50) * (10 if sizes[slot] > 1 else 1)
-            now += slower * SECONDS_PER_UNIT * units
+        def takes(backward: bool, slot: int, seconds: Any = seconds, costs: Any = costs) -> None:
+            now[0] += seconds[slot] * (costs.backward_ratio if backward else 1.0)
 
         plan, lengths = schedule.step_plan(0)
         again, _ = get_data_iterator(args, model, data)
@@ -120,18 +111,14 @@ def learn(dims: dict[str, int], name: str) -> list[dict[str, Any]]:
     return seen
 
 
-def job(name: str, **more: int) -> Job:
+def job(name: str, *, is_long: bool = False, **more: int) -> Any:
     dims = {"data_parallel": 2, "pipeline_parallel": 2, **more}
-    return Job.of(f"learn-{name}", "test_learnt_costs:learn", dims, name=name)
+    made = Job.of(f"learn-{name}", "test_learnt_costs:learn", dims, name=name)
+    return pytest.param(made, marks=pytest.mark.long if is_long else ())
 
 
 @pytest.mark.parametrize(
-    "job",
-    [
-        job("attention"),
-        pytest.param(job("launches", virtual_pipeline=2), marks=pytest.mark.long),
-    ],
-    ids=str,
+    "job", [job("attention"), job("launches", is_long=True, virtual_pipeline=2)], ids=str
 )
 def test_a_hidden_model_is_known_within_five_steps(
     job: Job, ranks: list[Any], tmp_path: Path

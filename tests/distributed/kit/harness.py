@@ -57,7 +57,7 @@ class Job:
     agent: bool = True
 
     @classmethod
-    def of(cls, name: str, function: str, dims: dict[str, Any], **parameters: Any) -> Job:
+    def of(cls, name: str, function: str, dims: dict[str, Any], /, **parameters: Any) -> Job:
         """A job of every rank of a layout, whose function gets ``dims`` as well."""
         sizes = ("data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel")
         nproc = math.prod(dims.get(size, 1) for size in sizes)
