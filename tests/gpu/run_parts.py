@@ -40,23 +40,14 @@ EXACTNESS = "tests/distributed/test_exactness.py"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One command, and what takes its place on a CPU.
-
-    Attributes:
-        name: of the part.
-        shows: what it shows.
-        command: after the interpreter.
-        twin: the command on a CPU; None: the same.
-        processes: on as many GPUs, or sharing one.
-        engine: True: with Transformer Engine; False: with it hidden; None: as it is.
-    """
+    """One command, and what takes its place on a CPU."""
 
     name: str
     shows: str
-    command: tuple[str, ...]
-    twin: tuple[str, ...] | None = None
-    processes: int = 1
-    engine: bool | None = None
+    command: tuple[str, ...]  # after the interpreter
+    twin: tuple[str, ...] | None = None  # on a CPU; None: the same command
+    processes: int = 1  # on as many GPUs, or sharing one
+    engine: bool | None = None  # with Transformer Engine, with it hidden, None: as it is
 
 
 def pytest(*words: str) -> tuple[str, ...]:
@@ -67,12 +58,6 @@ def pytest(*words: str) -> tuple[str, ...]:
 def part(script: str, *words: str) -> tuple[str, ...]:
     """A command that runs one of the scripts in ``parts``."""
     return (str(HERE / "parts" / f"{script}.py"), *words)
-
-
-def on_ranks(processes: int, command: tuple[str, ...]) -> tuple[str, ...]:
-    """The same command on several ranks."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone")
-    return (*torchrun, f"--nproc-per-node={processes}", *command)
 
 
 PARTS = [
@@ -128,7 +113,10 @@ PARTS = [
     Part(
         "packed-te-cp2",
         "packed rows against one sample a row on two context-parallel ranks, Transformer Engine",
-        on_ranks(2, part("packed", "--attention", "te", "--context-parallel", "2")),
+        (
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *part("packed", "--attention", "te", "--context-parallel", "2"),
+        ),
         processes=2,
         engine=True,
     ),

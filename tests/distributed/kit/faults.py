@@ -128,13 +128,9 @@ def listed_pass(
 ) -> Any:
     """A pass over the five micro-batches of each rank that a rollout manager listed.
 
-    Args:
-        calls: with the samples.
-        change: of what f returns for the micro-batch ``begins`` and later ones.
-        begins: number of a micro-batch.
-        lists: changes the samples of the micro-batches.
-        fewer: micro-batches by which their number is too small.
-        collected: outputs are collected, as miles does; else they are taken for losses.
+    ``change`` is made to what f returns for the micro-batch ``begins`` and later ones, ``lists`` to
+    the listed samples; the number of micro-batches is too small by ``fewer``. Outputs are
+    collected, as miles does, or taken for losses.
     """
     numbers = itertools.count()
 

@@ -79,12 +79,8 @@ def keep_data_parallel_group(kept: Any = None) -> Any:
 
 
 def remake_groups(dims: ParallelDims, number: int) -> None:
-    """Destroy all groups and make them anew, as slime does where it offloads a model.
-
-    Args:
-        dims: of the job.
-        number: how many times they were remade.
-    """
+    """Destroy all groups and make them anew, for the so-manieth time, as slime does where it
+    offloads a model."""
     kept = parallel_state.get_data_parallel_group()
     store = dist.distributed_c10d._get_default_store()
     place = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}

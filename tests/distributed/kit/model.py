@@ -169,15 +169,7 @@ def seeded_model(
 def packed_model(
     kind: str, config: TransformerConfig, ddp: Any, trained: str = "all", **options: Any
 ) -> list[Any]:
-    """This rank's chunks, with layers of this package.
-
-    Args:
-        kind: of `transformer_config`.
-        config: of the model.
-        ddp: settings of the data-parallel wrapper.
-        trained: what `freeze` leaves.
-        options: others of `build_model`.
-    """
+    """This rank's chunks, with layers of this package, trained as far as `freeze` leaves them."""
     options |= {"vocab_size": VOCABULARY, "max_sequence_length": MAX_SEQUENCE_LENGTH}
     if options.get("hybrid_layer_pattern"):
         cpu_kernels.hybrid_spec()

@@ -31,15 +31,8 @@ def patience(seconds: float) -> float:
 
 
 def is_up(seconds: float, ends_within: Callable[[float], bool]) -> bool:
-    """Wait for something, at most as long as the load seen meanwhile allows.
-
-    Args:
-        seconds: the limit.
-        ends_within: waits for so many seconds; True once it is over.
-
-    Returns:
-        True if the limit is up.
-    """
+    """Wait for something by `ends_within`, which is true once it is over; True if the limit is up,
+    as far as the load seen meanwhile extends it."""
     started, worst = time.monotonic(), 1.0
     while time.monotonic() < started + seconds * worst:
         if ends_within(min(seconds, SECONDS_BETWEEN_LOOKS)):

@@ -7,6 +7,7 @@ leaves all others as they were. Any may be forced. ``python -m kit.random_draw 1
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -21,8 +22,14 @@ _NPROC = [1, 2, 2, 2, 3, 4, 4, 4]
 WORKERS = ("in line", "killed", "stopped", "late", "absent", "out of memory")
 _OUTSIDE = 0.04
 """How often something is drawn that does not go with the rest, and must be refused."""
-
-
+_FLAGS = {
+    "logits_in_model_dtype": ("model dtype", 0.3),
+    "fuse_output_layer": ("fused output", 0.35),
+    "no_planned_shapes": ("shapes exchanged", 0.1),
+    "exchange": ("exchange", 0.75),
+    "share_prefixes": ("shared prefixes", 0.5),
+}
+"""Name and probability of the choice of a flag."""
 NEAR_TIE = 5e-6
 """Between two experts of which a router takes one, in logits: rounding may choose the other."""
 
@@ -79,14 +86,8 @@ def drawn_job(seed: int, **forced: Any) -> dict[str, Any]:
 
 
 def _dims(draw: Draw, nproc: int) -> dict[str, Any]:
-    layouts = [
-        (data, pipeline, context, tensor)
-        for data in range(1, nproc + 1)
-        for pipeline in range(1, nproc + 1)
-        for context in range(1, nproc + 1)
-        for tensor in (1, 2, 4)
-        if data * pipeline * context * tensor == nproc
-    ]
+    sizes = itertools.product(*[range(1, nproc + 1)] * 3, (1, 2, 4))
+    layouts = [layout for layout in sizes if math.prod(layout) == nproc]
     data, pipeline, context, tensor = draw.one("layout", layouts)
     dims = {
         "data_parallel": data,
@@ -137,16 +138,12 @@ def _planner(
     ranks = dims["data_parallel"] * dims["context_parallel"]
     args: dict[str, Any] = {
         "dynamic_batch_plan_effort": draw.one("effort", [30, 100, 300]),
-        "dynamic_batch_logits_in_model_dtype": draw.chance("model dtype", 0.3),
-        "dynamic_batch_fuse_output_layer": draw.chance("fused output", 0.35),
-        "dynamic_batch_no_planned_shapes": draw.chance("shapes exchanged", 0.1),
-        "dynamic_batch_exchange": draw.chance("exchange", 0.75),
-        "dynamic_batch_share_prefixes": draw.chance("shared prefixes", 0.5),
         # Experts' ranks wait for each other in every pass, so they learn nothing.
         "dynamic_batch_cost_model": draw.one(
             "costs", ["fixed", "auto" if dims.get("expert_parallel", 1) == 1 else "fixed"]
         ),
     }
+    args |= {f"dynamic_batch_{flag}": draw.chance(*by) for flag, by in _FLAGS.items()}
     if draw.chance("as they come", 0.06):
         return args | {
             "dynamic_batch_max_samples_per_row": draw.one("micro-batch size", [1, 2, 3]),
@@ -187,22 +184,16 @@ def _has_mixed_sizes(draw: Draw, dims: dict[str, Any], planner: dict[str, Any]) 
     """True where rows are shared as `kit.shared_rows.SIZES` says: plans seldom share short ones."""
     ranks = dims["data_parallel"] * dims["context_parallel"]
     may = planner.get("dynamic_batch_context_parallel") == ranks and ranks in (2, 4)
-    may = (
-        may
-        and "microbatch_group_size" not in dims
-        and "dynamic_batch_max_samples_per_row" not in planner
-    )
+    may = may and "microbatch_group_size" not in dims
+    may = may and "dynamic_batch_max_samples_per_row" not in planner
     return may and draw.chance("mixed sizes", 0.6)
 
 
 def _least_cap(dims: dict[str, Any], args: dict[str, Any]) -> int:
     """A cap under which a row has room for a token, however it is padded and shared."""
     shards = dims["tensor_parallel"] if dims["sequence_parallel"] else 1
-    return math.lcm(
-        2 * shards,
-        args.get("dynamic_batch_pad_each_to", 1),
-        args.get("dynamic_batch_pad_total_to", 1),
-    )
+    padded = (args.get(f"dynamic_batch_pad_{name}_to", 1) for name in ("each", "total"))
+    return math.lcm(2 * shards, *padded)
 
 
 def _objective(draw: Draw) -> dict[str, Any]:
@@ -239,9 +230,8 @@ def _clock(draw: Draw, planner: dict[str, Any]) -> str:
 def job_of(seed: int, name: str | None = None, **forced: Any) -> Job:
     """The job of a seed, but for choices that are forced; see `drawn_job`."""
     drawn = drawn_job(seed, **forced)
-    parameters = {"job": drawn}
-    name = name or f"random-{seed}"
-    return Job(name, "kit.random_jobs:compare", drawn["nproc"], None, parameters)
+    name, given = name or f"random-{seed}", {"job": drawn}
+    return Job(name, "kit.random_jobs:compare", drawn["nproc"], None, given)
 
 
 def verdict(job: Job, outcome: list[dict[str, Any]] | JobFailedError) -> tuple[str, str]:

@@ -17,24 +17,15 @@ import torch.distributed as dist
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-    """What a process is after `fork_ranks`.
+    """What a process is after `fork_ranks`."""
 
-    Attributes:
-        rank: of a rank; None in the process that forked them.
-        ranks: process to rank, of those started so far.
-        store: process of the store, alone as torchrun's agent is; None: rank 0 hosts it.
-    """
-
-    rank: int | None
-    ranks: dict[int, int]
-    store: int | None
+    rank: int | None  # None in the process that forked the ranks
+    ranks: dict[int, int]  # process to rank, of those started so far
+    store: int | None  # process of the store, alone as torchrun's agent is; None: rank 0 hosts it
 
     def first_failure(self) -> int:
-        """Wait for all ranks, or for the first that fails, which ends the others as under torchrun.
-
-        Returns:
-            its exit code, 0 if none failed.
-        """
+        """Wait for all ranks, 0, or for the exit code of the first that fails, which ends the
+        others as under torchrun."""
         running, code = set(self.ranks), 0
         while running and not code:
             process, status = os.wait()
@@ -54,9 +45,7 @@ class Fork:
 def fork_ranks(nproc: int, *, agent: bool = True) -> Fork:
     """Start so many ranks, with the variables that torchrun would set. Returns in each of them.
 
-    Args:
-        nproc: number of ranks.
-        agent: False: rank 0 hosts the store, as under srun and mpirun.
+    Without an agent rank 0 hosts the store, as under srun and mpirun.
     """
     store, port = _store() if agent else (None, _free_port())
     ranks: dict[int, int] = {}

@@ -69,22 +69,13 @@ def make_samples() -> dict[str, list[Any]]:
 
 
 def share(samples: dict[str, list[Any]], spread: str, rank: int, ranks: int) -> list[int]:
-    """Indices of the samples that data-parallel rank ``rank`` holds.
-
-    ``"uneven"``: all but a few on rank 0, the rest one each. ``"fewer"``: three on each of the
-    others. ``"empty"``: the last rank has none.
-    """
-    count = len(samples["total_lengths"])
-    if ranks == 1:
-        return list(range(count))
-    populated = ranks - 1 if spread == "empty" else ranks
-    each = 3 if spread == "fewer" else 1
+    """Indices of the samples that a data-parallel rank holds: rank 0 all but one for each other,
+    "fewer": but three; "empty": the last of several ranks has none."""
+    count, each = len(samples["total_lengths"]), 3 if spread == "fewer" else 1
+    populated = ranks - 1 if spread == "empty" and ranks > 1 else ranks
     first = count - each * (populated - 1)
-    if rank >= populated:
-        return []
-    if rank == 0:
-        return list(range(first))
-    return list(range(first + each * (rank - 1), first + each * rank))
+    ends = [0, first, *range(first + each, count + 1, each)]
+    return list(range(*ends[rank : rank + 2])) if rank < populated else []
 
 
 def take(samples: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
