@@ -3,6 +3,7 @@
 Each row is a job of its own, on each of its layouts, of three steps of training.
 """
 
+# ruff: noqa: F401, names in cells of the table are seen by them alone
 from __future__ import annotations
 
 import os
@@ -108,7 +109,6 @@ def step_without_row_groups(calls: Calls) -> Any:
 
 def step_that_warns(calls: Calls) -> Any:
     def loss(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-        del totals
         return logits.float().sum(), {"policy": logits.new_zeros(()), "kl": logits.new_zeros(())}
 
     with warnings.catch_warnings():
@@ -145,22 +145,13 @@ def framework_forward(calls: Calls, happens: Callable[..., Any] | None = None) -
     return listed_batches.forward_only(f, calls.args, calls.model, iterators, [2])
 
 
+HEADER = "| fault | layouts | call | others | error | text | ends |"
 FAULTS = {
     fault.name: fault._replace(
         layouts=[each for name in fault.layouts for each in _SETS.get(name, [name])],
         text=fault.text.replace("MEMORY", "torch.OutOfMemoryError: out of memory, on purpose"),
     )
-    for fault in read_faults(
-        "| fault | layouts | call | others | error | text | ends |",
-        {
-            "RankMessages": RankMessages,
-            "SampleMoves": SampleMoves,
-            "SimpleNamespace": SimpleNamespace,
-            "time": time,
-            **globals(),
-        },
-        others="calls.step()",
-    )
+    for fault in read_faults(HEADER, globals(), others="calls.step()")
 }
 
 
@@ -170,7 +161,6 @@ def always_on(fault: str) -> str:
 
 
 def layouts_of(fault: str) -> list[str]:
-    """The layouts of a fault."""
     return [*dict.fromkeys(name.strip("*") for name in FAULTS[fault].layouts)]
 
 

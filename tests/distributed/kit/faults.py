@@ -1,9 +1,9 @@
 """Faults that a job lives through: a table of `FAULTS.md`, whose rows are called one by one."""
 
+# ruff: noqa: F401, names in cells of the table are seen by them alone
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -42,14 +42,14 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 """Parallel dims and flags of each layout."""
 
 
-def outputs(change: Function) -> Function:
-    """f, with each output changed."""
-    return f_with(lambda made, number: {"log_probs": [*map(change, made["log_probs"])]})
-
-
 def lists(change: Callable[[list[Any], int], list[Any]]) -> Function:
     """f, with the list of each output changed, from the first micro-batch with samples (0) on."""
     return f_with(lambda made, number: {n: change(values, number) for n, values in made.items()})
+
+
+def outputs(change: Function) -> Function:
+    """f, with each output changed."""
+    return lists(lambda values, number: [*map(change, values)])
 
 
 def metric(change: Function) -> Function:
@@ -108,8 +108,8 @@ def gathered(logits: torch.Tensor) -> torch.Tensor:
 
 def slime_plan(calls: Calls, data: Any = None, **flags: Any) -> Any:
     args = arguments(calls.dims, **{"use_dynamic_batch_size": True} | flags)
-    plan = functools.partial(trainer.planned_iterators, DEFAULT_SCHEMA, listed_batches.Listed)
-    return plan(fails, args, calls.model, data or calls.data)
+    given = DEFAULT_SCHEMA, listed_batches.Listed, fails, args, calls.model
+    return trainer.planned_iterators(*given, data or calls.data)
 
 
 def slime_pass(calls: Calls, iterators: Any, counts: Any, f: Any = log_probs_by_lengths) -> Any:
@@ -157,20 +157,8 @@ def each_list(change: Callable[[list[Any]], list[Any]]) -> Function:
     return lambda made: {name: change(values) for name, values in made.items()}
 
 
-FAULTS = read_faults(
-    "| layout | fault | rank | call | others | error | text |",
-    {
-        "MicroBatchSchedule": MicroBatchSchedule,
-        "SimpleNamespace": SimpleNamespace,
-        "add_fields": add_fields,
-        "dp_rank": parallel_state.get_data_parallel_rank,
-        "get_model_config": get_model_config,
-        "log_probs_of": log_probs_of,
-        "packed_objective": packed_objective,
-        "response_log_probs": response_log_probs,
-        **globals(),
-    },
-)
+dp_rank = parallel_state.get_data_parallel_rank
+FAULTS = read_faults("| layout | fault | rank | call | others | error | text |", globals())
 
 
 def table_of(layout: str) -> list[Any]:
@@ -192,13 +180,8 @@ def faults(dims: dict[str, Any], layout: str) -> dict[str, Any]:
         except Exception as error:
             raised = error
         cause = getattr(raised, "__cause__", None)
-        report.append(
-            {
-                "type": type(raised).__name__,
-                "message": str(raised),
-                "cause": "" if cause is None else type(cause).__name__,
-                "seconds": time.monotonic() - begun,
-            }
-        )
+        said = {"type": type(raised).__name__, "message": str(raised)}
+        said["cause"] = "" if cause is None else type(cause).__name__
+        report.append(said | {"seconds": time.monotonic() - begun})
     unchanged = all(torch.equal(p, before[name]) for name, p in named_parameters(calls.model))
     return {"faults": report, "unchanged": unchanged, "grad_norm": calls.train().grad_norm}

@@ -38,15 +38,18 @@ def drawn_model(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
         "deallocate_pipeline_outputs": draw.chance("deallocate", 0.7),
     }
     if kind not in LATENT:
-        least = dims["tensor_parallel"]
-        groups = [size for size in (1, 2, 4) if size >= least]
+        groups = [size for size in (1, 2, 4) if size >= dims["tensor_parallel"]]
         settings["num_query_groups"] = draw.one("query groups", groups)
+    full = {"recompute_method": "uniform", "recompute_num_layers": 1}
     recompute = draw.one("recompute", [None, None, None, "full", "selective"])
-    if recompute is not None:
-        settings["recompute_granularity"] = recompute
-    if recompute == "full":
-        settings |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    settings |= _messages(draw, dims)
+    settings |= {"recompute_granularity": recompute} if recompute else {}
+    settings |= full if recompute == "full" else {}
+    # Ways of Megatron's in which stages send each other what they made.
+    if dims.get("virtual_pipeline", 1) > 1:
+        if draw.chance("overlapped warm-up", 0.3):
+            settings["overlap_p2p_comm_warmup_flush"] = True
+    elif dims["pipeline_parallel"] > 1 and draw.chance("messages one by one", 0.3):
+        settings["batch_p2p_comm"] = False
     if kind in ("moe", "replay"):
         settings |= _experts(draw, dims)
     if kind == "hybrid-dsa" and draw.chance("sparse", 0.4):  # else attention is to all keys
@@ -123,21 +126,11 @@ def _kind(draw: Draw, dims: dict[str, Any]) -> str:
     return kind
 
 
-def _messages(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
-    """Ways of Megatron's in which stages send each other what they made."""
-    if dims.get("virtual_pipeline", 1) > 1:
-        overlaps = draw.chance("overlapped warm-up", 0.3)
-        return {"overlap_p2p_comm_warmup_flush": True} if overlaps else {}
-    one_by_one = dims["pipeline_parallel"] > 1 and draw.chance("messages one by one", 0.3)
-    return {"batch_p2p_comm": False} if one_by_one else {}
-
-
 def _experts(draw: Draw, dims: dict[str, Any]) -> dict[str, Any]:
     # Megatron itself asks for sequence parallelism beside tensor parallelism here.
     dims["sequence_parallel"] = dims["tensor_parallel"] > 1
     within = dims["data_parallel"] * dims["context_parallel"] * dims["tensor_parallel"]
-    sizes = [size for size in (1, 2, 4) if within % size == 0]
-    sizes = [s for s in sizes if s > 1] if dims["tensor_parallel"] > 1 else sizes
+    sizes = [n for n in (1, 2, 4) if within % n == 0 and (n > 1 or dims["tensor_parallel"] == 1)]
     dims["expert_parallel"] = draw.one("expert parallel", sizes)
     settings: dict[str, Any] = {
         "moe_router_score_function": draw.one("scores", ["softmax", "sigmoid"]),
