@@ -11,6 +11,7 @@ import twin as twins
 from bootstrap import build_model, pipeline_config
 from kit.exactness import arguments, log_probs_of
 from kit.model import CLIP_GRAD, transformer_config
+from kit.samples import rollout_of
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -70,17 +71,12 @@ def whole_step(
         **half, use_distributed_optimizer=distributed_optimizer, clip_grad=CLIP_GRAD, lr=1e-3
     )
     optimizer = get_megatron_optimizer(options, chunks)
-    # Prompts begin alike, and go on as their own samples.
-    start = torch.randint(vocabulary, (max(lengths),))
-    tokens = [
-        torch.cat([start[: n // 2], torch.randint(vocabulary, (n - n // 2,))]) for n in lengths
-    ]
-    data: dict[str, Any] = {
-        "tokens": tokens,
-        "total_lengths": lengths,
-        "response_lengths": [n // 2 for n in lengths],
-        "advantages": [torch.ones(n // 2) for n in lengths],
-    }
+    names = ("tokens", "total_lengths", "response_lengths", "advantages")
+    rollout = rollout_of([(n, n // 2) for n in lengths], vocabulary)
+    data: dict[str, Any] = {name: rollout[name] for name in names}
+    longest = max(data["tokens"], key=len)
+    for tokens in data["tokens"]:  # prompts begin alike, and go on as their own samples
+        tokens[: len(tokens) // 2] = longest[: len(tokens) // 2].clone()
     if on_device:
         for name in ("tokens", "advantages"):
             data[name] = [each.cuda() for each in data[name]]

@@ -74,25 +74,22 @@ def slime_plans_where_it_trains(dims: dict[str, Any], spread: str = "uneven") ->
     data["secret"] = [1.0] * len(lengths)
     with pytest.raises(SchemaError, match=r'schema = schema.declare\("secret"'):
         first.reset().get_next(["secret"])  # whether or not this rank has samples
-    if shape.context_parallel == 1:
-        passed = log_probs_by_lengths, args, calls.model
-        found = listed_batches.forward_only(*passed, iterators, [count])
-        listed = listed_batches.iterators_of({**calls.data, "micro_batch_indices": indices})
-        told = listed_batches.forward_only(*passed, listed, [count])
-        expected = calls.forward().get("log_probs", [])
-        for made in (found, told):
-            for ours, theirs in zip(made.get("log_probs", []), expected, strict=True):
-                assert difference(ours, theirs) < LOG_PROBS
+    if shape.context_parallel > 1:
+        return
+    listed = listed_batches.iterators_of({**calls.data, "micro_batch_indices": indices})
+    expected = calls.forward().get("log_probs", [])
+    for each in (iterators, listed):
+        passed = log_probs_by_lengths, args, calls.model, each, [count]
+        found = listed_batches.forward_only(*passed).get("log_probs", [])
+        for ours, theirs in zip(found, expected, strict=True):
+            assert difference(ours, theirs) < LOG_PROBS
 
 
 def framework_shows_model(dims: dict[str, Any]) -> None:
     """A model that a framework shows on one stage, and that overlaps communication on the last, is
     refused on all; a right one is its own matter, with its own plan and the manager's."""
     args = arguments(ParallelDims(**dims), use_dynamic_batch_size=True)
-
-    def its_own(args: Any, model: Any, rollout_data: Any) -> tuple[list[Any], list[int]]:
-        return [], []
-
+    its_own = mock.Mock(return_value=([], []))
     hooked = functools.partial(trainer.miles_iterators, DEFAULT_SCHEMA, its_own)
     model = small_model(dims)
     own, managers = {"rollout_data": {}}, {"rollout_data": {"micro_batch_indices": []}}
