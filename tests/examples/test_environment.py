@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kit.patience import patience
@@ -27,19 +26,17 @@ esac
 class Machine:
     """A folder with interpreters, and the scripts' function that makes an environment in it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.venv = folder, folder / "venv"
 
-    def python(self, version: str) -> Path:
+    def python(self, version):
         path = self.folder / "bin" / f"python{version}"
         path.parent.mkdir(exist_ok=True)
         path.write_text(PYTHON.format(version=version, folder=self.folder))
         path.chmod(0o755)
         return path
 
-    def ensure(
-        self, *, named: Path | None = None, extras: str = "megatron", versions: str = "3.12 3.11"
-    ) -> tuple[int, str]:
+    def ensure(self, *, named=None, extras="megatron", versions="3.12 3.11"):
         """The status, and the environment that is used, or the error."""
         ensure = f"mcb_versions=({versions}); mcb_ensure_environment {self.venv} {extras}"
         path = f"{self.folder / 'bin'}:/usr/bin:/bin"
@@ -53,7 +50,7 @@ class Machine:
         )
         return done.returncode, (done.stdout or done.stderr).strip()
 
-    def uses(self, expected: Path | str, *installed: str, **how: Any) -> None:
+    def uses(self, expected, *installed, **how):
         """Such an environment is used, after packages were installed into these."""
         (self.folder / "installed").write_text("")
         assert self.ensure(**how) == (0, str(expected))
@@ -62,21 +59,21 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(tmp_path):
     machine = Machine(tmp_path)
     for version in ("3.11", "3.12"):
         machine.python(version)
     return machine
 
 
-def marked(environment: Path) -> Path:
+def marked(environment):
     """A file in an environment, there as long as nobody removes it."""
     mark = environment / "mine"
     mark.touch()
     return mark
 
 
-def test_an_environment_is_made_once(machine: Machine) -> None:
+def test_an_environment_is_made_once(machine):
     machine.uses(machine.venv, "venv")
     mark = marked(machine.venv)
     machine.uses(machine.venv)
@@ -86,9 +83,7 @@ def test_an_environment_is_made_once(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("has", "other"), [("3.11", "3.12"), ("3.12", "3.11")])
-def test_a_python_that_does_not_fit_gets_an_environment_of_its_own(
-    machine: Machine, has: str, other: str
-) -> None:
+def test_a_python_that_does_not_fit_gets_an_environment_of_its_own(machine, has, other):
     """One example, run with another Python, deleted the environment of the other example."""
     machine.uses(machine.venv, "venv", named=machine.python(has))
     mark = marked(machine.venv)
@@ -99,7 +94,7 @@ def test_a_python_that_does_not_fit_gets_an_environment_of_its_own(
     assert mark.exists()
 
 
-def test_an_environment_of_a_version_that_will_not_do_stays(machine: Machine) -> None:
+def test_an_environment_of_a_version_that_will_not_do_stays(machine):
     """The fine-tuning example needs 3.12, the quickstart runs on 3.11."""
     machine.uses(machine.venv, "venv", named=machine.python("3.11"))
     mark = marked(machine.venv)
@@ -109,9 +104,7 @@ def test_an_environment_of_a_version_that_will_not_do_stays(machine: Machine) ->
 
 @pytest.mark.parametrize("change", ["pins", "extras"])
 @pytest.mark.parametrize("offline", [False, True])
-def test_changes_are_installed_into_what_is_there(
-    machine: Machine, change: str, offline: bool
-) -> None:
+def test_changes_are_installed_into_what_is_there(machine, change, offline):
     machine.ensure()
     mark = marked(machine.venv)
     if change == "pins":
@@ -132,7 +125,7 @@ def test_changes_are_installed_into_what_is_there(
 
 
 @pytest.mark.parametrize("broken", ["unfinished", "python gone", "python replaced"])
-def test_an_environment_that_does_not_work_is_made_anew(machine: Machine, broken: str) -> None:
+def test_an_environment_that_does_not_work_is_made_anew(machine, broken):
     if broken == "unfinished":
         (machine.folder / "offline").touch()
         assert machine.ensure()[0] == 1
@@ -148,7 +141,7 @@ def test_an_environment_that_does_not_work_is_made_anew(machine: Machine, broken
     assert not mark.exists()
 
 
-def test_what_is_refused_stays_as_it_is(machine: Machine) -> None:
+def test_what_is_refused_stays_as_it_is(machine):
     for named, expected in (
         (machine.folder / "absent", "does not run"),
         (machine.python("3.9"), "is Python 3.9; megatron-core has wheels for 3.11, 3.12 and 3.13"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,37 +26,30 @@ class Templated:
     eod = END
     chat_template = "{% ... %}"
 
-    def __init__(self, template: Callable[..., str]) -> None:
+    def __init__(self, template):
         self._template = template
 
-    def tokenize(self, text: str) -> list[int]:
+    def tokenize(self, text):
         return [END if byte == ord("$") else byte for byte in text.encode()]
 
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        **more: Any,
-    ) -> str:
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, **more):
         assert not tokenize
         return self._template(messages, **more) + ("A:" if add_generation_prompt else "")
 
 
-def written(message: dict[str, Any]) -> str:
+def written(message):
     calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or ()]
     return "".join([message.get("reasoning_content") or "", message["content"] or "", *calls])
 
 
-def closing(messages: list[dict[str, Any]], tools: Any = None) -> str:
+def closing(messages, tools=None):
     """A template whose end mark closes an answer."""
     marks = {"assistant": "$\n"}
     texts = [f"{m['role'][0].upper()}:{written(m)}{marks.get(m['role'], '/')}" for m in messages]
     return "".join([f"T{json.dumps(tools)}/" if tools else "", *texts])
 
 
-def opening(messages: list[dict[str, Any]], **_: Any) -> str:
+def opening(messages, **_):
     """A template whose end mark begins the next message."""
     return "".join(
         ("$" if at and messages[at - 1]["role"] == "assistant" else "")
@@ -67,33 +58,33 @@ def opening(messages: list[dict[str, Any]], **_: Any) -> str:
     )
 
 
-def closing_calls_first(messages: list[dict[str, Any]]) -> str:
+def closing_calls_first(messages):
     """A template that wants a tool's answer behind a call, as some do, and takes no tools."""
     for at, message in enumerate(messages[:-1]):
         assert not message.get("tool_calls") or messages[at + 1]["role"] == "tool"
     return closing(messages)
 
 
-def texts_alone(messages: list[dict[str, Any]], **_: Any) -> str:
+def texts_alone(messages, **_):
     """A template that writes neither tool calls nor reasoning."""
     return closing([{"role": m["role"], "content": m["content"]} for m in messages])
 
 
-def forgetful(messages: list[dict[str, Any]], **_: Any) -> str:
+def forgetful(messages, **_):
     """A template that leaves out earlier texts."""
     return closing([m | {"content": ""} for m in messages[:-1]] + messages[-1:])
 
 
-def thoughtless(messages: list[dict[str, Any]], **_: Any) -> str:
+def thoughtless(messages, **_):
     """A template that leaves out the reasoning of all answers but the last."""
     return closing([m | {"reasoning_content": None} for m in messages[:-1]] + messages[-1:])
 
 
-def needs_a_question(messages: list[dict[str, Any]], **_: Any) -> str:
+def needs_a_question(messages, **_):
     return closing(messages) if messages[0]["role"] == "user" else ""
 
 
-def text(tokens: list[int]) -> str:
+def text(tokens):
     return "".join("$" if token == END else bytes([token]).decode("latin-1") for token in tokens)
 
 
@@ -104,7 +95,7 @@ THINKING = ANSWER | {"reasoning_content": "hm"}
 UNWEIGHTED = ANSWER | {"content": "b", "weight": 0}
 
 
-def talk(*messages: Any, **more: Any) -> dict[str, Any]:
+def talk(*messages, **more):
     return {"messages": [*messages], **more}
 
 
@@ -153,7 +144,7 @@ TRAINED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_of_a_line_is_trained(name: str) -> None:
+def test_what_of_a_line_is_trained(name):
     template, record, whole, trained = TRAINED[name]
     sample = Writer(Templated(template) if template else BYTES)(json.loads(json.dumps(record)))
     assert text(sample.ids) == whole
@@ -161,7 +152,7 @@ def test_what_of_a_line_is_trained(name: str) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text())), st.text())
-def test_texts_are_used_unchanged(turns: list[tuple[str, str]], last: str) -> None:
+def test_texts_are_used_unchanged(turns, last):
     turns.append(("assistant", last))
     sample = Writer(BYTES)(talk(*({"role": role, "content": content} for role, content in turns)))
     learnt = [[*content.encode(), END] for role, content in turns if role == "assistant"]
@@ -219,7 +210,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_lines_that_would_train_something_else_are_named(tmp_path: Path, name: str) -> None:
+def test_lines_that_would_train_something_else_are_named(tmp_path, name):
     template, record, problem = REFUSED[name]
     path = tmp_path / "data.jsonl"
     path.write_text('\ufeff{"prompt": "a", "completion": "b"}\r\n\n' + json.dumps(record))
@@ -240,9 +231,7 @@ def test_lines_that_would_train_something_else_are_named(tmp_path: Path, name: s
         (b"\n\xff", "2: UnicodeDecodeError"),
     ],
 )
-def test_files_that_cannot_be_used_are_named(
-    tmp_path: Path, content: bytes | None, problem: str
-) -> None:
+def test_files_that_cannot_be_used_are_named(tmp_path, content, problem):
     path = tmp_path / "data.jsonl"
     if content is not None:
         path.write_bytes(content)
@@ -250,12 +239,12 @@ def test_files_that_cannot_be_used_are_named(
         read_samples(str(path), BYTES)
 
 
-def test_a_tokenizer_that_adds_marks_to_every_text_is_refused() -> None:
+def test_a_tokenizer_that_adds_marks_to_every_text_is_refused():
     with pytest.raises(DataError, match="unset --tokenizer-hf-include-special-tokens"):
         Writer(SimpleNamespace(eod=END, tokenize=lambda text: [1, *text.encode()]))
 
 
-def datasets(folder: Path, counts: tuple[int, int, int], lines: int = 10, **changed: Any) -> Any:
+def datasets(folder, counts, lines=10, **changed):
     path = folder / "data.jsonl"
     rows = [{"prompt": "p" * n, "completion": "c"} for n in range(1, lines + 1)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -263,11 +252,11 @@ def datasets(folder: Path, counts: tuple[int, int, int], lines: int = 10, **chan
     return build_datasets(SimpleNamespace(**args | changed), BYTES, counts)
 
 
-def prompts(dataset: Any) -> list[int]:
+def prompts(dataset):
     return [int((dataset[at]["tokens"] == ord("p")).sum()) for at in range(len(dataset))]
 
 
-def test_an_item_is_shifted_by_one_token_and_padded(tmp_path: Path) -> None:
+def test_an_item_is_shifted_by_one_token_and_padded(tmp_path):
     item = datasets(tmp_path, (1, 0, 0), lines=1, split="1,0,0", seq_length=4)[0][0]
     assert {name: values.tolist() for name, values in item.items()} == {
         "tokens": [ord("p"), ord("c"), END, END],
@@ -278,11 +267,10 @@ def test_an_item_is_shifted_by_one_token_and_padded(tmp_path: Path) -> None:
     assert {str(values.dtype) for values in item.values()} == {"torch.int64", "torch.float32"}
 
 
-def test_files_are_cut_as_split_says_and_epochs_have_orders_of_their_own(tmp_path: Path) -> None:
+def test_files_are_cut_as_split_says_and_epochs_have_orders_of_their_own(tmp_path):
     train, valid, test = datasets(tmp_path, (12, 2, 2))
     assert [each.split for each in (train, valid, test)] == list(Split)
     first, second = prompts(train)[:6], prompts(train)[6:]
-    assert sorted(first) == sorted(second) == [1, 2, 3, 4, 5, 6]
     # The same in every version of numpy: a job resumed years later sees the same data.
     assert (first, second) == ([5, 6, 4, 2, 3, 1], [5, 4, 2, 6, 3, 1])
     assert (prompts(valid), prompts(test)) == ([7, 8], [9, 10])
@@ -290,29 +278,18 @@ def test_files_are_cut_as_split_says_and_epochs_have_orders_of_their_own(tmp_pat
     assert prompts(again) == [*first, second[0]]
     assert none is None
     assert prompts(datasets(tmp_path, (6, 2, 2), seed=1)[0]) != first
-
-
-def test_each_evaluation_is_of_the_same_samples(tmp_path: Path) -> None:
-    """Of three, of 4 items each, and of 3 samples."""
+    # Three evaluations of 4 items each, of the same 3 samples; a share of 0 is no test.
     _, valid, test = datasets(tmp_path, (6, 12, 4), split="60,30,10")
-    assert prompts(valid) == [7, 8, 9, 7] * 3
-    assert prompts(test) == [10] * 4
-
-
-def test_a_share_of_0_is_no_test(tmp_path: Path) -> None:
+    assert (prompts(valid), prompts(test)) == ([7, 8, 9, 7] * 3, [10] * 4)
     train, valid, test = datasets(tmp_path, (6, 2, 2), split="90,10,0")
     assert (len(train), len(valid), test) == (6, 2, None)
 
 
-def test_lines_that_are_too_long_are_left_out_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_are_too_long_are_left_out_and_counted(tmp_path, capsys):
     train, *_ = datasets(tmp_path, (8, 0, 0), split="1,0,0", seq_length=9)
     assert sorted(prompts(train)) == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert (
-        "data.jsonl: 2 of 10 lines are longer than --seq-length: left out"
-        in capsys.readouterr().out
-    )
+    said = "data.jsonl: 2 of 10 lines are longer than --seq-length: left out"
+    assert said in capsys.readouterr().out
     with pytest.raises(DataError, match="no line is left for the valid dataset: raise its share"):
         datasets(tmp_path, (8, 2, 2), split="1,0,0")
     with pytest.raises(DataError, match="no line is left for the train dataset"):
