@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,135 +81,112 @@ AUXILIARY_LOSS = [
 ]
 
 
-def job(
-    name: str,
-    *words: str,
-    script: str = SFT,
-    function: str = "train",
-    **parameters: Any,
-) -> Job:
-    parameters |= {"script": script, "words": [*COMMON, *words]}
+def job(name: str, *words: str, function: str = "train", **parameters: Any) -> Job:
+    """A run of five steps, or as the words say, of the script that has variants if one is named."""
+    if not {"--train-iters", "--train-samples"} & {*words}:
+        words = (*steps(5), *words)
+    parameters["script"] = VARIANTS if "--variant" in words else SFT
+    parameters["words"] = [*COMMON, *words]
     module = "kit.planning_ahead" if function in ("train_ahead", "pauses", "held") else "kit.stock"
     return Job(name, f"{module}:{function}", 4, None, parameters)
 
 
-def ahead(name: str, *words: str, **parameters: Any) -> Iterator[Job]:
+def ahead(name: str, *words: str) -> Iterator[Job]:
     """With each step planned during the one before, and without.
 
     Evaluation, which draws from another iterator, comes in between.
     """
     words = (*words, *FLAG, "--eval-interval", "2")
-    planned = functools.partial(job, function="train_ahead", **parameters)
-    yield planned(f"{name}-ahead", *words)
-    yield planned(f"{name}-not-ahead", *words, fault="in line")
+    yield job(f"{name}-ahead", *words, function="train_ahead")
+    yield job(f"{name}-not-ahead", *words, function="train_ahead", fault="in line")
 
 
+def pauses(name: str, seconds: float, *words: str, **fault: str) -> Job:
+    """Ten steps of passes that sleep, and planning of so many seconds."""
+    words = (*steps(10), *PP2, *words)
+    return job(f"pauses-{name}", *words, function="pauses", seconds=seconds, **fault)
+
+
+SAVED = [
+    *("--save", "{folder}/pp2", "--save-interval", "3"),
+    # Each rank writes by itself: writers of the other format import torch for every file.
+    *("--ckpt-format", "torch"),
+]
+OVERLAPPED = ["--overlap-grad-reduce", "--use-distributed-optimizer", "--overlap-param-gather"]
+NO_EVALUATION = steps(5, evaluations=0)
+TWO_A_BATCH = steps(5, micro_batch_size=2)
+BY_TWO = ["--eval-interval", "2"]
+REJECTED = ["--rerun-mode", "validate_results", "--variant", "rejected"]
+EP2 = [*PP2, *EXPERTS]
+MANY = [
+    *("--train-iters", "2000", "--lr-decay-iters", "2000", "--micro-batch-size", "1"),
+    *("--global-batch-size", "8", "--eval-iters", "0", "--log-interval", "100"),
+]
 JOBS = {
     each.name: each
     for each in (
         job("pp2-padded", *steps(6), *PP2),
-        job("pp2-evaluated", *steps(5), *PP2, "--eval-interval", "2"),
+        job("pp2-evaluated", *PP2, *BY_TWO),
         job("pp2", *steps(6), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
-        job("pp2-staying", *steps(5), *PP2, *STAYING),
-        job(
-            "pp2-overlapped-reduction",
-            *(*steps(5), *PP2, *FLAG, "--overlap-grad-reduce"),
-            *("--use-distributed-optimizer", "--overlap-param-gather"),
-        ),
-        job("pp2-two-samples-padded", *steps(5, micro_batch_size=2), *PP2),
-        job("pp2-two-samples", *steps(5, micro_batch_size=2), *PP2, *FLAG),
+        job("pp2-staying", *PP2, *STAYING),
+        job("pp2-overlapped-reduction", *PP2, *FLAG, *OVERLAPPED),
+        job("pp2-two-samples-padded", *TWO_A_BATCH, *PP2),
+        job("pp2-two-samples", *TWO_A_BATCH, *PP2, *FLAG),
         job("pp2-ramp-up-padded", *RAMP_UP, *PP2),
         job("pp2-ramp-up", *RAMP_UP, *PP2, *FLAG),
         job(
             "pp2-resumed",
-            *(*steps(6), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE),
-            *("--save", "{folder}/pp2", "--save-interval", "3"),
-            # Each rank writes by itself: writers of the other format import torch for every file.
-            *("--ckpt-format", "torch"),
+            *(*steps(6), *PP2, *FLAG, *HALF_THE_CAP_TO_EVALUATE, *SAVED),
             function="train_and_resume",
         ),
-        job("vpp2-padded", *steps(5), *VPP2),
-        job("vpp2", *steps(5), *VPP2, *FLAG),
-        job("vpp2-placeholders", *steps(5), *VPP2, *ONE_ROW, "--no-dynamic-batch-exchange"),
-        job("dp4-padded", *steps(5)),
-        job("tp2-cp2", *steps(5), *TP2_CP2, *FLAG),
-        job("tp2-staying", *steps(5), *TP2, *STAYING),
-        job("pp2-shared", *steps(5), *PP2, *SHARED, "2"),
-        job("cp2-shared", *steps(5), *PP2, *CP2, *SHARED, "2"),
-        job("dp4-shared", *steps(5), *SHARED, "4"),
-        job("ep2-padded", *steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS),
+        job("vpp2-padded", *VPP2),
+        job("vpp2", *VPP2, *FLAG),
+        job("vpp2-placeholders", *VPP2, *ONE_ROW, "--no-dynamic-batch-exchange"),
+        job("dp4-padded"),
+        job("tp2-cp2", *TP2_CP2, *FLAG),
+        job("tp2-staying", *TP2, *STAYING),
+        job("pp2-shared", *PP2, *SHARED, "2"),
+        job("cp2-shared", *PP2, *CP2, *SHARED, "2"),
+        job("dp4-shared", *SHARED, "4"),
+        job("ep2-padded", *EP2, *NO_AUXILIARY_LOSS),
         job(
             "ep2-tokens-per-sample",
-            *(*steps(5), *PP2, *EXPERTS, *NO_AUXILIARY_LOSS, *FLAG),
-            *("--variant", "tokens-per-sample"),
-            script=VARIANTS,
+            *(*EP2, *NO_AUXILIARY_LOSS, *FLAG, "--variant", "tokens-per-sample"),
         ),
-        job("ep2-auxiliary-loss", *steps(5), *PP2, *EXPERTS, *AUXILIARY_LOSS, *FIRST_FIT),
+        job("ep2-auxiliary-loss", *EP2, *AUXILIARY_LOSS, *FIRST_FIT),
         job(
             "ep2-padded-rows",
-            *(*steps(3), *PP2, *EXPERTS, *AUXILIARY_LOSS, *FIRST_FIT),
+            *(*steps(3), *EP2, *AUXILIARY_LOSS, *FIRST_FIT),
             *("--dynamic-batch-pad-total-to", str(CAP)),
         ),
-        job(
-            "pp2-rerun",
-            *(*steps(5), *PP2, *FLAG, "--rerun-mode", "validate_results"),
-            *("--variant", "rejected"),
-            script=VARIANTS,
-        ),
+        job("pp2-rerun", *PP2, *FLAG, *REJECTED),
         job(
             "pp2-conversations",
-            *(*steps(5), *PP2, *FLAG, "--sft", "--variant", "conversations"),
-            *("--global-batch-size", "4", "--eval-interval", "2"),
-            script=VARIANTS,
+            *(*PP2, *FLAG, "--sft", "--variant", "conversations"),
+            *("--global-batch-size", "4", *BY_TWO),
         ),
-        job("loss-raises", *steps(5), *PP2, *FLAG, "--variant", "loss-raises", script=VARIANTS),
+        job("loss-raises", *PP2, *FLAG, "--variant", "loss-raises"),
         job(
             "data-ends",
-            *(*steps(5, evaluations=0), *PP2, *FLAG, "--dataloader-type", "external"),
+            *(*NO_EVALUATION, *PP2, *FLAG, "--dataloader-type", "external"),
             *("--variant", "data-ends"),
-            script=VARIANTS,
         ),
-        job(
-            "reading-raises",
-            *(*steps(5, evaluations=0), *PP2, *FLAG, "--variant", "reading-raises"),
-            script=VARIANTS,
-        ),
-        *ahead("pp2", *steps(5), *PP2),
+        job("reading-raises", *NO_EVALUATION, *PP2, *FLAG, "--variant", "reading-raises"),
+        *ahead("pp2", *PP2),
+        *ahead("pp2-ramp-up", *RAMP_UP, *PP2),
+        *ahead("pp2-rerun", *PP2, *REJECTED),
         job(
             "pp2-early-exit",
-            *(*steps(5), *PP2, *FLAG, "--eval-interval", "2", "--exit-interval", "3"),
+            *(*PP2, *FLAG, *BY_TWO, "--exit-interval", "3"),
             function="train_ahead",
         ),
-        *(
-            job(
-                f"pauses-{name}",
-                *(*steps(10), *PP2, *words),
-                function="pauses",
-                seconds=seconds,
-                fault="in line" if "not-ahead" in name else None,
-            )
-            for name, seconds, words in (
-                ("padded", 0.0, ["--micro-batch-size", "2"]),
-                ("short-plans", 0.2, FLAG),
-                ("long-plans", 1.0, FLAG),
-                ("long-plans-not-ahead", 1.0, FLAG),
-            )
-        ),
+        pauses("padded", 0.0, "--micro-batch-size", "2"),
+        pauses("short-plans", 0.2, *FLAG),
+        pauses("long-plans", 1.0, *FLAG),
+        pauses("long-plans-not-ahead", 1.0, *FLAG, fault="in line"),
         dataclasses.replace(
-            job(
-                "thousands-of-steps",
-                *("--train-iters", "2000", "--lr-decay-iters", "2000", "--micro-batch-size", "1"),
-                *("--global-batch-size", "8", "--eval-iters", "0", "--log-interval", "100"),
-                *(*PP2, *FLAG, "--num-layers", "2"),
-                function="held",
-            ),
+            job("thousands-of-steps", *MANY, *PP2, *FLAG, "--num-layers", "2", function="held"),
             seconds=1200.0,
-        ),
-        *ahead("pp2-ramp-up", *RAMP_UP, *PP2),
-        *ahead(
-            "pp2-rerun",
-            *(*steps(5), *PP2, "--rerun-mode", "validate_results", "--variant", "rejected"),
-            script=VARIANTS,
         ),
     )
 }
