@@ -36,18 +36,34 @@ ADAM = {"lr": 1e-2, "adam_eps": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.95}
 CLIP_GRAD = 1.0
 ROUTING = {"layers": 4, "experts": 4, "top_k": 2}
 """Of a model with experts."""
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_grouped_gemm": False,
+}
 MAMBA = {
     "mamba_num_groups": 2,
     "mamba_head_dim": 8,
     "mamba_num_heads": 8,
     "mamba_state_dim": 8,
 }
-"""Of Mamba layers."""
-HYBRID = {"hybrid-moe": "*E*E", "hybrid-mtp-moe": "*E*E/*E"}
-"""Kinds that are a `HybridModel` of these layers; those of `kit.random_model` have others."""
-MULTI_TOKEN = {"mtp-moe": 2, "hybrid-mtp-moe": 1}
-"""Kinds that predict so many tokens after the next one."""
-MTP_SCALING_FACTOR = 0.3
+GATED_DELTA_NET = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+}
 SPARSE_ATTENTION = {
     "experimental_attention_variant": "dsa",
     "dsa_indexer_n_heads": 2,
@@ -57,13 +73,25 @@ SPARSE_ATTENTION = {
     "dsa_indexer_scoring_relu": False,  # with it many keys have a score of 0: which count is open
     "cp_comm_type": "allgather",
 }
-GATED_DELTA_NET = {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
+LATER_TOKENS = {"mtp_loss_scaling_factor": 0.3, "mtp_num_layers": 1}
+HYBRID = {"hybrid-moe": "*E*E", "hybrid-mtp-moe": "*E*E/*E"}
+"""Kinds that are a `HybridModel` of these layers; those of `kit.random_model` have others."""
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "mrope": {},  # multimodal rotary embeddings
+    "moe": EXPERTS,
+    "replay": EXPERTS | {"moe_enable_routing_replay": True},  # told which experts to take
+    "mla": LATENT,
+    "mamba": MAMBA,  # three of four layers with Mamba for attention
+    "mtp-moe": EXPERTS | LATER_TOKENS | {"mtp_num_layers": 2},
+    "hybrid-moe": EXPERTS | {"is_hybrid_model": True},
+    "hybrid-mtp-moe": EXPERTS | LATER_TOKENS | {"is_hybrid_model": True},
+    "hybrid-mla": LATENT,
+    "hybrid-mamba": MAMBA,
+    "hybrid-gdn": GATED_DELTA_NET,
+    "hybrid-dsa": SPARSE_ATTENTION | LATENT,
 }
+"""What models have beside small dense layers with grouped-query attention."""
 MERGED = {
     ("in_proj", 168): (64, 64, 16, 16, 8),
     ("conv1d", 96): (64, 16, 16),
@@ -75,18 +103,11 @@ first two are Mamba's, the others GatedDeltaNet's. Tensor-parallel ranks have a 
 
 
 def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
-    """A small float32 model with grouped-query attention.
-
-    ``"dense"``; ``"moe"``: 4 experts, top 2; ``"replay"``: these, told which experts to take;
-    ``"mrope"``: dense with multimodal rotary embeddings; ``"mamba"``: dense, three of four layers
-    with Mamba for attention; ``"mla"``: dense with multi-latent attention. Those of `HYBRID` have
-    its layers; those of `MULTI_TOKEN` predict further tokens.
-    """
+    """A small float32 model of one of `KINDS`."""
     options: dict[str, Any] = {
         "num_layers": 4,
         "hidden_size": 32,
         "num_attention_heads": 4,
-        "num_query_groups": 2,
         "ffn_hidden_size": 64,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
@@ -105,42 +126,11 @@ def transformer_config(kind: str, **settings: Any) -> TransformerConfig:
         "params_dtype": torch.float32,
         "deallocate_pipeline_outputs": True,
         "calculate_per_token_loss": True,
+        **KINDS[kind],
     }
-    if kind in HYBRID:
-        layers = HYBRID[kind].partition("/")[0]
-        options |= {"num_layers": len(layers), "is_hybrid_model": True}
-    if kind in MULTI_TOKEN:
-        options |= {
-            "mtp_num_layers": MULTI_TOKEN[kind],
-            "mtp_loss_scaling_factor": MTP_SCALING_FACTOR,
-        }
-    if kind in ("moe", "replay", "hybrid-moe", "mtp-moe", "hybrid-mtp-moe"):
-        options |= {
-            "moe_enable_routing_replay": kind == "replay",
-            "num_moe_experts": 4,
-            "moe_router_topk": 2,
-            "moe_router_load_balancing_type": "none",
-            "moe_grouped_gemm": False,
-        }
-    if kind in ("mamba", "hybrid-mamba"):
-        options |= MAMBA
-    if kind == "hybrid-gdn":
-        options |= GATED_DELTA_NET
-    if kind == "hybrid-dsa":
-        options |= SPARSE_ATTENTION
-    if "mla" in kind or kind == "hybrid-dsa":
-        del options["num_query_groups"]
-        options |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_head_dim": 4,
-            "qk_pos_emb_head_dim": 4,
-            "v_head_dim": 8,
-            "rope_type": "rope",
-        }
+    if KINDS[kind].get("multi_latent_attention"):
         return MLATransformerConfig(**options | settings)
-    return TransformerConfig(**options | settings)
+    return TransformerConfig(**options | {"num_query_groups": 2} | settings)
 
 
 def layer_spec(kind: str, attention_layer: ModuleSpec, config: TransformerConfig) -> Any:
