@@ -172,25 +172,47 @@ def checkout_of(release: str) -> Path:
     return checkout
 
 
-def logs_are_equal(
-    release: str, schedule: tuple[list[str], list[int]], words: list[str], **script: Any
+HYBRID = ["--spec", "kit.hybrid_spec", "packed_hybrid_stack_spec", "--hybrid-layer-pattern"]
+EVERY_LAYER = [
+    *(*HYBRID, "M*E|G*-", *WITH_EXPERTS),
+    # Weights of the usual size leave so small a state that a log shows none of it in 7 digits.
+    *("--init-method-std", "0.2"),
+    *("--mamba-num-groups", "2", "--mamba-head-dim", "8", "--mamba-num-heads", "8"),
+    *("--mamba-state-dim", "16"),
+    *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
+    *("--linear-key-head-dim", "8", "--linear-value-head-dim", "8"),
+]
+INTERLEAVED = [*PP2, *HYBRID, "*|-|*|-"]
+HAVE_HYBRIDS = ("core_v0.18.2", "core_v0.19.0", "main")
+SCRIPTS = ("pretrain_gpt.py", "pretrain_hybrid.py")
+RUNS = [
+    *(pytest.param(name, SCRIPTS[0], *run, id=name) for name, run in GPT.items()),
+    *(
+        pytest.param(name, SCRIPTS[1], USUAL, model, id=f"{name}-{what}", marks=marks)
+        for name in HAVE_HYBRIDS
+        for what, model, marks in (
+            ("every-layer", EVERY_LAYER, ()),
+            ("vpp2", INTERLEAVED, pytest.mark.long),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("release", "script", "schedule", "words"), RUNS)
+@needs_checkouts
+def test_megatrons_own_script_unmodified(
+    release: str, script: str, schedule: tuple[list[str], list[int]], words: Any, tmp_path: Path
 ) -> None:
     """The same steps padded and packed, in four processes."""
-    checkout, (steps, consumed) = checkout_of(release), schedule
-    words = [*steps, *words]
-    padded = log_lines(checkout, words, **script)
-    flagged = log_lines(checkout, [*words, "--sft", *FLAG], **script)
+    checkout, (number, consumed) = checkout_of(release), schedule
+    words = [*number, *words]
+    padded = log_lines(checkout, words, script=script, folder=tmp_path)
+    flagged = log_lines(checkout, [*words, "--sft", *FLAG], script=script, folder=tmp_path)
     assert [line["consumed samples"] for line in padded] == consumed
     assert [line.pop("packed") for line in padded] == [0.0] * len(consumed)
     assert [line.pop("packed") for line in flagged] == [1.0] * len(consumed)
     for line, expected in zip(flagged, padded, strict=True):
         assert line == pytest.approx(expected, rel=2e-6)
-
-
-@pytest.mark.parametrize("release", GPT)
-@needs_checkouts
-def test_megatrons_own_script_unmodified(release: str, tmp_path: Path) -> None:
-    logs_are_equal(release, *GPT[release], folder=tmp_path)
 
 
 ONE_A_ROW = [*ON, "192", "--dynamic-batch-max-samples-per-row", "1"]
@@ -217,53 +239,23 @@ def test_lines_of_two_conversations(release: str, layout: list[str], tmp_path: P
         assert found == pytest.approx(single, rel=2e-6)
 
 
-HYBRID = ["--spec", "kit.hybrid_spec", "packed_hybrid_stack_spec", "--hybrid-layer-pattern"]
-EVERY_LAYER = [
-    *(*HYBRID, "M*E|G*-", *WITH_EXPERTS),
-    # Weights of the usual size leave so small a state that a log shows none of it in 7 digits.
-    *("--init-method-std", "0.2"),
-    *("--mamba-num-groups", "2", "--mamba-head-dim", "8", "--mamba-num-heads", "8"),
-    *("--mamba-state-dim", "16"),
-    *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8"),
-    *("--linear-key-head-dim", "8", "--linear-value-head-dim", "8"),
-]
-HAVE_HYBRIDS = ("core_v0.18.2", "core_v0.19.0", "main")
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(EVERY_LAYER, id="every-layer"),
-        pytest.param([*PP2, *HYBRID, "*|-|*|-"], id="vpp2", marks=pytest.mark.long),
-    ],
-)
-@pytest.mark.parametrize("release", HAVE_HYBRIDS)
-@needs_checkouts
-def test_megatrons_script_of_hybrid_models(release: str, model: list[str], tmp_path: Path) -> None:
-    logs_are_equal(release, USUAL, model, script="pretrain_hybrid.py", folder=tmp_path)
-
-
-MULTI_TOKEN: dict[str, tuple[str, list[str]]] = {
-    "gpt": ("pretrain_gpt.py", ["--mtp-num-layers", "1"]),
-    "hybrid": ("pretrain_hybrid.py", [*HYBRID, "*-|*-/*-"]),
-}
-"""By name: a script, and a model that predicts the token after the next one, too."""
+MULTI_TOKEN = {SCRIPTS[0]: ["--mtp-num-layers", "1"], SCRIPTS[1]: [*HYBRID, "*-|*-/*-"]}
+"""By script a model that predicts the token after the next one, too."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("release", "name"),
-    [("core_v0.17.1", "gpt"), *((r, name) for r in HAVE_HYBRIDS for name in MULTI_TOKEN)],
+    ("release", "script"),
+    [("core_v0.17.1", SCRIPTS[0]), *((r, script) for r in HAVE_HYBRIDS for script in SCRIPTS)],
 )
 @needs_checkouts
-def test_scripts_that_predict_further_tokens(release: str, name: str, tmp_path: Path) -> None:
+def test_scripts_that_predict_further_tokens(release: str, script: str, tmp_path: Path) -> None:
     """Padded in one micro-batch on one replica, of which stock code logs the mean over all tokens.
 
     Of more it logs the mean of their means.
     """
-    checkout, (script, model) = checkout_of(release), MULTI_TOKEN[name]
+    checkout, model = checkout_of(release), [*PP2, *MULTI_TOKEN[script]]
     logged: dict[str, Any] = {"also": ("mtp_1 loss",), "script": script, "folder": tmp_path}
-    model = [*PP2, *model]
     padded = log_lines(checkout, [*steps(3, micro_batch_size=8), *model], nproc=2, **logged)
     flagged = log_lines(checkout, [*steps(3), *model, "--sft", *FLAG], nproc=4, **logged)
     for line, expected in zip(flagged, padded, strict=True):

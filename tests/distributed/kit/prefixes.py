@@ -12,22 +12,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from kit.calls import small_model
-from kit.exactness import arguments, log_probs_of
+from kit.calls import Calls, small_model
 from kit.guarantees import error_of, on_all_ranks
-from kit.model import adam
 from kit.samples import VOCABULARY
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
-from mcore_batching.megatron import (
-    add_fields,
-    forward_only,
-    get_data_iterator,
-    response_log_probs,
-    schedule_of,
-    train_step,
-)
+from mcore_batching.megatron import add_fields, response_log_probs, schedule_of
 from mcore_batching.megatron.job import job_of
-from mcore_batching.planning import ParallelDims, step_statistics
+from mcore_batching.planning import step_statistics
 
 TOTALS = [4, 9, 15, 24]
 """Turns of each trajectory, in tokens."""
@@ -66,38 +57,31 @@ def turns() -> dict[str, list[Any]]:
 
 def said_and_reported(dims: dict[str, Any]) -> None:
     """What planning prints, and what plans, learnt costs and errors have of samples and trees."""
-    shape, model = ParallelDims(**dims), small_model(dims)
-
-    def with_flags(**flags: Any) -> Any:
-        """A row holds two trajectories."""
-        flags = {"max_tokens_per_gpu": 2 * TOTALS[-1], "dynamic_batch_share_prefixes": True} | flags
-        return arguments(shape, **flags)
-
-    on, data, count = with_flags(dynamic_batch_exchange=False), turns(), SAMPLES * TRAJECTORIES
-    off = with_flags(dynamic_batch_exchange=False, dynamic_batch_share_prefixes=False)
+    # A row holds two trajectories.
+    flags = {"max_tokens_per_gpu": 2 * TOTALS[-1], "dynamic_batch_share_prefixes": True}
+    calls = Calls(dims, dynamic_batch_exchange=False, **flags)
+    calls.data, count = turns(), SAMPLES * TRAJECTORIES
     is_second = parallel_state.get_data_parallel_rank() == 1
-    marks = [torch.zeros(total) for total in data["total_lengths"]]
+    marks = [torch.zeros(total) for total in calls.data["total_lengths"]]
     marks[1][2] = float(is_second)
     marked = DEFAULT_SCHEMA.declare("mark", Kind.PER_TOKEN)
     saved = f"{TOKENS:,} tokens of samples computed as {COMPUTED:,}: {TOKENS / COMPUTED:.1f}x fewer"
+    apart = "tokens that samples have in common are computed for each"
     for text, lines, call in (
-        ("", 0, lambda: get_data_iterator(off, model, data)[1]),
-        (  # and fewer tokens saved
-            "tokens that samples have in common are computed for each",
-            2,
-            lambda: get_data_iterator(on, model, data | {"mark": marks}, schema=marked)[1],
-        ),
-        (saved, 1, lambda: get_data_iterator(on, model, data)[1]),
-        (saved, 1, lambda: get_data_iterator(with_flags(), model, data)[1]),
+        ("", 0, lambda: calls.planned(dynamic_batch_share_prefixes=False)[1]),
+        # And fewer tokens saved.
+        (apart, 2, lambda: calls.plan_of(calls.data | {"mark": marks}, schema=marked)[1]),
+        (saved, 1, lambda: calls.plan()[1]),
+        (saved, 1, lambda: calls.planned(dynamic_batch_exchange=True)[1]),
     ):
         printed = _printed(call)
         assert (text in printed) if is_second else (printed == "")
         assert printed.count("\n") == (lines if is_second else 0)
     seconds = [[i for i in range(count) if i % 5 < 2], [i for i in range(count) if i % 5 >= 2]]
-    cut = schedule_of(get_data_iterator(on, model, data, steps=seconds)[0])
+    cut = schedule_of(calls.planned_with(steps=seconds)[0])
     assert cut.forest is not None
     assert cut.forest.tokens == TRAJECTORIES * (TOTALS[1] + TOTALS[-1] + BRANCH - SHARED)
-    iterators, counts = get_data_iterator(on, model, data)
+    iterators, counts = calls.plan()
     schedule = schedule_of(iterators)
     statistics = step_statistics(*schedule.step_plan(0))
     assert statistics.num_samples == 2 * count
@@ -110,43 +94,33 @@ def said_and_reported(dims: dict[str, Any]) -> None:
         assert (turn, branch) == (3 * trajectory + 1, 3 * trajectory + 2)
         assert {*begun} <= {turn, branch}
     assert not any(schedule.rows_alone(0))  # costs are learnt of rows without trees
-    optimizer = adam(model, distributed=False)
 
     def no_number(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-        del totals
         return sum(each.sum() for each in response_log_probs(logits, row)) * float("nan"), {}
 
-    def step(loss: Any = no_number) -> Any:
-        return train_step(loss, on, model, iterators, counts, optimizer)
+    def nothing(logits: torch.Tensor, row: Any, totals: Any) -> Any:
+        return logits.sum() * 0.0, {}
 
-    assert "samples [0, 1, 2, 3" in error_of(step)
+    planned = iterators, counts
+    assert "samples [0, 1, 2, 3" in error_of(lambda: calls.train_planned(planned, no_number))
+    small = {"max_tokens_per_gpu": TOTALS[-1] - 1, "dynamic_batch_on_oversize": "error"}
     for exchanges in (False, True):
-        small = with_flags(
-            max_tokens_per_gpu=TOTALS[-1] - 1,
-            dynamic_batch_on_oversize="error",
-            dynamic_batch_exchange=exchanges,
-        )
         # The first trajectory's last turn, as its samples are numbered.
-        said = error_of(functools.partial(get_data_iterator, small, model, data))
-        assert f"sample {len(TOTALS) - 1} has {TOTALS[-1]} tokens" in said
+        plan = functools.partial(calls.planned, **small, dynamic_batch_exchange=exchanges)
+        assert f"sample {len(TOTALS) - 1} has {TOTALS[-1]} tokens" in error_of(plan)
     # Dropout of a model that is evaluated alone shares nothing.
     evaluated = small_model(dims)
     get_model_config(evaluated[0]).hidden_dropout = 0.1
-    forward_only(log_probs_of, on, evaluated, iterators, counts)
+    calls.forward(model=evaluated, data_iterator=iterators, num_microbatches=counts)
     drawn = error_of(lambda: iterators[0].get_next(["tokens"]))
     assert "unset --dynamic-batch-share-prefixes" in drawn
     for differs in (False, is_second):
-        values = [torch.full((total,), total * differs) for total in data["total_lengths"]]
+        values = [torch.full((total,), total * differs) for total in calls.data["total_lengths"]]
         added = error_of(functools.partial(add_fields, iterators, {"beside": values}))
-        said = added or error_of(lambda: step(_nothing))
+        said = added or error_of(lambda: calls.train_planned(planned, nothing))
         others = on_all_ranks(bool(differs))
         assert said.startswith("PlanningFailedError") == any(others)
         assert ("field 'beside', sample " in said) == any(others)
-
-
-def _nothing(logits: torch.Tensor, row: Any, totals: Any) -> Any:
-    del row, totals
-    return logits.sum() * 0.0, {}
 
 
 def _printed(call: Callable[[], Any]) -> str:
