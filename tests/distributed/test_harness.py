@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -31,42 +30,26 @@ def returns_rank() -> int:
     return dist.get_rank()
 
 
-JOBS = [
-    Job("hangs", "test_harness:hangs", 2, seconds=1.0),
-    Job("after", "test_harness:returns_rank", 2),
-    Job("dies", "test_harness:dies", 2),
-]
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any] | JobFailedError]:
-    return run_jobs(JOBS, tmp_path_factory.mktemp("harness"))
-
-
-def test_hang_fails_with_the_stacks_of_all_ranks(found: dict[str, Any]) -> None:
-    failure = found["hangs"]
-    assert isinstance(failure, JobFailedError)
-    text = str(failure)
+def test_a_failed_job_shows_all_ranks_and_ends_none_of_those_after_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    jobs = [
+        Job("hangs", "test_harness:hangs", 2, seconds=1.0),
+        Job("after", "test_harness:returns_rank", 2),
+        Job("dies", "test_harness:dies", 2),
+    ]
+    found = run_jobs(jobs, tmp_path / "first")
+    assert isinstance(found["hangs"], JobFailedError)
+    text = str(found["hangs"])
     assert "stacks of rank 0" in text
     assert "stacks of rank 1" in text
     assert text.count("in hangs") >= 2
-
-
-def test_jobs_after_a_hang_run_all_the_same(found: dict[str, Any]) -> None:
     assert found["after"] == [0, 1]
-
-
-def test_crash_on_one_rank_fails_with_its_traceback(found: dict[str, Any]) -> None:
-    failure = found["dies"]
-    assert isinstance(failure, JobFailedError)
-    assert "rank 1: Traceback" in str(failure)
-    assert "on purpose" in str(failure)
-
-
-def test_launches_of_other_tests_have_the_same_server(
-    found: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    assert isinstance(found["dies"], JobFailedError)
+    assert "rank 1: Traceback" in str(found["dies"])
+    assert "on purpose" in str(found["dies"])
+    # Launches of other tests have the same server.
     servers = harness._server.cache_info().currsize
     monkeypatch.setenv("PYTEST_CURRENT_TEST", "another")
-    assert run_jobs([Job("after", "test_harness:returns_rank", 2)], tmp_path)["after"] == [0, 1]
+    assert run_jobs([jobs[1]], tmp_path / "second") == {"after": [0, 1]}
     assert harness._server.cache_info().currsize == servers
