@@ -9,7 +9,7 @@ import math
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -65,7 +65,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
                 conditions.enter_context(_clock(job))
                 if job["blocking"]:
                     conditions.enter_context(blocking_p2p())
-                messages = conditions.enter_context(counted_transfers())
+                shapes = conditions.enter_context(_exchanged_shapes())
                 planned = conditions.enter_context(worker_with(job["worker"]))
                 if job["mixed_sizes"]:
                     conditions.enter_context(mixed_sizes())
@@ -83,8 +83,8 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
         )
     compared = Comparison(job, rollouts, run.seen, rows, made["made"])
     exchanged = job["planner"]["dynamic_batch_no_planned_shapes"] and shape.pipeline_parallel > 1
-    if bool(messages["shapes"]) != exchanged:
-        compared.wrong.append(f"stages exchange {messages['shapes']} shapes")
+    if bool(shapes) != exchanged:
+        compared.wrong.append(f"stages exchange {len(shapes)} shapes")
     compared.wrong += _wrong_with_worker(job["worker"], planned, run.seen) + run.wrong_records()
     return {
         "differences": compared.differences,
@@ -108,32 +108,28 @@ def _why_not_built(model: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def counted_transfers() -> Iterator[dict[str, int]]:
-    """``shapes`` and ``tensors`` to the messages that this rank sends and receives meanwhile.
+def _exchanged_shapes() -> Iterator[list[Tensor]]:
+    """Shapes that this rank sends and receives meanwhile: integers, as hidden states are not.
 
-    Megatron's shapes are integers and its hidden states are not; it posts the former in batches,
-    the latter in batches or one by one.
+    Megatron posts them in batches, hidden states in batches or one by one.
     """
-    counts = {"shapes": 0, "tensors": 0}
+    shapes: list[Tensor] = []
     batch, one_by_one = dist.batch_isend_irecv, p2p_communication._p2p_ops
 
-    def count(tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            counts["tensors" if tensor.is_floating_point() else "shapes"] += 1
-
-    def counted_batch(operations: list[dist.P2POp]) -> Any:
-        count(operation.tensor for operation in operations)
+    def batched(operations: list[dist.P2POp]) -> Any:
+        shapes.extend(each.tensor for each in operations if not each.tensor.is_floating_point())
         return batch(operations)
 
-    def counted_one_by_one(**options: Any) -> Any:
-        count(v for n, v in options.items() if n.startswith("tensor_") and v is not None)
+    def posted(**options: Any) -> Any:
+        tensors = [v for n, v in options.items() if n.startswith("tensor_") and v is not None]
+        shapes.extend(each for each in tensors if not each.is_floating_point())
         return one_by_one(**options)
 
     with (
-        mock.patch.object(dist, "batch_isend_irecv", counted_batch),
-        mock.patch.object(p2p_communication, "_p2p_ops", counted_one_by_one),
+        mock.patch.object(dist, "batch_isend_irecv", batched),
+        mock.patch.object(p2p_communication, "_p2p_ops", posted),
     ):
-        yield counts
+        yield shapes
 
 
 @contextlib.contextmanager
