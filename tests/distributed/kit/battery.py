@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from kit import listed_batches
 from kit.calls import Calls, read_faults
 from kit.forked import at_fault
+from kit.hooking import listed_forward_only, listed_iterators
 from kit.objective import packed_objective
 from kit.samples import make_samples, take
 from mcore_batching.batch.messages import RankMessages
@@ -141,8 +141,8 @@ def framework_forward(calls: Calls, happens: Callable[..., Any] | None = None) -
     def f(logits: torch.Tensor, *, total_lengths: list[int], **unused: Any) -> Any:
         return logits.new_zeros(0), {"log_probs": [logits[0, 0] for _ in total_lengths]}
 
-    iterators = listed_batches.iterators_of(rollout)
-    return listed_batches.forward_only(f, calls.args, calls.model, iterators, [2])
+    iterators = listed_iterators(rollout)
+    return listed_forward_only(f, calls.args, calls.model, iterators, [2])
 
 
 HEADER = "| fault | layouts | call | others | error | text | ends |"

@@ -16,9 +16,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
-from kit import listed_batches
 from kit.calls import Calls, Function, f_with, loss_with, read_faults, small_model
 from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
+from kit.hooking import Listed, listed_forward_only, listed_iterators
 from kit.model import named_parameters
 from kit.objective import packed_objective
 from mcore_batching.batch import DEFAULT_SCHEMA
@@ -108,13 +108,13 @@ def gathered(logits: torch.Tensor) -> torch.Tensor:
 
 def slime_plan(calls: Calls, data: Any = None, **flags: Any) -> Any:
     args = arguments(calls.dims, **{"use_dynamic_batch_size": True} | flags)
-    given = DEFAULT_SCHEMA, listed_batches.Listed, fails, args, calls.model
+    given = DEFAULT_SCHEMA, Listed, fails, args, calls.model
     return trainer.planned_iterators(*given, data or calls.data)
 
 
 def slime_pass(calls: Calls, iterators: Any, counts: Any, f: Any = log_probs_by_lengths) -> Any:
     args = arguments(calls.dims, use_dynamic_batch_size=True, collects_outputs=True)
-    return listed_batches.forward_only(f, args, calls.model, iterators, counts)
+    return listed_forward_only(f, args, calls.model, iterators, counts)
 
 
 def listed_pass(
@@ -144,8 +144,8 @@ def listed_pass(
     listed.insert(1, [])
     rollout = {**calls.data, "micro_batch_indices": lists(listed)}
     args = arguments(calls.dims, use_dynamic_batch_size=True, collects_outputs=collected)
-    iterators = listed_batches.iterators_of(rollout)
-    return listed_batches.forward_only(f, args, calls.model, iterators, [5 - fewer])
+    iterators = listed_iterators(rollout)
+    return listed_forward_only(f, args, calls.model, iterators, [5 - fewer])
 
 
 def too_few(logits: torch.Tensor, **keywords: Any) -> Any:

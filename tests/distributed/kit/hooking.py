@@ -1,5 +1,4 @@
-"""Jobs with what is put in place of slime's batching, called as slime calls it; and of frameworks
-that hold a model.
+"""What is put in place of frameworks' batching, called as they call it, and jobs about it.
 
 `kit.slime` and `kit.verl_engine` run the frameworks themselves, from checkouts.
 """
@@ -7,6 +6,7 @@ that hold a model.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from kit import listed_batches
 from kit.calls import Calls, small_model
 from kit.exactness import arguments, difference, log_probs_by_lengths
 from kit.guarantees import error_of, is_last_rank, on_all_ranks
@@ -25,8 +25,8 @@ from kit.samples import make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 from mcore_batching.integrations import skyrl
 from mcore_batching.integrations.slime import trainer
-from mcore_batching.integrations.slime.trainer import planned_iterators
 from mcore_batching.integrations.verl import micro_batches
+from mcore_batching.megatron import compat
 from mcore_batching.planning import ParallelDims, PlannerConfig, Problem
 from mcore_batching.planning.integers import round_up
 from mcore_batching.planning.local import fill_local, least_count, pack_local
@@ -34,6 +34,82 @@ from mcore_batching.planning.local import fill_local, least_count, pack_local
 PAD_MULTIPLIER = 4
 LOG_PROBS = 2e-6
 """Both sides compute in float32 over rows that are padded differently, as in `test_exactness`."""
+
+
+class Listed:
+    """As slime's own iterator."""
+
+    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: Any) -> None:
+        self.rollout_data, self.offset = rollout_data, 0
+        self.micro_batch_indices = micro_batch_indices
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
+        indices = self.micro_batch_indices[self.offset]
+        self.offset += 1
+        found = {key: self.rollout_data.get(key) for key in keys}
+        return {key: values and [values[i] for i in indices] for key, values in found.items()}
+
+    def reset(self) -> None:
+        self.offset = 0
+
+
+def listed_iterators(rollout_data: dict[str, Any]) -> Any:
+    """With placeholders."""
+    return trainer.listed_iterators(
+        DEFAULT_SCHEMA, lambda data: [Listed(data, data["micro_batch_indices"])], rollout_data
+    )
+
+
+def _own_forward_only(
+    f: Any, args: Any, model: list[Any], data_iterator: Sequence[Any], num_microbatches: Any
+) -> dict[str, list[torch.Tensor]]:
+    """A pass over listed micro-batches, as slime's and miles' trainers run it: without
+    placeholders, and with outputs put into the samples' order by what it finds."""
+    for iterator in data_iterator:
+        iterator.reset()
+
+    def forward_step(iterator: Any, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        names = ("total_lengths", "response_lengths")
+        batch = iterator.get_next(["tokens", *names])
+        row = torch.cat([tokens.to(torch.cuda.current_device()) for tokens in batch["tokens"]])
+        multiple = parallel_state.get_tensor_model_parallel_world_size()
+        row = torch.nn.functional.pad(row, (0, -len(row) % multiple))
+        ends = [0, *torch.tensor(batch["total_lengths"]).cumsum(0).tolist()]
+        ends[-1] = len(row)
+        places = torch.tensor(ends, dtype=torch.int32, device=row.device)
+        output = chunk(
+            input_ids=row[None],
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=compat.packed_seq_params(places, len(row), ends),
+        )
+        lengths = {name: batch[name] for name in names}
+        return output, functools.partial(f, unconcat_tokens=batch["tokens"], **lengths)
+
+    store: list[dict[str, list[torch.Tensor]]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(data_iterator),
+        model=model,
+        num_microbatches=sum(num_microbatches),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=args.collects_outputs,  # miles does, slime takes them for losses
+    )
+    if not parallel_state.is_pipeline_last_stage():
+        return {}
+    samples = [sample for each in data_iterator[0].micro_batch_indices for sample in each]
+    made = {}
+    for name in store[0]:
+        values = [value for outputs in store for value in outputs[name]]
+        made[name] = [None] * len(values)
+        for sample, value in zip(samples, values, strict=False):
+            made[name][sample] = value
+    return made
+
+
+listed_forward_only = functools.partial(trainer.forward_only, _own_forward_only)
+"""The same with `mcore_batching.hook`."""
 
 
 def slime_plans_where_it_trains(dims: dict[str, Any], spread: str = "uneven") -> None:
@@ -49,8 +125,8 @@ def slime_plans_where_it_trains(dims: dict[str, Any], spread: str = "uneven") ->
         collects_outputs=False,
     )
     schema = DEFAULT_SCHEMA.declare("bonus", Kind.PER_TOKEN)
-    iterators, (count,) = planned_iterators(
-        schema, listed_batches.Listed, error_of, args, calls.model, data
+    iterators, (count,) = trainer.planned_iterators(
+        schema, Listed, error_of, args, calls.model, data
     )
     [first, *_], lengths = iterators, data["total_lengths"]
     assert on_all_ranks(count) == [count] * dist.get_world_size()
@@ -76,11 +152,11 @@ def slime_plans_where_it_trains(dims: dict[str, Any], spread: str = "uneven") ->
         first.reset().get_next(["secret"])  # whether or not this rank has samples
     if shape.context_parallel > 1:
         return
-    listed = listed_batches.iterators_of({**calls.data, "micro_batch_indices": indices})
+    listed = listed_iterators({**calls.data, "micro_batch_indices": indices})
     expected = calls.forward().get("log_probs", [])
     for each in (iterators, listed):
         passed = log_probs_by_lengths, args, calls.model, each, [count]
-        found = listed_batches.forward_only(*passed).get("log_probs", [])
+        found = listed_forward_only(*passed).get("log_probs", [])
         for ours, theirs in zip(found, expected, strict=True):
             assert difference(ours, theirs) < LOG_PROBS
 
@@ -97,10 +173,10 @@ def framework_shows_model(dims: dict[str, Any]) -> None:
     model = _overlapping_on_the_last(dims)
     assert hooked(args, model, **own) == ([], [])
     rollout = take(make_samples(), [0, 1]) | {"micro_batch_indices": [[0], [1]]}
-    passed = log_probs_by_lengths, args, model, listed_batches.iterators_of(rollout), [2]
+    passed = log_probs_by_lengths, args, model, listed_iterators(rollout), [2]
     for call in (
         functools.partial(hooked, args, model, **managers),
-        functools.partial(listed_batches.forward_only, *passed),
+        functools.partial(listed_forward_only, *passed),
     ):
         said = error_of(call)
         assert said.startswith("PlanningFailedError")

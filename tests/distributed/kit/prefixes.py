@@ -72,11 +72,12 @@ def said_and_reported(dims: dict[str, Any]) -> None:
         # And fewer tokens saved.
         (apart, 2, lambda: calls.plan_of(calls.data | {"mark": marks}, schema=marked)[1]),
         (saved, 1, lambda: calls.plan()[1]),
-        (saved, 1, lambda: calls.planned(dynamic_batch_exchange=True)[1]),
+        # And that the flag is the default.
+        (saved, 2, lambda: calls.planned(dynamic_batch_exchange=True)[1]),
     ):
         printed = _printed(call)
         assert (text in printed) if is_second else (printed == "")
-        assert printed.count("\n") == (lines if is_second else 0)
+        assert printed.count("\n") == (lines if is_second else 0), printed
     seconds = [[i for i in range(count) if i % 5 < 2], [i for i in range(count) if i % 5 >= 2]]
     cut = schedule_of(calls.planned_with(steps=seconds)[0])
     assert cut.forest is not None
