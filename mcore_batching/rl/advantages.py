@@ -16,6 +16,7 @@ turns get its advantage, each through its own mask. Padding samples are in no gr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -88,34 +89,38 @@ def compute_advantages(
         agree.same("step_wise", step_wise)
         agree.same("outcome", outcome)
         agree.same("normalize", normalize)
-        masks = _masks(batch)
-        advantages = _advantages(batch, estimator, masks, step_wise, outcome)
-        members = _read_steps(steps, len(masks))
+        mask, lengths, counts = _response_mask(batch)
+        values = _advantages(batch, estimator, step_wise, outcome)
+        members = _read_steps(steps, len(lengths))
         agree.same("number of steps", len(members))
-        unmasked = [_unmasked(advantages, masks, step) for step in members] if normalize else []
-        sums = agree.sum("sums", [float(each.sum()) for each in unmasked])
-        counts = agree.sum("counts", [len(each) for each in unmasked])
+        # All unmasked tokens of a sample have one value: statistics weigh it by their number.
+        weighed = [[(values[i], counts[i]) for i in step] for step in members if normalize]
+        sums = agree.sum("sums", [math.fsum(v * n for v, n in step) for step in weighed])
+        totals = agree.sum("counts", [sum(n for _, n in step) for step in weighed])
         groups = indices_by_group(batch, "uids", real_indices(batch))
         # Uids travel to other ranks alone: those of a single process need not be picklable.
         uids = agree.every("uids", list(groups) if group is not None else [])
     _require_local(uids.by_rank)
-    if not normalize:
-        return advantages
-    filled = [max(count, 1) for count in counts.value]  # of none 0.0, never NaN
-    means = [added / count for added, count in zip(sums.value, filled, strict=True)]
-    # Inside an agreement, since ranks wait for each other here.
-    with Consensus(group).agreement("normalizing") as agree:
-        # From deviations: a difference of two large sums of squares would lose its digits.
-        deviations = zip(unmasked, means, strict=True)
-        squares = agree.sum(
-            "squares", [float(((each - mean) ** 2).sum()) for each, mean in deviations]
-        )
-    normalized = [torch.zeros_like(each) for each in advantages]
-    for step, mean, square, count in zip(members, means, squares.value, filled, strict=True):
-        scale = (square / count + _LEAST_VARIANCE) ** -0.5
-        for i in step:
-            normalized[i] = ((advantages[i].double() - mean) * scale * masks[i]).float()
-    return normalized
+    if normalize:
+        filled = [max(total, 1) for total in totals.value]  # of none 0.0, never NaN
+        means = [added / total for added, total in zip(sums.value, filled, strict=True)]
+        # Inside an agreement, since ranks wait for each other here.
+        with Consensus(group).agreement("normalizing") as agree:
+            # From deviations: a difference of two large sums of squares would lose its digits.
+            deviations = [
+                math.fsum(n * (v - mean) ** 2 for v, n in step)
+                for step, mean in zip(weighed, means, strict=True)
+            ]
+            squares = agree.sum("squares", deviations)
+        raw, values = values, [0.0] * len(values)
+        for step, mean, square, total in zip(members, means, squares.value, filled, strict=True):
+            scale = (square / total + _LEAST_VARIANCE) ** -0.5
+            for i in step:
+                values[i] = (raw[i] - mean) * scale if counts[i] else 0.0
+    of_samples = torch.tensor(values, dtype=torch.float32, device=mask.device)
+    repeats = torch.tensor(lengths, device=mask.device, dtype=torch.int64)
+    of_tokens = of_samples.repeat_interleave(repeats, output_size=len(mask)) * mask
+    return list(of_tokens.split(lengths))
 
 
 def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:
@@ -150,37 +155,29 @@ def _read_steps(steps: Iterable[Iterable[int]] | None, num_samples: int) -> list
     return read
 
 
-def _unmasked(advantages: Sequence[Tensor], masks: Sequence[Tensor], step: Sequence[int]) -> Tensor:
-    """The advantages of a step that count; float64, where a million addends keep their digits."""
-    if not step:  # on no device
-        return torch.zeros(0, dtype=torch.float64, device="cpu")
-    return torch.cat([advantages[i][masks[i]].double() for i in step])
-
-
-def _masks(batch: Mapping[str, Any]) -> list[Tensor]:
-    """bool ``[response_length]`` for each sample, False throughout for a padding sample."""
-    totals, responses = read_lengths(batch)
+def _response_mask(batch: Mapping[str, Any]) -> tuple[Tensor, list[int], list[int]]:
+    """The mask of all samples' response tokens, bool ``[tokens]``; tokens of each sample's response
+    [samples]; those of them that count, none of a padding sample [samples]."""
+    totals, lengths = read_lengths(batch)
     given = batch.get("loss_masks")
-    if given is None:
-        masks = [torch.ones(length, dtype=torch.bool) for length in responses]
-    else:
-        found = checked_values(DEFAULT_SCHEMA["loss_masks"], given, totals, responses)
-        masks = [mask != 0 for mask in found]
+    masks = [torch.ones(sum(lengths))]
+    if given is not None:
+        masks = checked_values(DEFAULT_SCHEMA["loss_masks"], given, totals, lengths)
+    mask = torch.cat(masks or [torch.ones(0)]) != 0
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], device=mask.device)
+    counts = torch.nn.functional.pad(mask.cumsum(0), (1, 0))[ends].diff().tolist()
     real = set(real_indices(batch))  # a padding sample trains nothing, whatever its mask
-    return [mask if i in real else torch.zeros_like(mask) for i, mask in enumerate(masks)]
+    return mask, lengths, [count if i in real else 0 for i, count in enumerate(counts)]
 
 
 def _advantages(
-    batch: Mapping[str, Any],
-    estimator: str,
-    masks: Sequence[Tensor],
-    step_wise: bool,
-    outcome: Outcome,
-) -> list[Tensor]:
+    batch: Mapping[str, Any], estimator: str, step_wise: bool, outcome: Outcome
+) -> list[float]:
+    """The advantage of each sample [samples], 0.0 of a padding sample."""
     if not (isinstance(estimator, str) and estimator in ESTIMATORS):
         raise BatchError(f"unknown estimator {estimator!r:.60}; set one of {', '.join(ESTIMATORS)}")
     require_choice("outcome", outcome, get_args(Outcome), BatchError)
-    advantages = [torch.zeros_like(mask, dtype=torch.float32) for mask in masks]
+    advantages = [0.0] * len(batch["total_lengths"])
     # By group first: some frameworks number the trajectories of each prompt from 0.
     for group, members in indices_by_group(batch, "uids", real_indices(batch)).items():
         trajectories = _trajectories(batch, members, step_wise)
@@ -193,9 +190,9 @@ def _advantages(
                 )
         if len(rewards) < 2:  # nothing to compare with
             continue
-        for turns, found in zip(trajectories, ESTIMATORS[estimator](rewards), strict=True):
+        for turns, advantage in zip(trajectories, ESTIMATORS[estimator](rewards), strict=True):
             for turn in turns:
-                advantages[turn] = masks[turn].float() * found
+                advantages[turn] = advantage
     return advantages
 
 
