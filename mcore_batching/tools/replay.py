@@ -6,6 +6,7 @@ All times are in units of cost, which `seconds_per_unit` makes seconds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -57,18 +58,19 @@ def by_setting(steps: Sequence[ReplayedStep]) -> list[tuple[dict[str, Any], list
     after the options that the steps before them had otherwise."""
     found: list[tuple[dict[str, Any], list[ReplayedStep]]] = []
     before: dict[str, Any] = {}
-    for step in steps:
-        plan = step.record.plan
-        # A learnt cost model changes from step to step: its steps are alike, too.
-        is_learnt = step.record.seconds_per_unit is not None
-        costs = {"cost_model": LEARNT} if is_learnt else asdict(plan.cost_model)
-        options = asdict(plan.dims) | asdict(plan.config) | costs
-        if options != before:
-            changed = {name: each for name, each in options.items() if before.get(name) != each}
-            found.append((changed, []))
-        found[-1][1].append(step)
+    for options, alike in itertools.groupby(steps, _options):
+        changed = {name: each for name, each in options.items() if before.get(name) != each}
+        found.append((changed, list(alike)))
         before = options
     return found
+
+
+def _options(step: ReplayedStep) -> dict[str, Any]:
+    plan = step.record.plan
+    # A learnt cost model changes from step to step: its steps are alike, too.
+    is_learnt = step.record.seconds_per_unit is not None
+    costs = {"cost_model": LEARNT} if is_learnt else asdict(plan.cost_model)
+    return asdict(plan.dims) | asdict(plan.config) | costs
 
 
 def seconds_per_unit(steps: Sequence[ReplayedStep]) -> float | None:

@@ -77,12 +77,3 @@ def test_what_is_refused(tmp_path: Path, name: str, text: str, column: str | Non
     with pytest.raises(UsageError) as caught:
         read_lengths(path, column)
     assert path + REFUSED[name, column, text] in str(caught.value)
-
-
-def test_a_column_is_for_tables(tmp_path: Path) -> None:
-    path = written(tmp_path, "a.txt", "3\n")
-    with pytest.raises(UsageError) as caught:
-        read_lengths(path, "n")
-    assert str(caught.value) == (
-        f"column (--column) is for .csv and .jsonl files; leave it out for {path}"
-    )
