@@ -9,8 +9,7 @@ import torch
 from batch_cases import AXES, LAYERS, TOP_K, equal, full_batch, make_samples, sample_shapes
 from hypothesis import given, settings
 
-from mcore_batching.batch import DEFAULT_SCHEMA
-from mcore_batching.rl import LeftPadded, left_pad, response_values, unpad
+from mcore_batching.rl import left_pad, response_values, unpad
 
 PAD = 999
 
@@ -72,30 +71,16 @@ def test_padding_of_routed_experts_is_distinct_per_slot() -> None:
     assert experts[0, :4].tolist() == [[[0, 1, 2, 3]] * LAYERS] * 4
 
 
-def test_no_samples_and_no_tokens() -> None:
-    blocks = left_pad(make_samples([]), pad_token_id=PAD)
-    assert (blocks.tokens.shape, blocks.attention_mask.shape) == ((0, 0), (0, 0))
-    assert blocks.tokens.dtype == torch.int64
-    assert unpad(blocks)["tokens"] == response_values(blocks, blocks.blocks["loss_masks"]) == []
-    empty = left_pad(make_samples([(0, 0), (0, 0)]), pad_token_id=PAD)
-    assert (empty.tokens.shape, empty.tokens.dtype) == ((2, 0), torch.int64)
-
-
-def test_blocks_of_ones_own() -> None:
-    blocks = LeftPadded(
-        blocks={"tokens": torch.tensor([[PAD, PAD, 1, 2], [3, 4, 5, 6]])},
-        others={"total_lengths": [2, 4], "response_lengths": [1, 2]},
-        total_lengths=(2, 4),
-        response_lengths=(1, 2),
-        schema=DEFAULT_SCHEMA,
-    )
-    assert [value.tolist() for value in unpad(blocks)["tokens"]] == [[1, 2], [3, 4, 5, 6]]
-
-
 def test_blocks_of_no_values_have_the_type_of_their_kind() -> None:
     """Lists that are all empty tell none."""
+    none = left_pad(make_samples([]), pad_token_id=PAD)
+    assert (none.tokens.shape, none.attention_mask.shape) == ((0, 0), (0, 0))
+    assert unpad(none)["tokens"] == response_values(none, none.blocks["loss_masks"]) == []
     samples = {"tokens": [[], []], "total_lengths": [0, 0], "response_lengths": [0, 0]}
-    blocks = left_pad(samples | {"log_probs": [[], []]}, pad_token_id=PAD).blocks
-    assert (blocks["tokens"].dtype, blocks["log_probs"].dtype) == (torch.int64, torch.float32)
-    none = left_pad({key: [] for key in samples}, pad_token_id=PAD)
-    assert (none.tokens.dtype, unpad(none)["tokens"]) == (torch.int64, [])
+    empty = left_pad(samples | {"log_probs": [[], []]}, pad_token_id=PAD)
+    assert (empty.tokens.shape, empty.blocks["log_probs"].dtype) == ((2, 0), torch.float32)
+    lists = left_pad({key: [] for key in samples}, pad_token_id=PAD)
+    assert {each.tokens.dtype for each in (none, empty, lists)} == {torch.int64}
+    # Nor does an empty one beside others.
+    first = make_samples([(2, 0), (3, 2)]) | {"values": [[], torch.ones(2, 3)]}
+    assert left_pad(first, pad_token_id=PAD).blocks["values"].shape == (2, 2, 3)
