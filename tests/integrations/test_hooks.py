@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -37,123 +37,55 @@ def hook_miles() -> Hook:
     return mcore_batching.hook(data, model)
 
 
-class Case(NamedTuple):
-    """How a framework's names are replaced, and modules that have each; versions of a module, as a
-    text before and after a change, and the error."""
-
-    framework: str
-    hook: Callable[[], Any]
-    hooked: dict[str, Sequence[str]]
-    refused: Sequence[tuple[str, str, str, str]]
-
-
 BACKENDS, BALANCING = "slime.backends.megatron_utils", "verl.utils.seqlen_balancing"
+DATA, MODEL = f"{BACKENDS}.data", f"{BACKENDS}.model"
+MILES = ("miles.backends.training_utils.data", "miles.backends.megatron_utils.model")
+SCHEDULE, ITERATOR, PACKER = "slime.utils.dp_schedule", f"{WORKERS}.worker_utils", PACKING
 TRAINER = ("get_data_iterator", "forward_only")
 VERL = ("rearrange_micro_batches", "restore_dynamic_batch")
-CLASS, PACKER = ("TokenBasedBatchIterator",), ("get_packer",)
-ITERATOR = f"{WORKERS}.worker_utils"
-CASES = {
-    "slime": Case(
+BATCHES, PACKERS = ("TokenBasedBatchIterator",), ("get_packer",)
+CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Sequence[str]]]] = {
+    "slime": (
         "slime",
         hook_slime,
-        {
-            f"{BACKENDS}.data": TRAINER[:1],
-            f"{BACKENDS}.model": TRAINER[1:],
-            f"{BACKENDS}.actor": TRAINER,
-        },
-        [
-            (
-                f"{BACKENDS}.data",
-                "get_data_iterator(rollout_data)",
-                "get_data_iterator(args, model, batch)",
-                r"data\.get_data_iterator cannot be replaced: expected get_data_iterator\(args, "
-                r"model, rollout_data\), found get_data_iterator\(args, model, batch\); hook a ver",
-            ),
-            (
-                f"{BACKENDS}.data",
-                "def get_data_iterator(",
-                "del DataIterator\n\ndef get_data_iterator(args, model, ",
-                "DataIterator is not where get_data_iterator is",
-            ),
-            (
-                f"{BACKENDS}.model",
-                "(f, args,",
-                "(args, f,",
-                r"expected forward_only\(f, args, model, data_iterator, num_microbatches, \*arg",
-            ),
-            (
-                f"{BACKENDS}.model",
-                "def forward_only",
-                "def other",
-                r"^forward_only is in none of the modules given \(slime.*data, slime.*model\): call"
-                r" hook\(data, model\) with those that have get_data_iterator, forward_only$",
-            ),
-        ],
+        {DATA: TRAINER[:1], MODEL: TRAINER[1:], f"{BACKENDS}.actor": TRAINER},
     ),
-    "miles": Case(
-        "miles",
-        hook_miles,
-        {
-            "miles.backends.training_utils.data": TRAINER[:1],
-            "miles.backends.megatron_utils.model": TRAINER[1:],
-        },
-        [
-            (
-                "miles.backends.training_utils.data",
-                "get_data_iterator(args,",
-                "get_data_iterator(",
-                r"expected get_data_iterator\(args, model, rollout_data\), found get_data_itera",
-            ),
-        ],
-    ),
-    "rollout manager": Case(
+    "miles": ("miles", hook_miles, {MILES[0]: TRAINER[:1], MILES[1]: TRAINER[1:]}),
+    "rollout manager": (
         "slime",
         hook_schedule,
-        dict.fromkeys(("slime.utils.dp_schedule", "slime.ray.rollout"), ("build_dp_schedule",)),
-        [
-            (
-                "slime.utils.dp_schedule",
-                "total_lengths, *, ",
-                "total_lengths, ",
-                r"dp_schedule cannot be replaced: .* found build_dp_schedule\(args, train",
-            )
-        ],
+        dict.fromkeys((SCHEDULE, "slime.ray.rollout"), ("build_dp_schedule",)),
     ),
-    "verl": Case(
-        "verl",
-        verl.hook,
-        {BALANCING: VERL, "verl.workers.engine.utils": VERL},
-        [
-            (
-                BALANCING,
-                "min_num_micro_batch=None",
-                "least=None",
-                "found rearrange_micro_batches.*, least=None",
-            ),
-        ],
-    ),
-    "skyrl": Case(
-        "skyrl",
-        skyrl.hook,
-        {ITERATOR: CLASS, f"{WORKERS}.megatron_worker": CLASS},
-        [
-            (ITERATOR, *change)
-            for change in (
-                ("TokenBased", "Other", "there is none in this version"),
-                ("data, max_tokens_per_microbatch):", "data, cap):", "found __init__.*, cap"),
-                ("num_microbatches(self):", "num_microbatches(self, group):", "sync.*group"),
-                ("self._token_counts", "self._lengths", "in this order; hook a version"),
-                ("batches(self, batches):", "batches(self, outputs):", "batches.*, outputs"),
-            )
-        ],
-    ),
-    "nemo_rl": Case(
-        "nemo_rl",
-        nemo_rl.hook,
-        {PACKING: PACKER, f"{PACKING}.algorithms": PACKER},
-        [(f"{PACKING}.algorithms", "bin_capacity, collect", "cap, collect", r"found get_pa.*\(al")],
-    ),
+    "verl": ("verl", verl.hook, {BALANCING: VERL, "verl.workers.engine.utils": VERL}),
+    "skyrl": ("skyrl", skyrl.hook, {ITERATOR: BATCHES, f"{WORKERS}.megatron_worker": BATCHES}),
+    "nemo_rl": ("nemo_rl", nemo_rl.hook, {PACKER: PACKERS, f"{PACKER}.algorithms": PACKERS}),
 }
+"""The framework, how it is hooked, and the names that are replaced in each module."""
+SIGNATURE = (
+    r"data\.get_data_iterator cannot be replaced: expected get_data_iterator\(args, model, "
+    r"rollout_data\), found get_data_iterator\(args, model, batch\); hook a version"
+)
+NOWHERE = (
+    r"^forward_only is in none of the modules given \(slime.*data, slime.*model\): call"
+    r" hook\(data, model\) with those that have get_data_iterator, forward_only$"
+)
+NO_CLASS = "del DataIterator\n\ndef get_data_iterator(args, model, "
+FAULTS = [
+    ("slime", DATA, "iterator(rollout_data)", "iterator(args, model, batch)", SIGNATURE),
+    ("slime", DATA, "def get_data_iterator(", NO_CLASS, "DataIterator is not where get_data_iter"),
+    ("slime", MODEL, "(f, args,", "(args, f,", r"expected forward_only\(f, args, model, data_i"),
+    ("slime", MODEL, "def forward_only", "def other", NOWHERE),
+    ("miles", MILES[0], "iterator(args,", "iterator(", r"model, rollout_data\), found get_data_it"),
+    ("rollout manager", SCHEDULE, "lengths, *, ", "lengths, ", r"dp_schedule cannot.*found build_"),
+    ("verl", BALANCING, "min_num_micro_batch=None", "least=None", "found rearrange.*, least=None"),
+    ("skyrl", ITERATOR, "TokenBased", "Other", "there is none in this version"),
+    ("skyrl", ITERATOR, "data, max_tokens_per_microbatch):", "data, cap):", "found __init__.*cap"),
+    ("skyrl", ITERATOR, "num_microbatches(self):", "num_microbatches(self, group):", "sync.*group"),
+    ("skyrl", ITERATOR, "self._token_counts", "self._lengths", "in this order; hook a version"),
+    ("skyrl", ITERATOR, "batches(self, batches)", "batches(self, outputs)", "batches.*, outputs"),
+    ("nemo_rl", f"{PACKER}.algorithms", "bin_capacity, coll", "cap, coll", r"found get_pa.*\(al"),
+]
+"""A version of a module: a text before and after a change, and the error."""
 
 
 def names_of(module: ModuleType) -> dict[str, Any]:
@@ -163,42 +95,41 @@ def names_of(module: ModuleType) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_names_are_replaced_everywhere_and_put_back(name: str, small: Small, capfd: Any) -> None:
-    case = CASES[name]
-    small(case.framework)
-    modules = [importlib.import_module(each) for each in case.hooked]
+    framework, hook, replaced = CASES[name]
+    small(framework)
+    modules = [importlib.import_module(each) for each in replaced]
     before = list(map(names_of, modules))
     # Ray makes some of the globals of the rollout manager's class.
     copies = [dict(vars(module)) for module in modules]
-    with case.hook() as hooked:
-        for module, own, names in zip(modules, before, case.hooked.values(), strict=True):
+    with hook() as hooked:
+        for module, own, names in zip(modules, before, replaced.values(), strict=True):
             assert {each for each in own if vars(module)[each] is not own[each]} == {*names}
-        names = [f"{module}.{each}" for module, of in case.hooked.items() for each in of]
+        names = [f"{module}.{each}" for module, of in replaced.items() for each in of]
         assert sorted(hooked.hooked) == sorted(names * (1 + (name == "rollout manager")))
         if name == "rollout manager":  # every process's start may call it
             assert capfd.readouterr().out.strip() == str(hooked)
-            assert case.hook() is None
+            assert hook() is None
         else:
             with pytest.raises(HookError, match="hooked already"):
-                case.hook()
+                hook()
     assert list(map(names_of, modules)) == before
     assert [{**copy, **own} for copy, own in zip(copies, before, strict=True)] == copies
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"), [(name, i) for name, case in CASES.items() for i in range(len(case.refused))]
-)
-def test_other_versions_are_refused_by_name(name: str, fault: int, small: Small) -> None:
+@pytest.mark.parametrize(("name", "module", "before", "after", "message"), FAULTS)
+def test_other_versions_are_refused_by_name(
+    name: str, module: str, before: str, after: str, message: str, small: Small
+) -> None:
     """Before anything is replaced."""
-    case = CASES[name]
-    module, before, after, message = case.refused[fault]
-    changed = rewrite(module, small(case.framework), before, after)
-    modules = [importlib.import_module(each) for each in case.hooked]
-    own = list(map(names_of, (changed, *modules)))
+    framework, hook, replaced = CASES[name]
+    changed = rewrite(module, small(framework), before, after)
+    modules = [changed, *map(importlib.import_module, replaced)]
+    own = list(map(names_of, modules))
     with pytest.raises(HookError, match=message) as caught:
-        case.hook()
+        hook()
     assert isinstance(caught.value, ValueError)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    assert list(map(names_of, (changed, *modules))) == own
+    assert list(map(names_of, modules)) == own
 
 
 def test_only_modules_are_taken() -> None:
@@ -305,4 +236,4 @@ def test_modules_imported_later_and_copies_of_globals(monkeypatch: pytest.Monkey
 
 
 def test_every_framework_is_hooked() -> None:
-    assert {case.framework for case in CASES.values()} == {*SMALL}
+    assert {framework for framework, *_ in CASES.values()} == {*SMALL}
