@@ -11,14 +11,7 @@ from packed_row_cases import rows
 
 from mcore_batching.batch import PackedMicroBatch, SchemaError
 from mcore_batching.integrations.megatron_lm import forward_backward, with_batching_statistics
-from mcore_batching.integrations.megatron_lm.forward_backward import (
-    _rows_of_replica,
-    check_loss,
-    record_step,
-    row_given,
-    run_packed,
-    with_deferred_errors,
-)
+from mcore_batching.integrations.megatron_lm.forward_backward import check_loss, row_given
 from mcore_batching.integrations.megatron_lm.stock_steps import StockSteps
 from mcore_batching.megatron import DynamicBatchArgumentError
 from mcore_batching.planning import (
@@ -39,18 +32,11 @@ from mcore_batching.planning import (
 )
 def test_refused_calls(options: dict[str, Any], message: str) -> None:
     args: Any = SimpleNamespace()
+    call = dict.fromkeys(
+        ("forward_step_func", "data_iterator", "model", "num_microbatches", "micro_batch_size")
+    )
     with pytest.raises(DynamicBatchArgumentError, match=message):
-        run_packed(
-            print,
-            args,
-            StockSteps(args),
-            forward_step_func=print,
-            data_iterator=None,
-            model=[],
-            num_microbatches=1,
-            micro_batch_size=1,
-            **options,
-        )
+        forward_backward.run_packed(print, args, StockSteps(args), **call | options)
 
 
 def test_a_step_that_megatron_reruns_is_planned_by_the_same_costs() -> None:
@@ -88,7 +74,7 @@ def test_rows_that_routers_losses_are_means_over() -> None:
     schedule: Any = SimpleNamespace(steps=[[(), ()]], step_plan=lambda step: (plan, []))
     for most, expected in ((None, 2), (4, (1 + 3) / 2)):
         schedule.config = SimpleNamespace(max_context_parallel=most)
-        assert _rows_of_replica(schedule) == expected
+        assert forward_backward._rows_of_replica(schedule) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,7 +115,7 @@ def test_a_detached_loss_trains_nothing(
     failed: list[Exception] = []
     job: Any = SimpleNamespace(defer=lambda failed, error, row: failed.append(error))
     given = torch.tensor(value), torch.tensor(count), {}
-    step = with_deferred_errors(
+    step = forward_backward.with_deferred_errors(
         lambda *_: (output, lambda tensor: given), failed, job, nothing_later
     )
     _, loss = step(rows(), Chunk(None))
@@ -182,16 +168,13 @@ def test_a_model_gets_the_rows_own_parameters_in_place_of_the_scripts() -> None:
         assert experts()["packed_seq_params"].own_padding_mask.all()
 
 
-LENGTHS = [9, 6, 4, 2]
-PLAN = plan_step(LENGTHS, ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8))
-
-
 def test_losses_are_joined_by_the_last_steps_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward_backward, "_last_step", {})
-    losses = {"lm loss": torch.tensor([2.0])}
+    losses, lengths = {"lm loss": torch.tensor([2.0])}, [9, 6, 4, 2]
     assert with_batching_statistics(losses) == losses
-    schedule: Any = SimpleNamespace(step_plan=lambda step: (PLAN, LENGTHS))
-    made = step_statistics(PLAN, LENGTHS)
+    plan = plan_step(lengths, ParallelDims(data_parallel=2), PlannerConfig(max_tokens_per_gpu=8))
+    schedule: Any = SimpleNamespace(step_plan=lambda step: (plan, lengths))
+    made = step_statistics(plan, lengths)
     values = {
         "fill": made.fill,
         "padding": made.padding,
@@ -201,7 +184,7 @@ def test_losses_are_joined_by_the_last_steps_statistics(monkeypatch: pytest.Monk
     }
     # Rows of fine-tuning alone can be truncated; the last step's are not this one's.
     for truncated, more in ((3, {"truncated": 3}), (None, {})):
-        record_step(schedule, plan_seconds=0.5, truncated=truncated)
+        forward_backward.record_step(schedule, plan_seconds=0.5, truncated=truncated)
         logged = with_batching_statistics(losses)
         assert logged.pop("lm loss") is losses["lm loss"]
         assert {name: value.tolist() for name, value in logged.items()} == {
