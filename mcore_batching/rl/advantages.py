@@ -120,7 +120,7 @@ def compute_advantages(
     of_samples = torch.tensor(values, dtype=torch.float32, device=mask.device)
     repeats = torch.tensor(lengths, device=mask.device, dtype=torch.int64)
     of_tokens = of_samples.repeat_interleave(repeats, output_size=len(mask)) * mask
-    return list(of_tokens.split(lengths))
+    return list(torch.split(of_tokens, lengths))
 
 
 def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:

@@ -15,16 +15,16 @@ costs are in what ``--dynamic-batch-record`` writes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from mcore_batching.batch import PackedMicroBatch
 from mcore_batching.batch.values import describe
@@ -220,13 +220,12 @@ def _problem_of(result: Any) -> str | None:
     return None
 
 
-@contextlib.contextmanager
 def row_given(
     data_iterator: PackedRows,
     chunk: Any,
     later_of: Callable[[PackedMicroBatch], LaterLosses | None],
-) -> Iterator[None]:
-    """Pass the model the row's own parameters in place of the script's.
+) -> RemovableHandle:
+    """Pass the model the row's own parameters in place of the script's, in a ``with`` block.
 
     These lack the offsets on the host and the row's group, and name the padded length of a sample
     from 0.19 on, at which layers of experts cut a row.
@@ -235,15 +234,13 @@ def row_given(
 
     def with_row(_: Any, arguments: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         row = data_iterator.current
-        if row is None:
-            return arguments, inputs
-        return arguments, inputs | {"packed_seq_params": row_params(config, row, later_of(row))}
+        own = {} if row is None else {"packed_seq_params": row_params(config, row, later_of(row))}
+        return arguments, inputs | own
 
-    hook = unwrap_model(chunk).register_forward_pre_hook(with_row, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    handle: RemovableHandle = unwrap_model(chunk).register_forward_pre_hook(
+        with_row, with_kwargs=True
+    )
+    return handle  # which removes the hook at the block's end
 
 
 def record_step(
