@@ -145,6 +145,10 @@ class Columns(Mapping[str, list[Any]]):
         assert isinstance(values, Tensor)
         return values
 
+    def rows(self, name: str) -> Tensor:
+        """The rows of these samples alone."""
+        return self.compact([name]).flat(name)[:-1]
+
     def span(self, name: str) -> Span:
         """Places of these samples' rows in `flat`."""
         return self._span_of(self.schema[name])
@@ -184,10 +188,7 @@ class Columns(Mapping[str, list[Any]]):
         samples' own those of all tokens, by ``loss_mask``."""
         span = self.token_span if has_labels else self.response_span
         name = "loss_mask" if has_labels else "loss_masks"
-        if name in self:
-            weights = self.compact([name]).flat(name)[:-1].float()
-        else:
-            weights = torch.ones(span.total, device="cpu")
+        weights = self.rows(name).float() if name in self else torch.ones(span.total, device="cpu")
         # Response token j of a sample with p prompt tokens is predicted at place p - 1 + j - depth.
         skipped = depth + 1 - self.token_span.lengths + span.lengths
         if has_labels:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -81,55 +81,38 @@ def step_totals(
     """
     by_depth = [columns.weight_sums(depth, has_labels=has_labels) for depth in range(depths + 1)]
     weights, counts = by_depth[0]
-    groups: list[dict[Hashable, float]] = []
-    for keys_of in (trajectory_keys, prompt_keys):
-        keys = None
+    groups: dict[str, dict[Hashable, float]] = {"trajectory_ids": {}, "uids": {}}
+    for name, found in groups.items():
         # Ids that name no groups are no fault of a loss that has no use for these groups.
         with contextlib.suppress(LengthError):
-            keys = keys_of(columns)
-        groups.append(_by_group(keys or [], weights.tolist()))
-    trajectories, prompts = groups
+            keys = _group_keys(columns, name) or [None] * len(weights)
+            for key, weight in zip(keys, weights.tolist(), strict=True):
+                if key is not None:
+                    found[key] = found.get(key, 0.0) + weight
     sums = [math.fsum(each.tolist()) for each, _ in by_depth]
     totals = StepTotals(
         num_samples=len(weights) - sum(columns.is_padding),
         num_trained_samples=int((counts > 0).sum()),
         num_tokens=int(counts.sum()),
         token_weight=sums[0],
-        trajectory_weights=trajectories,
-        prompt_weights=prompts,
+        trajectory_weights=groups["trajectory_ids"],
+        prompt_weights=groups["uids"],
     )
     return totals, sums
 
 
-def _by_group(keys: Iterable[Hashable], weights: Sequence[float]) -> dict[Hashable, float]:
-    """Sum of the weights of each key's samples; None is of no group."""
-    found: dict[Hashable, float] = {}
-    for key, weight in zip(keys, weights, strict=False):
-        if key is not None:
-            found[key] = found.get(key, 0.0) + weight
-    return found
-
-
-def prompt_keys(columns: Columns) -> list[Hashable] | None:
-    """The prompt of each sample, None of padding; None without ``uids``."""
-    return _keys(columns, "uids")
-
-
-def trajectory_keys(columns: Columns) -> list[Hashable] | None:
-    """The trajectory of each sample, None of padding; None without ``trajectory_ids``."""
-    trajectories, prompts = _keys(columns, "trajectory_ids"), prompt_keys(columns)
-    if trajectories is None or prompts is None:
-        return trajectories
-    # Some frameworks number the trajectories of each prompt from 0.
-    pairs = zip(prompts, trajectories, strict=True)
-    return [None if trajectory is None else (prompt, trajectory) for prompt, trajectory in pairs]
-
-
-def _keys(columns: Columns, name: str) -> list[Hashable] | None:
+def _group_keys(columns: Columns, name: str) -> list[Hashable] | None:
+    """The group of each sample by a field of ids, None of padding; None without the field."""
     if name not in columns:
         return None
     values = enumerate(zip(columns[name], columns.is_padding, strict=True))
-    return [None if is_padding else group_key(value, i) for i, (value, is_padding) in values]
+    keys = [None if is_padding else group_key(value, i) for i, (value, is_padding) in values]
+    # Some frameworks number the trajectories of each prompt from 0.
+    prompts = _group_keys(columns, "uids") if name == "trajectory_ids" else None
+    if prompts is None:
+        return keys
+    pairs = zip(prompts, keys, strict=True)
+    return [None if key is None else (prompt, key) for prompt, key in pairs]
 
 
 def token_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals) -> Tensor:
@@ -193,14 +176,13 @@ def trajectory_mean(
     Raises:
         BatchError: as `token_mean`; no ``trajectory_ids``; or totals of another step.
     """
-    ids = "trajectory_ids", trajectory_keys, totals.trajectory_weights
-    return _group_mean(per_token, row, *ids)
+    return _group_mean(per_token, row, "trajectory_ids", totals.trajectory_weights)
 
 
 def prompt_mean(per_token: Sequence[Tensor], row: PackedMicroBatch, totals: StepTotals) -> Tensor:
     """Share of the mean over prompts of each one's mean over the trainable tokens of all its
     samples, which ``uids`` name; else as `trajectory_mean`."""
-    return _group_mean(per_token, row, "uids", prompt_keys, totals.prompt_weights)
+    return _group_mean(per_token, row, "uids", totals.prompt_weights)
 
 
 def token_sum(
@@ -222,14 +204,13 @@ def _group_mean(
     per_token: Sequence[Tensor],
     row: PackedMicroBatch,
     name: str,
-    keys_of: Callable[[Columns], list[Hashable] | None],
     totals: Mapping[Hashable, float],
 ) -> Tensor:
     """Share of the mean over groups of each one's mean over its trainable tokens."""
     masks, span = row.responses.loss_masks, row.fields.response_span
     if row.is_placeholder:
         return _weighted_sum(per_token, row, masks)
-    keys = keys_of(row.fields)
+    keys = _group_keys(row.fields, name)
     if keys is None:
         raise BatchError(f"a mean over groups needs {name}; give one per sample in rollout_data")
     for key in keys:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch.nn.functional import pad
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.errors import SchemaError
 from mcore_batching.batch.fields import Kind
-from mcore_batching.batch.row_index import Span
+from mcore_batching.batch.row_index import Span, integers
 from mcore_batching.planning.forest import Forest, find_forest
 
 _ROWS_AT_ONCE = 1 << 14
@@ -46,7 +47,7 @@ def hashes_of_beginnings(
         units: a number for each sample; samples of different ones have nothing in common.
     """
     span = columns.token_span
-    within, tokens = span.within, _values(columns, "tokens")
+    within, tokens = span.within, columns.rows("tokens")
     # In parts that stay in the processor's cache.
     starts = range(0, max(span.total, 1), _ROWS_AT_ONCE)
     parts = [slice(start, start + _ROWS_AT_ONCE) for start in starts]
@@ -56,26 +57,21 @@ def hashes_of_beginnings(
         # A sample may lack the values of its last tokens.
         own = torch.full((span.total + 1,), -1, dtype=torch.int64, device="cpu")
         first = span.firsts.index_select(0, rows.samples)
-        own[first + rows.within + 1] = _hashes_of_rows(name, _values(columns, name))
+        own[first + rows.within + 1] = _hashes_of_rows(name, columns.rows(name))
         # A beginning is compared up to the token before its last.
         hashes += _mixed(own[:-1], within).masked_fill(within == 0, 0)
     sums = torch.zeros(span.total + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(hashes, 0, out=sums[1:])
-    counts = span.lengths // block
-    for sample, shares in enumerate(_can_share(columns)):
-        if not shares:
-            counts[sample] = 0
-    blocks = Span(counts.tolist())
+    shares = zip(columns.total_lengths, _can_share(columns), strict=True)
+    blocks = Span([total // block if can_share else 0 for total, can_share in shares])
     first = span.firsts.index_select(0, blocks.samples)
     found = sums.index_select(0, first + (blocks.within + 1) * block) - sums.index_select(0, first)
     if units is not None:
         of_sample = torch.tensor(units, dtype=torch.int64, device="cpu") + 1
         found ^= (of_sample * _ODD).index_select(0, blocks.samples)
     packed = found.numpy().tobytes()
-    ends = (blocks.firsts + counts).tolist()
-    return [
-        packed[8 * (end - count) : 8 * end] for end, count in zip(ends, blocks.counts, strict=True)
-    ]
+    ends = accumulate(blocks.counts, initial=0)
+    return [packed[8 * start : 8 * end] for start, end in pairwise(ends)]
 
 
 def find_forest_of(
@@ -102,31 +98,33 @@ def require_shared(forest: Forest, columns: Columns) -> None:
         for node in map(forest.nodes.__getitem__, forest.path(sample))
         if node.sample != sample
     ]
+    if not pairs:
+        return
     for name in ("tokens", *fields_compared(columns)):
-        # What stands at a sample's last token takes no part in its results.
-        ends = [end if name == "tokens" else min(end, lengths[own] - 1) for own, _, _, end in pairs]
-        span, values = columns.span(name), _values(columns, name)
-        counts = span.counts
-        for (own, other, *_), end in zip(pairs, ends, strict=True):
-            if min(end, counts[own]) != min(end, counts[other]):
+        span, values, held = columns.span(name), columns.rows(name), list[int]()
+        counts, firsts = span.counts, span.firsts.tolist()
+        for own, other, start, end in pairs:
+            # What stands at a sample's last token takes no part in its results.
+            last = end if name == "tokens" else min(end, lengths[own] - 1)
+            if min(last, counts[own]) != min(last, counts[other]):
                 raise _differs(columns, name, own, other)
-        held = [
-            max(0, min(end, counts[own]) - start)
-            for (own, _, start, _), end in zip(pairs, ends, strict=True)
-        ]
-        first, second = (
-            _stretches(span, ((pair[which], pair[2]) for pair in pairs), held) for which in (0, 1)
+            held.append(max(0, min(last, counts[own]) - start))
+        of_own = [firsts[own] + start for own, _, start, _ in pairs]
+        of_other = [firsts[other] + start for _, other, start, _ in pairs]
+        one, two = (
+            values.index_select(0, Span(held, integers(starts)).places[:-1])
+            for starts in (of_own, of_other)
         )
-        one, two = values.index_select(0, first), values.index_select(0, second)
         is_equal = (one == two) | (one != one) & (two != two)  # NaN
         if not is_equal.all():
-            place = int((~is_equal.reshape(len(first), -1).all(1)).nonzero()[0])
+            place = int((~is_equal.reshape(len(one), -1).all(1)).nonzero()[0])
             at = int(torch.searchsorted(torch.tensor(held).cumsum(0), place, right=True))
             raise _differs(columns, name, *pairs[at][:2])
     for name in columns:
         if columns.schema[name].kind is Kind.MULTIMODAL:
+            inputs = columns[name]
             for own, other, *_ in pairs:
-                if columns[name][own] or columns[name][other]:
+                if inputs[own] or inputs[other]:
                     raise _differs(columns, name, own, other)
 
 
@@ -138,19 +136,6 @@ def _differs(columns: Columns, name: str, sample: int, other: int) -> SchemaErro
         found="other values; give them to get_data_iterator, or declare the field as "
         "Kind.METADATA if no row is made of it",
     )
-
-
-def _stretches(span: Span, starts: Iterable[tuple[int, int]], counts: list[int]) -> Tensor:
-    """Rows of a field's samples, given (sample, first row) and the number of rows of each
-    stretch."""
-    found, of_samples = Span(counts), span.firsts.tolist()
-    firsts = [of_samples[sample] + row for sample, row in starts]
-    return torch.tensor(firsts, dtype=torch.int64).index_select(0, found.samples) + found.within
-
-
-def _values(columns: Columns, name: str) -> Tensor:
-    """The rows of these samples alone."""
-    return columns.compact([name]).flat(name)[:-1]
 
 
 def fields_compared(columns: Columns) -> list[str]:
