@@ -124,13 +124,16 @@ def block_of(
     rows: Sequence[Sequence[int]],
     align: int = 1,
     row_align: int = 1,
+    size: int = 1,
+    rank: int = 0,
     **layout: Any,
 ) -> RowBlock:
     """Rows of some of the samples, packed at once."""
     nodes = [Nodes.of(columns.total_lengths, row, None, align, row_align) for row in rows]
     indices = [tuple(row) for row in rows]
     fields = columns.taken([*itertools.chain(*rows)])
-    return RowBlock(fields=fields, nodes=nodes, sample_indices=indices, **layout)
+    slices = {"context_parallel_size": size, "context_parallel_rank": rank}
+    return RowBlock(fields=fields, nodes=nodes, sample_indices=indices, **slices, **layout)
 
 
 def merge_packed(parts: Sequence[Tensor], cu_seqlens_padded: Sequence[int], dim: int = 0) -> Tensor:
@@ -189,11 +192,15 @@ class PlainRow:
     offsets: list[int]
     places: list[int]
     """Of the token in its samples' tokens one behind the other; -1 for padding."""
+    response_labels: list[int]
+    """Response tokens; 0 where nothing predicts one."""
+    response_weights: list[float]
 
 
 def plain_row(samples: dict[str, list[Any]], sample_multiple: int, row_multiple: int) -> PlainRow:
     """The row that `pack` should make without context parallelism."""
-    row = PlainRow([], [], [], [], [], [0], [])
+    row = PlainRow([], [], [], [], [], [0], [], [], [])
+    tags = samples.get("is_padding") or [False] * len(samples["tokens"])
 
     def pad() -> None:
         row.tokens.append(PAD)
@@ -212,12 +219,16 @@ def plain_row(samples: dict[str, list[Any]], sample_multiple: int, row_multiple:
             row.tokens.append(token)
             row.labels.append(ids[successor] if successor < len(ids) else PAD)
             row.position_ids.append(position)
-            trained = successor >= prompt and successor < len(ids)
+            trained = successor >= prompt and successor < len(ids) and not tags[i]
             row.loss_mask.append(
                 float(samples["loss_masks"][i][successor - prompt]) if trained else 0.0
             )
-            row.padding_mask.append(False)
+            row.padding_mask.append(tags[i])
             row.places.append(next(place))
+        for place_of_token in range(prompt, len(ids)):
+            weight = float(samples["loss_masks"][i][place_of_token - prompt])
+            row.response_labels.append(ids[place_of_token] if place_of_token else 0)
+            row.response_weights.append(weight if place_of_token and not tags[i] else 0.0)
         if not ids:
             pad()
         while len(row.tokens) % sample_multiple:

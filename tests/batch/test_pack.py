@@ -11,7 +11,9 @@ import torch
 from batch_cases import (
     MARKED,
     PAD,
+    block_of,
     boundary_shapes,
+    equal,
     make_samples,
     marked,
     merge_packed,
@@ -56,32 +58,28 @@ def require_slices(rows: list[PackedMicroBatch]) -> None:
     assert positions.tolist() == list(range(rows[0].host_cu_seqlens_padded[-1]))
     span = rows[0].fields.token_span
     real = torch.cat([row.index.places(row.fields.token_span) for row in rows])
-    assert real[real < span.end].sort().values.tolist() == list(range(span.end))
+    assert real[real < span.end].sort().values.equal(span.places[:-1])
 
 
-def require_packed(
-    shapes: Shapes, size: int, align: int, row_align: int, depths: int = 2, has_axes: bool = True
+def require_row(
+    rows: list[PackedMicroBatch], samples: dict[str, list], align: int, row_align: int
 ) -> None:
-    """The streams of all ranks' slices are those of `plain_row`, and fields come back."""
-    samples = marked(shapes)
-    missing = [(0, min(total, 2)) for total, _ in shapes]
+    """The streams of all ranks' slices of a row are those of `plain_row`, and fields come back."""
+    size, depths, has_axes = len(rows), len(rows[0].later), "position_ids" in samples
+    missing = [(0, min(total, 2)) for total in samples["total_lengths"]]
     flat = {
         "mark": torch.cat([*samples["mark"], torch.zeros(1, 2).long()]),
         # The last tokens of a sample have none.
         "fewer": torch.cat([*map(pad, samples["fewer"], missing), torch.zeros(1)]),
         "position_ids": pad(torch.cat(samples["tokens"]) + torch.tensor([[7], [9]]), (0, 1)),
     }
-    if not has_axes:
-        del samples["position_ids"]
-    alignments = {"sample_alignment_tokens": align, "row_alignment_tokens": row_align}
-    rows = pack_on_all_ranks(samples, size, schema=MARKED, depths=depths, **alignments)
     require_slices(rows)
     plain = plain_row(samples, align, row_align)
     for depth in range(depths + 1):
         streams = [row.later[depth - 1] if depth else row for row in rows]
         for name in STREAMS[: 5 if not depth else 4]:
             full = merge_packed([getattr(each, name) for each in streams], plain.offsets, -1)
-            if name == "position_ids" and has_axes and any(samples["total_lengths"]):
+            if name == "position_ids" and has_axes:
                 places = later(plain.places, plain.offsets, depth, -1)
                 assert torch.equal(full[:, 0], flat[name][:, places])
             else:
@@ -91,7 +89,14 @@ def require_packed(
             parts = [packed_field(row.index, row.fields, MARKED[name], depth)[0] for row in rows]
             places = later(plain.places, plain.offsets, depth, -1)
             assert torch.equal(merge_packed(parts, plain.offsets), flat[name][places]), name
+    # Each response token is the label where it is predicted, on the rank that has the position.
+    labels = torch.zeros(len(plain.response_weights), dtype=torch.int64)
     for row in rows:
+        owned, positions = row.responses.owned_indices, row.responses.owned_positions
+        assert not labels[owned].any()
+        labels[owned] = row.labels[0].index_select(0, positions)
+        assert row.responses.loss_masks.tolist() == plain.response_weights
+        assert row.responses.distinct_positions is None
         types = [getattr(row, name).dtype for name in (*STREAMS, "cu_seqlens_padded")]
         assert types == [*[torch.int64] * 3, torch.float32, torch.bool, torch.int32]
         assert row.tokens.shape == row.loss_mask.shape == (1, plain.offsets[-1] // size)
@@ -100,18 +105,53 @@ def require_packed(
         assert row.max_seqlen == max(np.diff(plain.offsets))
         assert row.total_lengths == samples["total_lengths"]
         assert row.response_lengths == samples["response_lengths"]
-        assert row.sample_indices == tuple(range(row.num_samples))
-        assert row.num_samples == len(shapes)
-        masks = [later(plain.loss_mask, plain.offsets, depth) for depth in range(depths + 1)]
+        assert row.num_samples == len(samples["tokens"])
         _, weights = step_totals(row.fields, depths=depths)
+        masks = [later(plain.loss_mask, plain.offsets, depth) for depth in range(depths + 1)]
         assert weights == [*map(sum, masks)]
-        for name in ("tokens", "mark", "fewer", "advantages", "loss_masks"):
-            assert all(map(torch.equal, row[name], samples[name])), name
+        for name, values in samples.items():
+            assert equal(row[name], values), name
+    assert labels.tolist() == plain.response_labels
+    trained = sum(weight != 0 for weight in plain.response_weights)
+    assert sum(row.owned_num_tokens for row in rows) == trained
+
+
+def require_packed(
+    of_rows: list[Shapes],
+    size: int,
+    align: int,
+    row_align: int,
+    depths: int = 2,
+    has_axes: bool = True,
+) -> None:
+    """Rows are packed at once as each is alone, by each rank, in every epoch."""
+    shapes = [*itertools.chain(*of_rows)]
+    samples = marked(shapes) | {"is_padding": [i % 4 == 3 for i in range(len(shapes))]}
+    if not has_axes or not sum(samples["total_lengths"]):
+        del samples["position_ids"]
+    columns = Columns.read(samples, MARKED)
+    # From the last sample to the first.
+    numbers = iter(range(len(shapes))[::-1])
+    indices = [[*itertools.islice(numbers, len(each))] for each in of_rows]
+    options: dict[str, int] = {"pad_token_id": PAD, "depths": depths}
+    blocks = [
+        block_of(columns, indices, align, row_align, size, rank, **options) for rank in range(size)
+    ]
+    for _ in range(2):
+        for row, *slices in zip(indices, *(block.rows() for block in blocks), strict=True):
+            chosen = {name: [values[i] for i in row] for name, values in columns.items()}
+            assert [each.sample_indices for each in slices] == [tuple(row)] * size
+            require_row(slices, chosen, align, row_align)
+        for block in blocks:
+            block.forget_index()
+
+
+ROWS = st.lists(sample_shapes(), min_size=1, max_size=3)
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    sample_shapes(),
+    ROWS,
     st.sampled_from([1, 2, 3, 4]),
     st.integers(1, 4),
     st.integers(1, 40),
@@ -119,18 +159,17 @@ def require_packed(
     st.booleans(),
 )
 def test_any_samples_are_packed_token_by_token_and_come_back(
-    shapes: Shapes, size: int, factor: int, row: int, depths: int, has_axes: bool
+    of_rows: list[Shapes], size: int, factor: int, row: int, depths: int, has_axes: bool
 ) -> None:
     align = (2 * size if size > 1 else 1) * factor
-    require_packed(shapes, size, align, math.lcm(align, row), depths, has_axes)
+    require_packed(of_rows, size, align, math.lcm(align, row), depths, has_axes)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_boundary_lengths(size: int) -> None:
     align = 2 * size if size > 1 else 1
-    require_packed(boundary_shapes(size), size, align, 5 * align)
-    for shape in boundary_shapes(size):
-        require_packed([shape], size, align, align)
+    require_packed([boundary_shapes(size)], size, align, 5 * align)
+    require_packed([[shape] for shape in boundary_shapes(size)], size, align, align)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -2,106 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from batch_cases import block_of, equal, full_batch, make_samples, sample_shapes
+from batch_cases import block_of, equal, make_samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.packing import pack
 
-from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.batch.columns import Columns, sent
 from mcore_batching.batch.row_block import RowBlock
 
 CPU = torch.device("cpu")
 TYPES = (torch.int64, torch.float32, torch.bool, torch.bfloat16, torch.uint8, torch.complex64)
 Shapes = list[tuple[int, int]]
-
-
-STREAM = ("tokens", "labels", "position_ids", "loss_mask")
-RESPONSES = ("loss_masks", "owned_indices", "owned_positions")
-
-
-def contents(row: PackedMicroBatch) -> dict[str, Any]:
-    """All that a row holds, its fields by sample."""
-    names = [each.name for each in dataclasses.fields(row) if not each.name.startswith("_")]
-    own = {name: getattr(row, name) for name in names if name != "fields"}
-    for name in (*STREAM, "padding_mask", "cu_seqlens_padded", "owned_num_tokens"):
-        own[name] = getattr(row, name)
-    own["later"] = [{name: getattr(each, name) for name in STREAM} for each in row.later]
-    own["responses"] = {name: getattr(row.responses, name) for name in RESPONSES}
-    assert row.responses.distinct_positions is None
-    return own | {"fields": dict(row.fields), "positions": row.index.positions}
-
-
-@st.composite
-def rows_of(draw: st.DrawFn) -> tuple[Shapes, list[list[int]]]:
-    """Samples, and the rows of some of them in any order."""
-    shapes = draw(sample_shapes(8))
-    order = draw(st.permutations(range(len(shapes))))
-    cuts = sorted(draw(st.sets(st.integers(1, len(shapes)), max_size=4)) | {1, len(shapes)})
-    cut = zip([0, *cuts[:-1]], cuts, strict=True)
-    return shapes, [order[start:end] for start, end in cut if end > start]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    rows_of(),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 3),
-    st.integers(1, 30),
-    st.integers(0, 3),
-    st.booleans(),
-    st.integers(0, 9),
-)
-def test_rows_of_a_block_are_those_packed_alone(
-    drawn: tuple[Shapes, list[list[int]]],
-    size: int,
-    factor: int,
-    row_multiple: int,
-    depths: int,
-    has_positions: bool,
-    pad_token_id: int,
-) -> None:
-    shapes, rows = drawn
-    samples = full_batch(shapes) | {"is_padding": [i % 3 == 2 for i in range(len(shapes))]}
-    if not has_positions:
-        del samples["position_ids"]
-    align = (2 * size if size > 1 else 1) * factor
-    alignments = align, math.lcm(align, row_multiple)
-    options: dict[str, int] = {
-        "context_parallel_size": size,
-        "pad_token_id": pad_token_id,
-        "depths": depths,
-    }
-    columns = Columns.read(samples, DEFAULT_SCHEMA)
-    for rank in range(size):
-        block = block_of(columns, rows, *alignments, **options, context_parallel_rank=rank)
-        for made, again, row in zip(block.rows(), block.rows(), rows, strict=True):
-            alone = pack(
-                {k: v and [v[i] for i in row] for k, v in samples.items()},
-                sample_indices=tuple(row),
-                sample_alignment_tokens=alignments[0],
-                row_alignment_tokens=alignments[1],
-                context_parallel_rank=rank,
-                **options,
-            )
-            expected = contents(alone)
-            found = contents(made)
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():
-                assert equal(found[name], value), name
-            block.forget_index()
-            assert equal(again.labels, alone.labels)
-            # Padding goes round over the experts of the whole block.
-            name, where = "rollout_routed_experts", ~alone.index.is_absent(1)
-            assert torch.equal(made.packed(name)[0][where], alone.packed(name)[0][where])
-            assert torch.equal(made.packed("tokens"), alone.packed("tokens"))
 
 
 def test_what_is_done_to_rows_on_a_device_changes_neither_samples_nor_other_epochs() -> None:
@@ -133,8 +49,8 @@ def test_labels_and_masks_of_the_samples_are_taken_at_every_depth(size: int) -> 
             columns,
             [[1], [0]],
             align,
-            context_parallel_size=size,
-            context_parallel_rank=rank,
+            size=size,
+            rank=rank,
             depths=1,
             has_labels=True,
         )
