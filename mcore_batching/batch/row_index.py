@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
@@ -104,45 +105,57 @@ class Slice:
     Attributes:
         offsets: of the full row's segments ``[segments + 1]``.
         size: ranks that share the row.
+        rank: this one of them.
         num_local: tokens of the slice, T_local.
-        chunks: positions at which the segment starts, and at which the chunk starts and ends, of
-            each chunk of this slice; of one rank each segment is one.
 
     Raises:
         BatchError: the rank is none of the size's, or a segment cannot be cut.
     """
 
     def __init__(self, offsets: Sequence[int], size: int = 1, rank: int = 0) -> None:
-        self.offsets, self.size, self.num_local = offsets, size, offsets[-1] // size
+        self.offsets, self.size, self.rank = offsets, size, rank
+        self.num_local = offsets[-1] // size
+        self._segments = Span([end - start for start, end in pairwise(offsets)])
         if not 0 <= rank < size:
             raise BatchError(f"expected a rank below context_parallel_size={size}, got {rank}")
-        self.chunks = [(start, start, end) for start, end in pairwise(offsets) if size == 1]
-        for start, end in pairwise(offsets) if size > 1 else ():
-            chunk, rest = divmod(end - start, 2 * size)
+        for length in self._segments.counts if size > 1 else ():
+            chunk, rest = divmod(length, 2 * size)
             if rest:
                 raise BatchError(
-                    f"{end - start} tokens cannot be cut into {2 * size} equal chunks "
+                    f"{length} tokens cannot be cut into {2 * size} equal chunks "
                     f"(2 * context_parallel_size); pad them to {(chunk + 1) * 2 * size}"
                 )
-            for first in (start + rank * chunk, end - (rank + 1) * chunk):
-                self.chunks.append((start, first, first + chunk))
-        starts = integers([first for _, first, _ in self.chunks])
-        self._chunks = Span([end - first for _, first, end in self.chunks], starts)
+
+    @property
+    def chunks(self) -> list[tuple[int, int, int]]:
+        """Positions at which the segment starts, and at which the chunk starts and ends, of each
+        chunk of this slice; of one rank each segment is one."""
+        held = [(start, start, end) for start, end in pairwise(self.offsets) if self.size == 1]
+        for start, end in pairwise(self.offsets) if self.size > 1 else ():
+            chunk = (end - start) // (2 * self.size)
+            for first in (start + self.rank * chunk, end - (self.rank + 1) * chunk):
+                held.append((start, first, first + chunk))
+        return held
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Positions of the full row that this rank holds, int64 ``[T_local]``, ascending."""
-        return self._chunks.places[:-1]
+        if self.size == 1:
+            return torch.arange(self.num_local, device="cpu")
+        firsts, ends = zip(*((first, end) for _, first, end in self.chunks), strict=True)
+        return Span([*map(operator.sub, ends, firsts)], integers(firsts)).places[:-1]
 
     @functools.cached_property
     def segment(self) -> Tensor:
         """The segment of each position, int64 ``[T_local]``."""
-        return self._chunks.samples if self.size == 1 else self._chunks.samples // 2
+        lengths = self._segments.lengths
+        own = lengths if self.size == 1 else lengths // self.size
+        return torch.repeat_interleave(own, output_size=self.num_local)
 
     @functools.cached_property
     def within(self) -> Tensor:
         """Place of each position in its segment, int64 ``[T_local]``."""
-        return self.positions - integers(self.offsets).index_select(0, self.segment)
+        return self.positions - self._segments.firsts.index_select(0, self.segment)
 
     def local(self, positions: Tensor) -> Tensor:
         """Places in the slice of positions of the full row: int64, -1 where another rank holds
@@ -263,21 +276,24 @@ class RowIndex(Slice):
         self, totals: Span, responses: Span, rows: Sequence[Nodes], size: int = 1, rank: int = 0
     ) -> None:
         self._totals, self._responses = totals, responses
+        self._has_branches = any(row.has_branches for row in rows)
         samples, starts, path, counts = list[int](), list[int](), list[int](), list[int]()
-        offsets, segments = [0], [0]
+        offsets, segments, sample = [0], [0], 0
         for row in rows:
-            node, sample, start, padding = len(samples), len(counts), offsets[-1], len(row.paths)
+            node, start, padding = len(samples), offsets[-1], len(row.paths)
             # Place 0 stands for no sample, of which the row's own padding is.
             samples += [0 if i == padding else sample + i + 1 for i in row.samples]
-            starts += row.starts
-            counts += map(len, row.paths)
+            sample += padding
             path += [node + each for nodes in row.paths for each in nodes]
             offsets += [start + offset for offset in row.offsets[1:]]
-            segments += [start + offset for offset in row.segments[1:]]
-        super().__init__(segments, size, rank)
-        self._has_branches = offsets != segments
-        self._samples, self._path, self._counts = map(integers, (samples, path, counts))
-        self._offsets, self._first = integers(offsets), integers(starts)
+            if self._has_branches:
+                starts += row.starts
+                counts += map(len, row.paths)
+                segments += [start + offset for offset in row.segments[1:]]
+        super().__init__(segments if self._has_branches else offsets, size, rank)
+        self._samples, self._path, self._offsets = map(integers, (samples, path, offsets))
+        # Of branches: places in their samples at which nodes start, and the nodes of each sample.
+        self._first, self._counts = integers(starts), integers(counts)
         self._spans: dict[Span, tuple[Tensor, Tensor]] = {}
         self._predicting: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -285,7 +301,7 @@ class RowIndex(Slice):
         """Places of the values ``later`` tokens on in a field with these rows, int64 ``[T_local]``;
         ``span.end`` where the sample has none."""
         base, left = self._of_span(span)
-        return (base + later).masked_fill(left <= later, span.end)
+        return (base + later if later else base).masked_fill(left <= later, span.end)
 
     def is_absent(self, later: int = 0) -> Tensor:
         """Bool ``[T_local]``: True where the sample has no token ``later`` places on."""
@@ -297,7 +313,7 @@ class RowIndex(Slice):
 
     def counted(self, later: int) -> Tensor:
         """Place in its sample of the token ``later`` places on, int64 ``[T_local]``; 0 if none."""
-        return (self._depth + later).masked_fill(self.is_absent(later), 0)
+        return (self._depth + later if later else self._depth).masked_fill(self.is_absent(later), 0)
 
     def is_beyond(self, later: int) -> Tensor:
         """Bool ``[T_local]``: True where the place ``later`` tokens on is neither of the sample nor
@@ -319,10 +335,14 @@ class RowIndex(Slice):
             first = totals.lengths - responses.lengths - 1 - later
             within = first.index_select(0, responses.samples) + responses.within
             node = self._path.index_select(0, self._on_path(within))
-            at = (self._offsets[:-1] - self._first).index_select(0, node) + within
-            places = self.local(at.masked_fill_(within < 0, -1))
-            held = (places >= 0).nonzero().squeeze(1)
-            self._predicting[later] = held, places.index_select(0, held)
+            starts = self._offsets[:-1] - self._first if self._has_branches else self._offsets
+            at = starts.index_select(0, node) + within
+            if self.size == 1 and bool((first >= 0).all()):  # as in most rows
+                self._predicting[later] = torch.arange(len(at), device="cpu"), at
+            else:
+                places = self.local(at.masked_fill_(within < 0, -1))
+                held = (places >= 0).nonzero().squeeze(1)
+                self._predicting[later] = held, places.index_select(0, held)
         return self._predicting[later]
 
     def _on_path(self, within: Tensor) -> Tensor:
@@ -350,7 +370,7 @@ class RowIndex(Slice):
     def _depth(self) -> Tensor:
         """Place of each position in its sample, int64 ``[T_local]``."""
         node, within = self._node
-        return within + self._first.index_select(0, node)
+        return within + self._first.index_select(0, node) if self._has_branches else within
 
     def _of_span(self, span: Span) -> tuple[Tensor, Tensor]:
         """At each position the place of its own value, and how many the sample has from there."""

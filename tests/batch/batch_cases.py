@@ -24,6 +24,7 @@ from mcore_batching.batch import DEFAULT_SCHEMA, Kind, PackedMicroBatch
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.row_block import RowBlock
 from mcore_batching.batch.row_index import Nodes
+from mcore_batching.planning.forest import Forest
 
 PAD, LAYERS, TOP_K, AXES = 999, 2, 4, 3
 
@@ -126,10 +127,11 @@ def block_of(
     row_align: int = 1,
     size: int = 1,
     rank: int = 0,
+    forest: Forest | None = None,
     **layout: Any,
 ) -> RowBlock:
     """Rows of some of the samples, packed at once."""
-    nodes = [Nodes.of(columns.total_lengths, row, None, align, row_align) for row in rows]
+    nodes = [Nodes.of(columns.total_lengths, row, forest, align, row_align) for row in rows]
     indices = [tuple(row) for row in rows]
     fields = columns.taken([*itertools.chain(*rows)])
     slices = {"context_parallel_size": size, "context_parallel_rank": rank}

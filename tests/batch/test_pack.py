@@ -345,6 +345,19 @@ def test_samples_that_begin_alike_are_laid_out_once(size: int) -> None:
             assert stream[places[: max(reach, 0)]].tolist() == expected
 
 
+def test_branches_of_several_rows_are_laid_out_as_those_of_one() -> None:
+    columns = Columns.read({name: values * 2 for name, values in branches().items()}, MARKED)
+    forest = find_forest_of(columns, [0] * 7 + [1] * 7, spare=DEPTHS)
+    rows = [[*range(7)], [*range(7, 14)]]
+    first, second = block_of(columns, rows, forest=forest, depths=DEPTHS).rows()
+    names = ("owned_positions", "owned_indices", "distinct_positions", "distinct_indices")
+    for name in names:
+        assert getattr(first.responses, name).equal(getattr(second.responses, name)), name
+    for one, other in zip((first, *first.later), (second, *second.later), strict=True):
+        for name in STREAMS[:4]:
+            assert getattr(one, name).equal(getattr(other, name)), name
+
+
 def test_only_turns_keep_a_segment_for_each_sample() -> None:
     samples = make_samples([(8, 3), (5, 2), (12, 4), (4, 4), (0, 0)])
     for turn in (0, 3):
