@@ -117,13 +117,6 @@ def test_it_is_refused_where_verl_counts_the_tokens_that_were_run() -> None:
         rearranged([40, 30, 60], fields=fields, num_batches_divided_by=4)
 
 
-def test_samples_that_no_micro_batch_holds_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"101 tokens.*hold 100: set ppo_max_token_len_per_gpu"):
-        rearranged([40, 101])
-    with pytest.raises(ValueError, match="has no sample: set ppo_mini_batch_size higher"):
-        rearranged([])
-
-
 def groups_of(**sizes: int) -> SimpleNamespace:
     """Megatron's parallel state, as far as it is asked."""
     names = ("context", "tensor", "pipeline", "expert")
@@ -169,8 +162,9 @@ def test_ranks_have_equally_many(reports: list[dict[str, Any]]) -> None:
 
 def test_errors_of_one_rank_are_raised_on_all(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert "a sample has 101 tokens, a micro-batch may hold 100" in report["over the cap"]
-        assert "a data-parallel rank has no sample" in report["no sample"]
+        over, none = report["over the cap"], report["no sample"]
+        assert "101 tokens, a micro-batch may hold 100: set ppo_max_token_len_per_gpu" in over
+        assert "a data-parallel rank has no sample: set ppo_mini_batch_size higher" in none
     for case, own in (
         ("planning fails", "ZeroDivisionError"),
         ("batch cannot be read", "KeyError: 'attention_mask'"),  # left the others waiting
