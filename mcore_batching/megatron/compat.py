@@ -276,15 +276,6 @@ def packed_seq_params(
     return params
 
 
-def _sequence_of_tokens(params: Any, total_tokens: int) -> Tensor:
-    """int32 ``[1, total_tokens]``: the number of each token's sequence in the whole row."""
-    offsets = (
-        params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-    )
-    numbers = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
-    return numbers.repeat_interleave(offsets.diff(), output_size=total_tokens)[None]
-
-
 def end_states_with_samples() -> None:
     """Let Mamba layers begin anew with every sample of a row, once the model is built."""
     # From 0.17 on they do by `seq_idx` alone. Megatron makes it where `total_tokens` is given from
@@ -297,8 +288,14 @@ def end_states_with_samples() -> None:
     ssm_training = mixer.MambaMixer._ssm_training
 
     def with_sequences(self: Any, inputs: Tensor, packed_seq_params: Any = None) -> Tensor:
-        if packed_seq_params is not None and packed_seq_params.seq_idx is None:
-            packed_seq_params.seq_idx = _sequence_of_tokens(packed_seq_params, len(inputs))
+        params = packed_seq_params
+        if params is not None and params.seq_idx is None:
+            padded = params.cu_seqlens_q_padded
+            offsets = params.cu_seqlens_q if padded is None else padded
+            numbers = torch.arange(len(offsets) - 1, dtype=torch.int32, device=offsets.device)
+            # Of each token, in the whole row: [1, tokens].
+            of_tokens = numbers.repeat_interleave(offsets.diff(), output_size=len(inputs))
+            params.seq_idx = of_tokens[None]
         output: Tensor = ssm_training(self, inputs, packed_seq_params)
         return output
 

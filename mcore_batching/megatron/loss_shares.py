@@ -173,11 +173,7 @@ def warn_of_unread_totals(collected: CollectedShares, prepared: PreparedStep) ->
 
 
 def agreed_shares(
-    job: Job,
-    operation: str,
-    collected: CollectedShares,
-    prepared: PreparedStep,
-    gradients: Gradients | None,
+    job: Job, collected: CollectedShares, prepared: PreparedStep, gradients: Gradients | None
 ) -> tuple[list[str], bool]:
     """Agree on metrics' names and temperatures, and on what is not finite, unless `gradients` is
     None.
@@ -189,7 +185,7 @@ def agreed_shares(
         the metrics' names, on ranks of the last stage; True if all that was looked at is finite.
     """
     shares = collected.shares
-    with job.agreement_after_pipeline(operation, collected.failed) as agree:
+    with job.agreement_after_pipeline("train_step", collected.failed) as agree:
         names = same_names("the loss function", shares, ValueError)
         if shares:  # stages without a loss have no names to compare
             agree.same("names of metrics", sorted(names))
@@ -205,7 +201,7 @@ def agreed_shares(
     # If any rank refuses, all raise: those that would skip the step could not go on without it.
     if any_fault.value and any_refusal.value:
         # Texts have their own agreement, since they cost a gather: this step is lost in any case.
-        with job.agreement(f"{operation}, what is not finite") as agree:
+        with job.agreement("train_step, what is not finite") as agree:
             everyone = agree.every("what is not finite", found)
         by_rank = everyone.by_rank.items()
         losses = {rank: loss for rank, (loss, _) in by_rank if loss}

@@ -159,7 +159,7 @@ def train_step(
         warn_of_unread_totals(made, prepared)
 
     # Before the update, which no rank may do if another one's loss or gradient is at fault.
-    names, are_finite = agreed_shares(job, _OPERATION, made, prepared, gradients)
+    names, are_finite = agreed_shares(job, made, prepared, gradients)
     with job.watch.reporting(f"{_OPERATION}, after the pipeline"):
         sums = summed_over_ranks(made.shares, names) if is_last_stage() else {}
         values = torch.stack([*sums.values()]).tolist() if sums else []

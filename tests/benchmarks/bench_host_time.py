@@ -241,7 +241,7 @@ def beside_plain_loop(
 def reading(model: list[Any], repeats: int) -> list[float]:
     """Milliseconds of `get_data_iterator` for 512 samples, without planning."""
     planning: list[float] = []
-    plan = engine_plan._plan_together
+    plan = engine_plan.Planner.plan
 
     def timed_plan(*args: Any) -> Any:
         started = time.process_time()
@@ -251,7 +251,7 @@ def reading(model: list[Any], repeats: int) -> list[float]:
 
     args, found = arguments(ParallelDims(), max_tokens_per_gpu=16_000), []
     data = samples(512, 2_000)
-    with without_stand_in(), mock.patch.object(engine_plan, "_plan_together", timed_plan):
+    with without_stand_in(), mock.patch.object(engine_plan.Planner, "plan", timed_plan):
         for _ in range(repeats + 1):
             planning.clear()
             started = time.process_time()

@@ -28,13 +28,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mcore_batching import megatron
 from mcore_batching.megatron import attention, compat, specs
 from mcore_batching.megatron.attention import (
-    EVERYTHING,
     PackedAttention,
     RowGeometry,
     _GatherStretches,
     _geometry,
     _sinks,
-    causal_attention,
     host_cu_seqlens,
     why_not_variable_length,
 )
@@ -109,19 +107,21 @@ def group_of(size: int, rank: int) -> Any:
     st.lists(st.integers(1, 5), min_size=1, max_size=4),
     st.sampled_from([4, 2, 1]),
     st.sampled_from([-1, 0, 3, 50]),
+    st.booleans(),
 )
 def test_packed_row_gives_what_its_sequences_give_alone(
-    size: int, units: list[int], key_heads: int, window: int
+    size: int, units: list[int], key_heads: int, window: int, has_sinks: bool
 ) -> None:
-    """Run by run, by the variable-length kernel, and from keys that ranks gathered: what a rank
-    gathers of its own slice is replaced by the whole row."""
+    """Run by run, with sinks as Megatron's softmax has them, by the variable-length kernel, and
+    from keys that ranks gathered: what a rank gathers of its own slice is replaced by the row."""
     lengths = [count * (2 * size if size > 1 else 1) for count in units]
     ends, total = offsets(lengths), sum(lengths)
     generator = torch.Generator().manual_seed(total)
     query = torch.randn(total, 4, 8, generator=generator, dtype=torch.float64)
     key, value = torch.randn(2, total, key_heads, 8, generator=generator, dtype=torch.float64)
+    sinks = torch.tensor([0.0, 1, -2, 3]).double().requires_grad_() if has_sinks else None
     sequences = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
-    alone = torch.cat([dense(*each, window) for each in sequences])
+    alone = torch.cat([dense(*each, window, sinks) for each in sequences])
     ranks = [local_positions(lengths, size, rank) for rank in range(size)]
     held = torch.cat(ranks)
     gathered = mock.Mock(return_value=torch.cat((key, value), -1)[held])
@@ -131,24 +131,16 @@ def test_packed_row_gives_what_its_sequences_give_alone(
             own = key[mine], value[mine]
             of_runs = geometry.keys(*own)
         assert (of_runs[0] is own[0]) == (size == 1)  # nothing is copied where all lies so
-        found = geometry.attend_run_by_run(query[mine], *of_runs, SCALE, 0.0, window)
+        found = geometry.attend_run_by_run(query[mine], *of_runs, SCALE, 0.0, window, sinks)
         torch.testing.assert_close(found, alone[mine], rtol=1e-12, atol=1e-12)
+        if sinks is not None:
+            shares = [each.square().sum() for each in (found, alone[mine])]
+            ours, expected = (torch.autograd.grad(x, sinks, retain_graph=True)[0] for x in shares)
+            torch.testing.assert_close(ours, expected)
+            continue
         with mock.patch.object(attention, "variable_length_kernel", return_value=dense_kernel):
             found = geometry.attend(query[mine], *of_runs, SCALE, window)
         torch.testing.assert_close(found, alone[mine], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("keys", "window"), [(3, EVERYTHING), (5, EVERYTHING), (5, 2)])
-def test_sinks_are_scores_that_heads_add_to_their_softmax(keys: int, window: int) -> None:
-    """Of the queries of the last 3 tokens, in four heads that share two; as in Megatron."""
-    query, key, value = (torch.randn(n, h, 8) for h, n in ((4, 3), (2, keys), (2, keys)))
-    sinks = torch.tensor([0.0, 1.0, -2.0, 3.0], requires_grad=True)
-    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
-    found = causal_attention(q, k, v, SCALE, 0.0, window, sinks)[0].transpose(0, 1)
-    expected = dense(query, key, value, window, sinks)
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(each.square().sum(), sinks)[0] for each in (found, expected)]
-    torch.testing.assert_close(*gradients)
 
 
 def packed_attention(mask: Any = AttnMaskType.causal, **changes: Any) -> PackedAttention:

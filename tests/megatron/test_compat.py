@@ -24,16 +24,10 @@ from mcore_batching.megatron.options import Options
 from mcore_batching.planning import ParallelDims
 
 
-def test_packed_sequence_parameters_are_what_transformer_engine_expects() -> None:
-    """THD, int32 offsets of the padded sequences for queries and keys, lengths as ints."""
-    offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
-    params = compat.packed_seq_params(offsets, 8, [0, 4, 12])
-    assert params.qkv_format == "thd"
-    assert params.cu_seqlens_q.dtype == params.cu_seqlens_kv.dtype == torch.int32
-    assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 12]
-    assert (params.max_seqlen_q, params.max_seqlen_kv) == (8, 8)
-    # Transformer Engine's wrapper passes on every declared field but those it knows to drop: what
-    # this package adds must not be one.
+def test_what_rows_have_beside_megatrons_fields_is_not_declared() -> None:
+    """Transformer Engine's wrapper passes on every declared field but those it knows to drop."""
+    params = compat.packed_seq_params(torch.tensor([0, 4], dtype=torch.int32), 4, [0, 4])
+    assert params.host_cu_seqlens == (0, 4)
     assert "host_cu_seqlens" not in {field.name for field in dataclasses.fields(params)}
 
 

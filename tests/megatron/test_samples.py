@@ -148,11 +148,6 @@ def test_another_number_of_values_than_samples_is_refused(values: Any) -> None:
         columns(2, rewards=values)
 
 
-def test_ids_beyond_the_vocabulary_are_refused() -> None:
-    with pytest.raises(SchemaError, match="tokens"):
-        columns(2, tokens=[[1, 2, 8], [1, 2, 9]])
-
-
 def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
     values = [torch.zeros(3, 2, dtype=torch.bfloat16)]
     read = columns(1, feature=values)
