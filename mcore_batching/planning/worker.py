@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from concurrent.futures import Future
+from concurrent import futures
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -111,7 +111,7 @@ def serialize(plan: StepPlan) -> bytes:
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
-_Answer = Future[bytes | str | None]
+_Answer = futures.Future[bytes | str | None]
 """An answer of the worker: a plan, why there is none, or None: in line the planner raises an
 error."""
 
@@ -127,9 +127,7 @@ class PlanTicket:
 
     def wait(self, timeout: float) -> bool:
         """Wait for the worker, up to `timeout` seconds; return True if `result` need not."""
-        with contextlib.suppress(TimeoutError):
-            self.answer.result(timeout)
-        return self.answer.done()
+        return bool(futures.wait([self.answer], timeout).done)
 
     def result(self, waited: float) -> bytes:
         """Return the plan in bytes: the worker's if it came within the `waited` seconds that passed
@@ -170,7 +168,7 @@ class PlanningWorker:
 
     def submit(self, request: PlanRequest) -> PlanTicket:
         """Let the worker plan, after all earlier requests. Returns at once and never raises."""
-        answer: _Answer = Future()
+        answer: _Answer = futures.Future()
         try:
             if self._process is None:
                 if self.failures >= MOST_FAILURES:

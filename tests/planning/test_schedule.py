@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from naive_pipeline import Node
-from planning_cases import examples, megatron_runs
+from planning_cases import examples, least_count, megatron_runs
 
 from mcore_batching.planning import ParallelDims
 from mcore_batching.planning.clock import Clock
@@ -36,6 +36,13 @@ def costs_for(dims: ParallelDims) -> st.SearchStrategy[list[float]]:
     counts = [count for count in range(1, most) if megatron_runs(count, dims)]
     cost = st.sampled_from([0.0, 0.1, 1.0, 3.3, 7.25, 50.0])
     return st.sampled_from(counts).flatmap(lambda n: st.lists(cost, min_size=n, max_size=n))
+
+
+@examples(300)
+@given(pipelines(), st.integers(0, 60))
+def test_counts_are_megatrons_and_rounded_up_to_the_least(dims: ParallelDims, count: int) -> None:
+    assert dims.is_legal_num_microbatches(count) == megatron_runs(count, dims)
+    assert dims.round_up_num_microbatches(count) == least_count(count, dims)
 
 
 def reference_order(dims: ParallelDims, stage: int, count: int, forward_only: bool) -> list[Node]:

@@ -38,8 +38,6 @@ def ordered_sum(values: Iterable[float]) -> float:
 
 NEEDED = {"linear", "quadratic", "per_micro_batch", "backward_ratio"}
 """Fields that a file of costs must have."""
-_ALSO_WRITTEN = {"seconds_per_unit"}
-"""Keys that a job writes beside the coefficients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +106,7 @@ class CostModel:
         raw = parse_json_dict(text, "a cost model in JSON", ConfigError)
         # Unknown keys are refused: a coefficient that is misspelt would be a default.
         known = {option.name for option in fields(cls)}
-        if not NEEDED <= set(raw) <= known | _ALSO_WRITTEN:
+        if not NEEDED <= set(raw) <= known | {"seconds_per_unit"}:  # which jobs write, too
             raise ConfigError(
                 f"expected a JSON object with {', '.join(sorted(NEEDED))}, got {text!r:.80}; take "
                 "the cost_model.json that a job records"
