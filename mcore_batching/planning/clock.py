@@ -24,9 +24,9 @@ Guarantees: the same times on every platform, because only IEEE `+`, `*` and com
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter, mul
 
 from mcore_batching.planning.errors import ParallelDimsError
@@ -62,14 +62,14 @@ class PassGraph:
         passes: pass, and the ranks that run it together, of each number [numbers]; None for joints.
         places: place of the cost that each number takes, (slot * kinds of stages + kind) * ranks +
             the first rank that runs it [numbers]; -1 for joints.
-        waits: the two numbers that each waits for, which may be equal [2][numbers].
+        waits: the two numbers that each waits for, which may be equal [numbers].
         last: the number of the end of the step on each rank.
     """
 
     def __init__(self) -> None:
         self.passes: list[tuple[StagePass, range] | None] = []
         self.places: list[int] = []
-        self.waits: tuple[list[int], list[int]] = [], []
+        self.waits: list[tuple[int, int]] = []
         self.last: list[int] = []
         self.add(None, -1, ())
 
@@ -80,8 +80,7 @@ class PassGraph:
             needed = [*needed[:-2], self.add(None, -1, needed[-2:])]
         self.passes.append(each)
         self.places.append(place)
-        self.waits[0].append(needed[0])
-        self.waits[1].append(needed[-1])
+        self.waits.append((needed[0], needed[-1]))
         return len(self.places) - 1
 
     def shares(self, schedule: Schedule) -> list[float]:
@@ -93,14 +92,12 @@ class PassGraph:
         ]
 
     @functools.cached_property
-    def of_each(self) -> Callable[[Sequence[float]], Sequence[float]]:
-        """Values of each number, from a list of the values of places, and last that of joints."""
-        return itemgetter(*self.places)
-
-    @functools.cached_property
-    def first(self) -> dict[int, int]:
-        """The first number of each place."""
-        return {place: number for number, place in reversed([*enumerate(self.places)])}
+    def of_place(self) -> dict[int, list[int]]:
+        """The numbers that take the cost of each place, ascending."""
+        found: dict[int, list[int]] = {}
+        for number, place in enumerate(self.places):
+            found.setdefault(place, []).append(number)
+        return found
 
 
 @functools.lru_cache(maxsize=128)
@@ -150,7 +147,11 @@ def _graph(schedule: Schedule, count: int) -> PassGraph:
         if len(numbers) == before:
             raise ParallelDimsError(f"{schedule} waits for itself; this is a bug")
     # The end waits for every number that no other waits for.
-    graph.last = [graph.add(None, -1, set(range(len(graph.places))).difference(*graph.waits))]
+    graph.last = [
+        graph.add(
+            None, -1, set(range(len(graph.places))).difference(chain.from_iterable(graph.waits))
+        )
+    ]
     return graph
 
 
@@ -175,8 +176,8 @@ def graph_of_ranks(schedule: Schedule, blocks: Sequence[Blocks], ranks: int) -> 
         rows.append(sorted([*shared, *others], key=itemgetter(0)))
     numbers = [[0] * ranks]
     """Of each of one rank's numbers those of all ranks."""
-    passes = zip(alone.passes, alone.places, *alone.waits, strict=True)
-    for each, place, before, other in islice(passes, 1, None):
+    passes = zip(alone.passes, alone.places, alone.waits, strict=True)
+    for each, place, (before, other) in islice(passes, 1, None):
         here: list[int] = []
         for row in rows[place // schedule.num_costs] if each else apart:
             first, after = row.start, row.stop
@@ -222,54 +223,59 @@ class Clock:
         else:
             count = len(costs) // schedule.num_costs
             self._graph, self._shares = graph_of_rank(schedule, count)
-        self._times = [0.0]
-        self._simulate(costs, 1)
+        places = map([*costs, 0.0].__getitem__, self._graph.places)
+        self._took, self._times = list(map(mul, places, self._shares)), [0.0]
+        self._num_costs = len(costs)
+        self._simulate(1)
 
-    def with_costs(self, costs: Sequence[float], first_place: int = -1) -> Clock:
-        """The same step with other costs, the same as before until `first_place` of them."""
+    def with_costs(self, costs: Sequence[float], places: Iterable[int]) -> Clock:
+        """The same step with other costs, of which those of some places differ."""
         # `copy.copy` takes as long as a tenth of a simulation.
         other = object.__new__(Clock)
         other.__dict__.update(self.__dict__)
-        other._simulate(costs, self._graph.first[first_place] if first_place >= 0 else 1)
+        other._took, shares, first = self._took[:], self._shares, len(self._took)
+        for place in places:
+            numbers = self._graph.of_place.get(place)  # none take that of a shared row twice
+            if numbers:
+                first = min(first, numbers[0])
+                for number in numbers:
+                    other._took[number] = costs[place] * shares[number]
+        other._simulate(first)
         return other
 
-    def _simulate(self, costs: Sequence[float], first: int) -> None:
+    def _simulate(self, first: int) -> None:
         """Simulate from a number on; passes before it end as they did."""
-        graph = self._graph
-        self.num_passes = len(self._shares) - first
-        took = map(mul, graph.of_each([*costs, 0.0])[first:], self._shares[first:])
-        waits, waits_too = graph.waits
         times = self._times[:first]
         add = times.append
         # Slices, since skipping the first passes in the loop would take half as long as simulating
         # them; and a comparison: faster than `max`.
-        for before, other, time in zip(waits[first:], waits_too[first:], took, strict=True):
+        for (before, other), took in zip(
+            self._graph.waits[first:], self._took[first:], strict=True
+        ):
             start, ready = times[before], times[other]
-            add((ready if ready > start else start) + time)
-        self._times = times
-        self.ends = [times[number] for number in graph.last]
+            add((ready if ready > start else start) + took)
+        self._times, self.num_passes = times, len(times) - first
+        self.ends = [times[number] for number in self._graph.last]
         self.end = max(self.ends)
-        self._num_costs = len(costs)
 
     def weights(self) -> list[float]:
         """Weight of each cost on the critical path of the rank that ends last [slots * kinds *
         ranks]: a forward pass of a mean stage that holds one chunk counts 1. A shared row has its
         weight at its first rank."""
-        graph, times = self._graph, self._times
-        places, shares, (waits, waits_too) = graph.places, self._shares, graph.waits
+        graph, times, shares = self._graph, self._times, self._shares
         weights = [0.0] * (self._num_costs + 1)  # that of joints comes last
         # Back from the end of the step, each time to the later of two waits.
         number = max(graph.last, key=times.__getitem__)
         while number > 0:
-            weights[places[number]] += shares[number]
-            before, other = waits[number], waits_too[number]
+            weights[graph.places[number]] += shares[number]
+            before, other = graph.waits[number]
             number = other if times[other] > times[before] else before
         return weights[:-1]
 
     def operations(self, rank: int = 0) -> list[Operation]:
         """All passes of a rank with their times: stage after stage, each in the order it runs."""
         times, made = self._times, []
-        for each, end, *waits in zip(self._graph.passes, times, *self._graph.waits, strict=True):
+        for each, end, waits in zip(self._graph.passes, times, self._graph.waits, strict=True):
             if each is not None and rank in each[1]:
                 (stage, what), start = each[0], max(times[other] for other in waits)
                 made.append(Operation(stage, *what, start, end))

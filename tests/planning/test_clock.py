@@ -116,7 +116,8 @@ def test_ends_and_weights_are_those_of_passes_played(step: Step) -> None:
         weights = clock.weights()
         assert length(weights, costs) == close(clock.end)
         costs = step.other_costs()
-        other = clock.with_costs([cost for slot in costs for cost in slot])
+        flat = [cost for slot in costs for cost in slot]
+        other = clock.with_costs(flat, range(len(flat)))
         assert clock.ends == close(ends_of(times))
         assert length(weights, costs) <= other.end * (1 + 1e-9)
         clock = other

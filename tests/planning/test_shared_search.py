@@ -20,12 +20,12 @@ from mcore_batching.planning import (
 from mcore_batching.planning.packing.bounds import step_time_floor
 from mcore_batching.planning.search.dynamic_cp import (
     LITTLE_EFFORT,
+    MOST_MADE,
     CpAssignment,
     SharedSteps,
     make_last_real,
     shared_objective,
 )
-from mcore_batching.planning.search.rounds import MOST_MOVED
 
 PP2 = LAYOUTS[0]
 
@@ -33,29 +33,28 @@ LENGTHS = [*long_tailed(50), 5000]
 CONFIG = PlannerConfig(max_tokens_per_gpu=2500, max_context_parallel=4, plan_effort=100)
 
 
-def test_assignments_are_made_with_several_numbers_of_slots() -> None:
-    """So that moves begin from steps that they would not make of each other: those judged best."""
+def test_the_assignments_judged_best_are_made_with_several_numbers_of_slots() -> None:
+    """So that moves begin from steps that they would not make of each other; samples that do not
+    fit into too few slots, judged sooner, take no place."""
     shared = SharedSteps(shared_objective(Problem.of(LENGTHS, LAYOUTS[1], CONFIG)))
     steps = shared.best()
-    judged: dict[int, float] = {}
-    for assignment, end in shared._judged.items():
-        judged[assignment.num_slots] = min(end, judged.get(assignment.num_slots, end))
-    best = sorted(judged, key=judged.__getitem__)[:MOST_MOVED]
-    counts = [len(step.ranks[0]) for step in steps]
-    assert len(counts) == len(set(counts)) > 1
-    assert set(counts) <= set(best), "those with samples that fit"
-    assert [step.end for step in steps] == sorted(step.end for step in steps)
+    best = sorted(shared._judged, key=lambda each: (shared._judged[each], each))
+    made = [step for step in map(shared.make, best) if step is not None]
+    assert shared.make(best[0]) is None
+    assert steps == made[:MOST_MADE]
+    assert len({len(step.ranks[0]) for step in steps}) > 1
 
 
 @pytest.mark.parametrize("dims", LAYOUTS)
-def test_assignments_are_judged_by_all_ranks_together(dims: ParallelDims) -> None:
-    """Where samples are so small that a deal meets its targets, about as their steps end."""
-    lengths = [9000, 8000, 4000] + [40] * 800
+def test_assignments_are_judged_by_the_mean_rank(dims: ParallelDims) -> None:
+    """Where ranks are alike and samples so small that they meet their targets, about as their steps
+    end."""
+    lengths = [9000, 9000] + [40] * 800
     config = PlannerConfig(max_tokens_per_gpu=9000, max_context_parallel=4)
     steps = SharedSteps(shared_objective(Problem.of(lengths, dims, config)))
-    sizes = (4, 2, 2) + (1,) * 800
-    for steeper, skip in ((1.0, 0.0), (0.2, 0.5)):
-        assignment = CpAssignment(sizes, 12, steeper, skip)
+    steps.layouts = [steps._layout((4, 4) + (1,) * 800)]
+    for first, skip in ((1.0, 0.0), (0.2, 0.5)):
+        assignment = CpAssignment(0, 12, first, skip)
         made = steps.make(assignment)
         assert made is not None
         assert steps.judge(assignment) == pytest.approx(made.end, rel=0.02)
@@ -76,10 +75,10 @@ def test_limits_under_which_shared_rows_take_too_many_slots_are_left_out() -> No
     """But sizes that lengths ask for are kept, however many slots they take."""
     config = PlannerConfig(max_tokens_per_gpu=5000, max_context_parallel=4)
     problem = Problem.of([5000] * 20 + [4000] * 80, PP2, config)
-    limited = SharedSteps(shared_objective(problem))._limited()
-    assert {tuple(sorted(set(sizes))) for sizes in limited} == {(1,), (1, 2)}
+    layouts = SharedSteps(shared_objective(problem)).layouts
+    assert {tuple(sorted(set(layout.sizes))) for layout in layouts} == {(1,), (1, 2)}
     needed = SharedSteps(shared_objective(Problem.of([5001] * 200, PP2, config)))
-    assert next(iter(needed._limited())) == (2,) * 200
+    assert needed.layouts[0].sizes == (2,) * 200
     assert needed.best()
 
 

@@ -128,8 +128,7 @@ class Pipeline:
         """The clock with the costs that micro-batches in some places have now, and these costs. A
         path that ends later is remembered: it refuses moves like this one without a simulation."""
         costs = self._clock_costs[:]
-        self._set_costs(costs, places)
-        clock = self._clock.with_costs(costs, min(places) // self.width * self._kinds * self.width)
+        clock = self._clock.with_costs(costs, self._set_costs(costs, places))
         self._objective.budget -= clock.num_passes + COST_OF_A_TRY
         if clock.end > self.end:
             self._remember(clock)
@@ -210,14 +209,16 @@ class Pipeline:
         first, span = slot * self._kinds * self.width + column, self._kinds * self.width
         return range(first, first + span, self.width)
 
-    def _set_costs(self, costs: list[float], places: Collection[int]) -> None:
+    def _set_costs(self, costs: list[float], places: Collection[int]) -> list[int]:
+        """Set what micro-batches in some places cost; the clock's costs that change."""
+        changed = []
         for place in places:
             micro_batches = self.at[place]
-            ranks = len(micro_batches[0].ranks) if self.width > 1 else 1
             # Of a shared row the place at its first rank, which may be another.
             for kind, at in enumerate(self._clock_places(micro_batches[0].place)):
-                cost = max([each.costs[kind] for each in micro_batches])
-                costs[at : at + ranks] = [cost] * ranks
+                costs[at] = max([each.costs[kind] for each in micro_batches])
+                changed.append(at)
+        return changed
 
     def _of_places(self, weights: list[float]) -> list[float]:
         """Weights of places from those of the clock's costs: what a micro-batch that costs 1 more

@@ -236,7 +236,8 @@ def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
     if not any(objective.is_best(step.end) for step in found):
         fewest = min((len(step.ranks[0]) for step in found), default=1)
         found += _made(objective, fewest)
-    return improve_best(found, objective).ranks
+    best = min(improve_few(found, objective), key=lambda step: step.end)
+    return improve(best, objective).ranks
 
 
 def _made(objective: Objective, fewest: int) -> list[Step]:
@@ -269,13 +270,13 @@ def soonest_first(steps: Mapping[int, Step]) -> list[int]:
     return chosen + beside
 
 
-def improve_best(found: Sequence[Step], objective: Objective) -> Step:
-    """The best step after single samples were moved: in the best few with a share of the budget,
-    then in the best of these."""
+def improve_few(found: Sequence[Step], objective: Objective) -> list[Step]:
+    """The best steps of different numbers of slots, after single samples were moved in each with a
+    share of the budget."""
     # Of each number of slots one: steps of one number differ by what moves change anyway.
     of_count = {len(step.ranks[0]): step for step in sorted(found, key=lambda each: -each.end)}
     steps = [of_count[count] for count in soonest_first(of_count)[:MOST_MOVED]]
+    if len(steps) == 1 or objective.is_best(steps[0].end):
+        return steps
     share = objective.budget / (3 * MOST_MOVED)
-    if len(steps) > 1 and not objective.is_best(steps[0].end):
-        steps = [improve(step, objective, keep=objective.budget - share) for step in steps]
-    return improve(min(steps, key=lambda step: step.end), objective)
+    return [improve(step, objective, keep=objective.budget - share) for step in steps]

@@ -120,8 +120,7 @@ class Targets:
         self._cost_ratios = problem.cost_ratios
         self.even = not self._schedule.alternates
         """True on one stage and forward alone, where order matters little."""
-        even = [1.0] * count, float(count)
-        self.usual, self._usual_sum = even if self.even else self.shape(count)
+        self.usual, self._usual_sum = self.shape(count)
         """Sizes of slots over the plateau where no sample is long [slots], and their sum."""
         self._of_ranks: dict[tuple[float, float], RankTargets] = {}
 
@@ -133,6 +132,8 @@ class Targets:
     def shape(self, slots: int, steeper: float = 1.0) -> tuple[list[float], float]:
         """Sizes of so many slots over the plateau, and their sum; the first is `steeper` times the
         usual."""
+        if self.even:
+            return [1.0] * slots, float(slots)
         units, late = -(-slots // self._group), self._is_uneven
         last = min(ENDS[0], ENDS[1] * self._stages / units)
         first = steeper * last * (SMALLER if late else 1.0)
