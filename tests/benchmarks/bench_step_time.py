@@ -15,15 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmark_cases import MODEL, parser_of, traces
-from framework_rules import (
-    STATED_RULES,
-    nemo_rl,
-    ours_on,
-    skyrl,
-    skyrl_shards,
-    slime,
-    verl_shards,
-)
+from framework_rules import STATED_RULES, nemo_rl, ours_on_verls_ranks, skyrl, slime
 
 from mcore_batching.planning import ParallelDims, PlannerConfig
 from mcore_batching.tools.compare import Outcome, compare
@@ -51,13 +43,13 @@ def main() -> None:
             f"--{name.lower()}", type=Path, metavar="DIR", help=f"a checkout of {name}"
         )
     options = parser.parse_args()
-    rules = STATED_RULES | {"ours on verl's ranks": ours_on(verl_shards)}
+    rules = STATED_RULES | {"ours on verl's ranks": ours_on_verls_ranks}
     if options.slime:
         rules["slime"] = slime(options.slime)
     if options.nemo_rl:
         rules["NeMo-RL"] = nemo_rl(options.nemo_rl)
     if options.skyrl:
-        rules |= {"SkyRL": skyrl(options.skyrl), "ours on SkyRL's ranks": ours_on(skyrl_shards)}
+        rules["SkyRL"] = skyrl(options.skyrl)
     dims = ParallelDims(
         data_parallel=options.ranks,
         pipeline_parallel=options.stages,

@@ -1,8 +1,8 @@
 """Rules of other frameworks beside those of `mcore_batching.tools.rules`.
 
 slime's, NeMo-RL's, SkyRL's and Megatron's rule for dynamic CP are their own functions, from
-checkouts. AReaL's is written from its description. verl and SkyRL assign samples to ranks first:
-hooked into them, this package plans each rank's samples by `planning/local.py`.
+checkouts. AReaL's is written from its description. verl assigns samples to ranks first: hooked into
+it, this package plans each rank's samples by `planning/local.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import collections
 import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,9 +97,12 @@ def skyrl(source: Path) -> Rule:
 
     def rule(problem: Problem) -> list[Bins]:
         packer = module.make_seq_packer("balanced", bin_capacity=problem.capacity)
+        # SkyRL gives ranks consecutive samples.
+        count, places = problem.num_samples, range(problem.num_ranks + 1)
+        ends = [-(-count * rank // problem.num_ranks) for rank in places]
         ranks = [
-            [[shard[i] for i in held] for held in packer.pack([problem.tokens[s] for s in shard])]
-            for shard in skyrl_shards(problem)
+            [[first + i for i in held] for held in packer.pack([*problem.tokens[first:end]])]
+            for first, end in itertools.pairwise(ends)
         ]
         most = max(map(len, ranks))
         return [[*rank, *([] for _ in range(most - len(rank)))] for rank in ranks]
@@ -157,31 +160,15 @@ STATED_RULES: dict[str, Rule] = RULES | {"AReaL": areal}
 """Those that need no checkout."""
 
 
-def verl_shards(problem: Problem) -> Bins:
-    """Samples of each rank by verl's balancing."""
+def ours_on_verls_ranks(problem: Problem) -> list[Bins]:
+    """This package's micro-batches of the samples that verl's balancing gives each rank."""
     work = [verl_work(length) for length in problem.lengths]
-    return karmarkar_karp(work, problem.num_ranks, equal_count=True)
-
-
-def skyrl_shards(problem: Problem) -> Bins:
-    """Samples of each rank: SkyRL deals consecutive ones."""
-    ranks, count = problem.num_ranks, problem.num_samples
-    ends = [-(-count * rank // ranks) for rank in range(ranks + 1)]
-    return [list(range(ends[rank], ends[rank + 1])) for rank in range(ranks)]
-
-
-def ours_on(shards_of: Callable[[Problem], Bins]) -> Rule:
-    """This package's micro-batches of the samples that a framework deals to each rank."""
-
-    def rule(problem: Problem) -> list[Bins]:
-        owners = [0] * problem.num_samples
-        for rank, shard in enumerate(shards_of(problem)):
-            for sample in shard:
-                owners[sample] = rank
-        step = plan_locally(problem.lengths, problem.dims, problem.config, owners)
-        return [list(map(list, rank)) for rank in step.micro_batches]
-
-    return rule
+    owners = [0] * problem.num_samples
+    for rank, shard in enumerate(karmarkar_karp(work, problem.num_ranks, equal_count=True)):
+        for sample in shard:
+            owners[sample] = rank
+    step = plan_locally(problem.lengths, problem.dims, problem.config, owners)
+    return [list(map(list, rank)) for rank in step.micro_batches]
 
 
 def megatron_scheduling(source: Path, name: str) -> Any:

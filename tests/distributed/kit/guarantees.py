@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -74,6 +75,14 @@ def error_of(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def printed(*calls: Callable[[], Any]) -> str:
+    """What these calls print on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        for call in calls:
+            call()
+    return said.getvalue()
 
 
 def replicas_begin_alike(dims: dict[str, Any]) -> None:
@@ -292,9 +301,7 @@ def _is_said_again(args: Any, model: Any) -> bool:
     tight = copy.copy(args)
     tight.max_tokens_per_gpu = 8
     data = {"tokens": [torch.arange(9)], "total_lengths": [9], "response_lengths": [2]}
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        get_data_iterator(tight, model, data)
-    return "over the cap of 8" in said.getvalue()
+    return "over the cap of 8" in printed(lambda: get_data_iterator(tight, model, data))
 
 
 def freed_outputs_arrive_whole(dims: dict[str, Any]) -> None:
@@ -391,12 +398,8 @@ def model_is_refused(dims: dict[str, Any], text: str, **settings: Any) -> None:
 
 def over_the_cap_is_said_once(dims: dict[str, Any], row: int, needed: int, **planner: Any) -> None:
     """By one rank, with the longest sample, the cap of a row, and that under which it would fit."""
-    args, data = arguments(ParallelDims(**dims), **planner), my_samples(dims)
-    model = small_model(dims)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        for _ in range(2):
-            get_data_iterator(args, model, data)
-    *others, last = on_all_ranks(said.getvalue())
+    given = arguments(ParallelDims(**dims), **planner), small_model(dims), my_samples(dims)
+    *others, last = on_all_ranks(printed(*[lambda: get_data_iterator(*given)] * 2))
     assert {*others} == {""}
     assert last.count("\n") == 1
     assert "a sample has 200 tokens, " in last

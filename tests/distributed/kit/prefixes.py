@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from kit.calls import Calls, small_model
-from kit.guarantees import error_of, on_all_ranks
+from kit.guarantees import error_of, on_all_ranks, printed
 from kit.samples import VOCABULARY
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.megatron import add_fields, response_log_probs, schedule_of
@@ -75,9 +72,10 @@ def said_and_reported(dims: dict[str, Any]) -> None:
         # And that the flag is the default.
         (saved, 2, lambda: calls.planned(dynamic_batch_exchange=True)[1]),
     ):
-        printed = _printed(call)
-        assert (text in printed) if is_second else (printed == "")
-        assert printed.count("\n") == (lines if is_second else 0), printed
+        job_of().memory.said.clear()
+        said = printed(call, call)
+        assert (text in said) if is_second else (said == "")
+        assert said.count("\n") == (lines if is_second else 0), said
     seconds = [[i for i in range(count) if i % 5 < 2], [i for i in range(count) if i % 5 >= 2]]
     cut = schedule_of(calls.planned_with(steps=seconds)[0])
     assert cut.forest is not None
@@ -122,13 +120,3 @@ def said_and_reported(dims: dict[str, Any]) -> None:
         others = on_all_ranks(bool(differs))
         assert said.startswith("PlanningFailedError") == any(others)
         assert ("field 'beside', sample " in said) == any(others)
-
-
-def _printed(call: Callable[[], Any]) -> str:
-    """What a job prints that makes a call twice."""
-    printed = io.StringIO()
-    job_of().memory.said.clear()
-    with contextlib.redirect_stdout(printed):
-        call()
-        call()
-    return printed.getvalue()
