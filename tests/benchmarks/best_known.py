@@ -15,6 +15,7 @@ shares nothing with the planner's clock: the table has the largest difference.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -74,50 +75,47 @@ class Case:
         return Problem.of(lengths, self.dims, config, self.model)
 
 
+ROWS = (
+    ("azure_conv", 512, PP4),
+    ("azure_conv", 512, PP8),
+    ("azure_conv", 128, PP4),
+    ("mooncake_conv", 512, PP4),
+    ("mooncake_conv", 512, PP8),
+    ("mooncake_conv", 128, PP8),
+    ("long-tailed", 512, PP4),
+    ("short questions", 512, PP4),
+    ("code-like", 512, PP4),
+    ("σ 1.3", 512, PP4),
+    ("σ 1.3 uncut", 512, PP4),
+    ("truncated reasoning", 512, PP4),
+    ("truncated reasoning", 256, PP8),
+    ("uniform", 256, PP4),
+    ("powers of two", 512, PP8),
+    ("short or long", 512, PP4),
+    ("heavy-tailed", 512, PP4),
+    ("many equal", 512, PP4),
+    ("azure_conv" + SLOW, 512, PP4),
+    ("mooncake_conv" + SLOW, 512, PP4),
+    ("truncated reasoning" + SLOW, 512, PP4),
+    ("code-like" + SLOW, 512, PP4),
+    ("azure_conv 16384" + DYNAMIC, 512, PP4),
+    ("azure_conv 16384" + DYNAMIC, 128, PP4),
+    ("mooncake_conv 131072" + DYNAMIC, 512, PP4),
+    ("mooncake_conv 131072" + DYNAMIC, 128, PP4),
+    ("mooncake_conv 16384" + DYNAMIC, 512, PP4),
+    ("σ 1.3 uncut" + DYNAMIC, 512, PP4),
+)
+"""Lengths, with their cap where it is another, samples and layout."""
+
+
 def cases(data: Path) -> Iterator[Case]:
     """Each row of the table, but for lengths of files that are not there."""
     sources = traces(data) | made_up()
-    for name, cap in (("azure_conv", 16384), ("mooncake_conv", 131072), ("mooncake_conv", 16384)):
-        if name in sources:
-            own = f"{name} {cap}{DYNAMIC}"
-            sources[own] = replace(sources[name], name=own, cap=cap)
-    for name in ("azure_conv", "mooncake_conv", "truncated reasoning", "code-like"):
-        if name in sources:
-            sources[name + SLOW] = replace(sources[name], name=name + SLOW)
-    uncut = "σ 1.3 uncut" + DYNAMIC
-    sources[uncut] = replace(sources["σ 1.3 uncut"], name=uncut)
-    for name, samples, dims in (
-        ("azure_conv", 512, PP4),
-        ("azure_conv", 512, PP8),
-        ("azure_conv", 128, PP4),
-        ("mooncake_conv", 512, PP4),
-        ("mooncake_conv", 512, PP8),
-        ("mooncake_conv", 128, PP8),
-        ("long-tailed", 512, PP4),
-        ("short questions", 512, PP4),
-        ("code-like", 512, PP4),
-        ("σ 1.3", 512, PP4),
-        ("σ 1.3 uncut", 512, PP4),
-        ("truncated reasoning", 512, PP4),
-        ("truncated reasoning", 256, PP8),
-        ("uniform", 256, PP4),
-        ("powers of two", 512, PP8),
-        ("short or long", 512, PP4),
-        ("heavy-tailed", 512, PP4),
-        ("many equal", 512, PP4),
-        ("azure_conv" + SLOW, 512, PP4),
-        ("mooncake_conv" + SLOW, 512, PP4),
-        ("truncated reasoning" + SLOW, 512, PP4),
-        ("code-like" + SLOW, 512, PP4),
-        ("azure_conv 16384" + DYNAMIC, 512, PP4),
-        ("azure_conv 16384" + DYNAMIC, 128, PP4),
-        ("mooncake_conv 131072" + DYNAMIC, 512, PP4),
-        ("mooncake_conv 131072" + DYNAMIC, 128, PP4),
-        ("mooncake_conv 16384" + DYNAMIC, 512, PP4),
-        (uncut, 512, PP4),
-    ):
-        if name in sources:
-            yield Case(sources[name], samples, dims, slow_last_stage() if SLOW in name else MODEL)
+    for name, samples, dims in ROWS:
+        own, cap = re.fullmatch(r"(.+?)(?: (\d{4,}))?(?:, .*)?", name).groups()
+        if own in sources:
+            source = replace(sources[own], name=name, cap=int(cap) if cap else sources[own].cap)
+            yield Case(source, samples, dims, slow_last_stage() if SLOW in name else MODEL)
 
 
 def slow_last_stage() -> CostModel:
