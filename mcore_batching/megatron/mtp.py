@@ -24,7 +24,6 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from mcore_batching.batch import PackedMicroBatch
-from mcore_batching.batch.row import LaterTokens
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.log_probs import log_probs_of_all
 from mcore_batching.megatron.logits import whole_hidden
@@ -50,11 +49,21 @@ class LaterLosses:
         return {f"mtp_{depth} loss": share for depth, share in enumerate(self.shares, 1)}
 
     def __call__(
-        self, hidden_states: Tensor, *, output_layer: Any, config: Any, **others: Any
+        self,
+        hidden_states: Tensor,
+        *,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        runtime_gather_output: bool | None,
+        compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+        config: Any,
+        scale_logits_fn: Callable[[Tensor], Tensor] | None = None,
+        tp_group: Any = None,
+        **unused: Any,
     ) -> Tensor:
         """Megatron's ``process_mtp_loss``: the next token's hidden states, losses attached."""
         made, *deeper = torch.chunk(hidden_states, 1 + len(self.row.later))
-        weight = others["output_weight"]
+        weight, gathers = output_weight, runtime_gather_output
         if getattr(config, "mtp_detach_heads", False):
             weight = (output_layer.weight if weight is None else weight).detach()
         factor = config.mtp_loss_scaling_factor / len(deeper) * self.undo
@@ -65,36 +74,19 @@ class LaterLosses:
                 by = output_layer.weight if weight is None else weight
                 losses = -log_probs_of_all(whole, by, later.labels)
             else:
-                losses = self._losses_of_logits(hidden, later, output_layer, weight, **others)
+                logits, _ = output_layer(hidden, weight=weight, runtime_gather_output=gathers)
+                if scale_logits_fn is not None:
+                    logits = scale_logits_fn(logits)
+                if self.counts_hits:
+                    targets = later.labels, later.loss_mask, output_layer
+                    self.hits.append(compat.multi_token_hits(logits, *targets, gathers, tp_group))
+                losses = compute_language_model_loss(later.labels, logits)
             # torch.where, since 0 · inf is NaN.
             losses = torch.where(later.loss_mask != 0, losses, 0.0) * later.loss_mask
             losses = losses / (self.token_weights[depth] or 1.0)
             self.shares.append(losses.detach().sum())
             made = multi_token_prediction.MTPLossAutoScaler.apply(made, factor * losses)
         return made
-
-    def _losses_of_logits(
-        self,
-        hidden: Tensor,
-        later: LaterTokens,
-        output_layer: Any,
-        weight: Tensor | None,
-        *,
-        runtime_gather_output: bool | None,
-        compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
-        scale_logits_fn: Callable[[Tensor], Tensor] | None = None,
-        tp_group: Any = None,
-        **unused: Any,
-    ) -> Tensor:
-        """``[1, T_local]``"""
-        logits, _ = output_layer(hidden, weight=weight, runtime_gather_output=runtime_gather_output)
-        if scale_logits_fn is not None:
-            logits = scale_logits_fn(logits)
-        if self.counts_hits:
-            targets = later.labels, later.loss_mask, output_layer
-            given = logits, *targets, runtime_gather_output, tp_group
-            self.hits.append(compat.multi_token_hits(*given))
-        return compute_language_model_loss(later.labels, logits)
 
 
 @dataclasses.dataclass(eq=False)
