@@ -26,6 +26,7 @@ import torch
 from megatron.core import parallel_state
 
 from mcore_batching.batch.columns import Columns
+from mcore_batching.batch.prefix_tree import find_forest_of, require_shared
 from mcore_batching.megatron.checks.settings import prepare_model
 from mcore_batching.megatron.exchange import SampleMoves, digest_of, leaving, receive_columns
 from mcore_batching.megatron.job import Job, say
@@ -210,10 +211,16 @@ def _forest_here(
     where samples share tokens."""
     if samples.beginnings is None:
         return None
+    spare, branches = samples.beginnings.spare, samples.beginnings.branches
     with samples.job.agreement("finding samples that begin alike"):
-        place = moves.places
-        here = [tree.renumbered(place) for tree in trees if tree.samples[0] in place]
-        return samples.beginnings.forest_here(columns, here)
+        # Samples that are in no tree of several are units by themselves.
+        units = [*range(len(trees), len(trees) + len(columns.total_lengths))]
+        for number, tree in enumerate(trees):
+            for sample in tree.samples if tree.samples[0] in moves.places else ():
+                units[moves.places[sample]] = number
+        found = find_forest_of(columns, units, spare=spare, branches=branches)
+        require_shared(found, columns)  # value by value
+        return found
 
 
 def _say_shared(schedule: MicroBatchSchedule) -> None:

@@ -17,12 +17,7 @@ from typing import Any
 from megatron.core.utils import get_model_config, unwrap_model
 
 from mcore_batching.batch.columns import Columns
-from mcore_batching.batch.prefix_tree import (
-    fields_compared,
-    find_forest_of,
-    hashes_of_beginnings,
-    require_shared,
-)
+from mcore_batching.batch.prefix_tree import fields_compared, hashes_of_beginnings
 from mcore_batching.megatron import compat
 from mcore_batching.megatron.job import Job
 from mcore_batching.megatron.prefix_attention import why_no_branches
@@ -37,7 +32,7 @@ from mcore_batching.planning import (
     Problem,
 )
 from mcore_batching.planning.errors import named
-from mcore_batching.planning.forest import Forest, PrefixTree, find_forest
+from mcore_batching.planning.forest import Forest, find_forest
 from mcore_batching.planning.learn import LearntCosts
 from mcore_batching.planning.worker import PlanRequest
 
@@ -157,20 +152,6 @@ class Beginnings:
             spare=self.spare,
             branches=self.branches,
         )
-
-    def forest_here(self, columns: Columns, trees: Sequence[PrefixTree]) -> Forest:
-        """The forest of samples that are here, within trees of these; compared value by value.
-
-        Raises:
-            SchemaError: as `require_shared`.
-        """
-        units = [*range(len(trees), len(trees) + len(columns.total_lengths))]
-        for number, tree in enumerate(trees):
-            for sample in tree.samples:
-                units[sample] = number
-        found = find_forest_of(columns, units, spare=self.spare, branches=self.branches)
-        require_shared(found, columns)
-        return found
 
 
 def find_beginnings(
