@@ -177,6 +177,7 @@ def test_samples_are_taken_and_joined_with_all_their_fields(
         # Nothing predicts the first token of a sample without a prompt.
         masks = [samples["loss_masks"][i][int(len(set(shapes[i])) == 1) :] for i in chosen]
         sums = [[float(f(mask)) for mask in masks] for f in (torch.sum, torch.count_nonzero)]
+        assert (made.alone().schema.keys(), made.schema) == (made.keys(), MARKED)
         for again in (pickle.loads(pickle.dumps(made)), made.alone(), made):
             assert all(equal(again[name], made[name]) for name in made)
             assert again.weight_sums().tolist() == sums
