@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -289,24 +290,19 @@ def checked_values(
         found = [_value(field, index, value) for index, value in enumerate(found)]
     # After all became tensors: from here on a value has a shape and a type, or none at all.
     counts = row_counts(field, total_lengths, response_lengths)
-    axis, usual = -(field.kind is Kind.POSITION_IDS), None
-    for index, (value, rows) in enumerate(zip(found, counts, strict=True)):
-        # Most values are as the one before but for their rows, and thousands make a rollout.
-        if usual is not None and _form(value) == usual and value.shape[axis] == rows:
-            continue
-        expected = unmet(field, value, rows)
+    # One by one only to name one that does not fit.
+    one_by_one = () if _longest_fits(field, found, counts) else zip(found, counts, strict=True)
+    for index, each in enumerate(one_by_one):
+        expected = unmet(field, *each)
         if expected is not None:
             raise SchemaError(
                 field.name,
                 sample_index=index,
                 expected=expected,
-                found=describe(value),
+                found=describe(each[0]),
                 declaration=field.declaration,
                 advice="correct the values, or this declaration",
             )
-        # What was an empty list shows neither type nor trailing shape.
-        if TRAITS[field.kind].rows and value.numel():
-            usual = _form(value)
     if field.kind is Kind.PER_SAMPLE:
         _require_one_shape(field.name, found, response_lengths)
     if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
@@ -322,11 +318,21 @@ def _value(field: Field, index: int, value: Any) -> Any:
     return tensor_of(field.name, index, value)
 
 
-def _form(value: Any) -> tuple[Any, ...] | None:
-    """All of a tensor that its field's kind may require, but for its rows."""
-    if type(value) is not Tensor:
-        return None
-    return value.dtype, value.ndim, value.layout, value.is_nested, value.is_meta
+_form = operator.attrgetter("dtype", "ndim", "layout", "is_nested", "is_meta")
+"""All of a tensor that its field's kind may require, but for its rows."""
+
+
+def _longest_fits(field: Field, values: list[Any], counts: list[int]) -> bool:
+    """True if values are tensors that differ in their rows alone, and the longest one fits, and so
+    do all: rollouts have thousands."""
+    is_alike = {*map(type, values)} == {Tensor} and len({*map(_form, values)}) == 1
+    if not is_alike or not TRAITS[field.kind].rows or values[0].is_nested or not values[0].ndim:
+        return False
+    axis, longest = -(field.kind is Kind.POSITION_IDS), values[counts.index(max(counts))]
+    if [each.shape[axis] for each in values] != counts:
+        return False
+    # Without elements it might be of any type.
+    return longest.numel() > 0 and unmet(field, longest, max(counts)) is None
 
 
 def _require_one_shape(name: str, values: Any, response_lengths: Sequence[int]) -> None:
