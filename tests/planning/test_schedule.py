@@ -103,7 +103,7 @@ def test_tokens_in_flight_are_those_held_when_a_forward_pass_begins(
         for now in own
         if now.kind == "F"
     )
-    held = tokens_in_flight(tokens, schedule, stage)
+    held = tokens_in_flight([tokens], schedule, stage)
     # Of forward passes alone, one chunk's pass holds what it runs on whole, not a chunk's share.
     share = 1 if forward_only else dims.virtual_pipeline
     assert held == pytest.approx(most / share, rel=1e-12)

@@ -107,6 +107,8 @@ class StepPlan:
 
     def units(self, samples: Sequence[int]) -> list[int | PrefixTree]:
         """Trees and samples that are computed for some samples, whole micro-batches of them."""
+        if not self.trees:  # nearly all plans, row by row
+            return [*samples]
         # A tree stands where its first sample does.
         found = ((sample, self._tree_of.get(sample)) for sample in samples)
         return [

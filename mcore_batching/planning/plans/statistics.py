@@ -220,8 +220,8 @@ def step_statistics(
         slot_maxima_cost=ordered_sum(max(slot) for slot in zip(*costs, strict=True)),
         step_time=weighed.end,
         floor_time=step_time_floor(problem),
-        peak_inflight_tokens=_most_held(problem, held, 0),
-        last_stage_inflight_tokens=_most_held(problem, held, last),
+        peak_inflight_tokens=tokens_in_flight(held, problem.schedule, 0),
+        last_stage_inflight_tokens=tokens_in_flight(held, problem.schedule, last),
         largest_row_tokens=max(map(max, held)),
         sample_tokens=sample_tokens,
         keys=keys,
@@ -265,30 +265,28 @@ def predicted_step_time(
     return WeighedStep.of(step, lengths, cost_model).end
 
 
-def _most_held(problem: Problem, held: Sequence[Sequence[int]], stage: int) -> float:
-    """Most tokens in flight on a stage of any rank, given those of micro-batches [ranks][slots]."""
-    # A set: most ranks of a large job hold the same, and counting them takes long.
-    return max(tokens_in_flight(rank, problem.schedule, stage) for rank in set(map(tuple, held)))
-
-
-def tokens_in_flight(slot_tokens: Sequence[int], schedule: Schedule, stage: int = 0) -> float:
-    """Largest number of tokens that a stage holds activations of at a time.
+def tokens_in_flight(held: Iterable[Sequence[int]], schedule: Schedule, stage: int) -> float:
+    """Largest number of tokens that a stage of any rank holds activations of at a time.
 
     A micro-batch is in flight from its forward to its backward pass; each model chunk holds its
     share of the stage's layers. Under 1F1B stage s of P has P - s micro-batches in flight. Of
     forward passes alone each holds its micro-batch by itself.
 
     Args:
-        slot_tokens: padded tokens of each micro-batch [num_microbatches].
+        held: padded tokens of each micro-batch [ranks][num_microbatches].
         schedule: gives the order of passes.
         stage: pipeline rank; stage 0 holds most.
     """
+    ranks = set(map(tuple, held))  # most ranks of a large job hold the same
     if schedule.forward_only:
-        return float(max(slot_tokens))
-    held = most = 0  # whole micro-batches; a chunk holds 1 / virtual_pipeline of the layers
-    for kind, _, slot in schedule.order(stage, len(slot_tokens)):
-        held += slot_tokens[slot] if kind == "F" else -slot_tokens[slot]
-        most = max(most, held)
+        return float(max(map(max, ranks)))
+    most = 0  # whole micro-batches; a chunk holds 1 / virtual_pipeline of the layers
+    order = schedule.order(stage, len(min(ranks)))
+    for tokens in ranks:
+        now = 0
+        for kind, _, slot in order:
+            now += tokens[slot] if kind == "F" else -tokens[slot]
+            most = max(most, now)
     return most / schedule.dims.virtual_pipeline
 
 
