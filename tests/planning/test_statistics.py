@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,13 +84,11 @@ def test_lengths_may_be_whatever_gives_them_once() -> None:
 
 def test_ranks_without_samples_take_no_time_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are simulated once together, not each by itself, several times over."""
-    simulated = []
+    simulated, simulate = [], Clock._simulate
 
-    simulate = Clock._simulate
-
-    def counting(clock: Clock, costs: Sequence[float], first: int) -> None:
+    def counting(clock: Clock, *given: Any) -> None:
         simulated.append(clock)
-        simulate(clock, costs, first)
+        simulate(clock, *given)
 
     monkeypatch.setattr(Clock, "_simulate", counting)
     few, many = (ParallelDims(data_parallel=ranks, pipeline_parallel=2) for ranks in (3, 4096))
