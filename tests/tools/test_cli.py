@@ -188,8 +188,9 @@ REFUSED = {
         for name in ("a.pdf", "step.html", "png")
     },
     f"{TREES} --column tokens": "--group-column and --prompt-column need each other",
-    f"{TREES} --column tokens --prompt-column uids": "there is no column 'uids'",
+    f"{TREES} --column tokens --prompt-column no": "there is no column 'no'",
     f"{TREES} --column prompt --prompt-column tokens": "its prompt",
+    f"{TREES}s --column tokens --prompt-column prompt": "groups.csv:2: expected a group, text or an",
 }
 
 
@@ -198,7 +199,7 @@ def test_what_is_refused_is_named_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("groups.csv").write_text("tokens,prompt,uid\n9,8,a\n")
+    Path("groups.csv").write_text("tokens,prompt,uid,uids\n9,8,a,\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("3\n17\n"))
     assert main(line.split()) == 2
     printed = capsys.readouterr()
