@@ -190,7 +190,7 @@ REFUSED = {
     f"{TREES} --column tokens": "--group-column and --prompt-column need each other",
     f"{TREES} --column tokens --prompt-column no": "there is no column 'no'",
     f"{TREES} --column prompt --prompt-column tokens": "its prompt",
-    f"{TREES}s --column tokens --prompt-column prompt": "groups.csv:2: expected a group, text or an",
+    f"{TREES}s --column tokens --prompt-column prompt": "groups.csv:2: expected a group, text or",
 }
 
 

@@ -158,6 +158,7 @@ def test_explain_of_rounding_scopes_and_foreign_plans() -> None:
     assert "3 per rank; the interleaved schedule with groups of 2 over 2 stages makes it 4" in text
     text = explain(plan_locally([10] * 7, dims, config, [1] * 6 + [0]), [10] * 7)
     assert "4 per rank; samples that stay on their rank take 6" in text
+    assert "would help" not in text  # advice plans samples for any rank
     none = explain(plan_step([], dims, config), [])
     assert "no samples: one micro-batch per rank is the least" in none
     free = plan_step([0, 0], ParallelDims(), CONFIG, CostModel(per_micro_batch=0))
