@@ -17,6 +17,7 @@ from mcore_batching.planning import (
     plan_batch,
     step_statistics,
 )
+from mcore_batching.tools import plan as plan_command
 from mcore_batching.tools import report
 from mcore_batching.tools.cli import main
 
@@ -124,6 +125,20 @@ def test_every_option_reaches_the_plan(
     # Several steps are summarised.
     assert "plan one step's samples alone to see what holds it back and what would h" in printed
     assert plan.steps[0].num_microbatches == 5
+
+
+def test_a_plan_that_the_checker_refuses_is_not_written(
+    tmp_path: Path,
+    lengths_file: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong = plan_batch([6, 4, 3], ParallelDims(), PlannerConfig(max_tokens_per_gpu=20))
+    monkeypatch.setattr(plan_command, "plan_batch", lambda *_, **__: wrong)
+    out = tmp_path / "plan.json"
+    assert main(["plan", lengths_file, "--max-tokens-per-gpu", "20", "--out", str(out)]) == 2
+    assert "invariant 'exact cover' is broken" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def broken(*ranks: list[list[int]]) -> dict[str, Any]:
