@@ -173,6 +173,14 @@ def test_a_reader_that_leaves_early_gets_no_traceback(folder: Path, command: str
     assert (failed.returncode, failed.stderr) == (141, "")
 
 
+def test_a_reader_of_the_plan_that_leaves_early_gets_no_message(folder: Path) -> None:
+    (folder / "many.txt").write_text("5\n" * 20_000)  # more than a pipe holds
+    plan = f"$MCB plan many.txt {CAP} --balance none --no-advice --out /dev/stdout"
+    finished = run(folder, f"({plan}; echo $? >status) | head -c 1")
+    assert (finished.stdout, finished.stderr) == ("{", "")
+    assert (folder / "status").read_text() == "141\n"
+
+
 @pytest.mark.parametrize("command", READS)
 def test_what_is_read_and_written(folder: Path, command: str) -> None:
     for name in {*WRITERS} & {*command.replace("<", "").split()}:
