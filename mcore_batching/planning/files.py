@@ -74,10 +74,11 @@ def parse_json_dict(text: str, what: str, error: type[MCoreBatchingError]) -> di
 def write_whole(path: str | Path, content: bytes) -> None:
     """Write a file, or leave it as it was; a link stays one, a device or a pipe is written to
     directly."""
-    place = Path(path).resolve()  # renaming onto a link would replace the link
-    if place.exists() and not place.is_file():  # /dev/stdout, say
+    place = Path(path)
+    if place.exists() and not place.is_file():  # /dev/stdout: of a pipe, it leads to no path
         place.write_bytes(content)
         return
+    place = place.resolve()  # renaming onto a link would replace the link
     beside = place.with_name(f".{place.name}-{os.getpid()}.tmp")
     try:
         beside.write_bytes(content)
