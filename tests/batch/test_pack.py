@@ -253,6 +253,11 @@ def test_routed_experts_are_padded_with_different_experts(size: int) -> None:
         assert torch.equal(full[offsets[i] : offsets[i] + len(value)], value)
     used = full[offsets[3] :].unique()
     assert len(used) == 8, "padding goes round over the experts, not to two of them"
+    # A placeholder's zeros name fewer experts than a token has.
+    name = "rollout_routed_experts"
+    row = pack_on_all_ranks(samples | {name: [each * 0 for each in samples[name]]})[0]
+    padding = row.packed(name)[0][row.index.is_absent(1)]
+    assert bool((padding[..., 0] != padding[..., 1]).all())
 
 
 def test_a_row_goes_to_a_device_with_all_its_tensors() -> None:
