@@ -28,9 +28,6 @@ from mcore_batching.planning.search.moves import improve
 from mcore_batching.planning.search.objective import Objective, Ranks, Step
 from mcore_batching.planning.search.targets import Targets, even_ranks
 
-BUDGET_OF_ROUNDS = 0.5
-"""Share of the budget after which no further number is tried, so that little effort leaves some for
-moves; 512 samples at the default effort take less."""
 COST_OF_ASSIGNING = 6
 """Assigning one sample counts as 6 simulated passes, about its CPU time."""
 DAMPING = 0.7
@@ -86,9 +83,11 @@ class Rounds:
         """The step of each number of slots that ends first."""
 
     @property
-    def is_perfect(self) -> bool:
-        """True once a step was made that no plan's ends before."""
-        return any(self.objective.is_best(step.end) for step in self.best.values())
+    def is_done(self) -> bool:
+        """True once a step was made that no plan's ends before, or one was and the budget is
+        spent."""
+        spent = self.objective.budget <= 0
+        return any(spent or self.objective.is_best(step.end) for step in self.best.values())
 
     def make(self, count: int) -> None:
         """Make steps of so many slots, in rounds until one makes the step end hardly sooner."""
@@ -104,15 +103,15 @@ class Rounds:
                 return
             before = step.end
 
-    def compare(self, keep: float, fewest: int) -> None:
+    def compare(self, fewest: int) -> None:
         """Make steps of numbers of slots far apart, then of those halfway between the best two and
-        the numbers beside them, until `keep` is left of the budget."""
+        the numbers beside them, until the budget is spent."""
         problem = self._problem
         rows = max(problem.fewest_rows, fewest * self.ranks)
         near = useful_counts(rows, problem.num_samples, self.ranks, problem.dims)
         while new := sorted(set(near) - self.works.keys()):
             for count in new:
-                if self.is_perfect or (self.objective.budget < keep and self.best):
+                if self.is_done:
                     return
                 self.make(count)
             counts = sorted(self.works)
@@ -243,17 +242,16 @@ def search(objective: Objective, starts: Iterable[Ranks]) -> list[Slots]:
 def _made(objective: Objective, fewest: int) -> list[Step]:
     """Steps of the numbers of slots that do best; fewer than `fewest` hardly hold the samples."""
     whole = rounds = Rounds(objective)
-    keep = (1.0 - BUDGET_OF_ROUNDS) * objective.budget
     per_rank = max(1, objective.problem.num_samples) / whole.ranks
     few = max(FEW_RANKS, math.ceil(FEW_SAMPLES / per_rank))
     if whole.ranks < 2 * few:
-        rounds.compare(keep, fewest)
+        rounds.compare(fewest)
         return list(whole.best.values())
     rounds = thinned(whole, few)
-    rounds.compare(keep, fewest)
+    rounds.compare(fewest)
     objective.budget = rounds.objective.budget
     for count in soonest_first(rounds.best)[:MOST_MOVED]:
-        if not (whole.is_perfect or (whole.best and objective.budget < keep)):
+        if not whole.is_done:
             whole.make(count)
     return list(whole.best.values())
 
