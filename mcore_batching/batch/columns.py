@@ -220,7 +220,8 @@ class Columns(Mapping[str, list[Any]]):
 
     def taken(self, samples: Sequence[int]) -> Columns:
         """The fields of some samples, in this order; nothing is copied."""
-        if [*samples] == [*range(len(self.total_lengths))]:
+        # The count first: without it a list of all samples is made for each row.
+        if len(samples) == len(self.total_lengths) and [*samples] == [*range(len(samples))]:
             return self
         lengths = self.total_lengths, self.response_lengths
         made = Columns(self.schema, self.fields, *([own[i] for i in samples] for own in lengths))

@@ -117,6 +117,7 @@ _STRUCTURAL = {
     "tokens": Kind.TOKENS,
     "total_lengths": Kind.PER_SAMPLE,
     "response_lengths": Kind.PER_SAMPLE,
+    "loss_masks": Kind.PER_RESPONSE_TOKEN,
 }
 """Fields that packing reads by name, so that their kinds are not the user's to choose."""
 
@@ -160,6 +161,8 @@ class Field:
             expected, found = f"a fill of {found}, one of {offered}", str(self.fill)
         elif (self.kind is Kind.TOKENS or fixed is not None) and self.kind is not fixed:
             expected = f"Kind.{fixed.name}" if fixed else "Kind.TOKENS on 'tokens' alone"
+        elif fixed is not None and self.length_offset:
+            expected, found = "length_offset=0", f"length_offset={self.length_offset}"
         if expected:
             raise SchemaError(self.name, expected=expected, found=found, declaration=declaration)
 
@@ -305,7 +308,7 @@ def checked_values(
             )
     if field.kind is Kind.PER_SAMPLE:
         _require_one_shape(field.name, found, response_lengths)
-    if field.name == "loss_masks" and field.kind is Kind.PER_RESPONSE_TOKEN:
+    if field.name == "loss_masks":
         require_loss_masks(found)
     return found
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -225,8 +225,11 @@ class RowBlock:
         """Response tokens that this rank predicts, int64 ``[owned]`` each: places among all of the
         block; positions that predict them, among all slices; their rows. How many each row has."""
         held, positions = self._index.predicting()
-        row = self._responses.samples.index_select(0, held)
-        return held, positions, row, row.bincount(minlength=len(self.nodes))
+        row, counts = self._responses.samples, self._responses.lengths
+        if len(held) < len(row):
+            row = row.index_select(0, held)
+            counts = row.bincount(minlength=len(counts))
+        return held, positions, row, counts
 
     @functools.cached_property
     def _distinct(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -279,19 +282,27 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-class _MovedFields(dict[str, Any]):
+class _MovedFields(Mapping[str, Any]):
     """Fields of a block's samples alone, flat as in `Columns`, each moved when it is read."""
 
     def __init__(self, block: RowBlock) -> None:
-        super().__init__(dict.fromkeys(block.fields))
         self._block = block
+        self._moved: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        moved = super().__getitem__(name)
-        if moved is None:
+        if name not in self._moved:
             own = self._block.field(name)
             if isinstance(own, Tensor):
-                moved = self[name] = self._block.copied(own)
+                self._moved[name] = self._block.copied(own)
             else:
-                moved = self[name] = self._block.copied_all(own)
-        return moved
+                self._moved[name] = self._block.copied_all(own)
+        return self._moved[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._block.fields  # `Mapping` would move it to find out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._block.fields)
+
+    def __len__(self) -> int:
+        return len(self._block.fields)

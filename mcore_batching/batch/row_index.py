@@ -114,10 +114,10 @@ class Slice:
 
     def __init__(self, offsets: Sequence[int], size: int = 1, rank: int = 0) -> None:
         self.offsets, self.size, self.rank = offsets, size, rank
-        self.num_local = offsets[-1] // size
-        self._segments = Span([end - start for start, end in pairwise(offsets)])
         if not 0 <= rank < size:
             raise BatchError(f"expected a rank below context_parallel_size={size}, got {rank}")
+        self.num_local = offsets[-1] // size
+        self._segments = Span([end - start for start, end in pairwise(offsets)])
         for length in self._segments.counts if size > 1 else ():
             chunk, rest = divmod(length, 2 * size)
             if rest:

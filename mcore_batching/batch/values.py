@@ -97,6 +97,9 @@ def _first_outside(
     outside = ~((flat >= 0) & (flat < end))
     if weights is not None:
         outside &= joined(weights) != 0
+    if not outside.any():
+        return None
+    # One by one only to name one.
     for index, part in enumerate(outside.split_with_sizes([len(value) for value in values])):
         if part.any():
             place = int(part.nonzero()[0])

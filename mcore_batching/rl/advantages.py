@@ -120,7 +120,8 @@ def compute_advantages(
     of_samples = torch.tensor(values, dtype=torch.float32, device=mask.device)
     repeats = torch.tensor(lengths, device=mask.device, dtype=torch.int64)
     of_tokens = of_samples.repeat_interleave(repeats, output_size=len(mask)) * mask
-    return list(torch.split(of_tokens, lengths))
+    # Copies: a sample that is sent or kept by itself must not take all others along.
+    return [part.clone() for part in torch.split(of_tokens, lengths)]
 
 
 def _require_local(held: Mapping[int, Collection[Hashable]]) -> None:

@@ -32,6 +32,8 @@ def test_what_is_done_to_rows_on_a_device_changes_neither_samples_nor_other_epoc
     assert [each.tolist() for each in columns["tokens"]] == [
         each.tolist() for each in samples["tokens"]
     ]
+    # Fields are moved when they are read, whoever reads them.
+    assert all(field is not None for field in dict(block.rows()[0].fields.fields).values())
 
 
 @pytest.mark.parametrize("size", [1, 2])

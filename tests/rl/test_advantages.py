@@ -184,3 +184,5 @@ def test_advantages_are_where_the_masks_are() -> None:
     with torch.device("meta"):
         found = compute_advantages(batch, step_wise=True, steps=[*STEPS, []], normalize=True)
     assert all(map(torch.equal, found, expected))
+    # A sample that is kept or sent by itself takes no other along.
+    assert [each.untyped_storage().nbytes() for each in found] == [4 * len(each) for each in found]
