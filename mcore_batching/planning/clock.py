@@ -24,7 +24,7 @@ Guarantees: the same times on every platform, because only IEEE `+`, `*` and com
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import itemgetter, mul
@@ -90,6 +90,11 @@ class PassGraph:
             0.0 if each is None else forward if each[0][1].kind == "F" else backward
             for each in self.passes
         ]
+
+    @functools.cached_property
+    def of_each(self) -> Callable[[Sequence[float]], Sequence[float]]:
+        """Values of each number, from a list of the values of places, and last that of joints."""
+        return itemgetter(*self.places)  # a third of the time of looking up each
 
     @functools.cached_property
     def of_place(self) -> dict[int, list[int]]:
@@ -223,8 +228,8 @@ class Clock:
         else:
             count = len(costs) // schedule.num_costs
             self._graph, self._shares = graph_of_rank(schedule, count)
-        places = map([*costs, 0.0].__getitem__, self._graph.places)
-        self._took, self._times = list(map(mul, places, self._shares)), [0.0]
+        self._took = [*map(mul, self._graph.of_each([*costs, 0.0]), self._shares)]
+        self._times = [0.0]
         self._num_costs = len(costs)
         self._simulate(1)
 
