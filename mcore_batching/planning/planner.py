@@ -230,24 +230,21 @@ def _plan_global(problem: Problem) -> tuple[MicroBatches, ...]:
         fewer = dataclasses.replace(problem, dims=dataclasses.replace(dims, data_parallel=useful))
         found = _plan_global(fewer)
         return *found, *(((),) * len(found[0]),) * (dims.data_parallel - useful)
-    # The packed plan is the result without a search, and otherwise one of the search's starts.
-    plain = _packed_and_placed(problem)
     if not problem.config.searches or not problem.num_samples:
-        return plain
-    return largest_first(problem, _sorted(_searched(problem, plain)))
+        return _placed(problem, pack_local(problem))
+    return largest_first(problem, _sorted(_searched(problem)))
 
 
-def _searched(problem: Problem, plain: tuple[MicroBatches, ...] | None = None) -> list[Slots]:
+def _searched(problem: Problem) -> list[Slots]:
     """Slots of each rank by the search, which starts from two packed plans."""
     # Evened out by cost and by tokens: the result ends no later than either.
-    config = dataclasses.replace(problem.config, balance="tokens")
-    by_tokens = _packed_and_placed(dataclasses.replace(problem, config=config))
-    return search(Objective(problem), [plain or _packed_and_placed(problem), by_tokens])
+    config, bins = dataclasses.replace(problem.config, balance="tokens"), pack_local(problem)
+    by_tokens = dataclasses.replace(problem, config=config)
+    return search(Objective(problem), [_placed(each, bins) for each in (problem, by_tokens)])
 
 
-def _packed_and_placed(problem: Problem) -> tuple[MicroBatches, ...]:
-    """Micro-batches packed under the cap and spread over ranks, without a search."""
-    bins = pack_local(problem)
+def _placed(problem: Problem, bins: list[list[int]]) -> tuple[MicroBatches, ...]:
+    """Packed micro-batches spread over ranks, without a search."""
     ranks = problem.dims.data_parallel
     count = problem.dims.round_up_num_microbatches(-(-len(bins) // ranks))
     # Splits are cheaper than placeholders: half of a row on each of two ranks, not all on one.
