@@ -178,7 +178,7 @@ class Columns(Mapping[str, list[Any]]):
 
     @property
     def is_padding(self) -> list[bool]:
-        """Which of the samples are padding samples."""
+        """True for each sample that is a padding sample [samples]."""
         return self["is_padding"] if "is_padding" in self else [False] * len(self.total_lengths)
 
     def loss_weights(self, depth: int = 0, *, has_labels: bool = False) -> Tensor:
@@ -256,7 +256,11 @@ class Columns(Mapping[str, list[Any]]):
                 fields[name] = [value for part in filled for value in part[name]]
         totals = [length for part in filled for length in part.total_lengths]
         responses = [length for part in filled for length in part.response_lengths]
-        return cls(first.schema, fields, totals, responses)
+        made = cls(first.schema, fields, totals, responses)
+        # Sums that all parts have: later steps would add up the samples of all earlier ones anew.
+        for key in set(first._sums).intersection(*(part._sums for part in filled)):
+            made._sums[key] = torch.cat([part._sums[key] for part in filled], 1)
+        return made
 
     def replaced(self, fields: Mapping[str, Tensor | list[Any]]) -> Columns:
         """The same samples with these fields alone, flat as `compact` gives them."""

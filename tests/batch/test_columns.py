@@ -196,3 +196,13 @@ def test_fields_added_later_are_columns_as_well() -> None:
     assert [each.dtype for each in other["values"]] == [torch.float64] * 2
     with pytest.raises(SchemaError, match="'values', sample 1: expected 1 rows"):
         more.extended({"values": [[0.5, 1.0], [2.0, 3.0]]}, MARKED)
+
+
+def test_sums_of_parts_are_those_of_all_without_adding_up_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step of a rollout joins the samples of all earlier ones."""
+    parts = [Columns.read(make_samples(shapes), DEFAULT_SCHEMA) for shapes in ([(4, 2)], [(3, 3)])]
+    sums = torch.cat([part.weight_sums() for part in parts], 1)
+    monkeypatch.delattr(Columns, "loss_weights")
+    assert Columns.joined(parts).weight_sums().equal(sums)
