@@ -293,8 +293,8 @@ def has_bytes(tensor: Tensor) -> bool:
 
 
 def exchanged(leaving: Sequence[Packed], group: dist.ProcessGroup | None) -> list[Packed]:
-    """What each rank of a group had for this one, of what this one has for each: bodies on a device
-    that the group communicates for. A collective over the ranks."""
+    """Send a value to each rank of a group, and return the one that each had for this rank. Bodies
+    are on a device that the group communicates for. A collective over the ranks."""
     headers, bodies = zip(*leaving, strict=True)
     device = bodies[0].device
     # Sizes first: who receives must have the room before the bytes come.

@@ -297,8 +297,8 @@ class SharedSteps:
     def _costs_of_slots(
         self, profile: Sequence[float], shared: dict[int, float], work: float
     ) -> list[float]:
-        """What each slot of a rank is to cost [slots]: shared ones {slot: cost} what they do, the
-        others the rest of the rank's work as the profile has it."""
+        """Target cost of each slot of a rank [slots]: given for shared ones {slot: cost}, for the
+        others the rest of the rank's work in proportion to the profile."""
         rest = max(0.0, work - ordered_sum(shared.values()))
         whole = ordered_sum(size for slot, size in enumerate(profile) if slot not in shared)
         fixed = self._problem.cost_model.per_micro_batch
