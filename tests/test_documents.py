@@ -74,7 +74,7 @@ def test_the_loop_runs_and_the_readme_shows_it(tmp_path: Path) -> None:
     (flags,) = re.findall(r"\n        (--use-dynamic.*)", loop)
     # Without an agent's and each rank's own imports.
     words = (processes, str(script), *flags.split())
-    done = launch("kit.script", *words, nproc=2, folder=tmp_path, seconds=60)
+    done = launch("kit.ranks", *words, nproc=2, folder=tmp_path, seconds=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert Path(f"{script}.rank0").read_text() == "{} []"
     found = Path(f"{script}.rank1").read_text()

@@ -37,7 +37,7 @@ LENGTHS = [37, 80, 64, 11, 90, 45, 23]
 
 
 def whole_step(
-    dims: dict[str, Any],
+    dims: ParallelDims,
     dtype: str = "bfloat16",
     vocabulary: int = 512,
     lengths: list[int] = LENGTHS,
@@ -50,13 +50,11 @@ def whole_step(
     **flags: Any,
 ) -> dict[str, Any]:
     """What happens in all calls of a step, of this rank's `lengths`; samples begin alike."""
-    shape, kind = ParallelDims(**dims), getattr(torch, dtype)
+    kind = getattr(torch, dtype)
     half = {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", "params_dtype": kind}
     settings = {"hidden_size": 64, "use_cpu_initialization": False, "pipeline_dtype": kind}
-    settings["num_layers"] = max(2, shape.pipeline_parallel * shape.virtual_pipeline)
-    config = transformer_config(
-        "dense", **pipeline_config(shape), **settings | half | (model or {})
-    )
+    settings["num_layers"] = max(2, dims.pipeline_parallel * dims.virtual_pipeline)
+    config = transformer_config("dense", **pipeline_config(dims), **settings | half | (model or {}))
     chunks = build_model(
         config,
         vocab_size=vocabulary,
@@ -81,7 +79,7 @@ def whole_step(
         for name in ("tokens", "advantages"):
             data[name] = [each.cuda() for each in data[name]]
     flags = {f"dynamic_batch_{name}": value for name, value in flags.items()}
-    args = arguments(shape, max_tokens_per_gpu=cap_tokens, **flags)
+    args = arguments(dims, max_tokens_per_gpu=cap_tokens, **flags)
     types: set[str] = set()
 
     def loss(logits: Any, row: Any, totals: Any) -> Any:

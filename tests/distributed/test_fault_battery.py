@@ -5,34 +5,30 @@ All layouts with ``--long``; the table is printed at the end.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit.battery import FAULTS, LAYOUTS, STOPPED_SECONDS, always_on, layouts_of
-from kit.forked import End, run_forked
-from kit.harness import Job, JobFailedError, results, run_jobs
+from kit.battery import FAULTS, STOPPED_SECONDS, End, always_on, layouts_of, run_battery
+from kit.harness import JobFailedError, results, run_jobs
 from kit.stock_jobs import FLAG, PP2, TP2, TP2_CP2, VPP2, job, steps
 
 from mcore_batching.megatron.watch import EXIT_CODE
 
 SECONDS = 60.0  # generous: two cores may carry eight processes; a time-out would take 100
 
-
-def name_of(fault: str, layout: str) -> str:
-    return re.sub(r"\W+", "-", f"{fault} {layout}")
+Ends = dict[tuple[str, str], list[End]]
+"""By fault and layout, rank by rank."""
 
 
 @pytest.fixture(scope="module")
 def ends(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[dict[str, list[End]]]:
+) -> Iterator[Ends]:
     """How each rank of each selected job ended; in the end the table."""
     chosen = {
         (item.callspec.params["fault"], item.callspec.params["layout"]): None
@@ -40,17 +36,10 @@ def ends(
         if "ends" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec")
     }
     chosen |= {("none", layout): None for fault, layout in chosen if FAULTS[fault].where == "0"}
-    jobs = []
-    for fault, layout in chosen:
-        given = {"fault": fault, "layout": layout}
-        each = Job.of(name_of(fault, layout), "kit.battery:train", LAYOUTS[layout], **given)
-        agent = "no agent" not in layout
-        jobs.append(dataclasses.replace(each, seconds=SECONDS + 60, agent=agent))
-    found = run_forked(jobs, tmp_path_factory.mktemp("battery"))
+    found = run_battery([*chosen], tmp_path_factory.mktemp("battery"))
     yield found
     lines = []
-    for fault, layout in sorted(chosen):
-        ranks = found[name_of(fault, layout)]
+    for (fault, layout), ranks in sorted(found.items()):
         how = ", ".join(f"{each.error or 'exit'} {each.exit_code}" for each in ranks)
         seconds = max(each.seconds for each in ranks)
         lines.append(f"{fault:26s} {layout:13s} {seconds:7.1f} s  {how}")
@@ -70,10 +59,8 @@ def rows(is_survived: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("fault", "layout"), rows(is_survived=False))
-def test_every_rank_ends_with_the_named_error(
-    fault: str, layout: str, ends: dict[str, list[End]]
-) -> None:
-    row, ranks = FAULTS[fault], ends[name_of(fault, layout)]
+def test_every_rank_ends_with_the_named_error(fault: str, layout: str, ends: Ends) -> None:
+    row, ranks = FAULTS[fault], ends[fault, layout]
     faulty = ranks[0 if "no agent" in layout else -1]
     assert faulty.exit_code == int(row.where), faulty
     for rank in ranks:
@@ -91,8 +78,8 @@ def test_every_rank_ends_with_the_named_error(
 
 
 @pytest.mark.parametrize(("fault", "layout"), rows(is_survived=True))
-def test_every_rank_goes_on(fault: str, layout: str, ends: dict[str, list[End]]) -> None:
-    expected, found = ends[name_of("none", layout)], ends[name_of(fault, layout)]
+def test_every_rank_goes_on(fault: str, layout: str, ends: Ends) -> None:
+    expected, found = ends["none", layout], ends[fault, layout]
     assert [rank.exit_code for rank in found] == [0] * len(found), found
     assert [rank.value for rank in found] == [rank.value for rank in expected]
     if not FAULTS[fault].text:
@@ -108,33 +95,24 @@ RESUMED = {"DP2 PP2": PP2, "DP2 PP2 VPP2": VPP2, "DP2 TP2": TP2, "TP2 CP2": TP2_
     importlib.util.find_spec("megatron.training") is None,
     reason="this megatron-core ships without megatron.training (it does from 0.19 on)",
 )
-def test_killed_in_a_checkpoint_and_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", RESUMED)
+def test_killed_in_a_checkpoint_and_resumed(layout: str, tmp_path: Path) -> None:
     """All ranks end; the run goes on from the checkpoint before, bit for bit."""
-    whole, killed, resumed = [], [], []
-    for layout, flags in RESUMED.items():
-        name = name_of("checkpoint", layout)
-        saved = str(tmp_path / f"{name}-saved")
-        words = [*steps(6, evaluations=0), *flags, *FLAG]
-        saves = [*words, "--save", saved, "--save-interval", "2"]
-        whole.append(job(f"{name}-whole", *words))
-        each = job(f"{name}-killed", *saves, function="killed_in_checkpoint")
-        moment = str(tmp_path / f"{name}-moment")
-        killed.append(dataclasses.replace(each, parameters={**each.parameters, "moment": moment}))
-        resumed.append(job(f"{name}-resumed", *saves, "--load", saved))
-    expected = run_jobs(whole, tmp_path / "whole")
-    for each in killed:
-        failed = run_jobs([each], tmp_path / each.name)[each.name]
-        seconds = time.time() - float(Path(each.parameters["moment"]).read_text())
-        assert isinstance(failed, JobFailedError)
-        assert seconds < SECONDS
-        print(f"{each.name}: all ranks gone after {seconds:.1f} s")
-    found = run_jobs(resumed, tmp_path / "resumed")
-    for before, after in zip(whole, resumed, strict=True):
-        pairs = zip(results(expected[before.name]), results(found[after.name]), strict=True)
-        for reference, record in pairs:
-            names = ("iteration", "loss", "grad_norm", "learning_rate", "consumed_samples")
-            wanted, made = (
-                [[step[name] for name in names] for step in steps]
-                for steps in (reference["steps"][2:], record["steps"])
-            )
-            assert made == wanted, after.name
+    words = [*steps(6, evaluations=0), *RESUMED[layout], *FLAG]
+    saves = [*words, "--save", str(tmp_path / "saved"), "--save-interval", "2"]
+    moment = tmp_path / "moment"
+    killed = job("killed", *saves, function="killed_in_checkpoint", moment=str(moment))
+    failed = run_jobs([killed], tmp_path / "killed")["killed"]
+    seconds = time.time() - float(moment.read_text())
+    assert isinstance(failed, JobFailedError)
+    assert seconds < SECONDS
+    print(f"{layout}: all ranks gone after {seconds:.1f} s")
+    runs = [job("whole", *words), job("resumed", *saves, "--load", str(tmp_path / "saved"))]
+    whole, resumed = map(results, run_jobs(runs, tmp_path / "runs").values())
+    for reference, record in zip(whole, resumed, strict=True):
+        names = ("iteration", "loss", "grad_norm", "learning_rate", "consumed_samples")
+        wanted, made = (
+            [[step[name] for name in names] for step in steps]
+            for steps in (reference["steps"][2:], record["steps"])
+        )
+        assert made == wanted

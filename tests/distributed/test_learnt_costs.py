@@ -27,7 +27,7 @@ from kit.samples import rollout_of
 from megatron.core import parallel_state
 
 from mcore_batching.megatron import cpu_emulation, get_data_iterator, schedule_of, train_step
-from mcore_batching.planning import CostModel, ParallelDims
+from mcore_batching.planning import CostModel
 from mcore_batching.planning.plans.records import read_records
 
 CAP = 96
@@ -61,10 +61,9 @@ def learn(dims: dict[str, int], name: str) -> list[dict[str, Any]]:
 
     The first step of every rank takes 50 times as long, as if it compiled.
     """
-    shape = ParallelDims(**dims)
-    model = quick_model(shape, 2 * CAP)
+    model = quick_model(dims, 2 * CAP)
     args = arguments(
-        shape,
+        dims,
         max_tokens_per_gpu=CAP,
         dynamic_batch_context_parallel=2,
         dynamic_batch_cost_model="auto",
@@ -82,7 +81,7 @@ def learn(dims: dict[str, int], name: str) -> list[dict[str, Any]]:
         seconds = []
         for nodes, size in zip(map(schedule.nodes, schedule.steps[0], sizes), sizes, strict=True):
             row = [end - start for start, end in pairwise(nodes.offsets)][: len(nodes.paths)]
-            units = costs.on_ranks(size).micro_batch(row) / shape.virtual_pipeline
+            units = costs.on_ranks(size).micro_batch(row) / dims.virtual_pipeline
             slower = (1 if step else 50) * (10 if size > 1 else 1)
             seconds.append(slower * SECONDS_PER_UNIT * units)
 

@@ -71,7 +71,7 @@ def trained(launcher: Path, script: str, folder: Path, *words: str) -> dict[str,
     folder.mkdir()
     saved = ("--save", str(folder), "--save-interval", "3", "--ckpt-format", "torch")
     words = (str(REPOSITORY / script), *COMMON, *steps(3), *words, *saved)
-    done = launch("kit.script", "1", str(launcher), *words, nproc=1, folder=folder)
+    done = launch("kit.ranks", "1", str(launcher), *words, nproc=1, folder=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     path = folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
     state: dict[str, Any] = torch.load(path, weights_only=False)

@@ -32,7 +32,7 @@ def run_grpo(nproc, *flags):
     with tempfile.TemporaryDirectory() as folder:
         # Without an agent's and each rank's own imports; quickstart.sh has torchrun.
         return launch(
-            *("kit.script", str(nproc), script, *flags),
+            *("kit.ranks", str(nproc), script, *flags),
             nproc=ON_THE_CPU,
             folder=Path(folder),
             seconds=SECONDS,

@@ -30,8 +30,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch.distributed import distributed_c10d
 
-from kit.groups import abandon_groups
 from kit.model import transformer_config
+from kit.worker import abandon_groups
 from mcore_batching.megatron import cpu_emulation
 from mcore_batching.planning import ParallelDims
 
@@ -175,14 +175,14 @@ def blocking_p2p(seconds: float = 20.0) -> Iterator[None]:
         device.synchronize()
 
 
-def neighbours_send_first(dims: dict[str, Any], blocking: bool) -> None:
+def neighbours_send_first(dims: ParallelDims, blocking: bool) -> None:
     """Four stages in pairs, of which both post what they send before what they receive: a deadlock
     on GPUs, which hangs under `blocking_p2p` and passes on plain gloo.
 
     With fixed shapes and overlapped communication: for each pair of neighbours one stream, on which
     each of the two would first have to send.
     """
-    settings = pipeline_config(ParallelDims(**dims))
+    settings = pipeline_config(dims)
     settings |= {"variable_seq_lengths": False, "batch_p2p_comm": False}
     config = transformer_config("dense", **settings)
     neighbours = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config)

@@ -15,12 +15,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from kit.exactness import arguments, log_probs_of
-from kit.model import adam, named_parameters, seeded_model
+from kit.model import adam, named_parameters, small_model
 from kit.objective import packed_objective
 from kit.samples import VOCABULARY, make_samples, share, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
@@ -39,17 +38,11 @@ Function = Callable[..., Any]
 TABLES = Path(__file__).resolve().parents[1] / "FAULTS.md"
 
 
-def small_model(dims: dict[str, Any], kind: str = "dense", **settings: Any) -> list[Any]:
-    """The test model in Megatron's data-parallel wrapper."""
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    return seeded_model(ParallelDims(**dims), kind, ddp, **settings)
-
-
-def my_samples(dims: dict[str, Any], spread: str = "uneven") -> dict[str, list[Any]]:
+def my_samples(dims: ParallelDims, spread: str = "uneven") -> dict[str, list[Any]]:
     """The samples of this rank's replica."""
     samples = make_samples()
-    ranks = dims.get("data_parallel", 1)
-    return take(samples, share(samples, spread, parallel_state.get_data_parallel_rank(), ranks))
+    rank = parallel_state.get_data_parallel_rank()
+    return take(samples, share(samples, spread, rank, dims.data_parallel))
 
 
 class Calls:
@@ -57,12 +50,12 @@ class Calls:
 
     def __init__(
         self,
-        dims: dict[str, Any],
+        dims: ParallelDims,
         spread: str = "uneven",
         model: dict[str, Any] | None = None,
         **planner: Any,
     ) -> None:
-        self.dims, self.planner, self.made_of = ParallelDims(**dims), planner, dims
+        self.dims, self.planner = dims, planner
         self.model = small_model(dims, **(model or {}))
         self.args = arguments(self.dims, **planner)
         self.data: Any = my_samples(dims, spread)

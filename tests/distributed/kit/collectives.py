@@ -77,14 +77,14 @@ def counted() -> Iterator[dict[str, int]]:
         yield counts
 
 
-def phases_make_the_collectives_that_are_listed(dims: dict[str, Any]) -> None:
+def phases_make_the_collectives_that_are_listed(dims: ParallelDims) -> None:
     """In the second of two rounds."""
-    calls, shape = Calls(dims), ParallelDims(**dims)
-    staying = arguments(shape, dynamic_batch_exchange=False)
-    stock = arguments(shape, padded_vocab_size=VOCABULARY)
-    learning = arguments(shape, padded_vocab_size=VOCABULARY, dynamic_batch_cost_model="auto")
+    calls = Calls(dims)
+    staying = arguments(dims, dynamic_batch_exchange=False)
+    stock = arguments(dims, padded_vocab_size=VOCABULARY)
+    learning = arguments(dims, padded_vocab_size=VOCABULARY, dynamic_batch_cost_model="auto")
     model, data = calls.model, calls.data
-    on_one = data if dist.get_rank() < shape.data_parallel else None
+    on_one = data if dist.get_rank() < dims.data_parallel else None
     phases: dict[str, dict[str, int]] = {}
     for _ in range(2):  # the first makes process groups
         with counted() as phases["plan"]:

@@ -16,17 +16,17 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config, unwrap_model
 
-from kit.calls import Calls, Function, f_with, loss_with, read_faults, small_model
+from kit.calls import Calls, Function, f_with, loss_with, read_faults
 from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
 from kit.hooking import Listed, listed_forward_only, listed_iterators
-from kit.model import named_parameters
+from kit.model import named_parameters, small_model
 from kit.objective import packed_objective
 from mcore_batching.batch import DEFAULT_SCHEMA
 from mcore_batching.integrations.slime import trainer
 from mcore_batching.megatron import add_fields, response_log_probs
 from mcore_batching.megatron.plan import Planner
 from mcore_batching.megatron.schedule import MicroBatchSchedule
-from mcore_batching.planning import plan_step
+from mcore_batching.planning import ParallelDims, plan_step
 from mcore_batching.planning.worker import PlanRequest, serialize
 
 SHARED = {"dynamic_batch_context_parallel": 2}
@@ -78,7 +78,7 @@ def by_lengths(logits: torch.Tensor, total_lengths: Any) -> Any:
 
 def forward_of_another(calls: Calls, mask: AttnMaskType = AttnMaskType.causal) -> Any:
     """A pass of another model than it was planned with, whose first layer has this mask."""
-    model = small_model(calls.made_of)
+    model = small_model(calls.dims)
     unwrap_model(model[0]).decoder.layers[0].self_attention.attn_mask_type = mask
     return calls.forward(model=model)
 
@@ -166,7 +166,7 @@ def table_of(layout: str) -> list[Any]:
     return [fault for fault in FAULTS if layout in fault.layouts]
 
 
-def faults(dims: dict[str, Any], layout: str) -> dict[str, Any]:
+def faults(dims: ParallelDims, layout: str) -> dict[str, Any]:
     """What this rank raises for each fault of a layout; what a right step then comes to."""
     calls = Calls(dims, **LAYOUTS[layout][1])
     before = {name: p.detach().clone() for name, p in named_parameters(calls.model)}

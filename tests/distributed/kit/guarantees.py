@@ -23,12 +23,12 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.utils import get_model_config, unwrap_model
 
-from kit.calls import Calls, loss_with, my_samples, small_model
+from kit.calls import Calls, loss_with, my_samples
 from kit.exactness import arguments, log_probs_by_lengths, log_probs_of
-from kit.groups import keep_data_parallel_group, remake_groups
-from kit.model import named_parameters, quick_model
+from kit.model import named_parameters, quick_model, small_model
 from kit.objective import packed_objective
 from kit.samples import take
+from kit.worker import keep_data_parallel_group, remake_groups
 from kit.workers import is_planning_rank
 from mcore_batching.flags import DEFAULT_TIMEOUT_SECONDS
 from mcore_batching.megatron import (
@@ -85,15 +85,15 @@ def printed(*calls: Callable[[], Any]) -> str:
     return said.getvalue()
 
 
-def replicas_begin_alike(dims: dict[str, Any]) -> None:
+def replicas_begin_alike(dims: ParallelDims) -> None:
     """Ranks with random numbers of their own get the same weights."""
     torch.manual_seed(dist.get_rank())
-    model = quick_model(ParallelDims(**dims), 8)
+    model = quick_model(dims, 8)
     sums = [float(weight.double().sum()) for _, weight in named_parameters(model)]
     assert on_all_ranks(sums) == [sums] * dist.get_world_size()
 
 
-def later_steps(dims: dict[str, Any]) -> None:
+def later_steps(dims: ParallelDims) -> None:
     """Rollouts of three steps, of which the later ones are planned while earlier ones run.
 
     Nothing is left behind by those that nobody trains on, nor by one that cannot be planned on.
@@ -161,10 +161,10 @@ def later_steps(dims: dict[str, Any]) -> None:
     assert plan_of(rollout()) == at_first
 
 
-def found_by_lengths(dims: dict[str, Any], pad_each_to: int) -> None:
+def found_by_lengths(dims: ParallelDims, pad_each_to: int) -> None:
     """slime's functions step through the logits by lengths: padded samples would shift them."""
     calls = Calls(dims, dynamic_batch_pad_each_to=pad_each_to)
-    if "context_parallel" in dims:
+    if dims.context_parallel > 1:
         with pytest.raises(ValueError, match="let it take micro_batch"):
             calls.forward(log_probs_by_lengths)
         return
@@ -174,7 +174,7 @@ def found_by_lengths(dims: dict[str, Any], pad_each_to: int) -> None:
     assert max(float((a - b).abs().max()) for a, b in pairs if a.numel()) < 1e-5
 
 
-def slime_style(dims: dict[str, Any]) -> None:
+def slime_style(dims: ParallelDims) -> None:
     """A function with slime's keywords, which returns a pair, runs; and so does `get_next`."""
     calls = Calls(dims, "empty")
 
@@ -208,7 +208,7 @@ def slime_style(dims: dict[str, Any]) -> None:
         assert len(drawn["tokens"]) == max(1, len(indices))
 
 
-def router_counts_real_tokens(dims: dict[str, Any], kind: str, per_rank: int) -> None:
+def router_counts_real_tokens(dims: ParallelDims, kind: str, per_rank: int) -> None:
     """The mask has a broadcast bug upstream; padding and placeholders must not move the bias.
 
     Only the first stage of a GPTModel scatters the mask over tensor-parallel ranks by itself.
@@ -227,14 +227,14 @@ def router_counts_real_tokens(dims: dict[str, Any], kind: str, per_rank: int) ->
     calls.train()
     tensor_parallel = parallel_state.get_tensor_model_parallel_rank()
     place = dist.get_rank() - tensor_parallel
-    sharing = on_all_ranks(counted)[place : place + dims.get("tensor_parallel", 1)]
+    sharing = on_all_ranks(counted)[place : place + dims.tensor_parallel]
     together = [sum(each) for each in zip(*sharing, strict=True)]
     assert together == [2 * sum(calls.data["total_lengths"])] * per_rank
-    if dims.get("data_parallel", 1) > 1 and is_last_rank():
+    if dims.data_parallel > 1 and is_last_rank():
         assert not any(together)
 
 
-def padding_moves_nothing(dims: dict[str, Any]) -> None:
+def padding_moves_nothing(dims: ParallelDims) -> None:
     """Padding samples that all ranks have alone, or one, move no weights by the momentum that is
     left, and no router's bias."""
     calls = Calls(dims, model=EXPERT_BIAS | {"kind": "moe"})
@@ -258,19 +258,18 @@ def padding_moves_nothing(dims: dict[str, Any]) -> None:
     assert sum(not torch.equal(a, b) for a, b in zip(state(), before, strict=True)) > 10
 
 
-def groups_made_anew(dims: dict[str, Any]) -> None:
+def groups_made_anew(dims: ParallelDims) -> None:
     """As slime does where it offloads a model: ranks agree and watch over the present groups, and
     the job goes on, twice. What one rank says of a failure before concerns nobody after; a new job
     knows nothing of the former."""
-    shape = ParallelDims(**dims)
     keep_data_parallel_group()
     first: list[torch.Tensor] = []
     ended: list[Any] = []
     for number in range(3):
         if number:
-            remake_groups(shape, number)
+            remake_groups(dims, number)
         model = small_model(dims)
-        args = arguments(shape, dynamic_batch_exchange=False)  # as in slime
+        args = arguments(dims, dynamic_batch_exchange=False)  # as in slime
         iterators, counts = get_data_iterator(args, model, my_samples(dims))
         found = forward_only(log_probs_of, args, model, iterators, counts)["log_probs"]
         first = first or found
@@ -304,7 +303,7 @@ def _is_said_again(args: Any, model: Any) -> bool:
     return "over the cap of 8" in printed(lambda: get_data_iterator(tight, model, data))
 
 
-def freed_outputs_arrive_whole(dims: dict[str, Any]) -> None:
+def freed_outputs_arrive_whole(dims: ParallelDims) -> None:
     """The sender frees a message before the receiver is ready, as the interleaved schedule does.
 
     Of 20 such messages gloo delivers 19 wrong, if it reads the freed memory.
@@ -331,7 +330,7 @@ def freed_outputs_arrive_whole(dims: dict[str, Any]) -> None:
         dist.barrier()
 
 
-def groups_have_the_jobs_time_out(dims: dict[str, Any]) -> None:
+def groups_have_the_jobs_time_out(dims: ParallelDims) -> None:
     """Seconds after which collectives give up; Megatron's own default is half an hour."""
     for group in (
         dist.group.WORLD,
@@ -343,7 +342,7 @@ def groups_have_the_jobs_time_out(dims: dict[str, Any]) -> None:
         assert backend.options._timeout.total_seconds() == 60
 
 
-def names_of_outputs_and_metrics(dims: dict[str, Any]) -> None:
+def names_of_outputs_and_metrics(dims: ParallelDims) -> None:
     """Outputs of placeholders have the names of all others; metrics go by name, not by place."""
     # One replica has placeholders alone.
     calls = Calls(dims, "empty", dynamic_batch_exchange=False)
@@ -370,35 +369,35 @@ def names_of_outputs_and_metrics(dims: dict[str, Any]) -> None:
     assert calls.train(turned).metrics == pytest.approx(expected)
 
 
-def wrong_time_outs_are_named(dims: dict[str, Any]) -> None:
+def wrong_time_outs_are_named(dims: ParallelDims) -> None:
     """Before there is anything by which ranks agree; of the watches made for it one is left."""
     model, data, last = small_model(dims), my_samples(dims), dist.get_world_size() - 1
     for given in (0, -1, float("nan"), float("inf"), "soon"):
         for at_fault in ((last,), range(last + 1)):
-            # What one at fault meets the others with: `kit.groups` tells groups by their options.
+            # What one at fault meets the others with: `kit.worker` tells groups by their options.
             seconds = given if dist.get_rank() in at_fault else DEFAULT_TIMEOUT_SECONDS
-            args = arguments(ParallelDims(**dims), dynamic_batch_consensus_timeout_seconds=seconds)
+            args = arguments(dims, dynamic_batch_consensus_timeout_seconds=seconds)
             said = error_of(lambda args=args: get_data_iterator(args, model, data))
             alike = "DynamicBatchArgumentError" if len(at_fault) == 2 else "PlanningFailedError"
             assert said.startswith(alike)
             text = "--dynamic-batch-consensus-timeout-seconds must be a number of seconds from 1 to"
             assert text in said
             assert f"got {given}" in said.replace("'", "")
-    get_data_iterator(arguments(ParallelDims(**dims)), model, data)
+    get_data_iterator(arguments(dims), model, data)
     assert [each.name for each in threading.enumerate()].count("failure watch") == 1
 
 
-def model_is_refused(dims: dict[str, Any], text: str, **settings: Any) -> None:
+def model_is_refused(dims: ParallelDims, text: str, **settings: Any) -> None:
     """Planning refuses a model of a kind by this text; "": it does not."""
-    args, model = arguments(ParallelDims(**dims)), small_model(dims, **settings)
+    args, model = arguments(dims), small_model(dims, **settings)
     said = error_of(lambda: get_data_iterator(args, model, my_samples(dims)))
     assert text in said
     assert bool(said) == bool(text), said
 
 
-def over_the_cap_is_said_once(dims: dict[str, Any], row: int, needed: int, **planner: Any) -> None:
+def over_the_cap_is_said_once(dims: ParallelDims, row: int, needed: int, **planner: Any) -> None:
     """By one rank, with the longest sample, the cap of a row, and that under which it would fit."""
-    given = arguments(ParallelDims(**dims), **planner), small_model(dims), my_samples(dims)
+    given = arguments(dims, **planner), small_model(dims), my_samples(dims)
     *others, last = on_all_ranks(printed(*[lambda: get_data_iterator(*given)] * 2))
     assert {*others} == {""}
     assert last.count("\n") == 1
@@ -407,7 +406,7 @@ def over_the_cap_is_said_once(dims: dict[str, Any], row: int, needed: int, **pla
     assert f"--max-tokens-per-gpu {needed} would hold it" in last
 
 
-def averaged_loss_is_told(dims: dict[str, Any]) -> None:
+def averaged_loss_is_told(dims: ParallelDims) -> None:
     """A mean over each micro-batch is some times too large; warned of on the rank with several."""
     calls = Calls(dims, "fewer")
 

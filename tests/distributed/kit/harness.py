@@ -30,7 +30,7 @@ from kit.patience import is_up
 REPOSITORY = Path(__file__).resolve().parents[3]
 JOB_SECONDS = 90.0
 START_SECONDS = 120.0
-MODULES = ("kit.worker", "kit.forked", "kit.script")
+MODULES = ("kit.worker", "kit.ranks")
 """That a server has imported; others bring one of their own."""
 
 
@@ -45,7 +45,6 @@ class Job:
         dims: arguments of `ParallelDims`; None: Megatron's groups are not set up.
         parameters: keyword arguments, JSON values.
         seconds: time after which the job counts as hanging.
-        agent: False: rank 0 hosts the store and has the fault (`kit.forked` alone).
     """
 
     name: str
@@ -54,17 +53,20 @@ class Job:
     dims: dict[str, Any] | None = None
     parameters: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = JOB_SECONDS
-    agent: bool = True
 
     @classmethod
     def of(cls, name: str, function: str, dims: dict[str, Any], /, **parameters: Any) -> Job:
         """A job of every rank of a layout, whose function gets ``dims`` as well."""
-        sizes = ("data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel")
-        nproc = math.prod(dims.get(size, 1) for size in sizes)
-        return cls(name, function, nproc, dims, {"dims": dims, **parameters})
+        return cls(name, function, processes_of(dims), dims, {"dims": dims, **parameters})
 
     def __str__(self) -> str:
         return self.name
+
+
+def processes_of(dims: dict[str, Any]) -> int:
+    """As many as these arguments of `ParallelDims` need."""
+    sizes = ("data_parallel", "pipeline_parallel", "context_parallel", "tensor_parallel")
+    return math.prod(dims.get(size, 1) for size in sizes)
 
 
 class JobFailedError(AssertionError):

@@ -18,9 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from kit.calls import Calls, small_model
+from kit.calls import Calls
 from kit.exactness import arguments, difference, log_probs_by_lengths
 from kit.guarantees import error_of, is_last_rank, on_all_ranks
+from kit.model import small_model
 from kit.samples import make_samples, take
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind, SchemaError
 from mcore_batching.integrations import skyrl
@@ -112,7 +113,7 @@ listed_forward_only = functools.partial(trainer.forward_only, _own_forward_only)
 """The same with `mcore_batching.hook`."""
 
 
-def slime_plans_where_it_trains(dims: dict[str, Any], spread: str = "uneven") -> None:
+def slime_plans_where_it_trains(dims: ParallelDims, spread: str = "uneven") -> None:
     """Each rank's own samples under the cap, as many micro-batches on all, drawn as they are by
     then; log-probs are the engine's."""
     calls = Calls(dims, spread)
@@ -161,10 +162,10 @@ def slime_plans_where_it_trains(dims: dict[str, Any], spread: str = "uneven") ->
             assert difference(ours, theirs) < LOG_PROBS
 
 
-def framework_shows_model(dims: dict[str, Any]) -> None:
+def framework_shows_model(dims: ParallelDims) -> None:
     """A model that a framework shows on one stage, and that overlaps communication on the last, is
     refused on all; a right one is its own matter, with its own plan and the manager's."""
-    args = arguments(ParallelDims(**dims), use_dynamic_batch_size=True)
+    args = arguments(dims, use_dynamic_batch_size=True)
     its_own = mock.Mock(return_value=([], []))
     hooked = functools.partial(trainer.miles_iterators, DEFAULT_SCHEMA, its_own)
     model = small_model(dims)
@@ -184,7 +185,7 @@ def framework_shows_model(dims: dict[str, Any]) -> None:
         assert "unset --tp-comm-overlap" in said
 
 
-def _overlapping_on_the_last(dims: dict[str, Any]) -> list[Any]:
+def _overlapping_on_the_last(dims: ParallelDims) -> list[Any]:
     model = small_model(dims)
     get_model_config(model[0]).tp_comm_overlap = is_last_rank()
     return model
@@ -219,9 +220,9 @@ class _Framework:
         return data._microbatches
 
 
-def framework_holds_model(dims: dict[str, Any]) -> None:
+def framework_holds_model(dims: ParallelDims) -> None:
     """The model of verl and SkyRL is packed by the rule, or refused on all stages."""
-    problem = Problem.of(_LENGTHS, ParallelDims(**dims), PlannerConfig(max_tokens_per_gpu=_CAP))
+    problem = Problem.of(_LENGTHS, dims, PlannerConfig(max_tokens_per_gpu=_CAP))
     packed = pack_local(problem)
     plan = [list(row) for row in fill_local(problem, packed, least_count(problem, packed))]
     for call in (_Framework.verl, _Framework.skyrl):

@@ -17,7 +17,7 @@ from torch import Tensor
 from kit.calls import my_samples
 from kit.exactness import arguments, difference, no_optimizer
 from kit.guarantees import equal, on_all_ranks
-from kit.model import ADAM, adam, named_parameters, seeded_model
+from kit.model import ADAM, adam, named_parameters, small_model
 from kit.objective import packed_objective
 from kit.packing import pack
 from kit.samples import VOCABULARY, make_samples, take
@@ -48,7 +48,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def nonfinite_loss(dims: dict[str, Any], fault: str, overlap: bool) -> None:
+def nonfinite_loss(dims: ParallelDims, fault: str, overlap: bool) -> None:
     """Where a loss or gradient of one rank is not finite, a step raises on all ranks or, where that
     is set, is skipped on all.
 
@@ -58,13 +58,13 @@ def nonfinite_loss(dims: dict[str, Any], fault: str, overlap: bool) -> None:
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, check_for_nan_in_grad=True, overlap_grad_reduce=overlap
     )
-    model = seeded_model(ParallelDims(**dims), "dense", ddp)
+    model = small_model(dims, "dense", ddp)
     before = [p.detach().clone() for _, p in named_parameters(model)]
     optimizer = adam(model, distributed=False)
 
     def step(fault: str = "", **flags: Any) -> Any:
         """Changed in the second micro-batch of the last rank but one."""
-        args, slots = arguments(ParallelDims(**dims), **flags), iter(range(1000))
+        args, slots = arguments(dims, **flags), iter(range(1000))
         samples = my_samples(dims)
         if fault == "field" and parallel_state.get_data_parallel_rank() == 0:
             first = int((samples["loss_masks"][2] == 0).nonzero()[0])
@@ -109,13 +109,12 @@ def nonfinite_loss(dims: dict[str, Any], fault: str, overlap: bool) -> None:
     assert 0 < done.grad_norm < math.inf
 
 
-def loss_scaling(dims: dict[str, Any]) -> None:
+def loss_scaling(dims: ParallelDims) -> None:
     """Steps in float16 past its range are skipped, as Megatron means it, until the scaler has come
     down. Norms of the same gradients are the same under optimizers of other scales."""
     settings = {"fp16": True, "params_dtype": torch.float16, "pipeline_dtype": torch.float16}
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = seeded_model(ParallelDims(**dims), "dense", ddp, **settings)
-    args = arguments(ParallelDims(**dims))
+    model = small_model(dims, **settings)
+    args = arguments(dims)
     planned = get_data_iterator(args, model, my_samples(dims))
 
     def optimizer_of(scale: float, **changes: float) -> Any:
@@ -147,12 +146,12 @@ def loss_scaling(dims: dict[str, Any]) -> None:
     assert one == pytest.approx(other, rel=0.01)
 
 
-def memory_is_shared(dims: dict[str, Any]) -> None:
+def memory_is_shared(dims: ParallelDims) -> None:
     """The gradient is written over logits that nobody else reads, and over no others; with another
     reader it is an error, not a wrong gradient."""
     chosen = [0, 1, 2, 4, 5, 9, 11]  # responses of none, one and all tokens among them
     row = pack(take(make_samples(), chosen), sample_indices=tuple(chosen))
-    size = VOCABULARY // dims.get("tensor_parallel", 1)
+    size = VOCABULARY // dims.tensor_parallel
     logits = 4 * torch.randn(1, row.tokens.numel(), size, device=row.tokens.device)
 
     def loss(given: Tensor, **options: Any) -> Tensor:
@@ -192,11 +191,10 @@ def memory_is_shared(dims: dict[str, Any]) -> None:
         (loss(given) + squared).backward()
 
 
-def constants_fire_every_hook(dims: dict[str, Any]) -> None:
+def constants_fire_every_hook(dims: ParallelDims) -> None:
     """Gradients of all parameters, under a fused output layer too, of a loss without any."""
-    shape = ParallelDims(**dims)
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
-    model = seeded_model(shape, "dense", ddp)
+    model = small_model(dims, "dense", ddp)
     touched: set[str] = set()
     for name, parameter in model[0].named_parameters():
         parameter.register_hook(lambda grad, name=name: touched.add(name))
@@ -206,7 +204,7 @@ def constants_fire_every_hook(dims: dict[str, Any]) -> None:
 
     for fused in (False, True):
         touched.clear()
-        args = arguments(shape, dynamic_batch_fuse_output_layer=fused)
+        args = arguments(dims, dynamic_batch_fuse_output_layer=fused)
         planned = get_data_iterator(args, model, make_samples())
         train_step(constant, args, model, *planned, no_optimizer())
         assert touched == {name for name, _ in model[0].named_parameters()}

@@ -8,19 +8,13 @@ from typing import Any
 
 import bootstrap
 import torch
-from bootstrap import (
-    build_model,
-    pipeline_config,
-)
+from bootstrap import build_model, pipeline_config
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import (
-    MLATransformerConfig,
-    TransformerConfig,
-)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -142,11 +136,14 @@ def layer_spec(kind: str, attention_layer: ModuleSpec, config: TransformerConfig
     return with_mamba(attention_layer, config)
 
 
-def seeded_model(
-    dims: ParallelDims, kind: str, ddp: DistributedDataParallelConfig, **settings: Any
+def small_model(
+    dims: ParallelDims,
+    kind: str = "dense",
+    ddp: DistributedDataParallelConfig | None = None,
+    **settings: Any,
 ) -> list[Any]:
-    """This rank's chunks, with the same random weights each time: tensor-parallel ranks have parts
-    of the same ones, pipeline stages start from the same seed."""
+    """This rank's chunks in the data-parallel wrapper, with the same random weights each time:
+    tensor-parallel ranks have parts of the same ones, stages start from the same seed."""
     torch.manual_seed(22)
     config = transformer_config(kind, **pipeline_config(dims) | settings)
     # Of one stage: a hybrid model's pattern is not cut.

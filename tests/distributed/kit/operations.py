@@ -33,14 +33,13 @@ Operation = list[Any]
 """``["F" or "B", model chunk, slot, start, end]``, seconds on a clock that all ranks read."""
 
 
-def operations(dims: dict[str, Any], steps: list[tuple[int, bool]]) -> list[list[Operation]]:
+def operations(dims: ParallelDims, steps: list[tuple[int, bool]]) -> list[list[Operation]]:
     """The passes of this rank in the order in which Megatron's own schedule ran them, of steps of
     so many micro-batches, True: without a backward pass."""
-    shape = ParallelDims(**dims)
-    model = quick_model(shape, 64)
+    model = quick_model(dims, 64)
     optimizer = adam(model, distributed=False)
     args = arguments(
-        shape,
+        dims,
         dynamic_batch_max_samples_per_row=1,
         dynamic_batch_packing="first-fit",
         dynamic_batch_fill="placeholder",
@@ -61,7 +60,7 @@ def operations(dims: dict[str, Any], steps: list[tuple[int, bool]]) -> list[list
 
 
 def asleep(
-    dims: dict[str, Any], seconds_per_unit: float, repeats: int = 1, **flags: Any
+    dims: ParallelDims, seconds_per_unit: float, repeats: int = 1, **flags: Any
 ) -> dict[str, dict[str, Any]]:
     """Training steps of the same samples, planned with every row on one rank, and with dynamic CP.
 
@@ -74,17 +73,16 @@ def asleep(
         of the step (``predicted``), and whether the schedule ``waits_for_sends``; of every timed
         step ``passes`` (what ran, its start and its end, on a clock that all ranks read).
     """
-    shape = ParallelDims(**dims)
-    model = quick_model(shape, 2 * max(LENGTHS))
+    model = quick_model(dims, 2 * max(LENGTHS))
     optimizer = adam(model, distributed=False)
     rank = parallel_state.get_data_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    data = rollout_of([(length, 1) for length in LENGTHS[rank :: shape.data_parallel]])
+    data = rollout_of([(length, 1) for length in LENGTHS[rank :: dims.data_parallel]])
     found = {}
     flags["max_tokens_per_gpu"] = 2 * max(LENGTHS)
-    shared = {"dynamic_batch_context_parallel": shape.data_parallel}
+    shared = {"dynamic_batch_context_parallel": dims.data_parallel}
     for name, own_flags in {"one rank": {}, "dynamic CP": shared}.items():
-        args = arguments(shape, **flags, **own_flags)
+        args = arguments(dims, **flags, **own_flags)
         iterators, counts = get_data_iterator(args, model, data, cost_model=COSTS)
         schedule = schedule_of(iterators)
         ranks = step_passes(*schedule.step_plan(0))

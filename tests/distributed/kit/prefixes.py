@@ -9,13 +9,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from kit.calls import Calls, small_model
+from kit.calls import Calls
 from kit.guarantees import error_of, on_all_ranks, printed
+from kit.model import small_model
 from kit.samples import VOCABULARY
 from mcore_batching.batch import DEFAULT_SCHEMA, Kind
 from mcore_batching.megatron import add_fields, response_log_probs, schedule_of
 from mcore_batching.megatron.job import job_of
-from mcore_batching.planning import step_statistics
+from mcore_batching.planning import ParallelDims, step_statistics
 
 TOTALS = [4, 9, 15, 24]
 """Turns of each trajectory, in tokens."""
@@ -52,7 +53,7 @@ def turns() -> dict[str, list[Any]]:
     }
 
 
-def said_and_reported(dims: dict[str, Any]) -> None:
+def said_and_reported(dims: ParallelDims) -> None:
     """What planning prints, and what plans, learnt costs and errors have of samples and trees."""
     # A row holds two trajectories.
     flags = {"max_tokens_per_gpu": 2 * TOTALS[-1], "dynamic_batch_share_prefixes": True}

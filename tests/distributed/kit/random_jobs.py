@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from kit.blocking_p2p import blocking_p2p
-from kit.groups import release_groups
 from kit.model import ROUTING
 from kit.random_comparison import Comparison
 from kit.random_reference import RandomReference
 from kit.random_run import RandomRun, Samples
 from kit.samples import ALLOWED, VOCABULARY, multimodal_positions, rollout_of
 from kit.shared_rows import mixed_sizes
+from kit.worker import release_groups
 from kit.workers import FAULTS, is_planning_rank, worker_with
 from mcore_batching.megatron import CollectiveError, PipelineFailedError, compat, cpu_emulation
 from mcore_batching.planning import MCoreBatchingError, ParallelDims

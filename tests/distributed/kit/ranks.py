@@ -1,6 +1,6 @@
-"""The ranks of a job, forked off a process that has imported torch and Megatron for all of them.
+"""Ranks forked off a process that has imported torch and Megatron for all of them.
 
-Importing takes longer than most jobs.
+Importing takes longer than most jobs. `main` runs a script on such ranks, as torchrun would.
 """
 
 from __future__ import annotations
@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import runpy
 import signal
 import socket
+import sys
 import time
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -87,3 +90,14 @@ def _store() -> tuple[int, int]:
     port = int(os.read(reading, 16))
     os.close(reading)
     return pid, port
+
+
+def main() -> None:
+    """Run the script of the second argument on as many ranks as the first one says."""
+    nproc, script, *words = sys.argv[1:]
+    fork = fork_ranks(int(nproc))
+    if fork.rank is None:
+        sys.exit(fork.first_failure())
+    sys.argv = [script, *words]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")

@@ -14,9 +14,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import unwrap_model
 
 from kit import exactness
-from kit.calls import Calls, small_model
+from kit.calls import Calls
 from kit.cpu_kernels import stand_in_for_kernels
 from kit.guarantees import on_all_ranks
+from kit.model import small_model
 from kit.samples import take
 from kit.stand_ins import stood_in
 from mcore_batching.batch import token_mean
@@ -38,7 +39,7 @@ SIZES = {
 slot, and differ within one. As many slots as PP2 x VPP2 takes."""
 
 
-def silent_placeholders(dims: dict[str, Any]) -> None:
+def silent_placeholders(dims: ParallelDims) -> None:
     """Ranks of a replica run rows of their own, so that they need not ask for the same log-probs:
     the loss of one short sample asks for nothing in placeholders."""
     calls = Calls(dims, dynamic_batch_context_parallel=2)
@@ -58,7 +59,7 @@ def silent_placeholders(dims: dict[str, Any]) -> None:
     assert first == second
 
 
-def refused_models(dims: dict[str, Any]) -> None:
+def refused_models(dims: ParallelDims) -> None:
     """Models whose layers do not follow a row's own group are refused, each by what it has."""
 
     class OwnAttention(SelfAttention):  # type: ignore[misc]
@@ -70,7 +71,7 @@ def refused_models(dims: dict[str, Any]) -> None:
     mixer = object.__new__(MambaMixer)
     torch.nn.Module.__init__(mixer)
     attention, core = "self_attention, a SelfAttention", torch.nn.Identity()
-    args = exactness.arguments(ParallelDims(**dims), dynamic_batch_context_parallel=1)
+    args = exactness.arguments(dims, dynamic_batch_context_parallel=1)
     for module, name, value, text in (
         ("", "position_embedding_type", "mrope", "position embeddings mrope slice by a fixed"),
         ("1.self_attention", "core_attention", core, f"layers.1.{attention} with Identity, is not"),

@@ -25,13 +25,13 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
 import mcore_batching
 from kit.exactness import difference
 from kit.harness import Job
-from kit.model import named_parameters, seeded_model
+from kit.model import named_parameters, small_model
 from kit.samples import make_samples, take
 from kit.stand_ins import StandIns, forget
 from mcore_batching.integrations.slime import hook_schedule
@@ -98,7 +98,7 @@ def check_equal(job: Job, ranks: list[dict[str, Any]]) -> None:
 
 
 def compare(
-    dims: dict[str, Any],
+    dims: ParallelDims,
     of: str,
     source: str,
     per_token_loss: bool,
@@ -113,16 +113,15 @@ def compare(
         largest relative differences of ``log_probs`` and ``gradients``, both reported losses, and
         the hooked ``counts`` and ``placeholders`` over all ranks.
     """
-    shape = ParallelDims(**dims)
     torch.compiler.set_stance("force_eager")
     forget("slime", "miles")  # another job may have imported those of another checkout
     if STAND_INS not in sys.meta_path:
         sys.meta_path.append(STAND_INS)
     sys.path.insert(0, source)
     importlib.invalidate_caches()
-    args = arguments(of, shape, per_token_loss, advantage_estimator)
+    args = arguments(of, dims, per_token_loss, advantage_estimator)
     modules = _modules_of_miles() if of == "miles" else _modules_of_slime(of)
-    own = _step(modules, args, shape)
+    own = _step(modules, args, dims)
     args = copy.copy(args)
     args.use_dynamic_batch_size = True
     planned: Any = contextlib.nullcontext()
@@ -131,7 +130,7 @@ def compare(
     assert planned is not None
     with planned, mcore_batching.hook(modules.data, modules.model) as hooked:
         assert len(hooked.hooked) == 2, hooked
-        ours = _step(modules, args, shape)
+        ours = _step(modules, args, dims)
     replaced = [modules.model.forward_only, modules.data.get_data_iterator]
     replaced += [modules.plan.build_dp_schedule] if modules.plan else []
     assert not any(hasattr(each, "_mcore_batching_original") for each in replaced)
@@ -197,10 +196,10 @@ def _modules_of_miles() -> SimpleNamespace:
     return miles
 
 
-def _step(modules: SimpleNamespace, args: Any, shape: ParallelDims) -> dict[str, Any]:
+def _step(modules: SimpleNamespace, args: Any, dims: ParallelDims) -> dict[str, Any]:
     """What one of the framework's training steps gave, log-probs by the sample."""
     samples = take(make_samples(), SAMPLES)
-    part, plan, sizes = (_planned if modules.plan else _dealt)(modules, args, shape, samples)
+    part, plan, sizes = (_planned if modules.plan else _dealt)(modules, args, dims, samples)
     rollout = take({k: v for k, v in samples.items() if k != "advantages"}, part)
     # Of what slime keeps by tokens of the rank, the context-parallel rank's part.
     lengths = list(zip(rollout["total_lengths"], rollout["response_lengths"], strict=True))
@@ -210,9 +209,8 @@ def _step(modules: SimpleNamespace, args: Any, shape: ParallelDims) -> dict[str,
     # slime has values of the whole batch among those of this rank's samples.
     rollout |= plan | {"raw_reward": [0.0] * (len(SAMPLES) + 3)}
 
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     per_token = args.calculate_per_token_loss
-    chunks = seeded_model(shape, "dense", ddp, calculate_per_token_loss=per_token)
+    chunks = small_model(dims, calculate_per_token_loss=per_token)
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads
     config.variable_seq_lengths = True  # slime's arguments say so
@@ -250,9 +248,9 @@ Dealt = tuple[list[int], dict[str, Any], tuple[Any, ...]]
 steps."""
 
 
-def _dealt(modules: Any, args: Any, shape: ParallelDims, samples: dict[str, Any]) -> Dealt:
+def _dealt(modules: Any, args: Any, dims: ParallelDims, samples: dict[str, Any]) -> Dealt:
     """Where slime plans as it trains: a share, or all but one on one rank."""
-    replica, replicas = parallel_state.get_data_parallel_rank(), shape.data_parallel
+    replica, replicas = parallel_state.get_data_parallel_rank(), dims.data_parallel
     everything = list(range(len(SAMPLES)))
     if not args.use_dynamic_batch_size:
         return everything[replica::replicas], {}, ()
@@ -260,9 +258,9 @@ def _dealt(modules: Any, args: Any, shape: ParallelDims, samples: dict[str, Any]
     return everything[rest:] if replica else everything[:rest], {}, ()
 
 
-def _planned(modules: Any, args: Any, shape: ParallelDims, samples: dict[str, Any]) -> Dealt:
+def _planned(modules: Any, args: Any, dims: ParallelDims, samples: dict[str, Any]) -> Dealt:
     """By the framework's plan."""
-    config = {"dp_size": shape.data_parallel, "cp_size": shape.context_parallel}
+    config = {"dp_size": dims.data_parallel, "cp_size": dims.context_parallel}
     config |= {"vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     partitions, micro_batches, counts, sizes = modules.plan.build_dp_schedule(
         args,
@@ -290,7 +288,7 @@ def _planned(modules: Any, args: Any, shape: ParallelDims, samples: dict[str, An
 
 
 def arguments(
-    of: str, shape: ParallelDims, per_token_loss: bool, advantage_estimator: str
+    of: str, dims: ParallelDims, per_token_loss: bool, advantage_estimator: str
 ) -> SimpleNamespace:
     """The framework's arguments: its parser's defaults, but for what the job is about, and those of
     Megatron that its step reads."""
@@ -303,7 +301,7 @@ def arguments(
     chosen = {
         "advantage_estimator": advantage_estimator,
         "calculate_per_token_loss": per_token_loss,
-        "context_parallel_size": shape.context_parallel,
+        "context_parallel_size": dims.context_parallel,
         "custom_advantage_function_path": None,
         "custom_megatron_init_path": "mcore_batching.integrations.slime.init",
         "data_pad_size_multiplier": 8,
@@ -313,12 +311,12 @@ def arguments(
         "global_batch_size": len(SAMPLES),
         "kl_loss_coef": 0.1,
         "kl_loss_type": "low_var_kl",
-        "max_tokens_per_gpu": CAP_TOKENS // shape.context_parallel,
-        "pipeline_model_parallel_size": shape.pipeline_parallel,
+        "max_tokens_per_gpu": CAP_TOKENS // dims.context_parallel,
+        "pipeline_model_parallel_size": dims.pipeline_parallel,
         "qkv_format": "thd",
         "rollout_temperature": 0.9,
         "seq_length": 1,
-        "tensor_model_parallel_size": shape.tensor_parallel,
+        "tensor_model_parallel_size": dims.tensor_parallel,
         "use_kl_loss": True,
         "use_opsm": advantage_estimator == "gspo",
         "use_rollout_entropy": True,

@@ -23,8 +23,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.transformer.moe import moe_logging
 from megatron.training import argument_utils, get_args, training
 
-from kit.groups import release_groups
 from kit.harness import REPOSITORY
+from kit.worker import release_groups
 from mcore_batching import run
 from mcore_batching.integrations.megatron_lm import forward_backward, install
 from mcore_batching.integrations.megatron_lm.forward_backward import PREFIX

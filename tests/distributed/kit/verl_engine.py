@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.utils import get_model_config, unwrap_model
 
 from kit.exactness import difference
-from kit.model import named_parameters, seeded_model
+from kit.model import named_parameters, small_model
 from kit.samples import make_samples
 from kit.stand_ins import StandIns, bare_packages
 from mcore_batching.integrations.verl import hook
@@ -50,7 +50,7 @@ SAMPLES = [12, 2, 9, 0, 11, 7, 10, 5, 1, 8]
 
 
 def compare(
-    dims: dict[str, Any], source: str, num_samples: int = 10, group: int = 0
+    dims: ParallelDims, source: str, num_samples: int = 10, group: int = 0
 ) -> dict[str, Any]:
     """One mini-batch through verl's engine with its own micro-batches, and with the hooked.
 
@@ -61,14 +61,13 @@ def compare(
         of micro-batches and ``tokens`` for which logits were made, and ``expected_tokens``; the
         number of ``samples``.
     """
-    shape = ParallelDims(**dims)
     engine_class, tensors, loss = _import_verl(source)
     replica = parallel_state.get_data_parallel_rank()
-    share = num_samples // shape.data_parallel
+    share = num_samples // dims.data_parallel
     mine = SAMPLES[:num_samples][replica * share : (replica + 1) * share]
     data = _batch(mine)
     lengths = data["input_ids"].offsets().diff().tolist()
-    run = functools.partial(_step, engine_class, tensors, loss, shape, data)
+    run = functools.partial(_step, engine_class, tensors, loss, dims, data)
     own = run(0)
     with hook() as hooked:
         names = ("rearrange_micro_batches", "restore_dynamic_batch")
@@ -144,10 +143,9 @@ def _import_verl(source: str) -> tuple[Any, Any, Any]:
 
 
 def _step(
-    engine_class: Any, tensors: Any, loss: Any, shape: ParallelDims, batch: Any, group: int
+    engine_class: Any, tensors: Any, loss: Any, dims: ParallelDims, batch: Any, group: int
 ) -> dict[str, Any]:
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    chunks = seeded_model(shape, "dense", ddp, calculate_per_token_loss=False)
+    chunks = small_model(dims, calculate_per_token_loss=False)
     config = get_model_config(chunks[0])
     config.finalize_model_grads_func = finalize_model_grads
     config.variable_seq_lengths = True
