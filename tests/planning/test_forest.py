@@ -1,4 +1,4 @@
-"""Prefix trees as units of a plan: parts, costs, the plan that ends first, and its checks."""
+"""Samples that belong together: prefix trees as units of a plan, groups that steps hold whole."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples
+from planning_cases import Integer, examples
 
 from mcore_batching.planning import (
     CostModel,
-    InvariantError,
+    LengthError,
     ParallelDims,
     Plan,
-    PlanFormatError,
     PlannerConfig,
+    group_steps,
     plan_batch,
     plan_step,
     predicted_step_time,
@@ -196,45 +196,59 @@ def test_a_group_is_planned_as_one_where_that_ends_sooner() -> None:
         assert {i for tree in cut.steps[1].trees for i in tree.samples} == set(range(16, 32))
 
 
-LENGTHS = [20, 21, 22, 9]
-OF_GROUPS: dict[str, Any] = {"groups": list("aaab"), "prompts": [15] * 3 + [4]}
-GROUPS = plan_batch(LENGTHS, ParallelDims(), CONFIG, MODEL, **OF_GROUPS)
-(GROUP,) = GROUPS.steps
-TREE = GROUP.trees[0]
-SMALL = replace(CONFIG, max_tokens_per_gpu=30)
-BROKEN: dict[str, dict[str, Any]] = {
-    "a sample is in two trees": {"trees": (TREE, TREE)},
-    "share tokens, but not a micro-batch": {"trees": (replace(TREE, samples=(0, 1, 5)),)},
-    **{
-        f"their nodes are {nodes}": {"trees": (replace(TREE, nodes=nodes),)}
-        for nodes in ((), ((0, 22), (22, 3)), ((0, 21),))
-    },
-    "but as a tree 66": {"trees": (replace(TREE, nodes=((0, 22),) * 3),)},
-    "not a micro-batch": {"micro_batches": (((0, 1), (2, 3)),), "num_microbatches": 2},
-    "the cap is 30": {"config": SMALL},
-}
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_broken_trees_are_named(text: str) -> None:
-    """Invariant: the samples of a tree are in one micro-batch, with tokens that they may share."""
-    assert TREE.samples == (0, 1, 2)
-    with pytest.raises(InvariantError) as raised:
-        validate_plan(replace(GROUP, **BROKEN[text]), LENGTHS)
-    assert text in str(raised.value)
-    assert raised.value.invariant == ("cap" if "cap" in text else "prefix trees")
-
-
-@pytest.mark.parametrize("trees", ["{}", "[[[0, 1]]]", "[[[], [0, 3]]]", "[[[0, 1], [0, 3, 5]]]"])
-def test_malformed_trees_are_refused(trees: str) -> None:
-    text = GROUPS.to_json()
-    start, end = text.index('"trees": ') + len('"trees": '), text.rindex("}]}")
-    with pytest.raises(PlanFormatError, match="trees"):
-        Plan.from_json(text[:start] + trees + text[end:], verify_digest=False)
-
-
 def test_a_request_with_a_forest_is_planned_by_it() -> None:
-    forest = forest_of_groups([20, 21, 22, 9], [15] * 3 + [4], list("aaab"))
+    groups: dict[str, Any] = {"prompts": [15] * 3 + [4], "groups": list("aaab")}
+    forest = forest_of_groups([20, 21, 22, 9], **groups)
+    (expected,) = plan_batch(forest.lengths, ParallelDims(), CONFIG, MODEL, **groups).steps
+    assert [tree.samples for tree in expected.trees] == [(0, 1, 2)]
     request = PlanRequest(forest.lengths, ParallelDims(), CONFIG, MODEL, forest=forest)
-    assert request.read(request.plan()) == GROUP
-    assert replace(request, forest=None).read(request.plan()) == GROUP
+    assert request.read(request.plan()) == expected
+    assert replace(request, forest=None).read(request.plan()) == expected
+
+
+@examples(300)
+@given(
+    st.lists(st.integers(0, 9) | st.sampled_from(["a", "b", ("c", 1)]), max_size=40),
+    st.integers(1, 5),
+)
+def test_steps_hold_so_many_whole_groups_in_order_of_first_appearance(
+    groups: list[object], per_step: int
+) -> None:
+    steps = group_steps(groups, per_step)
+    assert sorted(sample for step in steps for sample in step) == list(range(len(groups)))
+    assert all(step == sorted(step) for step in steps)
+    order = list(dict.fromkeys(groups))
+    for index, step in enumerate(steps):
+        # Exactly the next groups in line, so none is split and none is out of its turn.
+        expected = order[index * per_step : (index + 1) * per_step]
+        assert {groups[sample] for sample in step} == set(expected)
+    assert len(steps) == -(-len(order) // per_step)
+    # Groups left over are a step of their own, are dropped or are an error.
+    if len(order) % per_step:
+        assert group_steps(groups, per_step, last="drop") == steps[:-1]
+        with pytest.raises(LengthError, match=r"over in steps of .*; set groups_per"):
+            group_steps(groups, per_step, last="error")
+    else:
+        assert group_steps(groups, per_step, last="drop") == steps
+        assert group_steps(groups, per_step, last="error") == steps
+
+
+def test_numbers_of_other_libraries_count_by_value() -> None:
+    assert group_steps([Integer(4), Integer(7), Integer(4)], 1) == [[0, 2], [1]]
+    assert group_steps([4, Integer(4)], 1) == [[0, 1]]
+    given = [20, 20], ParallelDims(), PlannerConfig(max_tokens_per_gpu=40)
+    shared = plan_batch(*given, groups=[4, 4], prompts=[15, 15])
+    assert shared.steps[0].trees
+    assert plan_batch(*given, groups=[Integer(4), Integer(4)], prompts=[15, 15]) == shared
+
+
+def test_padding_samples_are_nobodys_group() -> None:
+    """Each was a group of its own: 41 samples, padded to 48, took more optimizer steps."""
+    groups = [f"prompt {i // 5}" for i in range(41)] + [f"padding-{i}" for i in range(7)]
+    is_padding = [False] * 41 + [True] * 7
+    assert len(group_steps(groups, 3)) == 6
+    steps = group_steps(groups, 3, is_padding=is_padding)
+    assert steps == group_steps(groups[:41], 3)
+    assert len(steps) == 3
+    # Nor need they have a uid, nor the tags be booleans.
+    assert group_steps([None, 5], 1, is_padding=[1, None]) == [[1]]

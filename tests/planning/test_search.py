@@ -1,17 +1,16 @@
-"""The search for the step that ends first; in lockstep every slot waits for its slowest rank."""
+"""The search for the step that ends first, and one round of it: samples assigned to targets."""
 
 from __future__ import annotations
 
 import gc
-import random
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from planning_cases import Case, broken_invariants, cases, examples, log_normal, row_tokens
+from planning_cases import broken_invariants, cases, examples, log_normal, row_tokens
 
 from mcore_batching.planning import (
     CostModel,
@@ -23,14 +22,13 @@ from mcore_batching.planning import (
     plan_step,
     step_statistics,
 )
-from mcore_batching.planning.clock import Clock
-from mcore_batching.planning.packing.bounds import step_time_floor, way_of_longest
+from mcore_batching.planning.packing.bounds import way_of_longest
 from mcore_batching.planning.plans.statistics import predicted_step_time
-from mcore_batching.planning.schedule import Schedule
 from mcore_batching.planning.search import Objective, search
+from mcore_batching.planning.search.assign import Slots, assign, by_cost, fill_empty_slots
 from mcore_batching.planning.search.objective import BUDGET
-from mcore_batching.planning.search.rounds import COST_OF_ASSIGNING
-from mcore_batching.tools.rules import RULES, rule_plan
+from mcore_batching.planning.search.rounds import COST_OF_ASSIGNING, Rounds
+from mcore_batching.planning.search.targets import Targets
 
 ROUNDING = 1e-9
 """Costs are added in another order here than in the search."""
@@ -83,15 +81,23 @@ FILLS_A_RANK_OF_PLACEHOLDERS = Problem.of(
     PlannerConfig(max_tokens_per_gpu=24, plan_effort=20),
     CostModel(quadratic=0.0, per_micro_batch=1.0),
 )
+HAS_ONE_SAMPLE_A_ROW = Problem.of(
+    [*[0] * 25, 1, 2, 4, 0, 2],
+    ParallelDims(data_parallel=2, pipeline_parallel=2),
+    PlannerConfig(max_tokens_per_gpu=8, plan_effort=1, max_samples_per_row=1),
+    CostModel(linear=1.0, quadratic=0.0, per_micro_batch=0.0),
+)
 
 
 @examples(400)
 @given(problems())
 @example(TAKES_A_SAMPLE_BESIDE_A_PLACEHOLDER)
 @example(FILLS_A_RANK_OF_PLACEHOLDERS)
-def test_every_plan_is_legal_and_within_its_bounds_and_repeats_itself(problem: Problem) -> None:
+@example(HAS_ONE_SAMPLE_A_ROW)
+def test_every_plan_is_legal_and_within_its_bounds(problem: Problem) -> None:
     """Exact cover, the cap, equal counts, no needless placeholder and none in the last slot; no
-    fewer micro-batches and no earlier end than the lower bounds."""
+    fewer micro-batches and no earlier end than the lower bounds; no later end than of packings
+    balanced by tokens or by cost, whatever the effort."""
     step = planned(problem)
     assert broken_invariants(step, problem.lengths) == set()
     assert all(rank[-1] or not any(rank) for rank in step.micro_batches)
@@ -100,6 +106,11 @@ def test_every_plan_is_legal_and_within_its_bounds_and_repeats_itself(problem: P
     statistics = step_statistics(step, problem.lengths)
     assert statistics.step_time >= statistics.floor_time * (1 - ROUNDING)
     check_largest_first(problem, step)
+    for balance in ("tokens", "cost"):
+        for packing in ("auto", "first-fit-decreasing"):
+            plain = planned(problem, balance=balance, packing=packing)
+            end = predicted_step_time(plain, problem.lengths)
+            assert statistics.step_time <= end * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("most", [None, 2])
@@ -136,38 +147,11 @@ def check_largest_first(problem: Problem, step: StepPlan) -> None:
     assert predicted_step_time(step, problem.lengths) == pytest.approx(end, rel=ROUNDING)
 
 
-@examples(400)
-@example(
-    Problem.of(
-        [*[0] * 25, 1, 2, 4, 0, 2],
-        ParallelDims(data_parallel=2, pipeline_parallel=2),
-        PlannerConfig(max_tokens_per_gpu=8, plan_effort=1, max_samples_per_row=1),
-        CostModel(linear=1.0, quadratic=0.0, per_micro_batch=0.0),
-    )
-)
-@given(problems())
-def test_never_ends_later_than_first_fit_decreasing(problem: Problem) -> None:
-    """Balanced by tokens or by cost, whatever the effort."""
-    end = predicted_step_time(planned(problem), problem.lengths)
-    for balance in ("tokens", "cost"):
-        for packing in ("auto", "first-fit-decreasing"):
-            plain = planned(problem, balance=balance, packing=packing)
-            assert end <= predicted_step_time(plain, problem.lengths) * (1 + ROUNDING)
-
-
 PP4 = ParallelDims(data_parallel=4, pipeline_parallel=4)
+INTERLEAVED = ParallelDims(data_parallel=4, pipeline_parallel=4, virtual_pipeline=2)
+IN_LOCKSTEP = ParallelDims(data_parallel=4, pipeline_parallel=4, expert_parallel=4)
+DEEP = ParallelDims(data_parallel=4, pipeline_parallel=8)
 CONFIG = PlannerConfig(max_tokens_per_gpu=16384, plan_effort=300)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_few_samples_a_rank_are_no_worse_than_dealt_out_by_differencing(seed: int) -> None:
-    """Four on each of eight ranks, where the order of moves alone misses what a fold finds."""
-    generator = random.Random(seed)
-    lengths = [generator.randint(1, 16000) for _ in range(32)]
-    dims, config = ParallelDims(data_parallel=8), PlannerConfig(max_tokens_per_gpu=16384)
-    theirs = rule_plan(RULES["verl 0.9"], lengths, dims, config)
-    ours = plan_step(lengths, dims, config)
-    assert predicted_step_time(ours, lengths) <= predicted_step_time(theirs, lengths)
 
 
 @pytest.mark.parametrize(("ranks", "cap", "share"), [(8, 100_000, 0.1), (2, 91_000, 1.0)])
@@ -194,63 +178,6 @@ def test_few_equal_samples_on_a_deep_pipeline_end_no_later_with_more_effort(effo
     assert predicted_step_time(step, [1000] * 56) == pytest.approx(70_021, rel=1e-4)
 
 
-def slot_costs(step: StepPlan, lengths: list[int]) -> list[list[float]]:
-    """Cost of every rank's micro-batch in each slot [slots][ranks]."""
-    ranks = [
-        [step.cost_model.micro_batch([lengths[i] for i in samples]) for samples in rank]
-        for rank in step.micro_batches
-    ]
-    return [list(slot) for slot in zip(*ranks, strict=True)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_32_ranks_in_lockstep_are_even_and_lose_at_most_4_percent(seed: int) -> None:
-    """Sum over slots of the slowest rank over the mean rank; evenly packed ones lose 6 to 10."""
-    lengths = log_normal(512, seed, median=6000, sigma=1, cap=16384)
-    dims = ParallelDims(data_parallel=32, expert_parallel=8)
-    step = plan_step(lengths, dims, PlannerConfig(max_tokens_per_gpu=16384))
-    slots = slot_costs(step, lengths)
-    lost = sum(map(max, slots)) / (sum(map(sum, slots)) / 32)
-    assert lost <= 1.04
-    statistics = step_statistics(step, lengths)
-    assert lost == pytest.approx(statistics.slot_balance, rel=1e-12)
-    assert statistics.rank_balance < 1.02
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "sigma", "most"), [(64, 0.6, 1.4), (128, 1.0, 1.175), (256, 0.6, 1.125)]
-)
-def test_pipelines_in_lockstep_end_near_their_bound(
-    num_samples: int, sigma: float, most: float
-) -> None:
-    """Over a bound that no plan reaches; with the shapes of ranks that run by themselves steps end
-    1.4 % later."""
-    generator = random.Random(5)
-    lengths = [
-        min(8192, round(1500 * generator.lognormvariate(0, sigma)) + 1) for _ in range(num_samples)
-    ]
-    dims = ParallelDims(data_parallel=4, pipeline_parallel=4, expert_parallel=4)
-    config = PlannerConfig(max_tokens_per_gpu=8192)
-    end = predicted_step_time(plan_step(lengths, dims, config), lengths)
-    assert end <= most * step_time_floor(Problem.of(lengths, dims, config))
-
-
-@examples(60)
-@given(cases(fill=("split",)))
-def test_lockstep_time_is_that_of_the_slowest_rank_of_every_slot(case: Case) -> None:
-    dims = replace(case.dims, expert_parallel=2, data_parallel=2 * case.dims.data_parallel)
-    step = plan_step(case.lengths, dims, case.config)
-    objective = Objective(Problem.of(case.lengths, dims, case.config))
-    slowest = [max(slot) for slot in slot_costs(step, case.lengths)]
-    expected = Clock(slowest, Schedule(dims=dims)).end
-    assert objective.step(step.micro_batches).end == pytest.approx(expected, rel=1e-9)
-    assert predicted_step_time(step, case.lengths) == pytest.approx(expected, rel=1e-9)
-
-
-def as_tuples(ranks: list[list[list[int]]]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    return tuple(tuple(tuple(sorted(samples)) for samples in slots) for slots in ranks)
-
-
 @pytest.mark.parametrize("effort", [1, 50, 500])
 def test_effort_bounds_the_work(effort: int) -> None:
     """Overdrawn by some steps at most, whatever the effort: of numbers of slots far apart, which
@@ -266,15 +193,125 @@ def test_effort_bounds_the_work(effort: int) -> None:
     assert -8 * one_candidate < work.budget < given
 
 
+def test_a_late_fall_is_made_of_any_number_of_slots() -> None:
+    """The powers of its decay are 0 from some thousand slots on, and were divided by."""
+    layers = (("a", 1.0, 0.0, 0.0, 1.0), ("V", 4.0, 0.0, 0.0, 2.0))
+    dims, model = ParallelDims(pipeline_parallel=2), CostModel(layers="aaaV", layer_costs=layers)
+    sizes = Targets(Problem.of([100], dims, CONFIG, model), 1200, 300.0).usual
+    assert max(sizes) == sizes[600] == 1.0 > sizes[-1]
+
+
+def test_larger_targets_have_larger_slots_and_placeholders_come_first() -> None:
+    """Of equal targets, those further inside are larger; with fewer samples than slots, those
+    without delay others least while the pipeline fills."""
+    problem = Problem.of([1000, 800, 600, 400, 200], DEEP, CONFIG)
+    rounds = Rounds(Objective(problem))
+    slots = [[0], [1], [2], [3], [4]]
+    arranged = rounds._arranged(slots, [300.0, 900.0, 900.0, 900.0, 500.0])
+    assert arranged == [[4], [2], [0], [1], [3]]
+    rounds.make(8)
+    for of_rank in rounds.best[8].ranks:
+        assert list(map(bool, of_rank)) == sorted(map(bool, of_rank))
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Samples of one rank, and relative sizes for its slots."""
+
+    lengths: list[int]
+    cap: int
+    sizes: list[float]
+    most: int | None = None
+    """Samples of a micro-batch."""
+
+    def problem(self) -> Problem:
+        config = PlannerConfig(max_tokens_per_gpu=self.cap, max_samples_per_row=self.most)
+        costs = CostModel(quadratic=0.01, per_micro_batch=3.0)
+        return Problem.of(self.lengths, ParallelDims(), config, costs)
+
+    def targets(self) -> list[float]:
+        problem = self.problem()
+        work = sum(problem.costs) + problem.cost_model.per_micro_batch * len(self.sizes)
+        return [work * size / sum(self.sizes) for size in self.sizes]
+
+
+@st.composite
+def fillings(draw: st.DrawFn) -> Filling:
+    """Up to 30 samples, some over the cap, for up to 10 slots."""
+    cap = draw(st.sampled_from([10, 40, 1000]))
+    sizes = draw(st.lists(st.sampled_from([0.1, 0.5, 0.7, 1.0]), min_size=1, max_size=10))
+    lengths = draw(st.lists(st.integers(0, cap + cap // 2), max_size=30))
+    return Filling(lengths, cap, sizes, draw(st.none() | st.integers(1, 5)))
+
+
+def scan(filling: Filling) -> list[list[int]] | None:
+    """Each sample to the slot that lacks most of those that have room."""
+    problem, targets = filling.problem(), filling.targets()
+    fixed, tokens = problem.cost_model.per_micro_batch, problem.tokens
+    may_hold = [slot for slot, size in enumerate(targets) if size > fixed] or range(len(targets))
+    lack = [size - fixed for size in targets]
+    slots: list[list[int]] = [[] for _ in targets]
+    for sample in sorted(range(len(tokens)), key=lambda i: -problem.costs[i]):
+        has_room = [
+            slot
+            for slot in may_hold
+            if not slots[slot]
+            or (
+                sum(tokens[i] for i in [*slots[slot], sample]) <= filling.cap
+                and len(slots[slot]) < (filling.most or 99)
+            )
+        ]
+        if not has_room:
+            return None
+        chosen = max(has_room, key=lambda slot: (lack[slot], -slot))
+        slots[chosen].append(sample)
+        lack[chosen] -= problem.costs[sample]
+    return slots
+
+
+@examples(500)
+@given(fillings())
+def test_samples_go_where_most_is_lacking(filling: Filling) -> None:
+    """Within the cap and the most samples of a micro-batch; then no empty slot is needless."""
+    problem, expected = filling.problem(), scan(filling)
+    order = by_cost(range(problem.num_samples), problem.costs)
+    assigned = assign(order, [filling.targets()], problem)
+    assert assigned == (expected if expected is None else [expected])
+    if assigned is None:
+        return
+    slots = fill_empty_slots(assigned[0], problem.costs)
+    assert sorted(s for samples in slots for s in samples) == list(range(len(filling.lengths)))
+    assert [] not in slots or max(map(len, slots)) <= 1
+    assert slots[-1] or not any(slots)
+
+
+def test_nothing_is_assigned_where_a_target_is_negative() -> None:
+    filling = Filling([5, 4, 3], 100, [1.0])
+    problem = filling.problem()
+    assert assign([0, 1, 2], [[-1.0, 1.0], [-1.0, -1.0]], problem) == [[[], [0, 1, 2]], [[], []]]
+    assert assign([0], [[-1.0]], problem) is None
+
+
+@pytest.mark.parametrize(
+    ("slots", "filled"),
+    [
+        # 5 + 4 + 3 costs more than 9 + 1, and 5 + 4 less: the cheapest of the costliest slot.
+        ([[0, 1, 2], [], [3, 4], []], [[0, 1], [2], [3], [4]]),
+        ([[0, 1], [], [], [2], []], [[0], [1], [], [], [2]]),  # the last slot is real
+        ([[], [], []], [[], [], []]),
+    ],
+)
+def test_empty_slots_are_filled(slots: Slots, filled: Slots) -> None:
+    costs = Filling([5, 4, 3, 9, 1], 100, [1.0] * 4).problem().costs
+    assert fill_empty_slots(slots, costs) == filled
+
+
 LOG_NORMAL = log_normal(160, 1, median=1000, sigma=0.9, cap=8192)
 GIANTS = [60_000, 50_000, *LOG_NORMAL]
 """Two longer than the others by far."""
 FOUR_OVERSIZE = [20_000, 15_000, 12_000, 9000, *LOG_NORMAL]
 TWO_LONG = [12_000, 11_000, *LOG_NORMAL, *LOG_NORMAL]
 PROMPTS = log_normal(200, 3, median=2048, sigma=1.6, cap=200_000)
-INTERLEAVED = ParallelDims(data_parallel=4, pipeline_parallel=4, virtual_pipeline=2)
-IN_LOCKSTEP = ParallelDims(data_parallel=4, pipeline_parallel=4, expert_parallel=4)
-DEEP = ParallelDims(data_parallel=4, pipeline_parallel=8)
 
 
 class Known(NamedTuple):
@@ -312,6 +349,24 @@ KNOWN_ENDS = {
     "samples over the cap": Known(GIANTS, 8192, PP4, 2_490_868),
     "samples over the cap, interleaved": Known(FOUR_OVERSIZE, 8192, INTERLEAVED, 443_889),
     "samples over the cap in lockstep": Known(FOUR_OVERSIZE, 8192, IN_LOCKSTEP, 578_051),
+    "lockstep of 32 ranks": Known(
+        log_normal(512, 1, median=6000, sigma=1, cap=16_384),
+        16_384,
+        ParallelDims(data_parallel=32, expert_parallel=8),
+        531_155,
+    ),
+    "few samples in lockstep": Known(
+        log_normal(64, 5, median=1500, sigma=0.6, cap=8192), 8192, IN_LOCKSTEP, 145_935
+    ),
+    "samples of all lengths in lockstep": Known(
+        log_normal(128, 5, median=1500, sigma=1, cap=8192), 8192, IN_LOCKSTEP, 321_946
+    ),
+    "four samples a rank": Known(
+        log_normal(32, 3, median=4000, sigma=1, cap=16_000),
+        16_384,
+        ParallelDims(data_parallel=8),
+        109_775,
+    ),
     "at the cap": Known([*LOG_NORMAL, *[8192] * 24], 8192, PP4, 442_082),
     "long samples that leave others nothing": Known(
         log_normal(120, 8, median=3000, sigma=1.2, cap=60_000), 8192, PP4, 2_503_157

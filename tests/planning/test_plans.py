@@ -1,0 +1,490 @@
+"""Plans are frozen data with a stable digest, a JSON form with its inverse and a readable text;
+`validate` refuses each way in which one can be broken, and names it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planning_cases import (
+    SIX_LENGTHS,
+    SIX_SAMPLES,
+    Case,
+    broken_invariants,
+    cases,
+    examples,
+    planned,
+)
+
+from mcore_batching.planning import (
+    CostModel,
+    InvariantError,
+    LengthError,
+    ParallelDims,
+    Plan,
+    PlanFormatError,
+    PlannerConfig,
+    StepPlan,
+    plan_batch,
+    plan_step,
+    validate_plan,
+)
+from mcore_batching.planning.forest import PrefixTree
+
+SIX = Plan(steps=(SIX_SAMPLES,), num_samples=6)
+ROWS = SIX_SAMPLES.micro_batches
+FOUR_LENGTHS = [100, 60, 7, 3]
+SHARED = StepPlan(
+    micro_batches=(((2,), (1,), (0,)), ((3,), (1,), (0,)), ((), (), (0,)), ((), (), (0,))),
+    num_microbatches=3,
+    sample_indices=(0, 1, 2, 3),
+    dims=ParallelDims(data_parallel=4),
+    config=PlannerConfig(max_tokens_per_gpu=32, max_context_parallel=4),
+    context_parallel=((1, 2, 4), (1, 2, 4), (1, 1, 4), (1, 1, 4)),
+)
+"""Under dynamic CP: two of the rows are shared by two and by four ranks."""
+FOUR = Plan(steps=(SHARED,), num_samples=4)
+TREE_LENGTHS = [20, 21, 22, 9]
+TREES = plan_batch(
+    TREE_LENGTHS,
+    ParallelDims(),
+    PlannerConfig(max_tokens_per_gpu=64),
+    groups=list("aaab"),
+    prompts=[15, 15, 15, 4],
+)
+(GROUP,) = TREES.steps
+(TREE,) = GROUP.trees
+"""The first three samples share 14 tokens, and all four a micro-batch."""
+
+
+def test_json_is_the_documented_format() -> None:
+    """Without newer options, which are at their default: older plans keep their digests."""
+    document = json.loads(SIX.to_json())
+    assert document == {
+        "format": "mcore-batching/plan",
+        "version": 1,
+        "layout": {
+            "data_parallel": 2,
+            "pipeline_parallel": 1,
+            "virtual_pipeline": 1,
+            "context_parallel": 1,
+            "tensor_parallel": 1,
+            "expert_parallel": 1,
+            "sequence_parallel": False,
+            "microbatch_group_size": None,
+        },
+        "config": {
+            "max_tokens_per_gpu": 10,
+            "packing": "auto",
+            "balance": "auto",
+            "fill": "split",
+            "on_oversize": "own-bin",
+            "pad_each_to": None,
+            "pad_total_to": None,
+        },
+        "scope": "global",
+        "num_samples": 6,
+        "digest": SIX.digest(),
+        "steps": [{"num_microbatches": 2, "ranks": [[[0, 1], [3]], [[2, 4], [5]]]}],
+    }
+    assert [*document][-1] == "steps"  # behind what a person looks for
+    shared = json.loads(FOUR.to_json())
+    assert shared["config"]["max_context_parallel"] == 4
+    assert shared["steps"][0]["context_parallel"] == [[1, 2, 4], [1, 2, 4], [1, 1, 4], [1, 1, 4]]
+    assert json.loads(TREES.to_json())["steps"][0]["trees"] == [
+        [[0, 1, 2], [0, 14, 14, 20, 14, 21, 14, 22]]
+    ]
+
+
+@pytest.mark.parametrize("plan", [SIX, FOUR, TREES], ids=["six", "shared", "trees"])
+def test_json_and_pickle_keep_a_plan(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan == pickle.loads(pickle.dumps(plan))
+    # Its lengths may be noted beside it, and are no part of it.
+    lengths = tuple(range(plan.num_samples))
+    bound, free = json.loads(plan.to_json(lengths)), json.loads(plan.to_json())
+    text = ",".join(map(str, lengths))
+    assert bound.pop("lengths_digest") == hashlib.sha256(text.encode()).hexdigest()
+    assert bound == free
+    assert Plan.from_json(plan.to_json(lengths)) == plan
+
+
+def test_digest_is_sha256_of_the_canonical_document() -> None:
+    """Pinned, because ranks on other platforms and Python versions must get the same."""
+    pinned = "26a8244ebcda641777ce1ddfc9aa2faefac927c45951c2882fb7d682ad01ffd0"
+    assert SIX_SAMPLES.digest() == SIX.digest() == pinned
+    document = json.loads(SIX.to_json())
+    del document["digest"]
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    assert pinned == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batches": (((0, 1), (3,)), ((2,), (4, 5)))},
+        {"micro_batches": (((3,), (0, 1)), ((2, 4), (5,)))},
+        {"dims": ParallelDims(data_parallel=2, tensor_parallel=2)},
+        {"config": PlannerConfig(max_tokens_per_gpu=11)},
+        # Newer options are written where they are not at their default.
+        {"dims": ParallelDims(data_parallel=2, waits_for_sends=False)},
+        {"config": PlannerConfig(max_tokens_per_gpu=10, max_samples_per_row=3)},
+        {"scope": "local"},
+        {"num_microbatches": 3},
+        {"sample_indices": (0, 1, 2, 3, 4, 6)},
+        {"context_parallel": ((1, 1, 4),) * 4},
+        {"trees": ()},
+    ],
+)
+def test_digest_and_equality_see_every_field(changes: dict[str, Any]) -> None:
+    step = {"context_parallel": SHARED, "trees": GROUP}.get(next(iter(changes)), SIX_SAMPLES)
+    changed = replace(step, **changes)
+    assert changed != step
+    assert changed.digest() != step.digest()
+    plan = Plan(steps=(changed,), num_samples=step.num_samples)
+    assert "sample_indices" in changes or Plan.from_json(plan.to_json()) == plan
+    other = replace(step, cost_model=CostModel(linear=7))  # no part of the identity
+    assert (other, other.digest()) == (step, step.digest())
+
+
+def edited(plan: Plan = SIX, **changes: Any) -> str:
+    """A plan's document with other values; of its step, where they are `step`."""
+    document = json.loads(plan.to_json())
+    document["steps"][0] |= changes.pop("step", {})
+    return json.dumps(document | changes)
+
+
+RANKS = '"ranks" of step 0'
+NO_TREE = '"trees" of step 0, tree 0 must have samples, and a start and an end for each node'
+NO_SIZES = 'must hold a size of 1 or more for each micro-batch of "ranks"'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "expected a plan in JSON"),
+        ("[" * 100_000, "expected a plan in JSON"),
+        ("1" * 5000, "expected a plan in JSON"),
+        ("[]", "expected a plan in JSON: a JSON object, got '[]'"),
+        ("{}", 'expected "format": "mcore-batching/plan", got None'),
+        (edited(format="other/plan"), "got 'other/plan'"),
+        (edited(format="x" * 10_000), "got 'xxx"),
+        (edited(version=2), 'expected plan "version" 1, got 2'),
+        (edited(version=["x" * 10_000]), 'expected plan "version" 1, got ['),
+        (edited(version=True), 'expected plan "version" 1, got True'),
+        (edited(layout=[]), '"layout" must be a JSON object'),
+        (edited(layout={"data_parallel": 0}), '"layout" is not valid: data_parallel (--dp) must'),
+        (edited(layout={"dp": 2}), 'unknown keys in "layout": dp; expected context_parallel'),
+        (edited(config={}), '"config" is not valid'),
+        (edited(scope="galactic"), '"scope" must be "global" or "local", got'),
+        (edited(num_samples=-1), '"num_samples" must be an integer of 0 or more, got -1'),
+        (edited(num_samples=6.0), '"num_samples" must be an integer of 0 or more, got 6.0'),
+        (edited(scope="x" * 10_000), '"scope" must be "global" or "local", got'),
+        (edited(digest="x" * 10_000), "the digest is xxx"),
+        (edited(digest=5), '"digest" must be a string, got 5'),
+        (edited(steps=[]), '"steps" must hold at least one step'),
+        (edited(steps={}), '"steps" must be a JSON array'),
+        (edited(steps=[3]), "step 0 must be a JSON object, got 3"),
+        (edited(step={"ranks": None}), f"{RANKS} must be a JSON array, got None"),
+        (
+            edited(step={"num_microbatches": "2"}),
+            "\"num_microbatches\" of step 0 must be an integer of 0 or more, got '2'",
+        ),
+        (edited(step={"ranks": [0]}), f"{RANKS}, rank 0 must be a JSON array"),
+        (edited(step={"ranks": [[0]]}), f"{RANKS}, rank 0, slot 0 must be a JSON array"),
+        (
+            edited(step={"ranks": [[[0, True]]]}),
+            f"{RANKS}, rank 0, slot 0, sample 1 must be an integer of 0 or more, got True",
+        ),
+        (edited(num_samples=7), "; plan again, or pass verify_digest"),
+        (edited(digest=None), 'the plan has no "digest"'),
+        *(
+            (edited(FOUR, step={"context_parallel": sizes}), message)
+            for sizes, message in (
+                (None, 'of step 0 and "max_context_parallel" of "config" need each other'),
+                ([[1, 2, 4]] * 3, NO_SIZES),
+                ([[1, 2, 0]] * 4, NO_SIZES),
+                ([[1, 2, "4"]] * 4, "of step 0, rank 0, slot 2 must be an integer"),
+                (4, '"context_parallel" of step 0 must be a JSON array, got 4'),
+            )
+        ),
+        (edited(TREES, step={"trees": {}}), '"trees" of step 0 must be a JSON array, got {}'),
+        *(
+            (edited(TREES, step={"trees": [tree]}), NO_TREE)
+            for tree in ([[0, 1]], [[], [0, 3]], [[0, 1], [0, 3, 5]])
+        ),
+    ],
+)
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanFormatError) as caught:
+        Plan.from_json(text)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 400  # whatever a stranger's file holds
+
+
+def test_the_digest_check_can_be_left_out() -> None:
+    assert Plan.from_json(edited(num_samples=7), verify_digest=False).num_samples == 7
+    assert Plan.from_json(edited(digest=None), verify_digest=False) == SIX
+
+
+def test_steps_of_a_plan_belong_together() -> None:
+    with pytest.raises(LengthError, match="a plan needs one step or more"):
+        Plan(steps=(), num_samples=0)
+    other = replace(SIX_SAMPLES, scope="local")
+    with pytest.raises(LengthError, match="step 1 has other dims"):
+        Plan(steps=(SIX_SAMPLES, other), num_samples=6)
+
+
+def test_text_shows_every_micro_batch_of_a_small_plan_and_is_short_for_a_large_one() -> None:
+    assert str(SIX_SAMPLES) == (
+        "StepPlan: 6 samples on 2 data-parallel ranks, 2 micro-batches per rank, global scope, "
+        f"digest {SIX.digest()[:12]}\n"
+        "  rank 0: [0 1] [3]\n"
+        "  rank 1: [2 4] [5]"
+    )
+    assert str(SIX) == (
+        "Plan: 6 samples in 1 step on 2 data-parallel ranks, global scope, "
+        f"digest {SIX.digest()[:12]}\n"
+        "  step 0: 6 samples, 2 micro-batches per rank, 0 placeholders"
+    )
+    assert "[0]×4" in str(SHARED)
+    assert "on 4 ranks" in str(SHARED)
+    lengths, config = [1] * 20_000, PlannerConfig(max_tokens_per_gpu=10, balance="tokens")
+    step = plan_step(lengths, ParallelDims(data_parallel=64), config)
+    plan = plan_batch(lengths, ParallelDims(), config, samples_per_step=100)
+    for large, characters, more in ((step, 20_000, "48 more ranks"), (plan, 5000, "184 more step")):
+        assert len(str(large)) < characters
+        assert f"and {more}" in str(large)
+        assert str(large).count("\n") == 1 + 16
+
+
+def test_a_row_that_ranks_share_is_counted_once_and_has_a_size() -> None:
+    assert (SHARED.row_size(3, 2), SHARED.row_size(3, 1)) == (4, 1)
+    assert [row for row in SHARED.rows() if row.size > 1] == [(0, 1, 2, (1,)), (0, 2, 4, (0,))]
+    fixed = plan_step([9, 9], ParallelDims(context_parallel=2), PlannerConfig(max_tokens_per_gpu=8))
+    assert {row.size for row in fixed.rows()} == {2}
+
+
+def six(*ranks: tuple[tuple[int, ...], ...], **changes: Any) -> StepPlan:
+    """A plan of six samples with the given micro-batches."""
+    given = {"micro_batches": ranks, "num_microbatches": len(ranks[0])}
+    return replace(SIX_SAMPLES, **given | changes)
+
+
+def with_config(step: StepPlan = SIX_SAMPLES, **changes: Any) -> StepPlan:
+    return replace(step, config=replace(step.config, **changes))
+
+
+def sizes(*of_ranks: tuple[int, ...]) -> StepPlan:
+    return replace(SHARED, context_parallel=of_ranks)
+
+
+def with_trees(*trees: PrefixTree) -> StepPlan:
+    return replace(GROUP, trees=trees)
+
+
+VPP2 = ParallelDims(data_parallel=2, pipeline_parallel=3, virtual_pipeline=2)
+HELD = six(((3,), (), (5,)), ((0,), (), (1, 2, 4)))
+"""With a placeholder beside a micro-batch of three."""
+ALONE = replace(
+    SHARED,
+    micro_batches=tuple(((sample,),) for sample in range(4)),
+    num_microbatches=1,
+    context_parallel=((1,),) * 4,
+)
+BESIDE = replace(
+    SHARED,
+    micro_batches=(((1, 3), (2,), (0,)), ((1, 3), (), (0,)), ((), (), (0,)), ((), (), (0,))),
+    context_parallel=((2, 1, 4), (2, 1, 4), (1, 1, 4), (1, 1, 4)),
+)
+"""Two samples share the row of two ranks, beside a placeholder."""
+
+
+@pytest.mark.parametrize(
+    ("plan", "lengths"),
+    [
+        (SIX, SIX_LENGTHS),
+        (with_config(max_samples_per_row=2), SIX_LENGTHS),
+        (with_config(HELD, fill="placeholder"), SIX_LENGTHS),
+        (FOUR, FOUR_LENGTHS),
+        (ALONE, [129, 9, 7, 3]),  # over the cap of every row that it may have
+        (BESIDE, FOUR_LENGTHS),
+        (TREES, TREE_LENGTHS),
+    ],
+)
+def test_good_plans_pass(plan: StepPlan | Plan, lengths: list[int]) -> None:
+    validate_plan(plan, lengths)
+
+
+def refusal(plan: StepPlan | Plan, lengths: list[int]) -> InvariantError:
+    with pytest.raises(InvariantError) as caught:
+        validate_plan(plan, lengths)
+    return caught.value
+
+
+SHORT = "share tokens, but"
+BROKEN = {
+    "exact cover None None (1,): samples 1 are in the step not at all": six(
+        ((0,), (3,)), ((2, 4), (5,))
+    ),
+    "exact cover None None (1,): samples 1 are in the step more than once": six(
+        ((0, 1), (3,)), ((1, 2, 4), (5,))
+    ),
+    "exact cover None None (7,): samples 7 are in the step though they are not part of it": six(
+        ((0, 1), (3,)), ((2, 4, 7), (5,))
+    ),
+    "cap 0 0 (0, 2, 1): samples 0, 2, 1 take 13 padded tokens, the cap is 10": six(
+        ((0, 2, 1), (3,)), ((4,), (5,))
+    ),
+    "cap 0 0 (0, 1): samples 0, 1 share a row, max_samples_per_row=1": with_config(
+        max_samples_per_row=1
+    ),
+    "cap 1 1 (5,): samples 5 take 14 padded tokens": with_config(on_oversize="error"),
+    "equal count 1 None (2, 4, 5): every rank must have 2 micro-batches, this one has 3": six(
+        ((0, 1), (3,)), ((2,), (4,), (5,))
+    ),
+    "equal count None None (): the layout has 2 data-parallel ranks, the plan 1": six(
+        ((0, 1), (3,), (2, 4), (5,))
+    ),
+    "equal count None None (): the interleaved schedule cannot run 2 micro-batches per rank; it "
+    "can run 3": six(*ROWS, dims=VPP2),
+    "split before placeholder 1 2 (1, 2, 4): slot 1 is a placeholder": HELD,
+    # Under dynamic CP the ranks of a block agree.
+    "blocks 2 1 (): a placeholder has the context-parallel size 2, expected 1": sizes(
+        (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4)
+    ),
+    "blocks 0 1 (1,): the context-parallel size 3 is none of 1, 2, 4": sizes(
+        (1, 3, 4), (1, 3, 4), (1, 3, 4), (1, 1, 4)
+    ),
+    "blocks 0 1 (1,): ranks 0 to 1 must share its micro-batch": sizes(
+        (1, 2, 4), (1, 1, 4), (1, 1, 4), (1, 1, 4)
+    ),
+    "blocks 1 1 (1,): it must share what rank 0 has there, 2 ranks in all": sizes(
+        (1, 1, 4), (1, 2, 4), (1, 1, 4), (1, 1, 4)
+    ),
+    "blocks None None (): there must be a size for each micro-batch": sizes(*((1, 2, 4),) * 3),
+    "blocks None None (): max_context_parallel=4, but context-parallel sizes are left out": replace(
+        SHARED, context_parallel=None
+    ),
+    # A sample that fits on several ranks may not be over the cap of one.
+    "cap 0 0 (0,): samples 0 take 100 padded tokens, the cap is 32": ALONE,
+    "split before placeholder 0 0 (2, 3): slot 1 is a placeholder, but samples 2, 3 share": replace(
+        BESIDE,
+        micro_batches=(((2, 3), (), (0,)), ((), (), (0,)), ((), (1,), (0,)), ((), (1,), (0,))),
+        context_parallel=((1, 1, 4), (1, 1, 4), (1, 2, 4), (1, 2, 4)),
+    ),
+    # Samples of a tree are in one micro-batch, with tokens that they may share.
+    "prefix trees None None (0, 1, 2, 0, 1, 2): a sample is in two trees": with_trees(TREE, TREE),
+    f"prefix trees None None (0, 1, 5): samples 0, 1, 5 {SHORT} not a micro-batch": with_trees(
+        replace(TREE, samples=(0, 1, 5))
+    ),
+    **{
+        f"prefix trees None None (0, 1, 2): samples 0, 1, 2 {SHORT} their nodes are {nodes}": (
+            with_trees(replace(TREE, nodes=nodes))
+        )
+        for nodes in ((), ((0, 22), (22, 3)), ((0, 21),))
+    },
+    "prefix trees None None (0, 1, 2): samples 0, 1, 2 have 63 tokens, 22 the longest, but as a "
+    "tree 66": with_trees(replace(TREE, nodes=((0, 22),) * 3)),
+    f"prefix trees None None (0, 1, 2): samples 0, 1, 2 {SHORT} not a micro-batch": replace(
+        GROUP, micro_batches=(((0, 1), (2, 3)),), num_microbatches=2
+    ),
+    "cap 0 0 (0, 1, 2, 3): samples 0, 1, 2, 3 take 44 padded tokens": with_config(
+        GROUP, max_tokens_per_gpu=30
+    ),
+}
+"""Steps by what their refusal begins with: the invariant, rank, slot, samples, and the text."""
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_what_is_broken_is_named(text: str) -> None:
+    step, lengths = BROKEN[text], SIX_LENGTHS
+    if step.num_samples == 4:
+        lengths = TREE_LENGTHS if step.trees else FOUR_LENGTHS
+    error = refusal(step, lengths)
+    said = str(error).partition(": ")[2]
+    where = f"{error.invariant} {error.rank} {error.slot} {error.indices}"
+    assert f"{where}: {said}".startswith(text)
+
+
+def test_lengths_and_steps_of_a_batch() -> None:
+    """A plan covers its batch over all steps, and names the step."""
+    error = refusal(SIX_SAMPLES, SIX_LENGTHS[:4])
+    assert (error.invariant, error.indices) == ("exact cover", (4, 5))
+    assert str(error).startswith("invariant 'exact cover' is broken: ")
+    assert "none of the 4 lengths" in str(error)
+    # A sample listed twice would count twice in every figure.
+    for samples in ((0, 0, 1, 2, 3, 4, 5), (1, 0, 2, 3, 4, 5)):
+        error = refusal(six(*ROWS, sample_indices=samples), SIX_LENGTHS)
+        assert (error.invariant, error.indices) == ("exact cover", ())
+        assert "the samples that the step must cover do not ascend" in str(error)
+    lengths = [5, 6, 7, 4]
+    plan = plan_batch(lengths, ParallelDims(), SIX_SAMPLES.config, samples_per_step=2)
+    first, second = plan.steps
+    merged = replace(second, micro_batches=(((2, 3), ()),), num_microbatches=2)
+    error = refusal(replace(plan, steps=(first, merged)), lengths)
+    assert (error.invariant, error.step, error.rank, error.slot) == ("cap", 1, 0, 0)
+    assert "invariant 'cap' is broken at step 1, rank 0, slot 0: " in str(error)
+    for steps, indices in (((first, first), (0, 1)), ((first,), (2, 3))):
+        error = refusal(replace(plan, steps=steps), lengths)
+        assert (error.invariant, error.indices) == ("exact cover", indices)
+    error = refusal(plan, lengths[:3])
+    assert error.invariant == "exact cover"
+    assert "4 samples, but 3 lengths" in str(error)
+
+
+@examples(1400)
+@given(cases(dynamic=True), st.randoms(use_true_random=False))
+def test_validate_agrees_with_the_independent_checker_on_corrupted_plans(
+    case: Case, random: Random
+) -> None:
+    """Move, drop, double, merge or resize things at random: what breaks is what is named."""
+    step = planned(case)
+    ranks = [[list(samples) for samples in rank] for rank in step.micro_batches]
+    of_ranks = step.context_parallel and [list(of_rank) for of_rank in step.context_parallel]
+    kinds = ["move", "merge", "drop", "double"]
+    kinds += ["resize", "replace"] if of_ranks else ["shorten", "lengthen", "lose rank"]
+    for _ in range(random.randint(1, 2)):
+        rank = random.choice(ranks)
+        if not rank:
+            continue
+        slot = random.randrange(len(rank))
+        source, target = rank[slot], random.choice(random.choice(ranks) or rank)
+        kind = random.choice(kinds)
+        if kind == "move" and source:
+            target.append(source.pop())
+        elif kind == "merge" and source is not target:
+            target.extend(source)
+            source.clear()
+        elif kind == "drop" and source:
+            source.pop()
+        elif kind == "double" and source:
+            target.append(source[0])
+        elif kind == "shorten":
+            rank.pop()
+        elif kind == "lengthen":
+            rank.append([])
+        elif kind == "lose rank" and len(ranks) > 1:
+            ranks.remove(rank)
+        elif kind == "resize" and of_ranks:
+            random.choice(of_ranks)[slot] = random.randint(1, len(ranks) + 1)
+        elif kind == "replace" and case.lengths:
+            source[:] = random.choices(range(len(case.lengths)), k=random.randrange(3))
+    corrupted = replace(
+        step,
+        micro_batches=tuple(tuple(map(tuple, rank)) for rank in ranks),
+        context_parallel=of_ranks and tuple(map(tuple, of_ranks)),
+    )
+    assume(corrupted != step)
+    broken = broken_invariants(corrupted, case.lengths)
+    if not broken:
+        validate_plan(corrupted, case.lengths)
+        return
+    error = refusal(corrupted, case.lengths)
+    assert error.invariant in broken
