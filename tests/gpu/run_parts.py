@@ -55,17 +55,17 @@ def pytest(*words: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
 
 
-def part(script: str, *words: str) -> tuple[str, ...]:
-    """A command that runs one of the scripts in ``parts``."""
-    return (str(HERE / "parts" / f"{script}.py"), *words)
+def part(*words: str) -> tuple[str, ...]:
+    """A command that runs a part of ``parts.py``."""
+    return (str(HERE / "parts.py"), *words)
 
 
 PARTS = [
     Part(
         "kernel",
         "PyTorch's variable-length attention equals one attention per sample",
-        pytest("tests/gpu/test_variable_length_attention.py"),
-        twin=pytest("tests/megatron/test_attention.py", "-k", "variable_length or packed_row"),
+        pytest("tests/gpu/test_cuda.py", "-k", "kernel"),
+        twin=pytest("tests/megatron/test_attention.py", "-k", "packed_row"),
     ),
     Part(
         "packed-pytorch",
@@ -161,7 +161,7 @@ def run(part: Part, gpus: int, lengths: Path | None) -> list[dict[str, Any]]:
     command = part.twin if part.twin and not gpus else part.command
     if lengths is not None and command is part.command and part.name in ("throughput", "waits"):
         command = (*command, "--lengths", str(lengths.resolve()))
-    if part.engine is None and part.processes == 1 and has_engine and "parts" in command[0]:
+    if part.engine is None and part.processes == 1 and has_engine and command[0] == part()[0]:
         command = (*command, "--attention", "te")
     print(f"== {part.name}: {part.shows}", flush=True)
     code, output = output_of(command, environment(part, gpus))
