@@ -111,7 +111,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = sorted([*STEPS, *OTHERS, *stock], key=lambda each: each.nproc)
     found: dict[str, Any] = {}
     for nproc, alike in itertools.groupby(jobs, key=lambda each: each.nproc):
-        found |= run_jobs([*alike], tmp_path_factory.mktemp(f"nproc{nproc}"), "twin_worker")
+        found |= run_jobs([*alike], tmp_path_factory.mktemp(f"nproc{nproc}"), "twin")
     return found
 
 

@@ -3,6 +3,7 @@
     twin = install()            before anything is made; for the rest of the process
     twin.waits                  {"train_step pipeline: item, megatron.core...:forward": 4}
     twin.peaks                  {"train_step pipeline": 1024}, bytes
+    main()                      the worker of jobs on it, in place of `kit.worker` on the CPU
 
 A tensor on the device is a `FakeTensor` on ``cuda:0``: shape, type and device, and torch raises
 where the host's tensors meet it. Tensors on the host are real. Small tensors of integers on the
@@ -32,6 +33,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+os.environ["MCORE_BATCHING_CPU"] = "0"
+
+from kit import worker
 
 CUDA = torch.device("cuda", 0)
 LARGEST_COPY = 1 << 22
@@ -396,3 +401,9 @@ def _patch_modules() -> None:
         return self
 
     torch.nn.Module._apply = apply  # type: ignore[assignment]
+
+
+def main() -> None:
+    """Start the ranks of a launch of `kit.worker` on the device."""
+    install()
+    worker.main()
