@@ -1,8 +1,12 @@
-"""Samples on their way to a plan: read, cut into steps, packed where they stay."""
+"""Samples on their way to a plan: read, cut into steps, handed to the ranks that run them as bytes
+and back, packed where they stay. On real processes in `tests/distributed/test_exactness.py`."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import pickle
+import threading
 from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
@@ -11,11 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batch_cases import equal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_batching.batch import DEFAULT_SCHEMA, SchemaError
+from mcore_batching.batch import DEFAULT_SCHEMA, Kind, OrderError, SchemaError
 from mcore_batching.batch.columns import Columns, map_tensors
+from mcore_batching.megatron.exchange import (
+    SampleMoves,
+    copied_output,
+    deserialize,
+    leaving,
+    serialize,
+)
 from mcore_batching.megatron.plan import _local_units
 from mcore_batching.megatron.samples import (
     Share,
@@ -24,31 +36,35 @@ from mcore_batching.megatron.samples import (
     steps_by_size,
     template_of,
 )
+from mcore_batching.megatron.schedule import MicroBatchSchedule
 from mcore_batching.planning import ConfigError, CostModel, ParallelDims, PlannerConfig
 from mcore_batching.planning.forest import forest_of_groups
 from mcore_batching.planning.local import fill_local, least_count, pack_local
 
-STEPS = [[3, 1], [0, 2]]
-SHARES = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 
-
-def batch(samples: int, **fields: Any) -> dict[str, Any]:
+def batch(*names: str, **fields: Any) -> dict[str, Any]:
+    """Samples of these names, of as many tokens as these have letters, half of them a response."""
     return {
-        "tokens": [[1, 2, 3] for _ in range(samples)],
-        "total_lengths": [3] * samples,
-        "response_lengths": [2] * samples,
+        "tokens": [[*map(ord, name)] for name in names],
+        "total_lengths": [len(name) for name in names],
+        "response_lengths": [-(-len(name) // 2) for name in names],
+        "uids": [*names],
         **fields,
     }
 
 
-def columns(samples: int, **fields: Any) -> Columns:
-    read = read_fields(batch(samples, **fields), DEFAULT_SCHEMA, 9)
+def columns(*names: str, **fields: Any) -> Columns:
+    read = read_fields(batch(*names, **fields), DEFAULT_SCHEMA, 128)
     assert read is not None
-    return read
+    return read if names else Columns.read(read, read.schema)  # read once others show the kinds
 
 
-def share(samples: int, steps: Any = None, size: int | None = None, **fields: Any) -> Share:
-    return read_share(batch(samples, **fields), [3] * samples, steps, size)
+STEPS = [[3, 1], [0, 2]]
+
+
+def share(steps: Any = None, size: int | None = None, **fields: Any) -> Share:
+    """Of a rank with four samples."""
+    return read_share(batch(*"abcd", **fields), [1] * 4, steps, size)
 
 
 GIVEN_AS: dict[str, Callable[[Any], Any]] = {
@@ -68,62 +84,73 @@ GIVEN_AS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("given_as", GIVEN_AS)
 def test_steps_may_be_whatever_gives_indices(given_as: str) -> None:
     """A generator was read by a check, and the whole batch was lost."""
-    read = share(4, GIVEN_AS[given_as](STEPS)).steps
+    read = share(GIVEN_AS[given_as](STEPS)).steps
     assert read == STEPS
     assert all(type(index) is int for step in read for index in step)
 
 
-def test_steps_that_were_read_before_are_refused() -> None:
-    steps = iter(STEPS)
-    share(4, steps)
-    with pytest.raises(ValueError, match="steps must hold each of this rank's 4 samples exactly"):
-        share(4, steps)
+NO_INDICES = "steps must be one list of sample indices for each"
 
 
-@pytest.mark.parametrize("steps", [5, [0, 1, 2, 3], [[0, 1], [2, 3.0]], [[0, 1], None], "0123"])
-def test_steps_without_indices_are_refused(steps: Any) -> None:
-    with pytest.raises(ConfigError, match="steps must be one list of sample indices for each"):
-        share(4, steps)
+@pytest.mark.parametrize(
+    ("steps", "error", "message"),
+    [
+        *((each, ConfigError, NO_INDICES) for each in (5, [0, 1, 2, 3], "0123")),
+        *(([[0, 1], last], ConfigError, NO_INDICES) for last in ([2, 3.0], None)),
+        (iter([]), ValueError, "steps must hold each of this rank's 4 samples exactly"),
+    ],
+)
+def test_steps_without_indices_are_refused(
+    steps: Any, error: type[Exception], message: str
+) -> None:
+    """And such as were read before."""
+    with pytest.raises(error, match=message):
+        share(steps)
 
 
-@given(SHARES, st.integers(1, 20))
-def test_steps_take_samples_in_the_order_of_their_middles(shares: list[int], size: int) -> None:
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=8), st.none() | st.integers(1, 20))
+def test_steps_take_samples_in_the_order_of_their_middles(
+    shares: list[int], size: int | None
+) -> None:
+    """All in one step without a batch size."""
     middles = [
         (Fraction(2 * index + 1, 2 * share), rank)
         for rank, share in enumerate(shares)
         for index in range(share)
     ]
     order = sorted(range(len(middles)), key=middles.__getitem__)
-    steps = steps_by_size(shares, size)
+    steps, size = steps_by_size(shares, size), size or len(order) or 1
     whole, left = divmod(len(order), size)
     assert [*map(len, steps)] == ([size] * whole + [left] * bool(left) or [0])
     assert [sorted(order[n * size : (n + 1) * size]) for n in range(len(steps))] == steps
 
 
-def test_a_step_counts_as_what_cut_it() -> None:
-    assert share(4, size=2).samples_per_step == 2
-    assert share(4, size=2, dynamic_global_batch_size=3).samples_per_step == 3
-    assert share(4, size=2, dynamic_global_batch_size=None).samples_per_step == 2
-    assert share(4, STEPS, size=2).samples_per_step is None
-    assert share(4, STEPS, size=2, dynamic_global_batch_size=8).samples_per_step == 8
-    assert share(4).samples_per_step is None
-
-
-def test_without_a_batch_size_all_samples_are_one_step() -> None:
-    assert steps_by_size([3, 5], None) == [[*range(8)]]
-    assert steps_by_size([0, 0], None) == [[]]
+@pytest.mark.parametrize(
+    ("steps", "of_data", "counts_as"),
+    [
+        (None, {}, 2),
+        (None, {"dynamic_global_batch_size": 3}, 3),
+        (None, {"dynamic_global_batch_size": None}, 2),
+        (STEPS, {}, None),
+        (STEPS, {"dynamic_global_batch_size": 8}, 8),
+    ],
+)
+def test_a_step_counts_as_what_cut_it(
+    steps: Any, of_data: dict[str, Any], counts_as: int | None
+) -> None:
+    assert share(steps, size=2, **of_data).samples_per_step == counts_as
 
 
 def test_samples_are_tensors_in_lists_of_their_own() -> None:
     """What the caller does to its lists afterwards changes no row."""
-    given = [np.array([1, 2, 3], "uint16"), [4, 5, 6]]
+    tokens = [np.array([1, 2, 3], "uint16"), [4, 5, 6]]
     mine = {
         "values": [torch.ones(2), torch.ones(2)],
         "returns": [torch.ones(2), torch.ones(2).double()],
         "multimodal_train_inputs": [{"pixels": torch.ones(2)}, None],
     }
-    data = columns(2, tokens=given, **mine)
-    given.clear()
+    data = columns("abc", "def", tokens=tokens, **mine)
+    tokens.clear()
     map_tensors(mine, torch.Tensor.zero_)
     assert [value.tolist() for value in data["tokens"]] == [[1, 2, 3], [4, 5, 6]]
     assert all(isinstance(value, torch.Tensor) for value in data["tokens"])
@@ -135,22 +162,21 @@ def test_samples_are_tensors_in_lists_of_their_own() -> None:
 @pytest.mark.parametrize("given_as", [tuple, np.array, torch.tensor])
 def test_fields_may_be_anything_with_one_value_per_sample(given_as: Callable[[Any], Any]) -> None:
     fields = {"rewards": [1.0, 0.5], "loss_masks": [[1, 0], [1, 1]], "total_lengths": [3, 3]}
-    listed = columns(2, **fields)
-    given = columns(2, **{name: given_as(values) for name, values in fields.items()})
-    assert [*map(float, given["rewards"])] == listed["rewards"]
-    assert given.flat("loss_masks").tolist() == listed.flat("loss_masks").tolist()
-    assert given["total_lengths"] == listed["total_lengths"] == [3, 3]
+    listed = columns("abc", "def", **fields)
+    read = columns("abc", "def", **{name: given_as(values) for name, values in fields.items()})
+    assert [*map(float, read["rewards"])] == listed["rewards"]
+    assert read.flat("loss_masks").tolist() == listed.flat("loss_masks").tolist()
+    assert read["total_lengths"] == listed["total_lengths"] == [3, 3]
 
 
 @pytest.mark.parametrize("values", [[1.0], torch.ones(3), "ab", 1.0, {0: 1.0, 1: 2.0}])
 def test_another_number_of_values_than_samples_is_refused(values: Any) -> None:
     with pytest.raises(SchemaError, match=r"'rewards': expected 2 values, one per sample, found"):
-        columns(2, rewards=values)
+        columns("abc", "def", rewards=values)
 
 
 def test_without_samples_a_placeholder_is_like_the_one_that_there_was() -> None:
-    values = [torch.zeros(3, 2, dtype=torch.bfloat16)]
-    read = columns(1, feature=values)
+    read = columns("abc", feature=[torch.zeros(3, 2, dtype=torch.bfloat16)])
     nothing = Columns.read({name: [] for name in read}, read.schema)
     made = template_of(nothing, template_of(read))
     assert made["feature"][0].dtype == torch.bfloat16
@@ -184,15 +210,13 @@ def test_every_sample_of_the_rank_is_in_one_unit_that_fits(
         forward_only=False,
         naming=lambda numbers: contextlib.nullcontext(),
     )
-    given_samples: Any = SimpleNamespace(
+    step: Any = SimpleNamespace(
         settings=settings,
         steps=[range(len(lengths))],
         lengths=lengths,
         beginnings=SimpleNamespace(forest=forest) if shares else None,
     )
-    places = {number: at for at, number in enumerate(held)}
-    moves: Any = SimpleNamespace(places=places, origin=lambda number: (0, number))
-    units, problem = _local_units(given_samples, moves, 0)
+    units, problem = _local_units(step, SampleMoves(0, [0, len(lengths)], [held]), 0)
     assert sorted(i for unit in units for i in unit.samples) == held
     assert [unit.size for unit in units] == list(problem.lengths)
     assert shares or all(len(unit.samples) == 1 for unit in units)
@@ -200,3 +224,183 @@ def test_every_sample_of_the_rank_is_in_one_unit_that_fits(
     rows = fill_local(problem, packed, least_count(problem, packed))
     assert sorted(at for row in rows for at in row) == list(range(len(units)))
     assert all(sum(units[at].size for at in row) <= CAP for row in rows)
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> list[SampleMoves]:
+    """Of every rank: any samples of any ranks, each on one rank or on several."""
+    sharing = draw(st.sampled_from([1, 1, 2]))
+    counts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    first = [0, *itertools.accumulate(counts)]
+    ranks = range(len(counts) * sharing)
+    some_ranks = st.sets(st.sampled_from(ranks), min_size=1)
+    runners = [draw(some_ranks) for _ in range(first[-1])]
+    held = [[n for n, on in enumerate(runners) if rank in on] for rank in ranks]
+    runs_on = [draw(st.permutations(numbers)) for numbers in held]
+    return [SampleMoves(rank, first, runs_on, sharing=sharing) for rank in ranks]
+
+
+@given(exchanges())
+def test_fields_go_to_every_rank_that_runs_a_sample_and_outputs_to_all_that_brought_it(
+    moves: list[SampleMoves],
+) -> None:
+    """Fields from the ranks at the same place, outputs from the first rank that runs a sample."""
+    outgoing = [each.outgoing(columns(*[f"s{10**n}" for n in each.brought])) for each in moves]
+    for rank, each in enumerate(moves):
+        replica, place = divmod(rank, each.sharing)
+        found = each.arranged([parts[replica] for parts in outgoing[place :: each.sharing]])
+        expected = [f"s{10**number}" for number in each.runs_on[rank]]
+        assert found["uids"] == expected
+        assert ["".join(map(chr, tokens.tolist())) for tokens in found["tokens"]] == expected
+        assert found.total_lengths == [*map(len, expected)]
+        assert found.flat("tokens").shape[0] == sum(map(len, expected)) + 1
+        assert [*each.brought] == [*range(each.first[replica], each.first[replica + 1])]
+        sent = [(n, source) for source in range(len(moves)) for n in each._sent(source, rank)]
+        runners = (
+            (n, min(r for r, runs in enumerate(each.runs_on) if n in runs)) for n in each.brought
+        )
+        assert sorted(sent) == [*runners]
+
+
+def moves(rank: int) -> SampleMoves:
+    """Rank 0 brought 0 1 2, rank 1 brought 3 4, rank 2 nothing; 1 runs on ranks 0 and 1."""
+    return SampleMoves(rank, [0, 3, 5, 5], [[1, 4], [0, 1, 3], [2]])
+
+
+BROUGHT = ["aa", "bb", "cc"]
+
+
+def test_a_field_that_one_rank_lacks_is_named_with_that_rank() -> None:
+    """Unless that has no samples."""
+    first, second = columns(*BROUGHT, rewards=[1, 2, 3]), columns("dd", "ee", rewards=[4, 5])
+    outgoing = [moves(rank).outgoing(own) for rank, own in enumerate((first, second, columns()))]
+    found = [moves(rank).arranged([parts[rank] for parts in outgoing]) for rank in range(3)]
+    assert [each["rewards"] for each in found] == [[2, 5], [1, 2, 4], [3]]
+    outgoing[1] = moves(1).outgoing(columns("dd", "ee"))
+    for rank in (0, 1):  # which run its last sample, and its first
+        with pytest.raises(SchemaError, match=r"none of ranks \[1\]: give the field on them too"):
+            moves(rank).arranged([parts[rank] for parts in outgoing])
+
+
+def test_what_stays_is_sent_to_nobody_and_what_leaves_comes_whole() -> None:
+    values = [torch.rand(len(name), 2) for name in BROUGHT]
+    own = columns(*BROUGHT, position_ids=[torch.arange(2).expand(3, -1)] * 3)
+    own = own.extended({"mine": values}, DEFAULT_SCHEMA.declare("mine", Kind.PER_TOKEN))
+    staying, sent = leaving(moves(0), own)
+    assert staying["uids"] == BROUGHT[1:2]
+    assert deserialize(sent[0]) is None
+    found = deserialize(sent[1])
+    assert found.keys() == found.schema.keys() == own.keys()
+    chosen = own.taken([0, 1])
+    assert all(equal(found[name], chosen[name]) for name in own)
+    assert found.schema["mine"] == own.schema["mine"]
+    # Nothing at all where every sample stays, in its order.
+    all_stay = SampleMoves(0, [0, 2, 3], [range(2), [2]])
+    assert leaving(all_stay, own) == (own, [])
+    outputs = {"output": [torch.ones(1), torch.zeros(1)]}
+    assert all_stay.returned(outputs) == outputs
+    for runs_on in ([[1, 0], [2]], [[0], [1, 2]], [[0, 1, 2], [2]]):
+        assert not SampleMoves(0, [0, 2, 3], runs_on).stay
+
+
+def test_samples_are_named_as_the_ranks_that_brought_them_count_them() -> None:
+    """Rank 2 brought none, and runs one of rank 0's."""
+    named = [
+        MicroBatchSchedule.names_of(SimpleNamespace(moves=moves(rank)), places)  # type: ignore[arg-type]
+        for rank, places in ((0, (0, 1)), (1, (2, 0, 1)), (2, (0,)), (2, ()))
+    ]
+    assert named == [
+        "samples [1] of data-parallel rank 0, samples [1] of data-parallel rank 1",
+        "samples [0, 1] of data-parallel rank 0, samples [0] of data-parallel rank 1",
+        "samples [2] of data-parallel rank 0",
+        "a placeholder",
+    ]
+    # Ranks 2 and 3 brought 3 together.
+    shared = SampleMoves(2, [0, 3, 4], [[1, 2], [0, 1], [3], [3]], sharing=2)
+    assert shared.origins([0]) == {1: [0]}
+
+
+COMPLEX = torch.tensor([1 + 2j, 3 - 4j])
+QUANTISED = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+VALUES: dict[str, Any] = {
+    "nothing": None,
+    "numbers": {"total_lengths": [3, 5], "rewards": [0.5, -1.0], "names": ["a", "b"]},
+    "no tensors": [],
+    "tensors": [torch.arange(3), torch.tensor(2.5), torch.zeros(0, 4), torch.tensor([True])],
+    "alike": [torch.arange(3.0), torch.tensor(2.5), torch.zeros(0, 4), torch.ones(2, 3).t()],
+    "alike for a time": [COMPLEX[:1].conj(), COMPLEX],
+    "alike, some negative": [COMPLEX[:1].conj().imag, torch.ones(1)],
+    "nested, alike": [NESTED] * 2,
+    "quantised, alike": [QUANTISED] * 2,
+    "kinds": [torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64)],
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "inside": ([1, 2], {"tokens": [torch.arange(5)], "images": [{"pixels": torch.rand(2, 2)}]}),
+    "an array": np.arange(6).reshape(2, 3),
+    "twice": [torch.arange(2)] * 2,
+    # Contiguous at any stride, but no bytes at another than 1.
+    "one of a column": torch.arange(6.0).view(3, 2)[1:2, 1],
+    "one for all": torch.tensor([3, 4])[1].expand(2, 3),
+    "negative in passing": COMPLEX.conj().imag,
+    "conjugate in passing": COMPLEX.conj(),
+    "eight bits": torch.tensor([0.5, -2.0]).to(torch.float8_e4m3fn),
+    "sparse": torch.eye(3).to_sparse(),
+    "sparse with a gradient": torch.eye(3, requires_grad=True).to_sparse(),
+    "nested": NESTED,
+    "nested and ragged": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    "meta": [torch.ones(2), torch.empty(3, 4, device="meta")],
+    "a gradient": torch.ones(2, requires_grad=True),
+    "quantised": QUANTISED,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["sparse", "nested", "nested and ragged", "quantised", "nothing", "meta"]
+)
+def test_outputs_that_cannot_travel_are_refused(name: str) -> None:
+    for dtype in (torch.float32, torch.float8_e4m3fn, torch.complex64):
+        assert copied_output("log_probs", torch.ones(3, dtype=dtype)[1:2].expand(4)).shape == (4,)
+    value = VALUES[name][1] if name == "meta" else VALUES[name]
+    with pytest.raises(OrderError, match="'log_probs', which cannot go back to the sample's rank"):
+        copied_output("log_probs", value)
+
+
+def comparable(value: Any) -> Any:
+    """The value with all that has to arrive of its tensors, which `==` compares."""
+    return map_tensors(value.tolist() if isinstance(value, np.ndarray) else value, _kept)
+
+
+def _kept(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested:
+        values: Any = [*map(_kept, tensor.unbind())]
+    elif tensor.is_meta:
+        values = tensor.shape
+    else:
+        plain = tensor.dequantize() if tensor.is_quantized else tensor
+        values = (plain if plain.layout == torch.strided else plain.to_dense()).tolist()
+    return tensor.dtype, tensor.layout, tensor.device, tensor.is_quantized, values
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_arrives_is_what_was_sent(name: str) -> None:
+    """Also where the bytes of its tensors begin at any byte, and the header is longer."""
+    header, body = serialize(VALUES[name])
+    shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), body, body])[1:]
+    found = deserialize((header + b"  ", shifted))
+    assert comparable(found) == comparable(VALUES[name])
+    if name == "a gradient":
+        assert not found.requires_grad
+
+
+def test_tensors_are_not_pickled() -> None:
+    tensor = torch.arange(1000)
+    header, body = serialize(tensor)
+    assert len(header) + len(body) < tensor.nbytes + 200 < len(pickle.dumps(tensor))
+    part = torch.ones(2, 10**6)[:, :2]  # of a storage that is not to be sent
+    assert sum(map(len, serialize(part))) < 1000
+
+
+@pytest.mark.parametrize("value", [lambda: None, (each for each in ()), threading.Lock()])
+def test_what_cannot_be_pickled_is_said_with_what_to_do(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"values cannot be pickled: .*; give others, or leave"):
+        serialize({"tokens": [torch.ones(2)], "judge": [value]})
