@@ -1,27 +1,37 @@
-"""From stock batches to unpadded samples: nothing that is trained is lost, and nothing is added."""
+"""A stock loop's batches become unpadded samples, of which nothing that is trained is lost; batches
+that are read before they are drawn are the same draws in the same order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from packed_row_cases import SAMPLES
+from megatron.core import rerun_state_machine
+from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode
+from planning_cases import examples
 from torch import Tensor
 
-from mcore_batching.batch import Kind
+from mcore_batching.batch import SchemaError
 from mcore_batching.batch.columns import Columns
 from mcore_batching.batch.loss import step_totals
+from mcore_batching.integrations.megatron_lm import stock_steps
 from mcore_batching.integrations.megatron_lm.stock_steps import (
     FIELDS,
     STOCK_SCHEMA,
     StockDataError,
+    StockSteps,
+    batches_ahead,
+    draw_batches,
     num_truncated,
     unpadded_samples,
 )
+from mcore_batching.planning import CostModel
 
 Rows = list[list[tuple[int, bool]]]
 """For every row its positions: which one of its document, and whether it is trained."""
@@ -167,12 +177,128 @@ def test_lacking_fields_and_unequal_numbers_of_rows_are_errors() -> None:
         unpadded_samples([given_batch], split_documents=False)
 
 
-def test_schema_takes_labels_and_masks_ready_made() -> None:
-    for name in FIELDS:
-        assert name in STOCK_SCHEMA
-    for name in ("labels", "loss_mask"):
-        assert STOCK_SCHEMA[name].kind is Kind.PER_TOKEN
-    data = unpadded_samples([masked([1, 1, 0])], split_documents=False)
+def test_labels_and_masks_are_ready_made() -> None:
+    data = unpadded_samples([masked([0, 1, 1], [1, 1, 0])], split_documents=False)
     STOCK_SCHEMA.resolve(data).validate(data)
-    columns = Columns.read(SAMPLES, STOCK_SCHEMA)
+    columns = Columns.read(data, STOCK_SCHEMA)
     assert step_totals(columns, depths=1, has_labels=True)[1] == [4, 3]
+
+
+def test_labels_that_are_trained_are_of_the_vocabulary() -> None:
+    given_batch = masked([1, 0, 1]) | {"labels": torch.tensor([[2, -100, 64]])}
+    steps, model = StockSteps(SimpleNamespace()), SimpleNamespace(vocab_size=65)
+    assert steps._read([model], [given_batch])
+    model.vocab_size = 64
+    with pytest.raises(SchemaError, match=r"'labels', sample 0: .* found 64 at place 2"):
+        steps._read([model], [given_batch])
+
+
+@pytest.fixture(scope="module")
+def _rerun_machine() -> Iterator[None]:
+    rerun_state_machine.initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    yield
+    rerun_state_machine.destroy_rerun_state_machine()
+
+
+NUMBER = 12
+
+
+def numbered(fails: bool = False) -> Iterator[dict[str, int]]:
+    for number in range(NUMBER):
+        yield {"number": number}
+    if fails:
+        raise OSError("the disk is gone")
+
+
+def drawn(iterators: Any, count: int) -> list[int] | str:
+    """Numbers of the batches, or the error."""
+    try:
+        return [batch["number"] for batch in draw_batches(iterators, count) or ()]
+    except (StockDataError, OSError) as error:
+        return str(error)
+
+
+STEPS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=6)
+
+
+@pytest.mark.usefixtures("_rerun_machine")
+@examples(150)
+@given(STEPS, st.booleans(), st.booleans())
+@example([(4, 4, True), (2, 2, True), (3, 1, False), (4, 3, False)], True, True)
+def test_draws_are_those_without_reading_ahead(
+    steps: list[tuple[int, int, bool]], is_chunked: bool, fails: bool
+) -> None:
+    """Each step draws some batches, reads some ahead, and may be rerun. No more is read: the job
+    may end there, or its data with an error that is nobody's yet."""
+    sources = [[numbered(fails) for _ in range(1 + is_chunked)] for _ in range(2)]
+    ours, theirs = ([RerunDataIterator(each) for each in of_chunk] for of_chunk in sources)
+    all_chunks = [ours[0], None, ours[1]] if is_chunked else ours[0]
+    position = furthest = 0
+    buffers = set()
+    for count, ahead, is_rerun in steps:
+        for each in (*ours, *theirs):
+            each.advance()
+        found = drawn(all_chunks, count)
+        expected = [drawn(each, count) for each in theirs]
+        assert [found] * len(theirs) == expected
+        if isinstance(found, str):  # the end of the job
+            furthest = NUMBER
+            break
+        position = min(position + count, NUMBER)
+        furthest = min(max(furthest, position + ahead), NUMBER)
+        if position + ahead <= NUMBER:
+            numbers = [batch["number"] for batch in batches_ahead(all_chunks, ahead) or ()]
+            assert numbers == [*range(position, position + ahead)]
+        else:
+            with pytest.raises((StopIteration, OSError)):
+                batches_ahead(all_chunks, ahead)
+        buffers.add(ours[0].iterable)  # not one in front of another, more every step
+        if is_rerun:
+            for each in (*ours, *theirs):
+                each.rewind()
+            assert drawn(all_chunks, count) == found
+            assert [drawn(each, count) for each in theirs] == expected
+        # Megatron saves them with a checkpoint.
+        states = [each.state_dict() for each in theirs]
+        assert [each.state_dict() for each in ours] == states
+    assert len(buffers) <= 1
+    if furthest < NUMBER:
+        assert next(sources[0][0]) == {"number": furthest}
+
+
+def test_the_end_of_the_data_is_an_error_where_it_is_drawn() -> None:
+    assert drawn(numbered(), NUMBER) == [*range(NUMBER)]
+    assert "ended after 1 of 4 micro-batches: lower --train-iters or" in drawn(
+        iter([{"number": 0}]), 4
+    )
+
+
+@pytest.mark.parametrize("iterator", [None, [None, None], numbered()])
+def test_others_than_megatrons_iterators_are_left_alone(iterator: Any) -> None:
+    assert batches_ahead(iterator, 1) is None
+    assert not isinstance(iterator, list | None) or draw_batches(iterator, 1) is None
+
+
+def test_samples_read_ahead_are_those_of_the_very_batches_that_are_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: Any = StockSteps(SimpleNamespace())
+    monkeypatch.setattr(steps, "_read", lambda chunks, batches: "read now")
+    monkeypatch.setattr(stock_steps, "brought_by", str)
+    one, other = {"number": 1}, {"number": 1}
+    steps._ahead = [one, other], "read ahead"
+    assert steps._draw([], iter([one, other]), 2) == "read ahead"
+    for batches in ([one], [other, one]):
+        assert steps._draw([], iter(batches), len(batches)) == "read now"
+    assert steps._draw([], None, 2) == "read now"  # of stages that read nothing
+
+
+def test_a_step_that_megatron_reruns_is_planned_by_the_same_costs() -> None:
+    """What was learnt meanwhile would change its rounding, which Megatron compares."""
+    steps = StockSteps(SimpleNamespace())
+    planned = CostModel(per_micro_batch=7.0)
+    assert steps._cost_model_of_rerun(3) is None
+    steps._last_planned = 3, planned
+    assert steps._cost_model_of_rerun(3) is planned
+    assert steps._cost_model_of_rerun(4) is None
+    assert steps._cost_model_of_rerun(None) is None
