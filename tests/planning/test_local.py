@@ -96,19 +96,19 @@ def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie(
     assert in_order == in_order_of_index
 
 
+EVEN = [5, 4, 3, 3, 3, 1], [[0, 1, 2, 3, 4], [5]], {"max_tokens_per_gpu": 100}
+STEEP = [8, 4, 4, 4, 4], [[0, 1, 2, 3, 4]]
+TENS = [1, 10, 20, 30, 40, 50], [[1], [2], [3], [4], [5]]
+
+
 @pytest.mark.parametrize(
     ("lengths", "packed", "options", "count", "expected"),
     [
         # 5, 4, 3, 3, 3 dealt to the lighter side: 5+3 against 4+3+3. Then 4 against 3+3.
-        *(
-            ([5, 4, 3, 3, 3, 1], [[0, 1, 2, 3, 4], [5]], {"max_tokens_per_gpu": 100}, *row)
-            for row in (
-                (2, ((0, 1, 2, 3, 4), (5,))),
-                (3, ((1, 2, 4), (0, 3), (5,))),
-                (4, ((0, 3), (2, 4), (1,), (5,))),
-                (8, ((0,), (1,), (2,), (3,), (4,), (), (), (5,))),
-            )
-        ),
+        (*EVEN, 2, ((0, 1, 2, 3, 4), (5,))),
+        (*EVEN, 3, ((1, 2, 4), (0, 3), (5,))),
+        (*EVEN, 4, ((0, 3), (2, 4), (1,), (5,))),
+        (*EVEN, 8, ((0,), (1,), (2,), (3,), (4,), (), (), (5,))),
         ([2, 9, 4], [[0], [1], [2]], {}, 5, ((1,), (2,), (), (), (0,))),
         ([2, 9, 4], [[0], [1], [2]], {"balance": "none"}, 5, ((0,), (1,), (), (), (2,))),
         ([1, 9, 2], [[0, 1, 2]], {"balance": "none"}, 3, ((1,), (2,), (0,))),
@@ -117,6 +117,33 @@ def test_packing_takes_the_rule_that_needs_fewer_and_decreasing_on_a_tie(
         ([1, 1, 1], [[0, 1, 2]], {"fill": "placeholder"}, 3, ((), (), (0, 1, 2))),
         # Samples without tokens are split, too.
         ([0, 0, 0, 0], [[0, 1, 2, 3]], {}, 4, ((0,), (1,), (2,), (3,))),
+        # Under a steep quadratic term one 8 outweighs everything else; in tokens the largest is
+        # first.
+        (*STEEP, {"cost_model": CostModel(linear=0, quadratic=1)}, 2, ((1, 2, 3, 4), (0,))),
+        (*STEEP, {"balance": "tokens"}, 2, ((0, 3), (1, 2, 4))),
+        # Placeholders and small ones while the pipeline fills, small ones while it drains.
+        (*TENS, {"pipeline_parallel": 2}, 6, ((), (2,), (4,), (5,), (3,), (1,))),
+        (
+            *TENS,
+            {"pipeline_parallel": 2, "virtual_pipeline": 2},
+            6,
+            ((), (1,), (2,), (3,), (4,), (5,)),
+        ),
+        # Ranks that wait for each other have slots of about the same weight.
+        (
+            *TENS,
+            {"pipeline_parallel": 2, "data_parallel": 2, "expert_parallel": 2},
+            6,
+            ((5,), (4,), (3,), (2,), (), (1,)),
+        ),
+        # What a rule of the user's packed stays as it is.
+        (
+            [5, 5, 1, 1],
+            [[0, 1], [2, 3]],
+            {"pipeline_parallel": 2, "packing": "first-fit"},
+            2,
+            ((0, 1), (2, 3)),
+        ),
     ],
 )
 def test_filling(
@@ -128,53 +155,17 @@ def test_filling(
 ) -> None:
     """The heaviest is split in even halves first; the largest runs first where order takes no time;
     placeholders come just before the last."""
-    config = PlannerConfig(**{"max_tokens_per_gpu": 10} | options)
-    assert fill_local(Problem.of(lengths, ParallelDims(), config), packed, count) == expected
-
-
-def test_halves_are_even_in_cost_and_not_in_tokens() -> None:
-    """Under a steep quadratic term one 8 outweighs everything else."""
-    steep = CostModel(linear=0, quadratic=1)
-    by_cost = PlannerConfig(max_tokens_per_gpu=100)
-    by_tokens = PlannerConfig(max_tokens_per_gpu=100, balance="tokens")
-
-    def halves(config: PlannerConfig) -> Any:
-        problem = Problem.of([8, 4, 4, 4, 4], ParallelDims(), config, steep)
-        return fill_local(problem, [[0, 1, 2, 3, 4]], 2)
-
-    assert halves(by_cost) == ((1, 2, 3, 4), (0,))  # in tokens the largest is first
-    assert halves(by_tokens) == ((0, 3), (1, 2, 4))
-
-
-@pytest.mark.parametrize(
-    ("dims", "expected"),
-    [
-        # Placeholders and small ones while the pipeline fills, small ones while it drains.
-        (ParallelDims(pipeline_parallel=2), (0, 2, 4, 5, 3, 1)),
-        (ParallelDims(pipeline_parallel=2, virtual_pipeline=2), (0, 1, 2, 3, 4, 5)),
-        # Ranks that wait for each other have slots of about the same weight.
-        (ParallelDims(data_parallel=2, pipeline_parallel=2, expert_parallel=2), (5, 4, 3, 2, 0, 1)),
-    ],
-)
-def test_micro_batches_of_a_pipeline_are_ordered(
-    dims: ParallelDims, expected: tuple[int, ...]
-) -> None:
-    """Sample i has 10 i tokens; 0 stands for a placeholder."""
-    problem = Problem.of([1, 10, 20, 30, 40, 50], dims, PlannerConfig(max_tokens_per_gpu=50))
-    filled = fill_local(problem, [[1], [2], [3], [4], [5]], 6)
-    assert tuple(samples[0] if samples else 0 for samples in filled) == expected
+    options = {"max_tokens_per_gpu": 50} | options
+    cost_model = options.pop("cost_model", None)
+    sizes = {name: options.pop(name) for name in [*options] if name.endswith("_parallel")}
+    dims = ParallelDims(**sizes, virtual_pipeline=options.pop("virtual_pipeline", 1))
+    problem = Problem.of(lengths, dims, PlannerConfig(**options), cost_model)
+    assert fill_local(problem, packed, count) == expected
 
 
 def test_oversize_samples_come_last_and_alone() -> None:
     packed = pack_local(Problem.of([12, 4, 30, 6, 10], ParallelDims(), CONFIG))
     assert packed == [[4], [1, 3], [0], [2]]
-
-
-def test_samples_that_are_packed_by_a_rule_of_the_users_stay_as_packed() -> None:
-    config = PlannerConfig(max_tokens_per_gpu=10, packing="first-fit")
-    problem = Problem.of([5, 5, 1, 1], ParallelDims(pipeline_parallel=2), config)
-    packed = pack_local(problem)
-    assert sorted(fill_local(problem, packed, 2)) == [(0, 1), (2, 3)]
 
 
 def test_splitting_many_samples_stays_fast() -> None:
@@ -187,34 +178,28 @@ def test_splitting_many_samples_stays_fast() -> None:
     assert all(before >= after for before, after in pairwise(weights))
 
 
-PROPORTIONAL = CostModel(quadratic=0, per_micro_batch=0)
-
-
-def loads(step: StepPlan, lengths: list[int]) -> list[int]:
-    return sorted(sum(lengths[s] for slot in rank for s in slot) for rank in step.micro_batches)
-
-
 def test_a_rank_may_take_more_micro_batches_where_that_evens_out_ranks() -> None:
     """In folds of two the rank of the 5 gets two of the 1s, at least."""
-    lengths = [5, 1, 1, 1, 1, 1]
-    config = PlannerConfig(max_tokens_per_gpu=5)
-    problem = Problem.of(lengths, ParallelDims(data_parallel=2), config, PROPORTIONAL)
+    config, costs = PlannerConfig(max_tokens_per_gpu=5), CostModel(quadratic=0, per_micro_batch=0)
+    problem = Problem.of([5, 1, 1, 1, 1, 1], ParallelDims(data_parallel=2), config, costs)
     ranks = place(problem, [(sample,) for sample in range(6)], 5)
     assert sorted(len(list(filter(None, rank))) for rank in ranks) == [1, 5]
 
 
-def test_a_rank_in_lockstep_does_not_end_with_a_placeholder_for_the_largest_to_come_first() -> None:
-    dims = ParallelDims(data_parallel=2, expert_parallel=2)
-    problem = Problem.of([10, 50, 60], dims, PlannerConfig(max_tokens_per_gpu=100))
-    ranks = (((0,), (1,)), ((), (2,)))
-    assert largest_first(problem, ranks) == ranks
-
-
-def test_in_lockstep_the_slot_with_the_largest_micro_batch_comes_first_on_all_ranks() -> None:
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((((0,), (2,), (4,)), ((1,), (3,), (5,))), (((2,), (0,), (4,)), ((3,), (1,), (5,)))),
+        # A rank does not end with a placeholder for the largest to come first.
+        ((((0,), (1,)), ((), (3,))), (((0,), (1,)), ((), (3,)))),
+    ],
+)
+def test_in_lockstep_the_slot_with_the_largest_micro_batch_comes_first_on_all_ranks(
+    ranks: Any, expected: Any
+) -> None:
     dims = ParallelDims(data_parallel=2, expert_parallel=2)
     problem = Problem.of([40, 50, 10, 60, 30, 45], dims, PlannerConfig(max_tokens_per_gpu=100))
-    ranks = (((0,), (2,), (4,)), ((1,), (3,), (5,)))
-    assert largest_first(problem, ranks) == (((2,), (0,), (4,)), ((3,), (1,), (5,)))
+    assert largest_first(problem, ranks) == expected
 
 
 def scan(
@@ -234,28 +219,15 @@ def scan(
     return bins
 
 
-capacities = st.sampled_from([1, 7, 20, 100, 1000])
-problems = capacities.flatmap(
-    lambda capacity: st.tuples(
-        st.lists(
-            st.integers(0, capacity)
-            | st.integers(0, max(1, capacity // 10))
-            | st.integers(capacity // 3, capacity // 2),
-            max_size=120,
-        ),
-        st.just(capacity),
-    )
-)
-
-most_items = st.none() | st.integers(1, 9)
-
-
 @examples(500)
-@given(problems, most_items)
+@given(st.sampled_from([1, 7, 20, 100, 1000]), st.none() | st.integers(1, 9), st.data())
 def test_both_rules_are_bin_for_bin_the_scan(
-    problem: tuple[list[int], int], most: int | None
+    capacity: int, most: int | None, data: st.DataObject
 ) -> None:
-    sizes, capacity = problem
+    ranges = (0, capacity), (0, max(1, capacity // 10)), (capacity // 3, capacity // 2)
+    sizes = data.draw(
+        st.lists(st.one_of(map(st.integers, *zip(*ranges, strict=True))), max_size=120)
+    )
     order = list(range(len(sizes)))
     assert first_fit(sizes, capacity, max_items=most) == scan(sizes, capacity, order, most)
     order.sort(key=lambda index: (-sizes[index], index))

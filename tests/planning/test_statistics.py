@@ -128,24 +128,20 @@ def test_statistics_count_a_shared_row_once() -> None:
 
 SHAPE = ModelShape(layers=8, hidden=64, inner=16 * (4 + 2 + 2 + 4) + 3 * 256, vocab=1024)
 LENGTHS = [100, 60, 30, 10]
-DIMS = ParallelDims(
-    pipeline_parallel=2, context_parallel=2, tensor_parallel=4, sequence_parallel=True
-)
 # In multiples of 16: 112, 64, 32 and 16.
 STEP = StepPlan(
     micro_batches=(((1, 3), (0,), (2,), ()),),
     num_microbatches=4,
     sample_indices=(0, 1, 2, 3),
-    dims=DIMS,
+    dims=ParallelDims(
+        pipeline_parallel=2, context_parallel=2, tensor_parallel=4, sequence_parallel=True
+    ),
     config=PlannerConfig(max_tokens_per_gpu=64, fill="placeholder"),
 )
 
 
-def memory(step: StepPlan, shape: ModelShape = SHAPE) -> PredictedMemory:
-    return predicted_memory(step_statistics(step, LENGTHS), step, shape)
-
-
 def test_tokens_in_flight_of_both_ends_of_the_pipeline() -> None:
+    """A placeholder is held with its padding."""
     statistics = step_statistics(STEP, LENGTHS)
     assert statistics.peak_inflight_tokens == 80 + 112
     assert statistics.last_stage_inflight_tokens == statistics.largest_row_tokens == 112
@@ -153,63 +149,55 @@ def test_tokens_in_flight_of_both_ends_of_the_pipeline() -> None:
     assert longer.peak_inflight_tokens == 112 + 128
     both = statistics + longer
     assert (both.peak_inflight_tokens, both.largest_row_tokens) == (240, 128)
-
-
-def test_a_placeholder_is_held_with_its_padding() -> None:
     padded = replace(STEP, config=replace(STEP.config, pad_total_to=64))
-    statistics = step_statistics(padded, LENGTHS)
-    assert statistics.peak_inflight_tokens == 128 + 128
+    assert step_statistics(padded, LENGTHS).peak_inflight_tokens == 128 + 128
     tail = replace(padded, micro_batches=(((), (), (2,), (0, 1, 3)),))
     assert step_statistics(tail, [1, 1, 10, 1]).peak_inflight_tokens == 64 + 64
     empty = replace(padded, micro_batches=(((),) * 4,), sample_indices=())
     assert step_statistics(empty, []).largest_row_tokens == 64
 
 
-def test_bytes_by_hand() -> None:
-    """One rank has half of a row's tokens, four of the eight layers, a quarter of what is cut."""
-    norms = 4 * 64 / 4
-    attention, feed_forward = 16 * (4 + 2 + 2 + 4) / 4, 3 * 256 / 4
-    per_token = 4 * 2 * (norms + attention + feed_forward)
-    logits = 56 * 256 * 6
-    assert memory(STEP) == PredictedMemory(
-        first_stage_bytes=96 * per_token,
-        last_stage_bytes=56 * per_token + logits + 3 * 4 * 56 * 256,
+ROW = 112 // 2
+"""Tokens of the largest row on one rank; of 192 in flight on the first stage it has 96."""
+# Four of the eight layers keep their norms' inputs and outputs, and what tensor parallelism cuts.
+LAYER = 2 * (4 * 64 / 4 + 16 * (4 + 2 + 2 + 4) / 4 + 3 * 256 / 4)
+LOGITS, HIDDEN, WEIGHT = ROW * 256 * 6, ROW * 64 * 2, 256 * 64
+DEPTH_LOGITS = ROW * 256 * 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward_only", "first", "last", "logits"),
+    [
+        ({}, False, 96 * 4 * LAYER, ROW * 4 * LAYER, LOGITS),
+        # Predicting further tokens takes a layer and logits each on the last stage.
+        ({"depths": 2}, False, 96 * 4 * LAYER, ROW * 6 * LAYER, LOGITS + 2 * DEPTH_LOGITS),
+        # A fused output layer holds hidden states, their gradient, and one of its weight.
+        ({"fused_output": True}, False, 96 * 4 * LAYER, ROW * 4 * LAYER, 2 * HIDDEN + 6 * WEIGHT),
+        (
+            {"fused_output": True, "depths": 2},
+            False,
+            96 * 4 * LAYER,
+            ROW * 6 * LAYER,
+            4 * HIDDEN + 6 * WEIGHT,
+        ),
+        ({"recompute": True}, False, 96 * 4 * 2 * 64 / 4, ROW * 4 * 2 * 64 / 4, LOGITS),
+        # Forward passes keep one layer, and the output layer's inputs.
+        ({}, True, ROW * LAYER, ROW * LAYER, HIDDEN),
+        ({"depths": 2}, True, ROW * LAYER, ROW * LAYER, HIDDEN),
+        ({"fused_output": True}, True, ROW * LAYER, ROW * LAYER, HIDDEN),
+    ],
+)
+def test_bytes_by_hand(
+    shape: dict[str, Any], forward_only: bool, first: float, last: float, logits: float
+) -> None:
+    """On the last stage log-probs take three copies of a chunk's logits beside `logits`."""
+    step = replace(STEP, forward_only=forward_only)
+    found = predicted_memory(step_statistics(step, LENGTHS), step, replace(SHAPE, **shape))
+    assert found == PredictedMemory(
+        first_stage_bytes=first,
+        last_stage_bytes=last + logits + 3 * 4 * ROW * 256,
         logit_bytes=logits,
     )
-
-
-def test_predicting_further_tokens_takes_a_layer_and_logits_on_the_last_stage() -> None:
-    """Four layers are a stage's, so that two more are half of that; the first stage has none."""
-    further = replace(SHAPE, depths=2)
-    without, found = memory(STEP), memory(STEP, further)
-    logits = 56 * 256 * 2 * 4
-    assert found.first_stage_bytes == without.first_stage_bytes
-    assert found.logit_bytes == without.logit_bytes + logits
-    layers = without.first_stage_bytes * (56 / 96) * 2 / 4
-    assert found.last_stage_bytes == without.last_stage_bytes + logits + layers
-    forward = replace(STEP, forward_only=True)
-    assert memory(forward, further) == memory(forward)
-
-
-def test_a_fused_output_layer_holds_hidden_states_and_a_gradient_of_its_weight() -> None:
-    fused = replace(SHAPE, fused_output=True)
-    hidden, weight = 56 * 64 * 2, 256 * 64
-    found = memory(STEP, fused)
-    assert found.logit_bytes == 2 * hidden + weight * (4 + 2)
-    without = memory(STEP)
-    assert found.last_stage_bytes - found.logit_bytes == (
-        without.last_stage_bytes - without.logit_bytes
-    )
-    assert memory(STEP, replace(fused, depths=2)).logit_bytes == found.logit_bytes + 2 * hidden
-    assert memory(replace(STEP, forward_only=True), fused).logit_bytes == hidden
-
-
-def test_recomputation_and_forward_passes_keep_less() -> None:
-    kept = memory(STEP, replace(SHAPE, recompute=True)).first_stage_bytes
-    assert kept == 96 * 4 * 2 * 64 / 4
-    forward = memory(replace(STEP, forward_only=True))
-    assert forward.first_stage_bytes == memory(STEP).first_stage_bytes * (112 / 192) / 4
-    assert forward.logit_bytes == 56 * 64 * 2  # the output layer's inputs, as fused
 
 
 CONFIG = {
